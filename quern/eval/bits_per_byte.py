@@ -1,0 +1,87 @@
+"""Bits per byte: how well a model predicts text, in a unit no tokenizer can flatter.
+
+What it is: the sum of the losses (nats) over the targets that count, divided by ln 2 and by the bytes those targets
+stand for. A target counts when its mask is True and it stands for at least one byte, so special tokens
+(the BOS before each document, the marks of a chat) enter neither the sum nor the bytes. Bytes come from a table of
+integers, one per token id, taken from the tokenizer's raw bytes: a token that is half a character counts what it
+holds, never the length of a replacement sign.
+What it is not: a choice of the text. The caller hands in batches; for the validation measure these are consecutive
+windows of each document, each starting at BOS, so that every byte is counted once.
+Units: nats, tokens, bytes, bits per byte.
+Source: the unit is that of The Pile (Gao et al., 2020, arXiv 2101.00027, section 3.1).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from quern.data.loader import Batch
+from quern.eval.score import Score
+from quern.machine import Machine
+from quern.model.context import CausalContext
+from quern.model.loss import token_losses
+
+
+@dataclass(frozen=True)
+class BitsPerByte:
+    """The measure and what it was made of; `tokens` and `bytes` are those of the targets that count."""
+
+    bpb: float
+    nats_per_token: float
+    tokens: int
+    bytes: int
+
+    @classmethod
+    def of(cls, nats: float, tokens: int, num_bytes: int) -> "BitsPerByte":
+        """From sums (which may have been added over ranks). Raises ValueError when not a byte was measured."""
+        if num_bytes < 1 or tokens < 1:
+            raise ValueError(
+                "bits per byte needs at least one target that stands for text: the batches are empty, "
+                "fully masked, or hold special tokens only; hand in more validation text"
+            )
+        return cls(nats / (math.log(2) * num_bytes), nats / tokens, tokens, num_bytes)
+
+    def uniform_bpb(self, vocab_size: int) -> float:
+        """What guessing every token with equal probability would score on the same targets."""
+        return self.tokens * math.log2(vocab_size) / self.bytes
+
+    def score(self, task: str, vocab_size: int) -> Score:
+        """The line for evaluate.jsonl; `chance` is the uniform guess, and `count` the bytes."""
+        return Score(task, "bpb", self.bpb, None, None, self.bytes, self.uniform_bpb(vocab_size), bos=True)
+
+
+def bits_per_byte(
+    model: nn.Module, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine
+) -> BitsPerByte:
+    """Measure `model` on `batches`; `token_bytes` (vocab_size,) says how many bytes each token id stands for.
+
+    Losses are summed in float64, so that the number does not depend on how the rows were cut into batches.
+    No gradient is kept, and nothing of the model changes. Raises ValueError when no target counts.
+    """
+    table = np.asarray(token_bytes, dtype=np.int64)
+    nats, tokens, num_bytes = 0.0, 0, 0
+    for batch in batches:
+        bytes_BT = np.where(batch.mask, table[np.where(batch.mask, batch.targets, 0)], 0)
+        counts_BT = bytes_BT > 0
+        if not counts_BT.any():
+            continue
+        losses_BT = batch_losses(model, batch.tokens, batch.targets, machine)
+        nats += float(losses_BT[counts_BT].sum())
+        tokens += int(counts_BT.sum())
+        num_bytes += int(bytes_BT.sum())
+    return BitsPerByte.of(nats, tokens, num_bytes)
+
+
+def batch_losses(
+    model: nn.Module, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine
+) -> np.ndarray:
+    """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B, T)."""
+    with torch.no_grad():
+        tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
+        targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
+        losses = token_losses(model, model(tokens, CausalContext()), targets)
+    return losses.float().cpu().numpy().astype(np.float64)

@@ -1,0 +1,124 @@
+"""Multiple choice by likelihood: the model picks the continuation it finds least surprising.
+
+What it is: the summed loss (nats) of each continuation given its prompt, in batches of right-padded rows (nothing
+after a position changes what it predicts, so padding changes nothing), and the choice with the smallest loss, once
+divided by a length: none for letters, bytes or tokens for whole phrases, since a longer phrase always costs more.
+What it is not: generation; nothing is sampled and the tokenizer's special tokens have no part in it.
+Units: nats. Source: the scoring is that of GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from quern.eval.bits_per_byte import batch_losses
+from quern.eval.score import Score, accuracy
+from quern.machine import Machine
+
+# Rows are padded to a multiple of this, so that a compiled model sees few different lengths.
+PAD_MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class MultipleChoice:
+    """A prompt (token ids), its continuations as text and as ids, and which of them is right."""
+
+    kind: str
+    prompt: list[int]
+    choices: tuple[str, ...]
+    continuations: tuple[list[int], ...]
+    correct: int
+
+
+def whole(text: str, ids: Sequence[int]) -> float:
+    """No normalisation: right for letters, or when the choices are equally long."""
+    return 1.0
+
+
+def per_token(text: str, ids: Sequence[int]) -> float:
+    """The mean loss per token."""
+    return float(len(ids))
+
+
+def per_byte(text: str, ids: Sequence[int]) -> float:
+    """The loss per UTF-8 byte: does not depend on how the tokenizer cuts the phrase."""
+    return float(len(text.encode("utf-8")))
+
+
+def continuation_nats(
+    model: nn.Module,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    machine: Machine,
+    *,
+    context: int,
+    batch_rows: int = 16,
+) -> np.ndarray:
+    """The loss in nats (float64, one per pair) of each (prompt, continuation), prompts not empty.
+
+    A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and the latest
+    ones stay. Raises ValueError when a continuation does not fit, or is empty.
+    """
+    rows = [_fit(prompt, continuation, context) for prompt, continuation in pairs]
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    nats = np.zeros(len(rows))
+    for first in range(0, len(order), batch_rows):
+        chosen = order[first : first + batch_rows]
+        longest = max(len(rows[row]) for row in chosen) - 1
+        width = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, context)
+        padded = np.zeros((len(chosen), width + 1), dtype=np.int64)
+        counts = np.zeros((len(chosen), width), dtype=bool)
+        for line, row in enumerate(chosen):
+            length = len(rows[row])
+            padded[line, :length] = rows[row]
+            counts[line, length - 1 - len(pairs[row][1]) : length - 1] = True
+        losses = batch_losses(model, padded[:, :-1], padded[:, 1:], machine)
+        nats[chosen] = np.where(counts, losses, 0.0).sum(axis=1)
+    return nats
+
+
+def multiple_choice(
+    model: nn.Module,
+    questions: Sequence[MultipleChoice],
+    machine: Machine,
+    *,
+    task: str,
+    bos: int,
+    context: int,
+    length: Callable[[str, Sequence[int]], float] = whole,
+    batch_rows: int = 16,
+    shots: int = 0,
+) -> tuple[Score, list[int]]:
+    """The accuracy, and the index picked for each question (the first of equals)."""
+    pairs = [(item.prompt, ids) for item in questions for ids in item.continuations]
+    nats = continuation_nats(model, pairs, machine, context=context, batch_rows=batch_rows)
+    picks, start = [], 0
+    for item in questions:
+        stop = start + len(item.choices)
+        lengths = [length(text, ids) for text, ids in zip(item.choices, item.continuations, strict=True)]
+        picks.append(int(np.argmin(nats[start:stop] / lengths)))
+        start = stop
+    score = accuracy(
+        task,
+        [pick == item.correct for pick, item in zip(picks, questions, strict=True)],
+        [1 / len(item.choices) for item in questions],
+        [[*prompt, *ids] for prompt, ids in pairs],
+        bos=bos,
+        shots=shots,
+        cropped=sum(len(prompt) + len(ids) > context + 1 for prompt, ids in pairs),
+    )
+    return score, picks
+
+
+def _fit(prompt: Sequence[int], continuation: Sequence[int], context: int) -> list[int]:
+    if not prompt or not continuation:
+        raise ValueError("a prompt needs at least one token (BOS), and so does each of its continuations")
+    excess = len(prompt) + len(continuation) - (context + 1)
+    if excess >= len(prompt):
+        raise ValueError(
+            f"a continuation of {len(continuation)} tokens does not fit a context of {context}; "
+            "use a model with a longer context or leave the question out"
+        )
+    kept = [*prompt[:1], *prompt[1 + excess :]] if excess > 0 else list(prompt)
+    return [*kept, *continuation]
