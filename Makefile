@@ -1,0 +1,71 @@
+# Every target does the set-up it needs; the second time that costs nothing. POSIX sh, GNU or BSD-compatible make.
+#
+#   make quickstart   text → model → chat, then a report          make laws      the README's table of laws
+#   make test         the whole suite                             make bench     throughput of every stage
+#   make check        lint, types, import layers                  make campaign  the slow, many-trial tests
+#   make clean        remove caches and .venv (never out/)
+#
+# Variables:  PYTHON  the interpreter that makes .venv (3.11 or newer)
+#             TORCH   the torch version to install; a torch already in .venv is kept
+#             JOBS    test processes; each computes on one thread
+#             TESTS   what `make test` runs, for example TESTS=tests/text
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+JOBS ?= 2
+TESTS ?= tests
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+LAWS := out/laws.json
+
+.PHONY: help setup quickstart test check laws bench campaign clean
+
+help:
+	@sed -n 's/^#   /  /p' Makefile
+
+setup: $(STAMP)
+
+# torch goes first and by exact version: a range would let pip replace a local CPU build by the newest CUDA one.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "quern needs Python 3.11 or newer; name one: make PYTHON=python3.12 quickstart"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
+		$(BIN)/python -m pip install "torch==$(TORCH)"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,serve]"
+	@touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/quern run --run quickstart
+	@echo
+	@echo "The report:         out/runs/quickstart/report.html"
+	@echo "Talk to the model:  $(BIN)/quern chat quickstart"
+	@echo "Serve it:           $(BIN)/quern serve quickstart"
+	@echo "Your own text:      $(BIN)/quern run --data path/to/texts --run mine"
+	@echo "A larger model:     $(BIN)/quern run --depth 8 --run larger"
+
+test: $(STAMP)
+	$(PYTEST) -n $(JOBS) -m "not campaign" --durations=15 $(TESTS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(PYTEST) -q tests/test_layers.py
+
+laws: $(STAMP)
+	$(PYTEST) -n $(JOBS) -m "not campaign" --laws-out $(LAWS) tests/laws
+	$(BIN)/python tests/laws/table.py $(LAWS) README.md
+
+bench: $(STAMP)
+	$(BIN)/quern bench
+
+campaign: $(STAMP)
+	$(PYTEST) -n $(JOBS) -m campaign --timeout 0 --durations=15 $(TESTS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	find quern tests experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
