@@ -1,0 +1,181 @@
+"""The machine a run is on: device, compute dtype, threads, and what it was found able to do.
+
+`detect` is called once, by the command line; everything else receives the frozen `Machine`. This is the only file
+that reads the environment. It is not a mesh: how many processes there are is `mesh.py`'s business.
+
+Abilities are probed by running something tiny, never by a version number: a bf16 matmul is timed against an fp32 one,
+and a one-line function is compiled to see whether a C++ compiler (or Triton) is there and works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """device: where tensors live; dtype: the compute dtype (parameters and activations); compile: whether
+    torch.compile is used; threads: intra-op CPU threads; notes: one line for each fallback, to be shown to the user."""
+
+    device: torch.device
+    dtype: torch.dtype
+    compile: bool
+    threads: int
+    notes: tuple[str, ...] = ()
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A generator on the CPU, whatever the device, so that initial weights don't depend on the hardware."""
+        return torch.Generator(device="cpu").manual_seed(seed)
+
+    def synchronize(self) -> None:
+        """Waits for the device, so that a clock read afterwards means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def describe(self) -> dict[str, object]:
+        """What a record needs to say about where its numbers were measured (JSON types only)."""
+        return {
+            "processor": processor_name(self.device),
+            "device": str(self.device.type),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": self.threads,
+            "compiled": self.compile,
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+
+
+def detect(
+    device: str | None = None, dtype: str | None = None, compile: bool = True, threads: int | None = None
+) -> Machine:
+    """Looks at the machine and decides; every argument overrides one decision.
+
+    device: "cpu", "cuda" or "mps"; dtype: "bf16" or "fp32"; threads: CPU threads (default: what torch finds).
+    Raises ValueError, naming the valid values, when an override makes no sense here.
+    """
+    notes: list[str] = []
+    chosen = _device(device)
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        torch.set_num_threads(threads)
+    if chosen.type == "cpu":
+        keep_freed_memory()
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype '{dtype}': use one of {', '.join(DTYPES)}")
+    compute = DTYPES[dtype] if dtype else _compute_dtype(chosen)
+    if compile and (problem := compile_problem(chosen.type)):
+        notes.append(f"torch.compile does not work here ({problem}): running eagerly, which is slower")
+        compile = False
+    return Machine(chosen, compute, compile, torch.get_num_threads(), tuple(notes))
+
+
+def _device(name: str | None) -> torch.device:
+    available = ["cpu"]
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if name is None:
+        return torch.device(available[0])
+    if name not in available:
+        raise ValueError(f"device '{name}' is not available here: use one of {', '.join(available)}")
+    return torch.device(name)
+
+
+def _compute_dtype(device: torch.device) -> torch.dtype:
+    """bf16 on CUDA from sm80 on, and on CPUs where a bf16 matmul is measured to be clearly faster than fp32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float32
+    if device.type == "cpu" and matmul_seconds(torch.bfloat16) * 1.5 < matmul_seconds(torch.float32):
+        return torch.bfloat16
+    return torch.float32
+
+
+def matmul_seconds(dtype: torch.dtype, size: int = 512, repeats: int = 5) -> float:
+    """The best wall time in seconds of a (size, size) by (size, size) matmul on the CPU."""
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@cache
+def compile_problem(device_type: str) -> str | None:
+    """None when torch.compile runs a tiny function on this device, else the reason in a few words."""
+    if device_type == "mps":
+        return "not supported by PyTorch on MPS for this model"
+
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 2 + 1
+
+    # Both are read when torch._inductor is imported, which is why they are set before the first compilation.
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.compile(probe, dynamic=False)(torch.ones(8, device=device_type))
+    except Exception as error:  # whatever the toolchain raises: a missing compiler, a broken header, no Triton
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return text[0][:120]
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep and reuse large freed blocks instead of returning them to the kernel each time.
+
+    By default every tensor over 128 KiB is mapped afresh and its pages are zeroed on first touch; for activations of
+    a few MiB that costs more than the matmul that fills them. On other C libraries this does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def processor_name(device: torch.device) -> str:
+    """The processor's marketing name, as the system reports it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return platform.processor() or platform.machine()
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment, read here and nowhere else."""
+    return os.environ
+
+
+def on_terminal() -> bool:
+    """Whether progress may be drawn (a bar) or must be printed (plain lines)."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"

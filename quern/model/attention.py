@@ -1,0 +1,54 @@
+"""Causal self-attention with grouped queries, QK norm, rotary positions and gated value embeddings.
+
+How the attention itself is computed (whole rows, cached, sharded) is the context's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quern.model.context import Context
+from quern.model.layers import norm, rotate
+
+QK_SCALE = 1.2
+"""Both normed queries and keys are scaled up by this, which sharpens attention (nanochat)."""
+GATE_CHANNELS = 12
+"""Leading channels of the residual stream that the value embedding's gate looks at."""
+GATE_RANGE = 3.0
+
+
+class CausalSelfAttention(nn.Module):
+    """Reads its head counts off the projections' shapes, so that the same code runs on a shard of the heads."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = head_dim
+        self.query = nn.Linear(width, heads * head_dim, bias=False)
+        self.key = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.value = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.out = nn.Linear(heads * head_dim, width, bias=False)
+        self.value_gate = nn.Linear(GATE_CHANNELS, kv_heads, bias=False) if gated else None
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        value_embedding: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        window: int | None,
+        context: Context,
+    ) -> Tensor:
+        """x: (B, T, D), normed; value_embedding: (B, T, K·E) or None → (B, T, D)."""
+        B, T, _ = x_BTD.shape
+        q_BTHE = self.query(x_BTD).view(B, T, -1, self.head_dim)
+        k_BTKE = self.key(x_BTD).view(B, T, -1, self.head_dim)
+        v_BTKE = self.value(x_BTD).view(B, T, -1, self.head_dim)
+        if self.value_gate is not None and value_embedding is not None:
+            # Value residual learning (arXiv 2410.17897) from an embedding of the token, gated by the input per head.
+            gate_BTK = GATE_RANGE * torch.sigmoid(self.value_gate(x_BTD[..., :GATE_CHANNELS]))
+            v_BTKE = v_BTKE + gate_BTK[..., None] * value_embedding.view_as(v_BTKE)
+        q_BTHE = norm(rotate(q_BTHE, *rotary)) * QK_SCALE  # QK norm: arXiv 2010.04245
+        k_BTKE = norm(rotate(k_BTKE, *rotary)) * QK_SCALE
+        y_BTHE = context.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, window)
+        return self.out(y_BTHE.reshape(B, T, -1))

@@ -1,0 +1,44 @@
+"""The small pieces that every model is made of: norm, rotary positions, feed-forward, token shift.
+
+Shapes: B batch, T tokens, D width, H heads, E head dim. Pure functions and single-device modules; how weights are
+initialised is said in the model that uses them, in one place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm without parameters over the last dim (arXiv 1910.07467); computed in fp32, returned in x's dtype."""
+    return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(x.dtype)
+
+
+def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864).
+
+    positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions.float()[..., None, None] * (base**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + E/2) of each head by its position's angles, clockwise; computed in fp32."""
+    first, second = x_BTHE.float().chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x_BTHE.dtype)
+
+
+class SquaredReluMLP(nn.Module):
+    """D → 4D → D with ReLU² in between (Primer, arXiv 2109.08668)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x_BTD)).square())
