@@ -1,0 +1,238 @@
+"""Records: what happened in one stage of a run, as lines of JSON that reports and plots read.
+
+A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step, nothing but
+what the caller gives) and `events.jsonl` (what happened when, with UTC time). Lines are strict JSON: a number that is
+not finite becomes null, and an event names it. A line counts once its newline is there; a crash can tear only the last
+one, which is dropped on reopening. Nothing here prints, and nothing here knows torch: trackers are imported when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+
+
+class Tracker(Protocol):
+    """Where metrics also go, beside the folder."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StageFolder:
+    """One stage's folder, open for writing. One process at a time; use it in a `with` or call close()."""
+
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._trackers = tuple(trackers)
+        for name in (METRICS, EVENTS):
+            _drop_torn_end(self.path / name)
+        self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
+        self._events = (self.path / EVENTS).open("a", encoding="utf-8")
+
+    def metric(self, **fields: Any) -> None:
+        """Append one line of metrics and hand it to the trackers (those need a `step` among the fields)."""
+        bad: list[str] = []
+        clean = {name: _strict(value, name, bad) for name, value in fields.items()}
+        _append(self._metrics, clean)
+        if bad:
+            self.event("non_finite", step=fields.get("step"), fields=bad)
+        if "step" in fields:
+            for tracker in self._trackers:
+                tracker.log(clean, fields["step"])
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one event: its kind, UTC time, and the fields."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"kind": kind, "time": now} | {
+            name: _strict(value, name, []) for name, value in fields.items()
+        }
+        _append(self._events, line)
+
+    def write_recipe(self, recipe_json: dict[str, Any], source: str | None) -> None:
+        """Write recipe.json and, where the recipe came from a file, that file's text as recipe_source.py."""
+        text = json.dumps(recipe_json, indent=2, allow_nan=False)
+        _replace(self.path / "recipe.json", text + "\n")
+        if source is not None:
+            _replace(self.path / "recipe_source.py", source)
+
+    def rewind(self, step: int) -> None:
+        """Drop metric lines of steps after `step`, all at once: a resumed run writes them again."""
+        self._metrics.close()
+        path = self.path / METRICS
+        kept = [
+            line
+            for line in _lines(path)
+            if (fields := json.loads(line)).get("step") is None or fields["step"] <= step
+        ]
+        _replace(path, "".join(kept))
+        self._metrics = path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> StageFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The metrics of a stage folder (or of a metrics.jsonl itself), a torn last line left out; empty if none."""
+    return _read(path / METRICS if path.is_dir() else path)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a stage folder (or of an events.jsonl itself), a torn last line left out; empty if none."""
+    return _read(path / EVENTS if path.is_dir() else path)
+
+
+def git_hash(path: Path) -> str | None:
+    """Short hash of the commit checked out at `path`, "-dirty" if tracked files differ; None outside git."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(path), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None  # no git here: a run does without
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "--short", "HEAD")
+    if not commit:
+        return None
+    return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+# Trackers -------------------------------------------------------------------------------------------------------------
+
+
+class TensorBoardTracker:
+    """Numbers to TensorBoard's event files under `folder`."""
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard is not installed: pip install tensorboard, or leave this tracker out"
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Numbers to Weights & Biases; the same `run` name goes on where it stopped."""
+
+    def __init__(self, project: str, run: str, folder: Path, recipe_json: dict[str, Any]):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                "Weights & Biases is not installed: pip install wandb, or leave this tracker out"
+            ) from error
+        self._run = wandb.init(
+            project=project, name=run, id=run, resume="allow", dir=str(folder), config=recipe_json
+        )
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._run.log(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# Lines ----------------------------------------------------------------------------------------------------------------
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _append(stream: Any, fields: dict[str, Any]) -> None:
+    stream.write(json.dumps(fields, allow_nan=False) + "\n")
+    stream.flush()  # the line survives this process's death; fsync, for a power cut, is not worth a stall per step
+
+
+def _strict(value: Any, name: str, bad: list[str]) -> Any:
+    """`value` as strict JSON: what is not finite becomes None, and its name is added to `bad`."""
+    if isinstance(value, dict):
+        return {str(key): _strict(item, f"{name}.{key}", bad) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item, f"{name}[{index}]", bad) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(name)
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(
+        f"{name} is a {type(value).__name__}: records take plain numbers, strings, lists and dicts"
+    )
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    lines = _lines(file)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}, is not JSON ({error}): remove that line") from error
+    return records
+
+
+def _lines(file: Path) -> list[str]:
+    """The whole lines of `file`, each with its newline; what follows the last newline is left out."""
+    if not file.exists():
+        return []
+    return [
+        line.decode("utf-8") for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
+    ]
+
+
+def _drop_torn_end(file: Path) -> None:
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(file, len(whole))
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write `file` whole or not at all."""
+    part = file.with_name(file.name + ".part")
+    with part.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(part, file)

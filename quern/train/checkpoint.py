@@ -1,0 +1,331 @@
+"""Checkpoints: a training state on disk that is either whole or absent, and says which.
+
+A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json`: schema version, step, size in
+bytes and SHA-256 of each file, the caller's JSON (`meta`), and the SHA-256 of all that. A save writes to
+`step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs the
+parent, and only then removes what is older than the newest `keep` whole checkpoints. So a crash at any point leaves
+every earlier checkpoint as it was. Reading checks every hash: the safetensors, DCP and pickle readers all load a flipped
+byte silently.
+
+Tensors go through torch.distributed.checkpoint and its Hugging Face storage, which shards and reshards over ranks and
+writes no pickle (its default storage does). This file knows nothing of models or optimizers: names to tensors, and JSON.
+One process at a time may write into a folder; any number may read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+# `.old-` exists only between the two renames that replace a step by a new save of the same step.
+_FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
+_TRASH = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be trusted; the message says which, why, and what to do."""
+
+
+class NewerCheckpointError(CheckpointError):
+    """The checkpoint is whole, but written by a newer version than this one can read."""
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    meta: dict[str, Any],
+    keep: int,
+    at: Callable[[str], None] = lambda point: None,
+) -> Path:
+    """Write `tensors` and `meta` as the checkpoint of `step`; returns its path. Durable when it returns.
+
+    tensors: any dtype, shape and device; saved bit for bit, shared storage is written once per name.
+    meta: plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal.
+    keep: how many whole checkpoints to leave, this one included (≥ 1). What is kept is verified before anything goes.
+    at: called with a name before each change of the disk; tests stop the process there.
+    Raises CheckpointError when the disk refuses (full, read-only): earlier checkpoints are then untouched.
+    """
+    if keep < 1 or step < 0:
+        raise ValueError(f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}")
+    _require_plain_json(meta)
+    final = folder / f"step-{step:08d}"
+    temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
+    try:
+        at("make folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        _clean(folder, at)
+        temporary.mkdir()
+        _write(temporary, step, tensors, meta, at)
+        _put_in_place(temporary, final, at)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
+        raise _write_error(folder, step, tensors, error) from error
+    try:
+        _prune(folder, final, keep, at)
+    except OSError as error:
+        raise CheckpointError(f"{final} is saved, but an older one cannot be removed: {error}") from error
+    return final
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps with a checkpoint folder, ascending, unverified; empty when there is no such folder."""
+    return sorted(_candidates(folder))
+
+
+def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """(path, manifest) of the newest checkpoint that verifies; None when there is none.
+
+    Each damaged one on the way is named through `report`. Raises NewerCheckpointError rather than
+    passing over a whole checkpoint that this version cannot read.
+    """
+    candidates = _candidates(folder)
+    for step in sorted(candidates, reverse=True):
+        try:
+            return candidates[step], verify(candidates[step])
+        except NewerCheckpointError:
+            raise
+        except CheckpointError as error:
+            report(f"step {step} is damaged and is passed over: {error}")
+    return None
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path` after every size and hash was checked; raises CheckpointError."""
+    manifest = _read_manifest(path)
+    named = _FOLDER.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise CheckpointError(f"{path} holds step {manifest['step']}, not the step it is named after")
+    # The reader takes every safetensors file that it finds, so a foreign one must not pass.
+    foreign = {file.name for file in path.glob("*.safetensors")} - set(manifest["files"])
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them"
+        )
+    for name, expected in manifest["files"].items():
+        try:
+            found = _describe(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}") from error
+        for fact in ("bytes", "sha256"):
+            if found[fact] != expected[fact]:
+                raise CheckpointError(f"{path / name} has {fact} {found[fact]}, not {expected[fact]}")
+    return manifest
+
+
+def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors on the CPU, meta) of the checkpoint at `path`, verified; raises CheckpointError."""
+    manifest = verify(path)
+    described = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    tensors: dict[str, torch.Tensor] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        for name, entry in described.items()
+    }
+    if tensors:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    return tensors, manifest["meta"]
+
+
+# Writing ------------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    temporary: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    meta: dict[str, Any],
+    at: Callable[[str], None],
+) -> None:
+    at("write tensors")
+    if tensors:
+        _write_tensors(temporary, tensors)
+    files = {}
+    for file in sorted(temporary.iterdir()):
+        at(f"fsync {file.name}")
+        _fsync(file)
+        files[file.name] = _describe(file)
+    content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "files": files, "meta": meta}
+    manifest = temporary / MANIFEST
+    at("write manifest")
+    text = json.dumps(content | {"sha256": _content_hash(content)}, indent=1, allow_nan=False)
+    manifest.write_text(text + "\n", encoding="utf-8")
+    at("fsync manifest")
+    _fsync(manifest)
+    at("fsync temporary folder")
+    _fsync(temporary)
+
+
+def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    owned: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().contiguous()
+        address = value.untyped_storage().data_ptr()
+        owned[name] = value.clone() if address in storages else value  # safetensors refuses shared memory
+        storages.add(address)
+    # save_distributed: one process writes what one rank of many would, so the same reader serves both.
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(owned, storage_writer=writer, no_dist=True)
+    except CheckpointException as failure:  # a BaseException that wraps each rank's own error
+        raise next(iter(failure.failures.values()))[0] from failure
+
+
+def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> None:
+    """Rename into place. A folder cannot be replaced in one rename, so an earlier save of this step steps aside."""
+    aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex}")
+    if final.exists():
+        at("move earlier save of this step aside")
+        os.rename(final, aside)
+    at("rename")
+    os.rename(temporary, final)
+    at("fsync parent")
+    _fsync(final.parent)
+    if aside.exists():
+        at("remove earlier save of this step")
+        _remove(aside, at)
+
+
+def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None]) -> None:
+    """Remove what is older than the newest `keep` whole checkpoints; `saved` counts and never goes."""
+    candidates = _candidates(folder)
+    if len(candidates) <= keep:
+        return
+    others = [candidates[step] for step in sorted(candidates, reverse=True) if candidates[step] != saved]
+    whole = 1
+    for path in others:
+        if whole >= keep:
+            at(f"prune {path.name}")
+            _remove(path, at)
+        elif _is_whole(path):
+            whole += 1
+
+
+def _remove(path: Path, at: Callable[[str], None]) -> None:
+    """Remove a checkpoint: first out of sight in one rename, so that a half-removed one never shows."""
+    trash = path.with_name(f"{path.name.partition('.')[0]}.tmp-{uuid.uuid4().hex}")
+    os.rename(path, trash)
+    at(f"remove {trash.name}")
+    shutil.rmtree(trash, ignore_errors=True)  # what a network file system still holds goes with the next save
+
+
+def _clean(folder: Path, at: Callable[[str], None]) -> None:
+    """Remove what crashed saves left; bring back an earlier save whose replacement never came."""
+    for path in sorted(folder.iterdir()):
+        if _TRASH.fullmatch(path.name):
+            at(f"clean {path.name}")
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        match = _FOLDER.fullmatch(path.name)
+        if match and match["old"]:
+            at(f"settle {path.name}")
+            final = path.with_name(path.name.partition(".")[0])
+            if final.exists():
+                _remove(path, at)
+            else:
+                os.rename(path, final)
+
+
+def _write_error(
+    folder: Path, step: int, tensors: dict[str, torch.Tensor], error: OSError
+) -> CheckpointError:
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    return CheckpointError(
+        f"cannot write the checkpoint of step {step} to {folder}: {error.strerror or error}. It needs about "
+        f"{needed:,} bytes, {free:,} are free there. Checkpoints before it are intact: make room, then resume."
+    )
+
+
+# Reading and facts ----------------------------------------------------------------------------------------------------
+
+
+def _candidates(folder: Path) -> dict[int, Path]:
+    """Step → the folder that may hold it; the replaced one only where its replacement is missing."""
+    found: dict[int, Path] = {}
+    if not folder.is_dir():
+        return found
+    for path in sorted(folder.iterdir(), key=lambda path: ".old-" in path.name):
+        match = _FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            found.setdefault(int(match[1]), path)
+    return found
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verify(path)
+    except NewerCheckpointError:
+        return True
+    except CheckpointError:
+        return False
+    return True
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    # This rule (the hash covers the content without itself) holds for every schema, so that a damaged
+    # schema number is not taken for a newer version.
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _content_hash(manifest):
+        raise CheckpointError(f"{file} does not match its own sha256")
+    if manifest["schema"] > SCHEMA:
+        raise NewerCheckpointError(
+            f"{path} was written with checkpoint schema {manifest['schema']}, this version reads up to {SCHEMA}: "
+            "update quern, or move this checkpoint away to go on from an earlier one"
+        )
+    return manifest
+
+
+def _content_hash(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"bytes": stream.tell(), "sha256": digest}
+
+
+def _require_plain_json(meta: dict[str, Any]) -> None:
+    try:
+        same = json.loads(json.dumps(meta, allow_nan=False)) == meta
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"meta must be plain JSON: {error}") from error
+    if not same:
+        raise ValueError(
+            "meta must read back equal: use string keys and lists, not tuples or numbers as keys"
+        )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
