@@ -1,0 +1,130 @@
+"""Chat format: a conversation to token ids and a loss mask.
+
+    <|bos|> [<|system_start|> … <|system_end|>]
+    <|user_start|> … <|user_end|> <|assistant_start|> … <|assistant_end|>   (repeated)
+
+Inside an assistant's turn, <|tool_start|>expression<|tool_end|> calls the calculator and
+<|output_start|>result<|output_end|> is what it answered. Only this file places special tokens: all content
+goes through `Tokenizer.encode`, so text that spells a special token stays text in every role. It neither runs
+tools nor samples (generate/).
+
+The mask is True on the tokens the model has to produce itself: the assistant's text, its tool calls with both
+of their marks, and the end of its turn. What others write (system, user, the tool's output and its marks) is
+False.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from quern.text.tokenizer import Tokenizer
+
+
+class Part(TypedDict):
+    """A piece of a message: plain text, the expression of a tool call, or the tool's output."""
+
+    type: Literal["text", "tool", "output"]
+    text: str
+
+
+class Message(TypedDict):
+    """One turn. Only an assistant's content may hold tool calls and outputs."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[Part]
+
+
+ROLES = ("system", "user", "assistant")
+PART_TYPES = ("text", "tool", "output")
+
+
+def validate(messages: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError, with what to do, unless: an optional system message, then user and assistant in turn."""
+    if not messages:
+        raise ValueError("the conversation is empty: give at least one user message")
+    turns = 0
+    for index, message in enumerate(messages):
+        where = f"message {index + 1}"
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise ValueError(f'{where} must be an object with "role" and "content"')
+        role = message["role"]
+        if role not in ROLES:
+            raise ValueError(f"{where} has the role {role!r}: use one of {', '.join(ROLES)}")
+        if role == "system":
+            if index > 0:
+                raise ValueError(f"{where} is a system message: only the first message may be one")
+        else:
+            expected = ROLES[1 + turns % 2]
+            if role != expected:
+                raise ValueError(
+                    f"{where} is from the {role}, expected the {expected}: user and assistant take turns, "
+                    "the user first; join neighbouring messages of one role"
+                )
+            turns += 1
+        _validate_content(message["content"], role, where)
+    if turns == 0:
+        raise ValueError("the conversation has only a system message: add a user message")
+
+
+def _validate_content(content: object, role: str, where: str) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, Sequence):
+        raise ValueError(f"{where}: content must be text or a list of parts")
+    before = None
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise ValueError(f'{where}: each part of the content needs "type" and "text"')
+        kind = part.get("type")
+        if kind not in PART_TYPES:
+            raise ValueError(f"{where}: a part has the type {kind!r}: use one of {', '.join(PART_TYPES)}")
+        if kind != "text" and role != "assistant":
+            raise ValueError(f"{where}: only the assistant can hold a {kind!r} part, not the {role}")
+        if kind == "output" and before != "tool":
+            raise ValueError(f"{where}: an output must directly follow the tool call it answers")
+        before = kind
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32 (T,), mask bool (T,)) of a whole conversation, BOS first; the mask as said above."""
+    validate(messages)
+    ids: list[int] = [tokenizer.bos]
+    mask: list[bool] = [False]
+
+    def add(tokens: Sequence[int], learn: bool) -> None:
+        ids.extend(tokens)
+        mask.extend([learn] * len(tokens))
+
+    for message in messages:
+        role = message["role"]
+        mine = role == "assistant"
+        add([tokenizer.special(f"<|{role}_start|>")], False)
+        for part in parts(message):
+            kind = part["type"]
+            learn = mine and kind != "output"
+            tokens = tokenizer.encode(part["text"])
+            if kind != "text":
+                tokens = [
+                    tokenizer.special(f"<|{kind}_start|>"),
+                    *tokens,
+                    tokenizer.special(f"<|{kind}_end|>"),
+                ]
+            add(tokens, learn)
+        add([tokenizer.special(f"<|{role}_end|>")], mine)
+    return np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)
+
+
+def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Ids up to and including <|assistant_start|>, where the model goes on. The last word is the user's."""
+    validate(messages)
+    if messages[-1]["role"] != "user":
+        raise ValueError("the last message must be the user's: the assistant answers it")
+    ids, _ = render(tokenizer, messages)
+    return [*ids.tolist(), tokenizer.special("<|assistant_start|>")]
+
+
+def parts(message: Message) -> list[Part]:
+    """The content as a list of parts."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

@@ -1,0 +1,256 @@
+"""Byte-level BPE tokenizer: text to token ids and back.
+
+rustbpe trains the merges, tiktoken encodes with them, a JSON file keeps them (base64, no pickle). Ids: 0..255
+are the single bytes, then the merges in rank order, then the special tokens. This file knows no chat format
+(chat.py) and no file formats of data (documents.py). Sizes are in bytes of UTF-8 unless a name says
+otherwise.
+
+Source: byte-level BPE as in GPT-2 (Radford et al., 2019); the split pattern follows GPT-4's published one and
+differs as said at SPLIT_PATTERN.
+"""
+
+import base64
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rustbpe
+import tiktoken
+
+# GPT-4's split with three differences. Digits go in groups of at most two: better than three at the
+# vocabularies of small models. Combining marks (\p{M}) belong to the word they stand in, or vowel signs would
+# split every Hindi, Bengali or vocalised Arabic word. Runs of white space are bounded, since the regex engine
+# backtracks over them and a run of a million spaces would overflow its stack.
+SPLIT_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)"
+    r"|[^\r\n\p{L}\p{M}\p{N}]?+[\p{L}\p{M}]++"
+    r"|\p{N}{1,2}+"
+    r"| ?[^\s\p{L}\p{M}\p{N}]++[\r\n]*+"
+    r"|\s{0,255}[\r\n]|\s{1,256}(?!\S)|\s"
+)
+
+SPECIAL_TOKENS = (
+    "<|bos|>",
+    "<|system_start|>",
+    "<|system_end|>",
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|tool_start|>",
+    "<|tool_end|>",
+    "<|output_start|>",
+    "<|output_end|>",
+)
+
+FILE_FORMAT = "quern-tokenizer-1"
+TRAINING_PIECE_CHARACTERS = 65_536  # the trainer is fed pieces of at most this length ...
+TRAINING_BUFFER_PIECES = 256  # ... and holds this many at a time, so a huge document needs no more memory
+
+
+class Tokenizer:
+    """An immutable vocabulary. `merges` are the byte strings of ids 256 and up, in rank order.
+
+    `notes` says what the caller should tell the user (a corpus too small for the vocabulary asked for).
+    """
+
+    def __init__(
+        self,
+        merges: Sequence[bytes],
+        pattern: str = SPLIT_PATTERN,
+        special_tokens: Sequence[str] = SPECIAL_TOKENS,
+        notes: Sequence[str] = (),
+    ) -> None:
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        for token in merges:
+            if len(token) < 2 or token in ranks:
+                raise ValueError(f"merge {token!r} is a single byte or stands there twice")
+            ranks[token] = len(ranks)
+        if len(set(special_tokens)) != len(special_tokens) or "<|bos|>" not in special_tokens:
+            raise ValueError("special tokens must differ from each other and contain <|bos|>")
+        self.pattern = pattern
+        self.merges = tuple(merges)
+        self.special_tokens = tuple(special_tokens)
+        self.special_ids = {name: len(ranks) + i for i, name in enumerate(special_tokens)}
+        self.notes = tuple(notes)
+        self.vocab_size = len(ranks) + len(special_tokens)
+        self.bos = self.special_ids["<|bos|>"]
+        self._first_special = len(ranks)
+        self._bytes = [*ranks, *(name.encode("utf-8") for name in special_tokens)]
+        self._encoding = tiktoken.Encoding(
+            "quern", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
+        )
+        self.fingerprint = hashlib.sha256(json.dumps(self._contents()).encode("utf-8")).hexdigest()
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str],
+        vocab_size: int,
+        pattern: str = SPLIT_PATTERN,
+        *,
+        max_bytes: int = 2_000_000_000,
+    ) -> "Tokenizer":
+        """Learn merges from a stream of texts, of which at most `max_bytes` bytes are read.
+
+        `vocab_size` counts the special tokens, which take the last ids. Memory grows with the number of
+        different words, not with the length of the stream. A corpus with too few pairs to merge gives a
+        smaller vocabulary and says so in `notes`.
+        """
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if vocab_size < smallest:
+            raise ValueError(
+                f"vocab_size {vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens "
+                f"need at least {smallest}"
+            )
+        trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)
+        pieces = _training_pieces(texts, max_bytes)
+        trainer.train_from_iterator(
+            pieces, vocab_size - len(SPECIAL_TOKENS), buffer_size=TRAINING_BUFFER_PIECES, pattern=pattern
+        )
+        ranked = sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1])
+        # Two pairs can spell the same bytes. Encoding ranks by bytes, so the earlier of them is what counts.
+        merges = list(dict.fromkeys(bytes(token) for token, rank in ranked if rank >= 256))
+        reached = len(merges) + smallest
+        notes = []
+        if reached < vocab_size:
+            notes.append(
+                f"The corpus has too few different words for {vocab_size:,} tokens: the vocabulary has "
+                f"{reached:,}."
+            )
+        return cls(merges, pattern, notes=notes)
+
+    def _contents(self) -> dict[str, str | list[str]]:
+        return {
+            "pattern": self.pattern,
+            "special_tokens": list(self.special_tokens),
+            "merges": [base64.b64encode(token).decode("ascii") for token in self.merges],
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write the tokenizer as JSON; the file appears whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        contents = {"format": FILE_FORMAT, "fingerprint": self.fingerprint, **self._contents()}
+        unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        with open(unfinished, "w", encoding="utf-8") as file:
+            json.dump(contents, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read a file that `save` wrote. ValueError where it is damaged or something else."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no tokenizer at {path}: train one with `quern tokenizer`")
+        try:
+            contents = json.loads(path.read_text(encoding="utf-8"))
+            if contents["format"] != FILE_FORMAT:
+                raise ValueError(f"its format is {contents['format']!r}, not {FILE_FORMAT!r}")
+            merges = [base64.b64decode(token, validate=True) for token in contents["merges"]]
+            tokenizer = cls(merges, contents["pattern"], contents["special_tokens"])
+            if tokenizer.fingerprint != contents["fingerprint"]:
+                raise ValueError("its contents do not match its fingerprint")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a sound tokenizer file ({error}): train it again") from error
+        return tokenizer
+
+    def special(self, name: str) -> int:
+        """The id of a special token, by its full name such as "<|user_start|>"."""
+        if name not in self.special_ids:
+            raise ValueError(f"no special token {name!r}; there are {', '.join(self.special_tokens)}")
+        return self.special_ids[name]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text; never a special token, whatever the text spells. Lone surrogates become U+FFFD."""
+        return self._encoding.encode_ordinary(well_formed(text))
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
+        """`encode` of each text, on several threads."""
+        return self._encoding.encode_ordinary_batch(
+            [well_formed(text) for text in texts], num_threads=threads
+        )
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes the ids stand for, joined; a special token stands for its name."""
+        table = self._bytes
+        pieces = []
+        for token in ids:
+            if not 0 <= token < len(table):
+                raise ValueError(f"token id {token} is outside the vocabulary of {len(table)}")
+            pieces.append(table[token])
+        return b"".join(pieces)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; bytes that are not valid UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """int32 (vocab_size,): bytes of text each token stands for, 0 for special tokens.
+
+        Counted on the raw bytes: a token that holds half of a character counts its own bytes, not those of
+        the replacement character it would be printed as. Bits per byte divides by the sum of these.
+        """
+        sizes = np.array([len(token) for token in self._bytes], dtype=np.int32)
+        sizes[self._first_special :] = 0
+        return sizes
+
+
+class StreamDecoder:
+    """Decodes ids one at a time; holds back the bytes of a character until it is complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with this token; often one token's, sometimes empty."""
+        return self._decoder.decode(self._tokenizer.decode_bytes([token]))
+
+    def flush(self) -> str:
+        """What is still held back at the end: U+FFFD for a character cut short, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+def compression_report(tokenizer: Tokenizer, samples: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One row for each kind of text: kind, bytes, tokens, bytes_per_token."""
+    rows = []
+    for kind, text in samples.items():
+        size, tokens = len(well_formed(text).encode("utf-8")), len(tokenizer.encode(text))
+        rows.append({"kind": kind, "bytes": size, "tokens": tokens, "bytes_per_token": size / max(1, tokens)})
+    return rows
+
+
+def well_formed(text: str) -> str:
+    """The text itself, or, where it holds surrogates, the text with pairs joined and lone ones as U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _training_pieces(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
+    left = max_bytes
+    for text in texts:
+        text = well_formed(text)
+        start = 0
+        while start < len(text):
+            if left <= 0:
+                return
+            end = min(len(text), start + TRAINING_PIECE_CHARACTERS)
+            if end < len(text):  # rather between two words than inside one
+                space = text.rfind(" ", start + 1, end)
+                end = space if space > 0 else end
+            piece = text[start:end]
+            left -= len(piece.encode("utf-8"))
+            start = end
+            yield piece
