@@ -1,0 +1,83 @@
+"""AdamW on one flat buffer: an elementwise update rule, without modules, process groups or state of its own.
+
+Method: Kingma & Ba 2014 (arXiv 1412.6980) with decoupled decay, Loshchilov & Hutter 2017 (arXiv 1711.05101); the
+bias correction comes before epsilon, as in torch.optim.AdamW, which is the oracle of its law.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
+"""A Python number, or a 0-dim tensor so that a compiled caller does not recompile when the value changes."""
+
+
+def adamw_(
+    master: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    step: Scalar,
+    lr: Scalar,
+    beta1: Scalar,
+    beta2: Scalar,
+    eps: Scalar,
+    weight_decay: Scalar,
+    out: Tensor | None = None,
+) -> None:
+    """One AdamW update in place of master, m and v; all tensors have one shape, of any rank.
+
+    master, m, v: fp32. grad: any floating dtype. step: the index of this update, from 1 (it drives the bias
+    correction). out: receives the new master rounded to its own dtype. Safe to compile whole, with dynamic shapes.
+    """
+    grad = grad.to(master.dtype)
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    denominator = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
+    master.mul_(1 - lr * weight_decay)
+    master.sub_(torch.div(m, denominator).mul_(lr / (1 - beta1**step)))
+    if out is not None:
+        out.copy_(master)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW with its constants, as the rule of a parameter group (see `groups.Rule`)."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    """Share of the weights that decays at a rate of 1; constant over the run, only the rate scales it."""
+
+    stacked: ClassVar[bool] = False
+
+    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+        return {"m": torch.zeros_like(master), "v": torch.zeros_like(master)}
+
+    def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
+        beta1, beta2 = self.betas
+        return {
+            "step": float(step),
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+
+    def update_(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        state: dict[str, Tensor],
+        scalars: dict[str, Scalar],
+        *,
+        dtype: torch.dtype,
+        out: Tensor | None,
+    ) -> None:
+        adamw_(master, grad, state["m"], state["v"], **scalars, out=out)

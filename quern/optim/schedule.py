@@ -1,0 +1,76 @@
+"""What changes over a run: multipliers of the learning rates and of the decay, and Muon's momentum.
+
+Pure functions of (step, steps), where step counts from 0. The rules that set the peaks from batch, width and horizon
+stand in `recipe.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Multipliers(NamedTuple):
+    """What one step of the optimizer is told."""
+
+    lr: float = 1.0
+    """Multiplies every group's peak rate."""
+    momentum: float = 0.95
+    """Muon's momentum itself."""
+    decay: float = 1.0
+    """Multiplies Muon's weight decay (AdamW's follows its rate alone)."""
+
+
+def learning_rate(
+    step: int, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final: float = 0.05
+) -> float:
+    """Linear up over `warmup_steps` (1/warmup_steps at step 0), flat at 1, linear down over the last `warmdown_share`
+    of the run to `final`, which is reached one step after the last.
+
+    Where a short run's ramps overlap, the lower one holds.
+    """
+    up = (step + 1) / warmup_steps if warmup_steps > 0 else 1.0
+    return min(1.0, up, _down(step, steps, warmdown_share, 1.0, final))
+
+
+def muon_momentum(
+    step: int,
+    steps: int,
+    *,
+    warmup_steps: int = 400,
+    warmdown_share: float = 0.65,
+    start: float = 0.85,
+    peak: float = 0.97,
+    final: float = 0.90,
+) -> float:
+    """From start to peak over `warmup_steps`, flat, then linear to `final` over the warm-down.
+
+    Where a short run's ramps overlap, the lower one holds.
+    """
+    up = start + (peak - start) * min(1.0, step / warmup_steps) if warmup_steps > 0 else peak
+    return min(up, _down(step, steps, warmdown_share, peak, final))
+
+
+def weight_decay(step: int, steps: int) -> float:
+    """Half a cosine from 1 at step 0 to 0 at `steps`."""
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
+
+
+def multipliers(
+    step: int, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final_lr: float = 0.05
+) -> Multipliers:
+    """All three at once, with Muon's momentum on the same warm-down as the rates."""
+    return Multipliers(
+        lr=learning_rate(
+            step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr
+        ),
+        momentum=muon_momentum(step, steps, warmdown_share=warmdown_share),
+        decay=weight_decay(step, steps),
+    )
+
+
+def _down(step: int, steps: int, share: float, high: float, low: float) -> float:
+    """high until the last `share` of the run, then linear to low at `steps`."""
+    length = share * steps
+    left = min(1.0, max(0.0, (steps - step) / length)) if length > 0 else 1.0
+    return low + (high - low) * left
