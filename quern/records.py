@@ -1,9 +1,10 @@
 """Records: what happened in one stage of a run, as lines of JSON that reports and plots read.
 
-A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step, nothing but
-what the caller gives) and `events.jsonl` (what happened when, with UTC time). Lines are strict JSON: a number that is
-not finite becomes null, and an event names it. A line counts once its newline is there; a crash can tear only the last
-one, which is dropped on reopening. Nothing here prints, and nothing here knows torch: trackers are imported when asked for.
+A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step, nothing
+but what the caller gives) and `events.jsonl` (what happened when, with UTC time). Lines are strict JSON: a
+number that is not finite becomes null, and an event names it. A line counts once its newline is there; a crash
+can tear only the last one, which is dropped on reopening. Nothing here prints or needs torch: trackers are
+imported when asked for.
 """
 
 from __future__ import annotations
@@ -70,14 +71,10 @@ class StageFolder:
 
     def rewind(self, step: int) -> None:
         """Drop metric lines of steps after `step`, all at once: a resumed run writes them again."""
-        self._metrics.close()
         path = self.path / METRICS
-        kept = [
-            line
-            for line in _lines(path)
-            if (fields := json.loads(line)).get("step") is None or fields["step"] <= step
-        ]
-        _replace(path, "".join(kept))
+        kept = [fields for fields in _read(path) if fields.get("step") is None or fields["step"] <= step]
+        self._metrics.close()
+        _replace(path, "".join(json.dumps(fields) + "\n" for fields in kept))
         self._metrics = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -96,12 +93,12 @@ class StageFolder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a stage folder (or of a metrics.jsonl itself), a torn last line left out; empty if none."""
+    """The metrics of a stage folder (or of the file itself), a torn last line left out; empty if none."""
     return _read(path / METRICS if path.is_dir() else path)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a stage folder (or of an events.jsonl itself), a torn last line left out; empty if none."""
+    """The events of a stage folder (or of the file itself), a torn last line left out; empty if none."""
     return _read(path / EVENTS if path.is_dir() else path)
 
 
@@ -123,7 +120,7 @@ def git_hash(path: Path) -> str | None:
     return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-# Trackers -------------------------------------------------------------------------------------------------------------
+# Trackers ---------------------------------------------------------------------------------------------------
 
 
 class TensorBoardTracker:
@@ -151,7 +148,7 @@ class WandbTracker:
 
     def __init__(self, project: str, run: str, folder: Path, recipe_json: dict[str, Any]):
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
                 "Weights & Biases is not installed: pip install wandb, or leave this tracker out"
@@ -167,7 +164,7 @@ class WandbTracker:
         self._run.finish()
 
 
-# Lines ----------------------------------------------------------------------------------------------------------------
+# Lines ------------------------------------------------------------------------------------------------------
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -180,7 +177,7 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 def _append(stream: Any, fields: dict[str, Any]) -> None:
     stream.write(json.dumps(fields, allow_nan=False) + "\n")
-    stream.flush()  # the line survives this process's death; fsync, for a power cut, is not worth a stall per step
+    stream.flush()  # survives the death of this process; an fsync against a power cut would stall every step
 
 
 def _strict(value: Any, name: str, bad: list[str]) -> Any:

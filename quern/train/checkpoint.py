@@ -1,15 +1,15 @@
 """Checkpoints: a training state on disk that is either whole or absent, and says which.
 
-A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json`: schema version, step, size in
-bytes and SHA-256 of each file, the caller's JSON (`meta`), and the SHA-256 of all that. A save writes to
+A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json`: schema version, step,
+size in bytes and SHA-256 of each file, the caller's JSON (`meta`), and the SHA-256 of all that. A save writes to
 `step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs the
-parent, and only then removes what is older than the newest `keep` whole checkpoints. So a crash at any point leaves
-every earlier checkpoint as it was. Reading checks every hash: the safetensors, DCP and pickle readers all load a flipped
-byte silently.
+parent, and only then removes what is older than the newest `keep` whole checkpoints. So a crash at any point
+leaves every earlier checkpoint as it was. Reading checks every hash: safetensors, DCP and pickle readers all
+load a flipped byte silently.
 
-Tensors go through torch.distributed.checkpoint and its Hugging Face storage, which shards and reshards over ranks and
-writes no pickle (its default storage does). This file knows nothing of models or optimizers: names to tensors, and JSON.
-One process at a time may write into a folder; any number may read.
+Tensors go through torch.distributed.checkpoint (DCP) and its Hugging Face storage, which shards and reshards
+over ranks and writes no pickle (its default storage does). This file knows nothing of models or optimizers, only
+names of tensors, and JSON. One process at a time may write into a folder; any number may read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -37,7 +39,7 @@ _TRASH = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be trusted; the message says which, why, and what to do."""
+    """A checkpoint could not be written, or cannot be trusted; the message says which, and why."""
 
 
 class NewerCheckpointError(CheckpointError):
@@ -56,7 +58,7 @@ def save(
 
     tensors: any dtype, shape and device; saved bit for bit, shared storage is written once per name.
     meta: plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal.
-    keep: how many whole checkpoints to leave, this one included (≥ 1). What is kept is verified before anything goes.
+    keep: how many whole checkpoints to leave, this one included; they are verified before anything goes.
     at: called with a name before each change of the disk; tests stop the process there.
     Raises CheckpointError when the disk refuses (full, read-only): earlier checkpoints are then untouched.
     """
@@ -105,7 +107,7 @@ def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str,
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path` after every size and hash was checked; raises CheckpointError."""
+    """The manifest of the checkpoint at `path`, every size and hash checked; raises CheckpointError."""
     manifest = _read_manifest(path)
     named = _FOLDER.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
@@ -130,7 +132,7 @@ def verify(path: Path) -> dict[str, Any]:
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors on the CPU, meta) of the checkpoint at `path`, verified; raises CheckpointError."""
     manifest = verify(path)
-    described = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    described = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
         for name, entry in described.items()
@@ -138,11 +140,11 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if tensors:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+            dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     return tensors, manifest["meta"]
 
 
-# Writing ------------------------------------------------------------------------------------------------------------
+# Writing ----------------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -180,17 +182,17 @@ def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         owned[name] = value.clone() if address in storages else value  # safetensors refuses shared memory
         storages.add(address)
     # save_distributed: one process writes what one rank of many would, so the same reader serves both.
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(owned, storage_writer=writer, no_dist=True)
+            dcp_save(owned, storage_writer=writer, no_dist=True)
     except CheckpointException as failure:  # a BaseException that wraps each rank's own error
         raise next(iter(failure.failures.values()))[0] from failure
 
 
 def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> None:
-    """Rename into place. A folder cannot be replaced in one rename, so an earlier save of this step steps aside."""
+    """Rename into place. One rename cannot replace a folder, so an earlier save of this step steps aside."""
     aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex}")
     if final.exists():
         at("move earlier save of this step aside")
@@ -252,11 +254,11 @@ def _write_error(
     free = shutil.disk_usage(place).free
     return CheckpointError(
         f"cannot write the checkpoint of step {step} to {folder}: {error.strerror or error}. It needs about "
-        f"{needed:,} bytes, {free:,} are free there. Checkpoints before it are intact: make room, then resume."
+        f"{needed:,} bytes, {free:,} are free there. Those before it are intact: make room, then resume."
     )
 
 
-# Reading and facts ----------------------------------------------------------------------------------------------------
+# Reading and facts ------------------------------------------------------------------------------------------
 
 
 def _candidates(folder: Path) -> dict[int, Path]:
@@ -295,7 +297,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} does not match its own sha256")
     if manifest["schema"] > SCHEMA:
         raise NewerCheckpointError(
-            f"{path} was written with checkpoint schema {manifest['schema']}, this version reads up to {SCHEMA}: "
+            f"{path} has checkpoint schema {manifest['schema']}, this version reads up to {SCHEMA}: "
             "update quern, or move this checkpoint away to go on from an earlier one"
         )
     return manifest

@@ -1,0 +1,103 @@
+"""Guard: what training does when a step goes wrong or someone asks it to stop. No tensors here.
+
+`Guard` decides what becomes of a step whose loss or gradient is not finite; its state is JSON, so that a
+resumed run decides as the uninterrupted one would. `Stop` turns SIGTERM and SIGINT into a flag that the loop
+reads between steps. The exit codes that a training command ends with stand here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+# Exit codes of the training commands, after sysexits.h where it has a fitting name (Python and argument parsing
+# use 1 and 2). A second signal is what the process dies of: a shell shows 128 + its number, subprocess minus it.
+EXIT_DONE = 0
+EXIT_DIVERGED = 70  # EX_SOFTWARE: too many steps in a row were not finite; the last good checkpoint was named
+EXIT_NOT_SAVED = 74  # EX_IOERR: a checkpoint could not be written; those before it are intact
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a whole step, saved: resume to go on
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Guard:
+    """Skips steps that are not finite, and stops when more than `max_skips` come in a row.
+
+    A skipped step must leave weights and optimizer untouched; the next finite one is then taken as usual.
+    """
+
+    def __init__(self, max_skips: int):
+        if max_skips < 0:
+            raise ValueError(f"max_skips must be 0 (stop at the first) or more, got {max_skips}")
+        self.max_skips = max_skips
+        self.skips_in_row = 0
+        self.skips = 0
+
+    def observe(self, finite: bool) -> Literal["step", "skip", "stop"]:
+        """What to do with this step, given whether its loss and gradient norm are finite (on every rank)."""
+        if finite:
+            self.skips_in_row = 0
+            return "step"
+        self.skips_in_row += 1
+        self.skips += 1
+        return "stop" if self.skips_in_row > self.max_skips else "skip"
+
+    def state(self) -> dict[str, int]:
+        """JSON for the checkpoint; `max_skips` is the recipe's and is not in it."""
+        return {"skips_in_row": self.skips_in_row, "skips": self.skips}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.skips_in_row = int(state["skips_in_row"])
+        self.skips = int(state["skips"])
+
+
+class Stop:
+    """While open, the first SIGTERM or SIGINT sets `requested`; a second one of either ends the process at once.
+
+        with Stop() as stop:
+            for step in ...:
+                ...
+                if stop.requested:
+                    ...save, and end with EXIT_STOPPED
+
+    After the first signal both get back the kernel's own action. So the second one works even while Python is
+    stuck inside a native call, and the shell sees a death by signal; checkpoints and records stand any death.
+    On leaving, the handlers from before are put back. Outside the main thread, where Python allows no handlers,
+    nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for which in SIGNALS:
+                self._before[which] = signal.signal(which, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for which, handler in self._before.items():
+            # None stands for a handler that was not installed from Python, and cannot be put back from it.
+            signal.signal(which, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        for which in SIGNALS:
+            signal.signal(which, signal.SIG_DFL)
+        if self.requested:  # both kinds came before Python could run this for the first
+            signal.raise_signal(number)
+        self.signal = signal.Signals(number)
+        note = f"\n{self.signal.name}: finishing this step, saving, then exiting; once more exits at once.\n"
+        with contextlib.suppress(OSError):  # nobody may be listening any more
+            os.write(2, note.encode())  # print() is not safe here: it may have been interrupted midway
