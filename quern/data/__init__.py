@@ -1,0 +1,1 @@
+"""Token ids → batches. NumPy only, so that both trainers (PyTorch and JAX) share it."""

@@ -1,0 +1,119 @@
+"""What lies on disk: token files, and the manifest that vouches for them.
+
+Reads and checks only; `shards` writes them. A damaged, truncated, missing, empty or swapped file raises
+FileNotFoundError or ValueError with its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAGIC = 20240520
+HEADER_INTS = 256
+HEADER_BYTES = HEADER_INTS * 4
+VERSIONS = {1: np.dtype("<u2"), 2: np.dtype("<u4")}
+MANIFEST = "manifest.json"
+
+
+@dataclass
+class Part:
+    """A run of tokens: a piece of a memory-mapped file, or an array in memory (then `mapped` is None)."""
+
+    tokens: np.ndarray
+    mapped: mmap.mmap | None = None
+
+
+def map_tokens(path: Path, headerless: bool) -> Part:
+    """Maps a .bin file; with `headerless`, one without our magic is taken as bare uint16."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError(f"{path} is empty")
+    with open(path, "rb") as file:
+        header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4", count=min(3, size // 4))
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(header) == 3 and header[0] == MAGIC:
+        version, count = int(header[1]), int(header[2])
+        if version not in VERSIONS:
+            raise ValueError(f"{path} has version {version}; known are {sorted(VERSIONS)}")
+        dtype = VERSIONS[version]
+        if count < 1 or size != HEADER_BYTES + count * dtype.itemsize:
+            raise ValueError(
+                f"{path} is damaged: its header says {count:,} tokens, its size is {size:,} bytes"
+            )
+        return Part(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), mapped)
+    if not headerless:
+        raise ValueError(f"{path} is damaged: it does not begin with the magic number {MAGIC}")
+    if size % 2:
+        raise ValueError(
+            f"{path} is neither a token file with a header nor bare uint16: {size:,} bytes is odd"
+        )
+    return Part(np.frombuffer(mapped, dtype="<u2"), mapped)
+
+
+def find(tokens: np.ndarray, bos: int, step: int = 1 << 24) -> np.ndarray:
+    """Indices of `bos`, looked for piece by piece so that no mask of the whole file is made."""
+    pieces = [np.flatnonzero(tokens[at : at + step] == bos) + at for at in range(0, len(tokens), step)]
+    return np.concatenate(pieces).astype(np.int64)
+
+
+def split_files(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    return [file for shard in entry["files"] for file in (shard, shard["starts"])]
+
+
+def describe(path: Path) -> dict[str, Any]:
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check(path: Path, expected: dict[str, Any], verify: bool) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; prepare the data again")
+    if path.stat().st_size != expected["bytes"]:
+        sizes = f"{path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
+        raise ValueError(f"{path} is damaged: {sizes}; prepare the data again")
+    if verify and _sha256(path) != expected["sha256"]:
+        raise ValueError(
+            f"{path} is damaged or was swapped: its hash is not the manifest's; prepare the data again"
+        )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: the data was not prepared, or not to the end; prepare it again"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); prepare the data again") from error
+    if not isinstance(manifest, dict) or manifest.get("version") != 1 or "splits" not in manifest:
+        raise ValueError(f"{path} is damaged or from another version; prepare the data again")
+    return manifest
+
+
+def sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

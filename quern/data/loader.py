@@ -1,0 +1,335 @@
+"""The loader: a batch is a pure function of (seed, step).
+
+Each epoch permutes the documents by (seed, epoch), cuts the permutation into chunks, packs a chunk into rows
+of context + 1 tokens and shuffles its rows. Rows of all epochs form one endless sequence, and step s takes
+rows s·batch_rows up to (s + 1)·batch_rows, so a batch may straddle epochs. Rank r of N reads rows r, r + N, …
+of that one global batch: neither the number of ranks nor accumulation changes what is trained on, and
+resuming needs no state.
+
+Packing runs lazily, a chunk at a time (about a million documents a second), and only the rows per chunk are
+remembered. Start-up and memory stay bounded; to resume deep in a run, the chunks before it are packed again.
+
+Documents without anything to learn in their first context + 1 tokens are left out, and so is a row in which
+cropping left no target: therefore every row, hence every batch and micro-batch of any rank, has a target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import queue
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from quern.data.packing import METHODS, Packing, pack
+from quern.data.shards import Corpus
+
+CHUNKS_KEPT = 3  # a batch rarely touches more than two; the third lets a prefetch thread and a reader coexist
+NO_TARGET = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens, targets: (B, T) int32. mask: (B, T) bool, which targets count. weight: (B, T) float32 or None.
+
+    targets[b, t] follows tokens[b, t]. Padding holds BOS and is never in the mask.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    mask: np.ndarray
+    weight: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    def split(self, rows: int) -> Iterator[Batch]:
+        """Micro-batches of `rows` rows, in order; the last one may be smaller."""
+        if rows < 1:
+            raise ValueError(f"a micro-batch needs at least one row, not {rows}")
+        for at in range(0, self.rows, rows):
+            part = slice(at, at + rows)
+            weight = None if self.weight is None else self.weight[part]
+            yield Batch(self.tokens[part], self.targets[part], self.mask[part], weight)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A packed chunk. order: the rows that have a target, shuffled; document: indices into the corpus."""
+
+    packing: Packing
+    document: np.ndarray
+    order: np.ndarray
+
+
+class Loader:
+    """Batches of `batch_rows` (all ranks together) rows of `context` targets.
+
+    seed: ≥ 0. packing: one of packing.METHODS. too_long: "crop" keeps the head of a document longer than
+    context + 1 tokens, "drop" leaves it out; both are counted in `report`. buffer: see packing. bos: checked
+    against the corpus when given. chunk_documents: how many documents are packed at a time.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        context: int,
+        batch_rows: int,
+        seed: int = 0,
+        packing: str = "best-fit",
+        bos: int | None = None,
+        *,
+        too_long: str = "crop",
+        buffer: int = 1000,
+        chunk_documents: int = 65536,
+    ) -> None:
+        if context < 1 or batch_rows < 1 or chunk_documents < 1:
+            sizes = f"context ({context}), batch_rows ({batch_rows}), chunk_documents ({chunk_documents})"
+            raise ValueError(f"{sizes}: each must be at least 1")
+        if not 0 <= seed < 1 << 63:
+            raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
+        if packing not in METHODS:
+            raise ValueError(f"unknown packing {packing!r}; use one of: {', '.join(METHODS)}")
+        if too_long not in ("crop", "drop"):
+            raise ValueError(f"too_long must be 'crop' or 'drop', not {too_long!r}")
+        if bos is not None and bos != corpus.bos:
+            raise ValueError(
+                f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}"
+            )
+        self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
+        self.packing, self.too_long, self.buffer = packing, too_long, buffer
+        self._row_tokens = context + 1
+        self._first_target = _first_targets(corpus)
+        without_target = self._first_target >= self._row_tokens
+        long = corpus.lengths > self._row_tokens
+        kept = ~without_target & ~long if too_long == "drop" else ~without_target
+        self._kept = np.flatnonzero(kept)
+        if not self._kept.size:
+            raise ValueError(
+                f"nothing to learn: none of {corpus.num_documents:,} documents has a target within its first "
+                f"{self._row_tokens:,} tokens ({int(long.sum()):,} are longer than that and too_long is "
+                f"{too_long!r}); lengthen the context or check the masks"
+            )
+        self._dropped = {
+            "documents": corpus.num_documents,
+            "documents_without_target": int(without_target.sum()),
+            "documents_too_long": int((long & ~without_target).sum()),
+        }
+        chunks = -(-len(self._kept) // chunk_documents)
+        self._bounds = np.arange(chunks + 1) * len(self._kept) // chunks
+        self._row_ends: list[int] = []  # rows up to the end of each chunk, over all epochs
+        self._chunks: dict[int, _Chunk] = {}  # most recently used last
+        self._permutation: tuple[int, np.ndarray] | None = None
+        self._lock = threading.Lock()
+
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        """Rows rank, rank + ranks, … of the global batch of `step` (from 0)."""
+        if not 0 <= rank < ranks <= self.batch_rows:
+            raise ValueError(f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows")
+        wanted = self._first_row(step) + np.arange(rank, self.batch_rows, ranks)
+        shape = (len(wanted), self._row_tokens)
+        tokens = np.full(shape, self.corpus.bos, dtype=np.int32)
+        mask = np.zeros(shape, dtype=bool)
+        done = 0
+        while done < len(wanted):
+            index, chunk, base, end = self._find(int(wanted[done]))
+            here = int(np.searchsorted(wanted, end))
+            self._fill(chunk, wanted[done:here] - base, tokens[done:here], mask[done:here])
+            done = here
+        return Batch(
+            np.ascontiguousarray(tokens[:, :-1]),
+            np.ascontiguousarray(tokens[:, 1:]),
+            np.ascontiguousarray(mask[:, 1:]),
+        )
+
+    def micro_batches(self, step: int, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        """The batch of (step, rank) in pieces of `rows` rows."""
+        return self.batch(step, rank, ranks).split(rows)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(epoch, row within it) where the batch of `step` begins."""
+        first = self._first_row(step)
+        index, _, _, _ = self._find(first)
+        epoch = index // self._chunks_per_epoch
+        before = epoch * self._chunks_per_epoch
+        return epoch, first - (self._row_ends[before - 1] if before else 0)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that see every row of the first epoch (others differ by a few rows). Packs that whole epoch."""
+        with self._lock:
+            while len(self._row_ends) < self._chunks_per_epoch:
+                self._append_chunk()
+        return -(-self._row_ends[self._chunks_per_epoch - 1] // self.batch_rows)
+
+    def token_hash(self, step: int) -> str:
+        """SHA-256 (hex) of the global batch."""
+        batch = self.batch(step)
+        digest = hashlib.sha256()
+        for array in (batch.tokens, batch.targets, batch.mask):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def report(self) -> dict[str, float]:
+        """Counts over the corpus, and the packing's shares over the first chunk of the first epoch."""
+        _, chunk, _, _ = self._find(0)
+        dropped = self._dropped | {"rows_without_target": chunk.packing.rows - len(chunk.order)}
+        return dropped | chunk.packing.report()
+
+    @property
+    def _chunks_per_epoch(self) -> int:
+        return len(self._bounds) - 1
+
+    def _first_row(self, step: int) -> int:
+        if step < 0:
+            raise ValueError(f"step {step} is negative; steps count from 0")
+        return step * self.batch_rows
+
+    def _find(self, row: int) -> tuple[int, _Chunk, int, int]:
+        """The chunk that holds a row (counted over all epochs): its index, itself, its first row, its end."""
+        with self._lock:
+            while not self._row_ends or self._row_ends[-1] <= row:
+                self._append_chunk()
+            index = bisect_right(self._row_ends, row)
+            chunk = self._chunks.pop(index, None) or self._make_chunk(index)
+            self._keep(index, chunk)
+            return index, chunk, self._row_ends[index] - len(chunk.order), self._row_ends[index]
+
+    def _append_chunk(self) -> None:
+        index = len(self._row_ends)
+        chunk = self._make_chunk(index)
+        # Each chunk has a row: the first document of a row is kept up to the row's length, and has a target
+        # there.
+        self._row_ends.append((self._row_ends[-1] if self._row_ends else 0) + len(chunk.order))
+        self._keep(index, chunk)
+
+    def _keep(self, index: int, chunk: _Chunk) -> None:
+        self._chunks[index] = chunk
+        while len(self._chunks) > CHUNKS_KEPT:
+            del self._chunks[next(iter(self._chunks))]
+
+    def _make_chunk(self, index: int) -> _Chunk:
+        epoch, part = divmod(index, self._chunks_per_epoch)
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, _generator(self.seed, epoch, 0).permutation(self._kept)
+        document = self._permutation[1][self._bounds[part] : self._bounds[part + 1]]
+        packing = pack(self.corpus.lengths[document], self._row_tokens, self.packing, self.buffer)
+        reached = self._first_target[document[packing.document]] < packing.length
+        order = np.flatnonzero(np.logical_or.reduceat(reached, packing.row_offsets[:-1]))
+        return _Chunk(
+            packing, document[packing.document], _generator(self.seed, epoch, 1 + part).permutation(order)
+        )
+
+    def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
+        """Copies rows (indices into chunk.order) to tokens and mask: (rows, row_tokens), contiguous."""
+        packed = chunk.order[rows]
+        first = chunk.packing.row_offsets[packed]
+        counts = chunk.packing.row_offsets[packed + 1] - first
+        before = np.cumsum(counts) - counts
+        segment = np.arange(counts.sum()) + np.repeat(first - before, counts)
+        length = chunk.packing.length[segment]
+        ends = np.cumsum(length)
+        row_starts = (ends - length)[before]  # in the sequence of all copied tokens
+        at = ends - length + np.repeat(np.arange(len(rows)) * self._row_tokens - row_starts, counts)
+        source = self.corpus.starts[chunk.document[segment]] + chunk.packing.start[segment]
+        self.corpus.copy(tokens.reshape(-1), at, source, length)
+        filled = np.add.reduceat(length, before)
+        if self.corpus.masks is None:
+            mask[:] = np.arange(self._row_tokens) < filled[:, None]
+        else:
+            flat = mask.reshape(-1)
+            for frm, to, count in zip(source.tolist(), at.tolist(), length.tolist(), strict=True):
+                flat[to : to + count] = self.corpus.masks[frm : frm + count]
+
+
+def _generator(seed: int, epoch: int, use: int) -> np.random.Generator:
+    # As spawn key and not as one list: SeedSequence([5]) equals SeedSequence([5, 0]), and [2**32, 0] equals
+    # [0, 1].
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, use))))
+
+
+def _first_targets(corpus: Corpus) -> np.ndarray:
+    """(documents,) int64: index of each document's first target, BOS apart; NO_TARGET where there is none."""
+    if corpus.masks is None:
+        return np.where(corpus.lengths > 1, 1, NO_TARGET)
+    places = np.append(np.flatnonzero(corpus.masks), NO_TARGET)
+    first = places[np.searchsorted(places, corpus.starts + 1)]
+    return np.where(first < corpus.starts + corpus.lengths, first - corpus.starts, NO_TARGET)
+
+
+def prefetch(
+    loader: Loader, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
+) -> Iterator[Batch]:
+    """Batches of steps start … stop - 1 (endless without stop), made `depth` ahead in a thread.
+
+    An error of the reader is raised here, in its turn. The thread ends when the iterator is closed or
+    dropped.
+    """
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, depth))
+    closed = threading.Event()
+
+    def hand_over(item: Batch | BaseException | None) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for step in itertools.count(start) if stop is None else range(start, stop):
+                if closed.is_set():
+                    return
+                hand_over(loader.batch(step, rank, ranks))
+            hand_over(None)
+        except BaseException as error:  # whatever it is, the consumer must hear of it rather than wait
+            hand_over(error)
+
+    thread = threading.Thread(target=read, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        thread.join(timeout=5)
+
+
+def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:
+    """Every document in consecutive windows, each token but the leading BOS a target exactly once.
+
+    A window is BOS and up to `context` tokens as targets: tokens [BOS, t1 … t(n-1)], targets [t1 … tn], n ≤
+    context. Windows of like length share a batch, longest first; T is the longest one, rounded up to
+    `multiple` (at most context), which bounds the number of shapes; set it to `context` for a single one.
+    Each batch has `rows` rows, those that are left over are all masked. This is the measure behind bits per
+    byte; it needs no seed.
+    """
+    if context < 1 or rows < 1 or multiple < 1:
+        raise ValueError(f"context ({context}), rows ({rows}) and multiple ({multiple}) must be at least 1")
+    targets = corpus.lengths - 1
+    counts = -(-targets // context)
+    document = np.repeat(np.arange(corpus.num_documents), counts)
+    if not document.size:
+        raise ValueError("nothing to evaluate: no document has a token after its BOS")
+    offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * context
+    length = np.minimum(context, targets[document] - offset)
+    by_length = np.argsort(-length, kind="stable")
+    for at in range(0, len(by_length), rows):
+        chosen = by_length[at : at + rows]
+        width = min(context, -(-int(length[chosen[0]]) // multiple) * multiple)
+        tokens = np.full((rows, width + 1), corpus.bos, dtype=np.int32)
+        mask = np.zeros((rows, width), dtype=bool)
+        mask[: len(chosen)] = np.arange(width) < length[chosen][:, None]
+        source = corpus.starts[document[chosen]] + 1 + offset[chosen]
+        corpus.copy(tokens.reshape(-1), np.arange(len(chosen)) * (width + 1) + 1, source, length[chosen])
+        if corpus.masks is not None:
+            for row, (frm, count) in enumerate(zip(source.tolist(), length[chosen].tolist(), strict=True)):
+                mask[row, :count] = corpus.masks[frm : frm + count]
+        yield Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), mask)

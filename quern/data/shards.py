@@ -1,0 +1,389 @@
+"""Token shards: documents as token ids on disk, and the Corpus that reads them.
+
+A folder holds, for each split, `<split>-00000.bin`, `<split>-00000.starts.npy`, …, and one `manifest.json`
+for all. A .bin file is 256 int32 (magic 20240520, version, token count) and then the tokens: uint16 (version
+1, the format of llm.c and modded-nanogpt) or uint32 (version 2, for vocabularies above 65,536). The sidecar
+holds the index of each document's first token in its file, int64. Documents never cross a file and always
+begin with BOS.
+
+Writing is atomic: files are made in a temporary folder, synced and renamed, the manifest comes last. It holds
+the size and SHA-256 of each file and a fingerprint of what the tokens were made from (tokenizer and source),
+by which `prepared` knows that nothing changed. Damage is reported with the name of the file.
+
+Not here: how documents are read or tokenized, nor which of them share a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from quern.data.files import (
+    HEADER_BYTES,
+    HEADER_INTS,
+    MAGIC,
+    MANIFEST,
+    VERSIONS,
+    Part,
+    check,
+    describe,
+    find,
+    map_tokens,
+    read_manifest,
+    split_files,
+    sync,
+    sync_folder,
+)
+
+STALE_SECONDS = 3600  # a temporary folder nobody has written to for this long was left by a killed process
+FAULT_BYTES = (
+    65536  # what one touch of a memory map can bring into memory (Linux maps 16 pages around a fault)
+)
+
+
+def fingerprint(*parts: str) -> str:
+    """SHA-256 (hex) over strings, unambiguous where one ends and the next begins."""
+    digest = hashlib.sha256()
+    for part in parts:
+        raw = part.encode("utf-8")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()
+
+
+def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("train", "val")) -> bool:
+    """True when `folder` holds these splits, made from exactly this, each file there and of its size."""
+    folder = Path(folder)
+    try:
+        manifest = read_manifest(folder)
+    except (FileNotFoundError, ValueError):
+        return False  # absent or unreadable: preparing it again is the cure for both
+    if manifest["fingerprint"] != fingerprint or not set(splits) <= set(manifest["splits"]):
+        return False
+    files = [file for split in splits for file in split_files(manifest["splits"][split])]
+    return all(
+        (folder / f["name"]).is_file() and (folder / f["name"]).stat().st_size == f["bytes"] for f in files
+    )
+
+
+class ShardWriter:
+    """Writes one split. Use it in a `with` block: an error inside leaves the folder as it was.
+
+    vocab_size: ids must lie below it. bos: the id every document starts with. fingerprint: see `fingerprint`.
+    dtype: uint16 or uint32; by default the smaller one that holds the vocabulary. A file is closed as soon as
+    it holds at least shard_tokens.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        split: str,
+        dtype: DTypeLike | None = None,
+        shard_tokens: int = 100_000_000,
+        *,
+        vocab_size: int,
+        bos: int,
+        fingerprint: str,
+    ) -> None:
+        self.dtype = np.dtype(
+            dtype if dtype is not None else np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        )
+        self.dtype = self.dtype.newbyteorder("<")
+        if self.dtype not in VERSIONS.values():
+            raise ValueError(f"shards hold uint16 or uint32, not {self.dtype}")
+        if not 1 <= vocab_size <= 1 << (8 * self.dtype.itemsize):
+            raise ValueError(f"a vocabulary of {vocab_size:,} does not fit {self.dtype}; use uint32")
+        if not 0 <= bos < vocab_size:
+            raise ValueError(f"bos ({bos}) must be an id below the vocabulary size ({vocab_size:,})")
+        if shard_tokens < 1:
+            raise ValueError(f"shard_tokens ({shard_tokens}) must be at least 1")
+        self.folder, self.split = Path(folder), split
+        self.vocab_size, self.bos, self.fingerprint = vocab_size, bos, fingerprint
+        self.shard_tokens = shard_tokens
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _remove_stale(self.folder, split)
+        self._work = self.folder / f".{split}.tmp-{uuid.uuid4().hex}"
+        self._work.mkdir()
+        self._files: list[dict[str, Any]] = []
+        self._file: BinaryIO | None = None
+        self._starts: list[int] = []
+        self._tokens = self._documents = self._total = 0
+        self._closed = False
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ):
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def add(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Appends one document, BOS first. Raises ValueError when an id is not in the vocabulary."""
+        wide = np.asarray(ids, dtype=np.int64)
+        if wide.ndim != 1 or not wide.size or wide[0] != self.bos:
+            raise ValueError(
+                f"document {self._documents} of {self.split} must start with BOS (id {self.bos})"
+            )
+        if wide.min() < 0 or wide.max() >= self.vocab_size:
+            wrong = int(wide[(wide < 0) | (wide >= self.vocab_size)][0])
+            raise ValueError(
+                f"document {self._documents} of {self.split} holds id {wrong}, outside the vocabulary of "
+                f"{self.vocab_size:,}: was it encoded with another tokenizer?"
+            )
+        if self._file is None:
+            self._file = open(self._work / f"{self.split}-{len(self._files):05d}.bin", "wb")  # noqa: SIM115
+            self._file.write(bytes(HEADER_BYTES))
+        if self._tokens + wide.size >= 1 << 31:
+            raise ValueError(
+                "a shard holds fewer than 2**31 tokens; split the document or lower shard_tokens"
+            )
+        self._starts.append(self._tokens)
+        self._file.write(wide.astype(self.dtype).tobytes())
+        self._tokens += wide.size
+        self._total += wide.size
+        self._documents += 1
+        if self._tokens >= self.shard_tokens:
+            self._finish_file()
+
+    def _finish_file(self) -> None:
+        if self._file is None:
+            return
+        header = np.zeros(HEADER_INTS, dtype="<i4")
+        version = next(v for v, dtype in VERSIONS.items() if dtype == self.dtype)
+        header[:3] = MAGIC, version, self._tokens
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        sync(self._file)
+        self._file.close()
+        path = Path(self._file.name)
+        starts = path.with_suffix(".starts.npy")
+        with open(starts, "wb") as file:
+            np.save(file, np.array(self._starts, dtype="<i8"), allow_pickle=False)
+            sync(file)
+        entry = describe(path) | {"tokens": self._tokens, "documents": len(self._starts)}
+        self._files.append(entry | {"starts": describe(starts)})
+        self._file, self._starts, self._tokens = None, [], 0
+
+    def close(self) -> None:
+        """Puts the files in place and lists them in the manifest. Raises ValueError if nothing was added."""
+        if self._closed:
+            return
+        if not self._documents:
+            self.abandon()
+            raise ValueError(f"no documents for the split {self.split!r}: nothing to write in {self.folder}")
+        self._finish_file()
+        try:
+            manifest = read_manifest(self.folder)
+        except (FileNotFoundError, ValueError):
+            manifest = {}
+        splits = manifest.get("splits", {}) if manifest.get("fingerprint") == self.fingerprint else {}
+        splits.pop(self.split, None)
+        # A manifest never names files that are being replaced, so a crash from here on reads as "not
+        # prepared".
+        self._write_manifest(splits)
+        for old in self.folder.glob(f"{self.split}-[0-9]*.*"):
+            old.unlink()
+        for entry in self._files:
+            for name in (entry["name"], entry["starts"]["name"]):
+                os.replace(self._work / name, self.folder / name)
+        splits[self.split] = {
+            "dtype": self.dtype.name,
+            "vocab_size": self.vocab_size,
+            "bos": self.bos,
+            "documents": self._documents,
+            "tokens": self._total,
+            "files": self._files,
+        }
+        sync_folder(self.folder)
+        self._write_manifest(splits)
+        self.abandon()
+
+    def _write_manifest(self, splits: dict[str, Any]) -> None:
+        manifest = {"version": 1, "fingerprint": self.fingerprint, "splits": splits}
+        temporary = self._work / MANIFEST
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+            sync(file)
+        os.replace(temporary, self.folder / MANIFEST)
+        sync_folder(self.folder)
+
+    def abandon(self) -> None:
+        """Removes what was written so far; the folder stays as it was."""
+        self._closed = True
+        if self._file is not None:
+            self._file.close()
+        shutil.rmtree(self._work, ignore_errors=True)
+
+
+class Corpus:
+    """Documents of token ids, by flat index over all files in order.
+
+    starts, lengths: (num_documents,) int64. masks: (num_tokens,) bool, True where a token is to be learnt, or
+    None when all are. bos: the id every document starts with. fingerprint: of the shards, None for other
+    sources. skipped_tokens: leading tokens of foreign files that belong to no document.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        bos: int,
+        masks: np.ndarray | None = None,
+        fingerprint: str | None = None,
+        skipped_tokens: int = 0,
+        resident_bytes: int = 1 << 30,
+    ) -> None:
+        self._parts = list(parts)
+        self._bases = np.cumsum([0] + [len(part.tokens) for part in self._parts])
+        self.starts, self.lengths, self.bos, self.masks = starts, lengths, bos, masks
+        self.fingerprint, self.skipped_tokens = fingerprint, skipped_tokens
+        self.resident_bytes = resident_bytes
+        self._touched_bytes = 0
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, split: str, *, fingerprint: str | None = None, verify: bool = True
+    ) -> Corpus:
+        """Opens a split of a prepared folder and checks it against the manifest.
+
+        verify=False checks sizes and headers only, not the hashes (about a second per GB). Raises
+        FileNotFoundError or ValueError, naming the file, when something is missing, damaged, or made from
+        something else.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if fingerprint is not None and manifest["fingerprint"] != fingerprint:
+            raise ValueError(f"{folder} was made from another tokenizer or source; prepare it again")
+        if split not in manifest["splits"]:
+            there = ", ".join(manifest["splits"]) or "none"
+            raise ValueError(f"{folder} has no split {split!r} (there: {there}); prepare it again")
+        entry = manifest["splits"][split]
+        for file in split_files(entry):
+            check(folder / file["name"], file, verify)
+        parts: list[Part] = []
+        starts: list[np.ndarray] = []
+        lengths: list[np.ndarray] = []
+        base = 0
+        for file in entry["files"]:
+            part = map_tokens(folder / file["name"], headerless=False)
+            first = np.load(folder / file["starts"]["name"], allow_pickle=False)
+            ends = np.append(first[1:], len(part.tokens))
+            if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or (ends <= first).any():
+                raise ValueError(
+                    f"{folder / file['name']} does not match its document starts; prepare it again"
+                )
+            parts.append(part)
+            starts.append(first + base)
+            lengths.append(ends - first)
+            base += len(part.tokens)
+        flat = np.concatenate(starts), np.concatenate(lengths)
+        return cls(parts, *flat, bos=entry["bos"], fingerprint=manifest["fingerprint"])
+
+    @classmethod
+    def from_file(cls, *paths: str | Path, bos: int = 50256) -> Corpus:
+        """Reads .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16); `bos` starts documents."""
+        parts: list[Part] = []
+        starts: list[np.ndarray] = []
+        lengths: list[np.ndarray] = []
+        base = skipped = 0
+        for path in map(Path, paths):
+            part = map_tokens(path, headerless=True)
+            first = find(part.tokens, bos)
+            if not first.size:
+                raise ValueError(
+                    f"{path} never holds id {bos}, so no document starts in it; pass its own bos=…"
+                )
+            parts.append(part)
+            starts.append(first + base)
+            lengths.append(np.append(first[1:], len(part.tokens)) - first)
+            skipped += int(first[0])
+            base += len(part.tokens)
+        if not parts:
+            raise ValueError("from_file needs at least one path")
+        return cls(parts, np.concatenate(starts), np.concatenate(lengths), bos, skipped_tokens=skipped)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        ids: Sequence[np.ndarray | Sequence[int]],
+        masks: Sequence[np.ndarray | Sequence[bool]] | None = None,
+    ) -> Corpus:
+        """Documents in memory, each starting with the same BOS; `masks` marks the tokens to learn True."""
+        if not len(ids) or any(len(document) == 0 for document in ids):
+            raise ValueError("a corpus needs at least one document, and each needs at least its BOS")
+        if masks is not None and [len(m) for m in masks] != [len(document) for document in ids]:
+            raise ValueError("each document's mask must be as long as its ids")
+        bos = int(ids[0][0])
+        other = next((index for index, document in enumerate(ids) if document[0] != bos), None)
+        if other is not None:
+            raise ValueError(f"document {other} starts with id {ids[other][0]}, document 0 with BOS {bos}")
+        lengths = np.array([len(document) for document in ids], dtype=np.int64)
+        tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
+        flat_masks = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
+        return cls([Part(tokens)], np.cumsum(lengths) - lengths, lengths, bos, masks=flat_masks)
+
+    def gather(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of one document from `start` on, int32; all of them without a length."""
+        rest = int(self.lengths[document]) - start
+        length = rest if length is None else length
+        if start < 0 or not 0 <= length <= rest:
+            raise ValueError(
+                f"document {document} has {self.lengths[document]} tokens, not {start} + {length}"
+            )
+        out = np.empty(length, dtype=np.int32)
+        self.copy(out, np.zeros(1, np.int64), self.starts[[document]] + start, np.array([length]))
+        return out
+
+    def copy(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
+        """Many slices at once: out[at:at + length] = tokens[source:source + length] for each triple.
+
+        out: flat int32. source counts over all files; a slice must lie in one file, as every document does.
+        """
+        part = np.searchsorted(self._bases, source, side="right") - 1
+        local = source - self._bases[part]
+        arrays = [p.tokens for p in self._parts]
+        for which, frm, to, count in zip(
+            part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True
+        ):
+            out[to : to + count] = arrays[which][frm : frm + count]
+        self._touched_bytes += len(source) * FAULT_BYTES + int(length.sum()) * 4
+        if self._touched_bytes > self.resident_bytes:
+            self.release()
+
+    def release(self) -> None:
+        """Hands mapped pages back, so that a large corpus does not fill the memory; all stays readable."""
+        self._touched_bytes = 0
+        for part in self._parts:
+            if part.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+                part.mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _remove_stale(folder: Path, split: str) -> None:
+    for left in folder.glob(f".{split}.tmp-*"):
+        newest = max((p.stat().st_mtime for p in (left, *left.glob("*")) if p.exists()), default=0.0)
+        if time.time() - newest > STALE_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
