@@ -42,8 +42,8 @@ quickstart: $(STAMP)
 	$(BIN)/quern run --run quickstart
 	@echo
 	@echo "The report:         out/runs/quickstart/report.html"
-	@echo "Talk to the model:  $(BIN)/quern chat quickstart"
-	@echo "Serve it:           $(BIN)/quern serve quickstart"
+	@echo "Talk to the model:  $(BIN)/quern chat --run quickstart"
+	@echo "Serve it:           $(BIN)/quern serve --run quickstart"
 	@echo "Your own text:      $(BIN)/quern run --data path/to/texts --run mine"
 	@echo "A larger model:     $(BIN)/quern run --depth 8 --run larger"
 

@@ -51,7 +51,9 @@ def law(request: pytest.FixtureRequest) -> Callable[[str, float | int | str, str
     """law(name, deviation, bar): record a measured deviation (a number, or words such as "equal")."""
 
     def record(name: str, deviation: float | int | str, bar: str) -> None:
-        if not isinstance(deviation, str):
+        if isinstance(deviation, bool):
+            deviation = "equal" if deviation else "differs"
+        elif not isinstance(deviation, str):
             deviation = float(deviation)  # also a NumPy or torch scalar, which a report could not carry
         test = request.node.nodeid.split("::")[0]
         entry = {"law": name, "deviation": deviation, "bar": bar, "test": test}
@@ -79,7 +81,7 @@ def no_network() -> Iterator[None]:
 
     def guarded(self: socket.socket, address: Any) -> None:
         if not _is_local(address):
-            raise RuntimeError(f"a test tried to connect to {address}; serve it from 127.0.0.1 instead")
+            raise PermissionError(f"a test tried to connect to {address}; serve it from 127.0.0.1 instead")
         connect(self, address)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,256 @@
+"""The shape of the package, enforced: import layers, torch-free folders, habits a linter has no rule for.
+
+Every file under quern/ is parsed, never run, so an import inside a function or under TYPE_CHECKING counts
+too. LAYERS gives each file or folder of quern/ its layer; a file may import lower layers and its own folder.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "quern").rglob("*.py"))
+
+LAYERS = (
+    ("machine", "mesh", "recipe", "records"),
+    ("text", "data", "kernels", "optim"),
+    ("model",),
+    ("parallel", "generate"),
+    ("train", "eval"),
+    ("stages", "serve"),
+    ("lab", "recipes"),
+    ("cli",),  # verbs over all of the above
+    ("__main__",),  # python -m quern
+)
+LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+# The JAX twin shares the torch-free files with the rest and nothing else.
+MAY_IMPORT = {"grug": {"recipe", "records", "text", "data"}, "__init__": set()}
+# Both trainers, torch's and JAX's, read text and data: NumPy and pyarrow do for these.
+NO_TENSORS = {"text", "data"}
+TENSOR_LIBRARIES = {"torch", "jax", "jaxlib"}
+# Reading them can run code from the file, or (marshal) crash on a damaged one.
+UNSAFE_FORMATS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+IMPORTERS = {"import_module", "importlib.import_module", "__import__"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+ENVIRONMENT_FAULT = "only machine.py reads the environment: take the value as an argument"
+
+
+def part_of(module: str) -> str:
+    """`quern.text.chat` → `text`, `quern.machine` → `machine`, `quern` → `__init__`."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def imported_modules(node: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Dotted names that a node imports. For `from a import b` it is a.b: b may be a module, and its part is
+    the same when it is not. Relative imports are resolved against `module`; import_module("…") counts too."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            package = module.split(".") if is_package else module.split(".")[:-1]
+            base = ".".join(package[: len(package) - node.level + 1] + ([base] if base else []))
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and called(node) in IMPORTERS and isinstance(node.args[0], ast.Constant):
+        yield str(node.args[0].value)
+
+
+def called(node: ast.Call) -> str:
+    """The dotted name of what a call calls, or "" when it is not a plain name."""
+    return ast.unparse(node.func) if isinstance(node.func, (ast.Name, ast.Attribute)) else ""
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer == imported:
+        return True
+    if importer in MAY_IMPORT:
+        return imported in MAY_IMPORT[importer]
+    if imported in ("__init__", "__version__"):
+        return True  # quern itself, which loads no modules
+    if importer not in LAYER or imported not in LAYER:
+        return False
+    return LAYER[imported] < LAYER[importer] or LAYER[imported] == LAYER[importer] == 0
+
+
+def import_faults(name: str, importer: str) -> Iterator[str]:
+    top = name.split(".")[0]
+    if top == "quern" and not may_import(importer, part_of(name)):
+        yield f"{importer} may not import {name}: it is not on a lower layer (see LAYERS)"
+    if top in ("experiments", "tests"):
+        yield f"quern may not import {top}: those build on quern"
+    if importer in NO_TENSORS and top in TENSOR_LIBRARIES:
+        yield f"{importer}/ is shared with the JAX twin and may not import {top}: use NumPy"
+    if top in UNSAFE_FORMATS:
+        yield f"{top} can run code from a file: use JSON, safetensors or .npy"
+    if top == "os" and name.split(".")[-1] in ENVIRONMENT and importer != "machine":
+        yield ENVIRONMENT_FAULT
+
+
+def keyword(node: ast.Call, name: str) -> ast.expr | None:
+    return next((entry.value for entry in node.keywords if entry.arg == name), None)
+
+
+def is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def reads_environment(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr in ENVIRONMENT
+
+
+def opens_text_without_encoding(node: ast.Call) -> bool:
+    name = called(node)
+    if keyword(node, "encoding") is not None or any(entry.arg is None for entry in node.keywords):
+        return False
+    if isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "write_text"):
+        return len(node.args) <= (node.func.attr == "write_text")
+    if name == "open":
+        mode = keyword(node, "mode") or (node.args[1] if len(node.args) > 1 else None)
+        return mode is None or (isinstance(mode, ast.Constant) and "b" not in str(mode.value))
+    return False
+
+
+def call_faults(node: ast.Call) -> Iterator[str]:
+    name = called(node)
+    if name in ("eval", "exec"):
+        yield f"{name}() runs whatever the text says: parse it with ast instead"
+    if name == "torch.load" and not is_constant(keyword(node, "weights_only"), True):
+        yield "torch.load must say weights_only=True"
+    if name in ("np.load", "numpy.load") and is_constant(keyword(node, "allow_pickle"), True):
+        yield "np.load must not allow pickles"
+    if opens_text_without_encoding(node):
+        yield 'a text file is opened without encoding="utf-8"'
+
+
+def swallows_everything(node: ast.ExceptHandler) -> bool:
+    """`except Exception:` (or wider) whose body neither raises, reports nor computes anything."""
+    if node.type is not None and ast.unparse(node.type) not in ("Exception", "BaseException"):
+        return False
+    idle = (ast.Pass, ast.Continue, ast.Break)
+    return all(
+        isinstance(statement, idle)
+        or (isinstance(statement, ast.Return) and isinstance(statement.value, (ast.Constant, type(None))))
+        for statement in node.body
+    )
+
+
+def faults(path: str, source: str) -> list[str]:
+    """What is wrong with one file of quern/; `path` is relative to the root, as in quern/text/chat.py."""
+    tree = ast.parse(source)
+    names = path.removesuffix(".py").split("/")
+    is_package = names[-1] == "__init__"
+    module = ".".join(names[:-1] if is_package else names)
+    importer = part_of(module)
+    found = []
+
+    def fault(node: ast.AST, message: str) -> None:
+        found.append(f"{path}:{getattr(node, 'lineno', 1)}: {message}")
+
+    if importer not in LAYER and importer not in MAY_IMPORT:
+        fault(tree, f"{importer} has no layer: give it one in tests/test_layers.py")
+    if tree.body and ast.get_docstring(tree) is None:
+        fault(tree, "no opening docstring: say what this is, what it is not, units, source")
+    for node in ast.walk(tree):
+        for name in imported_modules(node, module, is_package):
+            for message in import_faults(name, importer):
+                fault(node, message)
+        if isinstance(node, ast.Call):
+            for message in call_faults(node):
+                fault(node, message)
+        if isinstance(node, ast.Attribute) and importer != "machine" and reads_environment(node):
+            fault(node, ENVIRONMENT_FAULT)
+        if isinstance(node, ast.ExceptHandler) and swallows_everything(node):
+            fault(node, "swallows every error: name the exception and say what happens instead")
+    return found
+
+
+def test_quern_keeps_its_layers_and_habits() -> None:
+    assert FILES, "no files found under quern/"
+    found = [
+        fault
+        for file in FILES
+        for fault in faults(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+BROKEN = {
+    "upwards": ("quern/model/gpt.py", "from quern.train.loop import run", "model may not import"),
+    "upwards, relative": ("quern/model/gpt.py", "from ..train import loop", "model may not import"),
+    "upwards, package": ("quern/model/__init__.py", "from ..train import loop", "model may not import"),
+    "upwards, from quern": ("quern/optim/muon.py", "from quern import lab", "optim may not import"),
+    "upwards, in a function": ("quern/data/shards.py", "def f():\n import quern.cli", "data may not import"),
+    "upwards, by name": ("quern/recipe.py", "importlib.import_module('quern.model.gpt')", "recipe may not"),
+    "sideways": ("quern/data/loader.py", "from quern.text.chat import render", "data may not import"),
+    "sideways, folders": ("quern/train/loop.py", "from quern.eval import core", "train may not import"),
+    "twin": ("quern/grug/model.py", "from quern.model.gpt import GPT", "grug may not import"),
+    "top imports nothing": ("quern/__init__.py", "from quern.model.gpt import GPT", "__init__ may not"),
+    "no layer": ("quern/utils.py", "", "utils has no layer"),
+    "experiments": ("quern/lab/compare.py", "import experiments.baseline", "may not import experiments"),
+    "torch in text": ("quern/text/chat.py", "from torch import Tensor", "may not import torch"),
+    "torch in data": ("quern/data/loader.py", "def f():\n import torch.nn as nn", "may not import torch"),
+    "environment": ("quern/train/loop.py", "x = os.environ['RANK']", "only machine.py reads"),
+    "environment, getenv": ("quern/cli.py", "x = os.getenv('HOME')", "only machine.py reads"),
+    "environment, imported": ("quern/cli.py", "from os import environ", "only machine.py reads"),
+    "pickle": ("quern/train/checkpoint.py", "import pickle", "pickle can run code"),
+    "eval": ("quern/generate/tools.py", "x = eval('1 + 1')", "eval() runs"),
+    "exec": ("quern/generate/tools.py", "exec('x = 1')", "exec() runs"),
+    "torch.load": ("quern/stages/export.py", "torch.load(path)", "weights_only"),
+    "torch.load, false": ("quern/stages/export.py", "torch.load(path, weights_only=False)", "weights_only"),
+    "np.load": ("quern/data/shards.py", "np.load(path, allow_pickle=True)", "must not allow"),
+    "encoding": ("quern/records.py", "x = open(path).read()", "encoding"),
+    "encoding, write": ("quern/records.py", "path.write_text(text)", "encoding"),
+    "swallowed": ("quern/eval/core.py", "try: x = 1\nexcept Exception: pass", "swallows every error"),
+    "swallowed, bare": ("quern/eval/core.py", "def f():\n try: g()\n except: return None", "swallows every"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_planted_fault_is_found(path: str, body: str, message: str) -> None:
+    found = faults(path, f'"""A file."""\n{body}\n')
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_a_file_without_its_docstring_is_found() -> None:
+    assert "no opening docstring" in faults("quern/cli.py", "x = 1\n")[0]
+    assert faults("quern/text/__init__.py", "") == []
+
+
+FINE = {
+    "downwards": (
+        "quern/train/loop.py",
+        "from quern.model.gpt import GPT\nfrom quern.machine import Machine",
+    ),
+    "own folder": ("quern/text/chat.py", "from .tokenizer import Tokenizer\nfrom quern.text import hub"),
+    "layer 0": ("quern/records.py", "from quern.recipe import Recipe"),
+    "twin": ("quern/grug/train.py", "import jax\nfrom quern.data.loader import Loader"),
+    "verbs over everything": ("quern/cli.py", "from quern.lab import sweep\nimport quern.recipes.gpt"),
+    "version": ("quern/stages/report.py", "from quern import __version__"),
+    "machine reads the environment": ("quern/machine.py", "x = os.environ.get('OMP_NUM_THREADS')"),
+    "a method named eval": ("quern/eval/core.py", "model.eval()"),
+    "weights only": ("quern/stages/export.py", "torch.load(path, weights_only=True)"),
+    "bytes need no encoding": ("quern/records.py", "x = open(path, 'rb')"),
+    "a narrow except": ("quern/eval/core.py", "try: x = 1\nexcept OSError: pass"),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), FINE.values(), ids=FINE.keys())
+def test_what_is_allowed_is_not_reported(path: str, body: str) -> None:
+    assert faults(path, f'"""A file."""\n{body}\n') == []
+
+
+def test_text_and_data_load_no_tensor_library() -> None:
+    """What the syntax tree cannot see: a lower file that pulls torch in behind their backs."""
+    files = [file for file in FILES if file.relative_to(ROOT).parts[1] in NO_TENSORS]
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    code = "import sys, importlib\n"
+    code += f"for name in {modules!r}: importlib.import_module(name)\n"
+    code += f"print(sorted(set(sys.modules) & {TENSOR_LIBRARIES!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
