@@ -140,7 +140,10 @@ def swallows_everything(node: ast.ExceptHandler) -> bool:
 
 def faults(path: str, source: str) -> list[str]:
     """What is wrong with one file of quern/; `path` is relative to the root, as in quern/text/chat.py."""
-    tree = ast.parse(source)
+    try:
+        tree = ast.parse(source, path)
+    except SyntaxError as error:
+        return [f"{path}:{error.lineno}: does not parse: {error.msg}"]
     names = path.removesuffix(".py").split("/")
     is_package = names[-1] == "__init__"
     module = ".".join(names[:-1] if is_package else names)
@@ -214,6 +217,10 @@ def test_a_planted_fault_is_found(path: str, body: str, message: str) -> None:
     found = faults(path, f'"""A file."""\n{body}\n')
     assert len(found) == 1, found
     assert message in found[0]
+
+
+def test_a_file_that_does_not_parse_is_named() -> None:
+    assert faults("quern/cli.py", "x = (\n")[0].startswith("quern/cli.py:1: does not parse")
 
 
 def test_a_file_without_its_docstring_is_found() -> None:
