@@ -1,0 +1,227 @@
+"""Keys and values of the tokens already seen, and the context that lets a model continue from them.
+
+Each layer keeps a ring of slots: as many as its window for a windowed layer, as the whole length for a long
+one. The token at position p lies in slot p mod ring, so a windowed layer's ring always holds exactly what its
+next query may see. Rows have positions of their own: prompts of unequal length share a batch, right-padded,
+and padding is never stored. The smear needs one thing more, the embedding of each row's last token.
+
+Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E head dim, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quern.kernels.attention import attend
+from quern.model.gpt import GPT
+
+
+class KVCache:
+    """The memory of B rows. `take` copies rows, to sample a prompt several times or to drop finished rows."""
+
+    def __init__(
+        self,
+        windows: list[int | None],
+        kv_heads: int,
+        head_dim: int,
+        width: int,
+        rows: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """windows: for each layer, the tokens that a query sees, itself included; None is all of them."""
+        self.max_tokens = max_tokens
+        self.rings = [min(window or max_tokens, max_tokens) for window in windows]
+        self.keys_BKRE = [
+            torch.zeros(rows, kv_heads, r, head_dim, dtype=dtype, device=device) for r in self.rings
+        ]
+        self.values_BKRE = [torch.zeros_like(keys) for keys in self.keys_BKRE]
+        self.last_BD = torch.zeros(rows, width, dtype=dtype, device=device)
+        self.positions_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.filled = 0  # no row holds more tokens than this
+
+    @classmethod
+    def for_model(cls, model: GPT, rows: int, max_tokens: int) -> KVCache:
+        """An empty cache in the dtype and on the device of the model's parameters."""
+        weight = model.embedding.weight
+        shape = model.shape
+        assert shape.kv_heads and shape.head_dim and shape.width
+        windows = list(model.windows)
+        return cls(
+            windows,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.width,
+            rows,
+            max_tokens,
+            weight.dtype,
+            weight.device,
+        )
+
+    def take(self, rows: Tensor) -> KVCache:
+        """A new cache whose row i is a copy of this one's row rows[i]."""
+        taken = object.__new__(KVCache)
+        taken.max_tokens, taken.rings, taken.filled = self.max_tokens, self.rings, self.filled
+        taken.keys_BKRE = [keys[rows] for keys in self.keys_BKRE]
+        taken.values_BKRE = [values[rows] for values in self.values_BKRE]
+        taken.last_BD, taken.positions_B = self.last_BD[rows], self.positions_B[rows]
+        return taken
+
+    @staticmethod
+    def join(caches: list[KVCache]) -> KVCache:
+        """One cache with the rows of all, in order. They must be of one model and one length."""
+        if len(caches) == 1:
+            return caches[0]
+        joined = object.__new__(KVCache)
+        joined.max_tokens, joined.rings = caches[0].max_tokens, caches[0].rings
+        joined.filled = max(cache.filled for cache in caches)
+        joined.keys_BKRE = [
+            torch.cat(keys) for keys in zip(*(cache.keys_BKRE for cache in caches), strict=True)
+        ]
+        joined.values_BKRE = [
+            torch.cat(v) for v in zip(*(cache.values_BKRE for cache in caches), strict=True)
+        ]
+        joined.last_BD = torch.cat([cache.last_BD for cache in caches])
+        joined.positions_B = torch.cat([cache.positions_B for cache in caches])
+        return joined
+
+    def prefill(self, model: GPT, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        """Reads the first lengths_B tokens of each right-padded row, after what the rows already hold.
+
+        Returns the hidden state (B, D) after each row's last token; rows of length 0 return padding's. A long
+        prompt may come in several calls.
+        """
+        T = tokens_BT.size(1)
+        if self.filled + T > self.max_tokens:
+            raise ValueError(
+                f"the cache holds {self.max_tokens} tokens a row; {self.filled} + {T} do not fit"
+            )
+        x_BTD = model(tokens_BT, PrefillContext(self, lengths_B))
+        self.positions_B += lengths_B
+        self.filled += T
+        return take_token(x_BTD, lengths_B - 1)
+
+
+class PrefillContext:
+    """Many tokens at once, appended to rows that may already hold some."""
+
+    def __init__(self, cache: KVCache, lengths_B: Tensor):
+        self._cache = cache
+        self._lengths_B = lengths_B
+        self._fresh = cache.filled == 0
+
+    def positions(self, x_BTD: Tensor) -> Tensor:
+        return self._cache.positions_B[:, None] + torch.arange(x_BTD.size(1), device=x_BTD.device)
+
+    def previous(self, x_BTD: Tensor) -> Tensor:
+        cache = self._cache
+        shifted = torch.cat([cache.last_BD[:, None], x_BTD[:, :-1]], dim=1)
+        last_BD = take_token(x_BTD, self._lengths_B - 1)
+        cache.last_BD = torch.where(self._lengths_B[:, None] > 0, last_BD, cache.last_BD)
+        return shifted
+
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None
+    ) -> Tensor:
+        """Padding is never masked: being to the right of every token that counts, none of them sees it."""
+        cache = self._cache
+        keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
+        if self._fresh:
+            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, window)
+        else:
+            used = min(keys.size(2), cache.filled)
+            y_BTHE = attend_masked(
+                q_BTHE,
+                torch.cat([keys[:, :, :used], k_BTKE.transpose(1, 2)], dim=2),
+                torch.cat([values[:, :, :used], v_BTKE.transpose(1, 2)], dim=2),
+                self._visible(q_BTHE.size(1), keys.size(2), used, window),
+            )
+        self._store(keys, k_BTKE)
+        self._store(values, v_BTKE)
+        return y_BTHE
+
+    def _visible(self, T: int, ring: int, used: int, window: int | None) -> Tensor:
+        """Which of the first `used` slots and of the T new tokens each new token sees: (B, T, used + T)."""
+        start_B1 = self._cache.positions_B[:, None]
+        new_T = torch.arange(T, device=start_B1.device)
+        slots_R = torch.arange(used, device=start_B1.device)
+        # A slot holds the newest position below `start` that falls into it; below zero it is still empty.
+        held_BR = start_B1 - 1 - (start_B1 - 1 - slots_R) % ring
+        old = (held_BR >= 0)[:, None, :].expand(-1, T, -1)
+        new = (new_T <= new_T[:, None]).expand(len(start_B1), -1, -1)
+        if window is not None:
+            query_BT1 = (start_B1 + new_T)[:, :, None]
+            old = old & (held_BR[:, None, :] > query_BT1 - window)
+            new = new & (new_T > new_T[:, None] - window)
+        return torch.cat([old, new], dim=-1)
+
+    def _store(self, slots_BKRE: Tensor, new_BTKE: Tensor) -> None:
+        """Puts into each slot the newest of the row's tokens that falls into it, if that is a new one."""
+        B, K, R, E = slots_BKRE.shape
+        start_B1 = self._cache.positions_B[:, None]
+        end_B1 = start_B1 + self._lengths_B[:, None]
+        newest_BR = end_B1 - 1 - (end_B1 - 1 - torch.arange(R, device=start_B1.device)) % R
+        index_BR = newest_BR - start_B1
+        gathered = new_BTKE.gather(1, index_BR.clamp(min=0)[:, :, None, None].expand(-1, -1, K, E))
+        slots_BKRE.copy_(torch.where((index_BR >= 0)[:, None, :, None], gathered.transpose(1, 2), slots_BKRE))
+
+
+class DecodeContext:
+    """One new token a row; every shape is static but for the slots looked at, so that it compiles once.
+
+    slots_S: arange(S), where S exceeds the position of every row that still matters: long layers look at
+    their first S slots only.
+    """
+
+    def __init__(self, cache: KVCache, slots_S: Tensor):
+        self._cache = cache
+        self._slots_S = slots_S
+
+    def positions(self, x_BTD: Tensor) -> Tensor:
+        return self._cache.positions_B[:, None]
+
+    def previous(self, x_BTD: Tensor) -> Tensor:
+        before_B1D = self._cache.last_BD[:, None].clone()
+        self._cache.last_BD.copy_(x_BTD[:, 0])
+        return before_B1D
+
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None
+    ) -> Tensor:
+        cache = self._cache
+        keys, values, ring = cache.keys_BKRE[layer], cache.values_BKRE[layer], cache.rings[layer]
+        rows_B = torch.arange(len(keys), device=keys.device)
+        slot_B = cache.positions_B % ring
+        keys[rows_B, :, slot_B] = k_BTKE[:, 0]
+        values[rows_B, :, slot_B] = v_BTKE[:, 0]
+        # The new token has just replaced the one that left the window: what is stored is what is seen.
+        if ring == cache.max_tokens:
+            slots = self._slots_S
+            keys, values = keys[:, :, : len(slots)], values[:, :, : len(slots)]
+        else:
+            slots = torch.arange(ring, device=keys.device)
+        return attend_masked(q_BTHE, keys, values, (slots <= cache.positions_B[:, None])[:, None])
+
+
+def attend_masked(q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: Tensor) -> Tensor:
+    """Attention of each query over the keys visible to it → (B, T, H, E)."""
+    grouped = q_BTHE.size(2) != k_BKRE.size(1)
+    y_BHTE = F.scaled_dot_product_attention(
+        q_BTHE.transpose(1, 2), k_BKRE, v_BKRE, visible_BTR[:, None], enable_gqa=grouped
+    )
+    return y_BHTE.transpose(1, 2)
+
+
+def take_token(x_BTD: Tensor, index_B: Tensor) -> Tensor:
+    """x[b, index[b]] for each row → (B, D); an index below zero reads the first token."""
+    return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), index_B.clamp(min=0)]
+
+
+def decode(model: GPT, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
+    """Appends a token to every row → fp32 logits (B, V) of the next. For slots_S see DecodeContext."""
+    x_B1D = model(tokens_B[:, None], DecodeContext(cache, slots_S))
+    cache.positions_B.add_(1)
+    return model.logits(x_B1D[:, 0])

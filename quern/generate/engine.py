@@ -1,0 +1,205 @@
+"""Batched generation: prefill once, then one token a row and step; tools, stop strings, ragged lengths.
+
+A row's tokens do not depend on its batch mates: it attends to its own cache, and its random numbers are its
+own (sample.py). Rows start together and leave when they are finished; the batch shrinks when half of it has
+left.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quern.generate.cache import KVCache, decode
+from quern.generate.reply import Completion, Delta, Reply
+from quern.generate.sample import Sampling, sample, uniforms
+from quern.machine import Machine
+from quern.model.gpt import GPT
+from quern.text.tokenizer import Tokenizer
+
+PREFILL_TOKENS = 8192  # prompt tokens, padding included, read in one forward pass
+SPAN = 64  # the part of the cache that a step looks at grows in steps of this
+
+
+class ContextOverflow(ValueError):
+    """A prompt that leaves no room for an answer."""
+
+    def __init__(self, prompt_tokens: int, context: int):
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and the model's context holds {context}, of which at "
+            f"least one is for the answer: shorten the prompt to {context - 1} tokens or fewer"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context = context
+
+
+class Event(NamedTuple):
+    """Something that happened to sample `sample` of prompt `prompt`: a piece of its reply, or its end."""
+
+    prompt: int
+    sample: int
+    value: Delta | Completion
+
+
+class Row(NamedTuple):
+    prompt: int
+    sample: int
+    reply: Reply
+
+
+class Engine:
+    """Generates with one model. Not for several threads at once: the server gives it one of its own."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, machine: Machine, max_rows: int = 64):
+        """max_rows: rows decoded together at most; more are served one batch after the other."""
+        vocabulary = model.embedding.weight.size(0)
+        if vocabulary < tokenizer.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}: they do not "
+                "belong together; use the tokenizer.json of the model's run"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.machine = machine
+        self.max_rows = max_rows
+        self.context = int(model.shape.context or 0)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int = 1,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> list[list[Completion]]:
+        """`samples` completions of each prompt (ids from BOS on). Raises ContextOverflow, ValueError."""
+        done: list[list[Completion | None]] = [[None] * samples for _ in prompts]
+        sampling = Sampling(temperature, top_k, top_p)
+        for event in self.events(
+            prompts, samples=samples, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop
+        ):
+            if isinstance(event.value, Completion):
+                done[event.prompt][event.sample] = event.value
+        return [[completion for completion in row if completion is not None] for row in done]
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """What the assistant says, piece by piece; joined it is `generate`'s text."""
+        sampling = Sampling(temperature, top_k, top_p)
+        for event in self.events([prompt], max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop):
+            if isinstance(event.value, Delta) and event.value.kind == "text":
+                yield event.value.text
+
+    def events(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int = 1,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Event]:
+        """Generation as it happens. Arguments are checked at once; closing the iterator stops the work."""
+        if samples < 1 or max_tokens < 1:
+            raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
+            if len(prompt) >= self.context:
+                raise ContextOverflow(len(prompt), self.context)
+        rows = [
+            Row(p, s, Reply(self.tokenizer, len(prompt), min(max_tokens, self.context - len(prompt)), stop))
+            for p, prompt in enumerate(prompts)
+            for s in range(samples)
+        ]
+        return self._batches(prompts, rows, sampling or Sampling(), seed)
+
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, seed: int
+    ) -> Iterator[Event]:
+        for first in range(0, len(rows), self.max_rows):
+            yield from self._batch(prompts, rows[first : first + self.max_rows], sampling, seed)
+
+    @torch.inference_mode()
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, seed: int
+    ) -> Iterator[Event]:
+        device = self.model.embedding.weight.device
+        steps = max(row.reply.max_tokens for row in rows)
+        noise = np.zeros((len(rows), steps), dtype=np.float32)
+        if sampling.temperature > 0:
+            for i, row in enumerate(rows):
+                noise[i, : row.reply.max_tokens] = uniforms(
+                    seed, prompts[row.prompt], row.sample, row.reply.max_tokens
+                )
+        uniform_BN = torch.from_numpy(noise).to(device)
+        cache, logits_BV = self._prefill(prompts, rows)
+        step = 0
+        while True:
+            picked = sample(logits_BV, sampling, uniform_BN[:, step]).tolist()
+            tokens = []
+            for row, token in zip(rows, picked, strict=True):
+                if row.reply.finish_reason is None:
+                    token = row.reply.choose(token)
+                    for delta in row.reply.push(token):
+                        yield Event(row.prompt, row.sample, delta)
+                    if row.reply.finish_reason is not None:
+                        yield Event(row.prompt, row.sample, row.reply.completion())
+                tokens.append(token)
+            left = [i for i, row in enumerate(rows) if row.reply.finish_reason is None]
+            if not left:
+                return
+            if len(left) <= len(rows) // 2:
+                kept = torch.tensor(left, device=device)
+                cache, uniform_BN = cache.take(kept), uniform_BN[kept]
+                rows, tokens = [rows[i] for i in left], [tokens[i] for i in left]
+            longest = max(
+                row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason
+            )
+            slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
+            logits_BV = decode(self.model, cache, torch.tensor(tokens, device=device), slots_S)
+            step += 1
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], rows: list[Row]) -> tuple[KVCache, Tensor]:
+        """Reads each prompt once, however many samples it has → the rows' cache and first logits."""
+        capacity = max(row.reply.prompt_tokens + row.reply.max_tokens for row in rows)
+        needed = sorted({row.prompt for row in rows})
+        group_rows = max(1, PREFILL_TOKENS // max(len(prompts[p]) for p in needed))
+        caches, hidden = [], []
+        for first in range(0, len(needed), group_rows):
+            group = [prompts[p] for p in needed[first : first + group_rows]]
+            cache = KVCache.for_model(self.model, len(group), capacity)
+            hidden.append(
+                cache.prefill(self.model, *pad(group, self.tokenizer.bos, cache.positions_B.device))
+            )
+            caches.append(cache)
+        cache, x_BD = KVCache.join(caches), torch.cat(hidden)
+        order = torch.tensor([needed.index(row.prompt) for row in rows], device=x_BD.device)
+        if order.tolist() != list(range(len(needed))):
+            cache, x_BD = cache.take(order), x_BD[order]
+        return cache, self.model.logits(x_BD)
+
+
+def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts of unequal length → (tokens (B, T) padded on the right, lengths (B,)), int64."""
+    lengths = [len(prompt) for prompt in prompts]
+    tokens = np.full((len(prompts), max(lengths)), filler, dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    return torch.from_numpy(tokens).to(device), torch.tensor(lengths, device=device)

@@ -1,0 +1,133 @@
+"""One row's reply as it grows: tokens in; text, tool calls and outputs out, as soon as they are certain.
+
+Text is withheld only while it may still change: the bytes of an unfinished character, and characters with
+which a stop string may begin. Bytes that can no longer become valid UTF-8 are left out, so no replacement
+character ever appears that the model did not spell itself. A stop string is looked for in what the model
+says, not in its tool calls; the reply ends before it.
+"""
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quern.generate.tools import MAX_CALLS, Kind, ToolState
+from quern.text.chat import Part
+from quern.text.tokenizer import Tokenizer
+
+STOP_TOKENS = ("<|assistant_end|>", "<|bos|>")
+FinishReason = Literal["stop", "length"]
+
+
+class Delta(NamedTuple):
+    """A piece of a reply; pieces of one kind that follow each other belong together."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished reply.
+
+    ids: everything that was generated, the forced tokens and the one that ended it included. text: what the
+    assistant says, without tool calls and outputs, which `parts` holds too. finish_reason: "stop" for an end
+    token or a stop string, "length" when max_tokens or the context was reached.
+    """
+
+    ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    parts: list[Part]
+    prompt_tokens: int
+
+
+class Reply:
+    """Takes the tokens of a row one at a time, until `finish_reason` is set."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_tokens: int,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        max_calls: int = MAX_CALLS,
+    ):
+        if any(not text for text in stop):
+            raise ValueError("a stop string is empty: leave it out")
+        self.ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self._stop = tuple(stop)
+        self._ends = {tokenizer.special(name) for name in STOP_TOKENS}
+        self._specials = set(tokenizer.special_ids.values())
+        self._tools = ToolState(tokenizer, max_calls)
+        self._forced: deque[int] = deque()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
+        self._withheld = ""
+        self._pieces: list[Delta] = []
+
+    def choose(self, sampled: int) -> int:
+        """The row's next token: one that a tool's answer forces, or else the sampled one."""
+        return self._forced.popleft() if self._forced else sampled
+
+    def push(self, token: int) -> list[Delta]:
+        """Takes the row's next token; returns what has become certain."""
+        self.ids.append(token)
+        deltas: list[Delta] = []
+        if token in self._ends:
+            self.finish_reason = "stop"
+        elif token in self._specials:
+            deltas = self._release()
+            self._forced.extend(self._tools.push(token))
+        else:
+            self._tools.push(token)
+            deltas = self._add(self._decoder.decode(self._tokenizer.decode_bytes([token])))
+        if self.finish_reason is None and len(self.ids) >= self.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            deltas = [*deltas, *self._release()]
+        self._pieces.extend(deltas)
+        return deltas
+
+    def completion(self) -> Completion:
+        """The finished reply."""
+        if self.finish_reason is None:
+            raise ValueError("the reply is not finished: push tokens until finish_reason is set")
+        parts: list[Part] = []
+        for kind, text in self._pieces:
+            if parts and parts[-1]["type"] == kind:
+                parts[-1]["text"] += text
+            else:
+                parts.append({"type": kind, "text": text})
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
+        return Completion(self.ids, text, self.finish_reason, parts, self.prompt_tokens)
+
+    def _add(self, text: str) -> list[Delta]:
+        """Decoded characters of the current part → what of it may be shown."""
+        kind = self._tools.kind
+        if kind == "text" and self._stop:
+            text = self._withheld + text
+            found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+            if found:
+                self.finish_reason, self._withheld = "stop", ""
+                text = text[: min(found)]
+            else:
+                kept = max(_overlap(text, stop) for stop in self._stop)
+                self._withheld = text[len(text) - kept :]
+                text = text[: len(text) - kept]
+        return [Delta(kind, text)] if text else []
+
+    def _release(self) -> list[Delta]:
+        """At the end of a part: what was withheld for a stop string is text after all."""
+        self._decoder.reset()
+        text, self._withheld = self._withheld, ""
+        return [Delta("text", text)] if text else []
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins, `stop` itself excluded."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

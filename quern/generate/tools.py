@@ -1,0 +1,172 @@
+"""The calculator a model may call, and the state machine that runs it inside a generated row.
+
+A model asks by writing <|tool_start|> expression <|tool_end|>; the engine answers by forcing
+<|output_start|> result <|output_end|> into the same row, and generation goes on after it.
+
+Nothing here executes text: the expression is parsed by Python's `ast` after its alphabet has been
+checked, and only numbers and the arithmetic nodes are walked. Values are exact fractions, so 0.1 + 0.2
+is 0.3; every intermediate value is held below MAX_BITS, so no expression can take long.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from decimal import Context, Decimal
+from fractions import Fraction
+from typing import Literal
+
+from quern.text.tokenizer import Tokenizer
+
+MAX_CHARACTERS = 200
+MAX_DEPTH = 50
+MAX_BITS = 512  # of a numerator or a denominator: about 154 digits
+MAX_DIGITS = 40  # of a result's whole part; a longer one is of no use to a small model
+SIGNIFICANT_DIGITS = 10  # of a result that is not whole
+
+ERROR = "error"  # what the model reads when its expression could not be computed
+MAX_CALLS = 8  # tool calls answered in one reply
+
+Kind = Literal["text", "tool", "output"]
+
+
+class ToolError(ValueError):
+    """An expression the calculator refuses; the message says why."""
+
+
+_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*"})
+_ALPHABET = re.compile(r"[0-9.,+\-*/%() \t]+")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
+
+_UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+}
+
+
+def calculate(expression: str) -> str:
+    """Value of an arithmetic expression, written plainly: "579", "2.5", "-3.333333333".
+
+    Known: + - * / // % ** and unary signs, parentheses, whole and decimal numbers, commas between
+    thousands, and × ÷ −. Raises ToolError for anything else, for a division by zero, and for a number
+    too large to be worth computing.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolError(
+            f"the expression has {len(expression)} characters; the calculator takes {MAX_CHARACTERS}"
+        )
+    text = expression.translate(_SIGNS).strip()
+    if not _ALPHABET.fullmatch(text):
+        raise ToolError("an expression holds numbers, + - * / // % ** and parentheses, nothing else")
+    text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
+    text = _LEADING_ZEROS.sub("", text)
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ToolError("the expression is not well formed") from None
+    try:
+        return _plain(_value(tree.body, text, 0))
+    except (ZeroDivisionError, OverflowError):
+        raise ToolError("division by zero, or a number too large") from None
+
+
+def _value(node: ast.expr, text: str, depth: int) -> Fraction:
+    if depth > MAX_DEPTH:
+        raise ToolError(f"the expression nests deeper than {MAX_DEPTH}")
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        # Read from the text, not from the parsed float: 0.1 is one tenth.
+        return _bounded(Fraction(text[node.col_offset : node.end_col_offset]))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_value(node.operand, text, depth + 1))
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, text, depth + 1), _value(node.right, text, depth + 1)
+        if isinstance(node.op, ast.Pow):
+            return _bounded(_power(left, right))
+        if type(node.op) in _BINARY:
+            return _bounded(_BINARY[type(node.op)](left, right))
+    raise ToolError("the expression is not well formed")
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator == 1:
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if bits > 1 and abs(exponent.numerator) * (bits - 1) > MAX_BITS:
+            raise ToolError("the power is too large")
+        # A base of 0, 1 or -1 stays small whatever the exponent, which is then only a sign or a zero.
+        whole = exponent.numerator if bits > 1 else _small_exponent(exponent.numerator)
+        return Fraction(base**whole)
+    if base < 0:
+        raise ToolError("a fractional power of a negative number is not a real number")
+    return Fraction(repr(float(base) ** float(exponent)))
+
+
+def _small_exponent(exponent: int) -> int:
+    size = 2 - exponent % 2 if exponent else 0
+    return size if exponent >= 0 else -size
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ToolError("the number is too large")
+    return value
+
+
+def _plain(value: Fraction) -> str:
+    if abs(value) >= 10**MAX_DIGITS:
+        raise ToolError(f"the result has more than {MAX_DIGITS} digits")
+    if value.denominator == 1:
+        return str(value.numerator)
+    whole_digits = len(str(abs(int(value))))
+    context = Context(prec=max(SIGNIFICANT_DIGITS, whole_digits + 2))
+    rounded = context.divide(Decimal(value.numerator), Decimal(value.denominator)).normalize(context)
+    text = format(rounded, "f")
+    if len(text) > 2 * MAX_DIGITS:
+        raise ToolError("the result is too close to zero to write plainly")
+    return text
+
+
+class ToolState:
+    """Follows one row's tokens: which part of the reply each belongs to, and what must be forced next.
+
+    `push` takes every token of the row in order, the sampled and the forced ones alike.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_calls: int = MAX_CALLS):
+        self.kind: Kind = "text"
+        self.calls = 0
+        self._tokenizer = tokenizer
+        self._max_calls = max_calls
+        self._expression: list[int] = []
+        names = ("<|tool_start|>", "<|tool_end|>", "<|output_start|>", "<|output_end|>")
+        self._tool_start, self._tool_end, self._output_start, self._output_end = map(tokenizer.special, names)
+
+    def push(self, token: int) -> list[int]:
+        """The tokens that must follow `token`: a tool's answer, or nothing."""
+        if self.kind == "text" and token == self._tool_start:
+            self.kind, self._expression = "tool", []
+        elif self.kind == "tool" and token == self._tool_end:
+            self.kind = "output"
+            self.calls += 1
+            return [self._output_start, *self._tokenizer.encode(self._answer()), self._output_end]
+        elif self.kind == "tool":
+            self._expression.append(token)
+        elif self.kind == "output" and token == self._output_end:
+            self.kind = "text"
+        return []
+
+    def _answer(self) -> str:
+        if self.calls > self._max_calls:
+            return ERROR
+        try:
+            return calculate(self._tokenizer.decode_bytes(self._expression).decode("utf-8"))
+        except (ToolError, UnicodeDecodeError):
+            return ERROR
