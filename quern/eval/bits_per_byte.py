@@ -1,12 +1,12 @@
 """Bits per byte: how well a model predicts text, in a unit no tokenizer can flatter.
 
-What it is: the sum of the losses (nats) over the targets that count, divided by ln 2 and by the bytes those targets
-stand for. A target counts when its mask is True and it stands for at least one byte, so special tokens
-(the BOS before each document, the marks of a chat) enter neither the sum nor the bytes. Bytes come from a table of
-integers, one per token id, taken from the tokenizer's raw bytes: a token that is half a character counts what it
-holds, never the length of a replacement sign.
-What it is not: a choice of the text. The caller hands in batches; for the validation measure these are consecutive
-windows of each document, each starting at BOS, so that every byte is counted once.
+What it is: the sum of the losses (nats) over the targets that count, divided by ln 2 and by the bytes those
+targets stand for. A target counts when its mask is True and it stands for at least one byte, so special
+tokens (the BOS before each document, the marks of a chat) enter neither the sum nor the bytes. Bytes come
+from a table of integers, one per token id, taken from the tokenizer's raw bytes: a token that is half a
+character counts what it holds, never the length of a replacement sign.
+What it is not: a choice of the text. The caller hands in batches; for the validation measure these are
+consecutive windows of each document, each starting at BOS, so that every byte is counted once.
 Units: nats, tokens, bytes, bits per byte.
 Source: the unit is that of The Pile (Gao et al., 2020, arXiv 2101.00027, section 3.1).
 """
@@ -37,7 +37,9 @@ class BitsPerByte:
 
     @classmethod
     def of(cls, nats: float, tokens: int, num_bytes: int) -> "BitsPerByte":
-        """From sums (which may have been added over ranks). Raises ValueError when not a byte was measured."""
+        """From sums (which may have been added over ranks). Raises ValueError when not a byte was
+        measured.
+        """
         if num_bytes < 1 or tokens < 1:
             raise ValueError(
                 "bits per byte needs at least one target that stands for text: the batches are empty, "
@@ -79,7 +81,9 @@ def bits_per_byte(
 def batch_losses(
     model: nn.Module, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine
 ) -> np.ndarray:
-    """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B, T)."""
+    """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B,
+    T).
+    """
     with torch.no_grad():
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)

@@ -3,7 +3,8 @@
 The replies are greedy and batched through the Engine, whose rows do not depend on their neighbours: the
 accuracy is the same at any batch size. Calls of tools run inside the Engine; what is checked is what the
 assistant says, without the calls and their outputs.
-What it is not: a source of questions (`quern.text.tinyworld`, `quern.eval.tasks`) or a judge (`check` is handed in).
+What it is not: a source of questions (`quern.text.tinyworld`, `quern.eval.tasks`) or a judge (`check` is
+handed in).
 Units: accuracies are shares from 0 to 1.
 """
 

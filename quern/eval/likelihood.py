@@ -1,8 +1,9 @@
 """Multiple choice by likelihood: the model picks the continuation it finds least surprising.
 
-What it is: the summed loss (nats) of each continuation given its prompt, in batches of right-padded rows (nothing
-after a position changes what it predicts, so padding changes nothing), and the choice with the smallest loss, once
-divided by a length: none for letters, bytes or tokens for whole phrases, since a longer phrase always costs more.
+What it is: the summed loss (nats) of each continuation given its prompt, in batches of right-padded rows
+(nothing after a position changes what it predicts, so padding changes nothing), and the choice with the
+smallest loss, once divided by a length: none for letters, bytes or tokens for whole phrases, since a longer
+phrase always costs more.
 What it is not: generation; nothing is sampled and the tokenizer's special tokens have no part in it.
 Units: nats. Source: the scoring is that of GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
 """
@@ -57,8 +58,8 @@ def continuation_nats(
 ) -> np.ndarray:
     """The loss in nats (float64, one per pair) of each (prompt, continuation), prompts not empty.
 
-    A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and the latest
-    ones stay. Raises ValueError when a continuation does not fit, or is empty.
+    A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and the
+    latest ones stay. Raises ValueError when a continuation does not fit, or is empty.
     """
     rows = [_fit(prompt, continuation, context) for prompt, continuation in pairs]
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))

@@ -3,8 +3,8 @@
 A score moves with the prompt's wording, the BOS, the number of shots and the number of questions, so each is
 written beside it. Intervals are Wilson's, which hold near 0% and 100% and at small counts, where the usual
 normal interval leaves the unit range.
-What it is not: a reader or writer of files. Units: `value`, `low`, `high`, `chance` are in the metric's own unit
-(a share from 0 to 1 for accuracy, bits per byte for bpb).
+What it is not: a reader or writer of files. Units: `value`, `low`, `high`, `chance` are in the metric's own
+unit (a share from 0 to 1 for accuracy, bits per byte for bpb).
 Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference", JASA 22.
 """
 
@@ -21,8 +21,9 @@ import numpy as np
 class Score:
     """`count` is the questions asked (bytes for bpb); `chance` is what guessing scores on the same questions.
 
-    prompt_hash: of the token ids the model was given; equal hashes mean the same questions, in the same words,
-    through the same tokenizer. bos: every prompt began with it. cropped: prompts cut to fit the context.
+    prompt_hash: of the token ids the model was given; equal hashes mean the same questions, in the same
+    words, through the same tokenizer. bos: every prompt began with it. cropped: prompts cut to fit the
+    context.
     """
 
     task: str
@@ -42,7 +43,9 @@ class Score:
 
 
 def wilson(correct: int, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The interval (low, high) of a share of which `correct` of `count` were seen; (0, 1) when nothing was asked."""
+    """The interval (low, high) of a share of which `correct` of `count` were seen; (0, 1) when nothing was
+    asked.
+    """
     if not 0 <= correct <= count:
         raise ValueError(f"correct must lie between 0 and count, got {correct} of {count}")
     if count == 0:
@@ -52,7 +55,9 @@ def wilson(correct: int, count: int, confidence: float = 0.95) -> tuple[float, f
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     # The ends are exact at 0 and at count; rounding must not push them past the share itself.
-    return (0.0 if correct == 0 else max(0.0, centre - half)), (1.0 if correct == count else min(1.0, centre + half))
+    return (0.0 if correct == 0 else max(0.0, centre - half)), (
+        1.0 if correct == count else min(1.0, centre + half)
+    )
 
 
 def accuracy(
@@ -65,7 +70,9 @@ def accuracy(
     shots: int = 0,
     cropped: int = 0,
 ) -> Score:
-    """The share of `correct`, its 95% interval, the mean chance, and what identifies the prompts (token ids)."""
+    """The share of `correct`, its 95% interval, the mean chance, and what identifies the prompts (token
+    ids).
+    """
     if not correct:
         raise ValueError(f"{task}: no questions to score; ask for at least one")
     right, count = sum(map(bool, correct)), len(correct)

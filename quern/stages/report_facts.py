@@ -1,0 +1,401 @@
+"""The facts of a report, as labelled text and numbers: what report.md and report.html both show.
+
+Takes what `report_records` read; writes nothing. Keys it knows get a title and a unit; others are shown as
+they are, so that a new field of a record appears in the report without a change here.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quern.stages.report_records import RunRecords, StageRecords, event_time, finite
+
+Rows = list[tuple[str, str]]
+
+LABELS = {
+    "kv_heads": "key-value heads",
+    "vocab_size": "vocabulary",
+    "rope_base": "RoPE base",
+    "softcap": "logit softcap",
+    "windows": "attention windows",
+    "flops_per_token": "FLOPs per token",
+    "kv_bytes_per_token": "KV cache per token",
+    "batch_tokens": "batch",
+    "micro_batch_tokens": "micro-batch",
+    "steps": "steps planned",
+    "warmdown_share": "warm-down",
+    "warmup_steps": "warm-up steps",
+    "final_lr": "final learning rate",
+    "lr_share": "peak rate, of pretraining's",
+    "too_long": "too long a conversation",
+    "max_skips": "skips in a row allowed",
+    "parameters": "parameters,",
+    "git": "code",
+    "dtype": "compute dtype",
+    "bytes_per_token": "bytes per token",
+}
+SHARES = ("share", "final_lr", "utilisation", "mfu")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A record's list of objects, as rows of text."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One stage's score on a task; `value` and the interval are None where it was not measured."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """A task over the stages; `cells` follows `score_stages`. A share's axis runs from 0 to 1."""
+
+    task: str
+    metric: str
+    count: int | None
+    chance: float | None
+    cells: list[Cell]
+
+    @property
+    def is_share(self) -> bool:
+        return self.metric == "accuracy"
+
+
+def tiles(run: RunRecords) -> Rows:
+    """The figures to see first, as (label, value)."""
+    stage = main_stage(run)
+    found: Rows = []
+    parameters = total_parameters(run)
+    if parameters is not None:
+        found.append(("parameters", human(parameters)))
+    if stage is not None:
+        tokens, flops, seconds = stage.last("tokens"), stage.last("flops"), stage.last("seconds")
+        bpb, mfu = stage.last("val_bpb"), typical(stage, "mfu")
+        speed = typical(stage, "tokens_per_second")
+        steps = stage.last("step")
+        if steps is not None:
+            found.append(("steps of pretraining" if stage.name == "pretrain" else "steps", f"{steps:,.0f}"))
+        if tokens is not None:
+            found.append(("tokens trained on", human(tokens)))
+        if flops is not None:
+            found.append(("compute", f"{human_flops(flops)}"))
+        if seconds is not None:
+            found.append(("in training steps", duration(seconds)))
+        if speed is not None:
+            found.append(("tokens a second", human(speed)))
+        if mfu is not None:
+            found.append(("model FLOPs utilisation", percent(mfu)))
+        if bpb is not None:
+            found.append(("bits per byte, held out", f"{bpb:.3f}"))
+    return found
+
+
+def summary(run: RunRecords) -> str:
+    """One or two sentences on the run, from whatever is recorded."""
+    model = run.recipe.get("model")
+    model = model if isinstance(model, dict) else {}
+    stage, parameters = main_stage(run), total_parameters(run)
+    depth, width = finite(model.get("depth")), finite(model.get("width"))
+    text = "A model"
+    if depth is not None and width is not None:
+        text += f" of {depth:,.0f} layers, {width:,.0f} wide"
+    if parameters is not None:
+        text += f", with {human(parameters)} parameters"
+    text += ","
+    if stage is not None and stage.last("tokens") is not None:
+        text += f" trained on {human(stage.last('tokens') or 0)} tokens"
+    else:
+        text += " not trained yet"
+    data = run.recipe.get("data")
+    if isinstance(data, str):
+        text += f" of {data.rstrip('/').rsplit('/', 1)[-1]}"
+    if stage is not None and stage.last("seconds") is not None:
+        text += f" in {duration(stage.last('seconds') or 0)}"
+    return text + "." + _best_answer(run)
+
+
+def _best_answer(run: RunRecords) -> str:
+    stages = [name for name in score_stages(run) if name != "untrained"]
+    if not stages:
+        return ""
+    final = score_stages(run).index(stages[-1])
+    shares = [row for row in score_rows(run) if row.is_share and row.cells[final].value is not None]
+    if not shares:
+        return ""
+    best = max(shares, key=lambda row: row.cells[final].value or 0.0)
+    text = f" Its best score on held-out questions is {percent(best.cells[final].value or 0)} on {best.task}"
+    return f"{text}, where guessing gets {percent(best.chance)}." if best.chance is not None else f"{text}."
+
+
+def main_stage(run: RunRecords) -> StageRecords | None:
+    """Pretraining, or the first stage there is."""
+    return run.stage("pretrain") or (run.stages[0] if run.stages else None)
+
+
+def total_parameters(run: RunRecords) -> float | None:
+    """From run.json's model, where `parameters` is a count or a table of counts with a total."""
+    model = run.run.get("model")
+    found = model.get("parameters") if isinstance(model, dict) else None
+    return finite(found.get("total")) if isinstance(found, dict) else finite(found)
+
+
+def typical(stage: StageRecords, key: str) -> float | None:
+    """The median, which a slow first step or a pause does not move."""
+    values = stage.column(key)[1]
+    return statistics.median(values) if values else None
+
+
+def model_rows(run: RunRecords) -> Rows:
+    """The shape of the model and its counts."""
+    model = run.recipe.get("model")
+    return [*flatten(model if isinstance(model, dict) else {}), *flatten(_part(run, "model"))]
+
+
+def training_rows(stage: StageRecords) -> Rows:
+    """What a stage's recipe asked for, and what was done."""
+    key = {"pretrain": "train"}.get(stage.name, stage.name)
+    asked = stage.recipe.get(key)
+    done: Rows = []
+    for name, label in (
+        ("step", "steps done"),
+        ("tokens", "tokens seen"),
+        ("flops", "FLOPs"),
+        ("loss", "last loss"),
+    ):
+        value = stage.last(name)
+        if value is not None:
+            done.append((label, human_flops(value) if name == "flops" else number(value)))
+    if stage.last("seconds") is not None:
+        done.append(("time in steps", duration(stage.last("seconds") or 0)))
+    return [*done, *flatten(asked if isinstance(asked, dict) else {})]
+
+
+def data_rows(run: RunRecords) -> Rows:
+    """Corpus, documents, bytes, packing, and the tokenizer."""
+    source = run.recipe.get("data")
+    rows: Rows = [("data", source)] if isinstance(source, str) else []
+    return [*rows, *flatten(_part(run, "data")), *flatten(_part(run, "tokenizer"), "tokenizer")]
+
+
+def data_tables(run: RunRecords) -> list[Table]:
+    """Lists of objects inside data and tokenizer, such as the compression report."""
+    return [*tables(_part(run, "data")), *tables(_part(run, "tokenizer"), "tokenizer")]
+
+
+def repeat_rows(run: RunRecords) -> Rows:
+    """Code, seed, machine and versions."""
+    rows: Rows = []
+    if run.run.get("git"):
+        rows.append(("code", str(run.run["git"])))
+    if run.recipe.get("seed") is not None:
+        rows.append(("seed", str(run.recipe["seed"])))
+    machine, versions = _part(run, "machine"), _part(run, "versions")
+    return [
+        *rows,
+        *flatten(machine),
+        *flatten({key: versions[key] for key in versions if key not in machine}),
+    ]
+
+
+def command(run: RunRecords) -> str:
+    """The command line that started the run, as typed."""
+    found = run.run.get("command", "")
+    return " ".join(map(str, found)) if isinstance(found, list) else str(found)
+
+
+def event_rows(stage: StageRecords) -> list[tuple[str, str, str, str]]:
+    """(time, kind, step, details). A stretch of events of one kind in a row, such as saves, is one row."""
+    rows: list[tuple[str, str, str, str]] = []
+    for group in _stretches(stage.events):
+        first, last = group[0], group[-1]
+        kind = str(first.get("kind", "event"))
+        steps = [text for event in (first, last) if (text := _plain(event.get("step")))]
+        step = "–".join(dict.fromkeys(steps))
+        ignored = {"kind", "step", "time", "utc", "at"}
+        details = ", ".join(f"{label} {value}" for label, value in flatten(_without(last, ignored)))
+        rows.append((event_time(first), f"{kind} ×{len(group)}" if len(group) > 1 else kind, step, details))
+    return rows
+
+
+def _stretches(events: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    group: list[dict[str, Any]] = []
+    for event in events:
+        if group and event.get("kind") != group[0].get("kind"):
+            yield group
+            group = []
+        group.append(event)
+    if group:
+        yield group
+
+
+def score_stages(run: RunRecords) -> list[str]:
+    """The evaluated stages, from untrained onwards."""
+    order = ["untrained", "pretrain", "sft"]
+    found = {str(line.get("stage", "")) for line in run.scores}
+    return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def score_rows(run: RunRecords) -> list[ScoreRow]:
+    """One row per task and metric, in the order of the records."""
+    stages = score_stages(run)
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for line in run.scores:
+        key = (str(line.get("task", "")), str(line.get("metric", "")))
+        groups.setdefault(key, {})[str(line.get("stage", ""))] = line
+    rows = []
+    for (task, metric), lines in groups.items():
+        last = next(lines[name] for name in reversed(stages) if name in lines)
+        count = finite(last.get("count"))
+        cells = [_cell(lines.get(name, {})) for name in stages]
+        rows.append(
+            ScoreRow(
+                task, metric, int(count) if count is not None else None, finite(last.get("chance")), cells
+            )
+        )
+    return rows
+
+
+def score_setting(run: RunRecords) -> Table:
+    """What identifies each evaluation: prompts, BOS, shots, questions."""
+    rows = [
+        [
+            str(line.get("stage", "")),
+            str(line.get("task", "")),
+            _plain(line.get("count")),
+            str(line.get("prompt_hash") or "–"),
+            {True: "yes", False: "no"}.get(line.get("bos"), "–"),  # type: ignore[arg-type]
+            _plain(line.get("shots")) or "0",
+        ]
+        for line in run.scores
+    ]
+    return Table("How it was asked", ["stage", "task", "count", "prompts", "BOS", "shots"], rows)
+
+
+def _cell(line: dict[str, Any]) -> Cell:
+    return Cell(finite(line.get("value")), finite(line.get("low")), finite(line.get("high")))
+
+
+def flatten(record: dict[str, Any], prefix: str = "") -> Rows:
+    """Labelled values of a record; objects inside become longer labels, lists of objects are left to
+    `tables`.
+    """
+    rows: Rows = []
+    for key, value in record.items():
+        label = f"{prefix} {LABELS.get(key, key.replace('_', ' '))}".strip()
+        if isinstance(value, dict):
+            rows += flatten(value, label)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            continue
+        elif value is not None and value != []:
+            rows.append((label, _format(key, value)))
+    return rows
+
+
+def tables(record: dict[str, Any], prefix: str = "") -> list[Table]:
+    """The lists of objects in a record."""
+    found = []
+    for key, value in record.items():
+        title = f"{prefix} {key.replace('_', ' ')}".strip()
+        if isinstance(value, dict):
+            found += tables(value, title)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            header = list(dict.fromkeys(name for item in value for name in item))
+            rows = [[_format(name, item.get(name, "")) for name in header] for item in value]
+            found.append(Table(title, [LABELS.get(name, name.replace("_", " ")) for name in header], rows))
+    return found
+
+
+def _format(key: str, value: Any) -> str:
+    amount = finite(value)
+    if amount is None:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, list):
+            return ", ".join(map(_plain, value))
+        return str(value)
+    if key == "bytes" or key.endswith("_bytes") or key.endswith("bytes_per_token") and amount > 64:
+        return human_bytes(amount)
+    if key in SHARES or key.endswith(("_share", "_utilisation")):
+        return percent(amount)
+    if key.endswith("seconds"):
+        return duration(amount)
+    if "flops" in key:
+        return human_flops(amount)
+    return f"{number(amount)} tokens" if key.endswith("_tokens") else number(amount)
+
+
+def _part(run: RunRecords, key: str) -> dict[str, Any]:
+    found = run.run.get(key)
+    return found if isinstance(found, dict) else {"name": found} if isinstance(found, str) else {}
+
+
+def _without(record: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
+
+
+def _plain(value: Any) -> str:
+    amount = finite(value)
+    return number(amount) if amount is not None else "" if value is None else str(value)
+
+
+def number(value: float) -> str:
+    """1234567 → 1,234,567; 0.123456 → 0.1235."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def human(value: float) -> str:
+    """1234567 → 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def human_bytes(value: float) -> str:
+    """Decimal units: 24,000,000 → 24 MB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} bytes"
+
+
+def human_flops(value: float) -> str:
+    """4.7e14 → 471 TFLOP."""
+    for size, unit in (
+        (1e21, "ZFLOP"),
+        (1e18, "EFLOP"),
+        (1e15, "PFLOP"),
+        (1e12, "TFLOP"),
+        (1e9, "GFLOP"),
+        (1e6, "MFLOP"),
+    ):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:,.0f} FLOP"
+
+
+def duration(seconds: float) -> str:
+    """400 → 6 min 40 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def percent(share: float) -> str:
+    """0.8333 → 83%; below 10% one decimal is kept."""
+    value = 100 * share
+    return f"{value:.1f}%" if 0 < abs(value) < 9.95 else f"{value:.0f}%"

@@ -1,0 +1,256 @@
+"""report.html: one self-contained page, readable in a light and a dark scheme, on a wide and a narrow screen.
+
+Everything that comes from a record passes through `esc`, since a sample is whatever a model wrote; and the
+page's content security policy forbids scripts and any request, so that it stays a document whatever it shows.
+"""
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quern.stages import report_facts as facts
+from quern.stages.report_plots import Panel, panels
+from quern.stages.report_records import STAGE_TITLES, RunRecords, StageRecords
+
+SHOWN_SAMPLES = 6
+STYLE = Path(__file__).with_name("report.css")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def page(run: RunRecords) -> str:
+    """The whole page. Parts without records are left out."""
+    sections = [
+        ("trained", "What was trained", _trained(run)),
+        ("data", "On what", _data(run)),
+        ("learned", "How it learned", _learned(run)),
+        ("evaluation", "What it can do", _evaluation(run)),
+        ("samples", "What it says", _samples(run)),
+        ("events", "What happened", _events(run)),
+        ("repeat", "How to repeat it", _repeat(run)),
+    ]
+    shown = [section for section in sections if section[2]]
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown)
+    body = "".join(
+        f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in shown
+    )
+    notes = "".join(f'<p class="note">{esc(note)}</p>' for note in run.notes)
+    css = STYLE.read_text(encoding="utf-8")
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{esc(run.name)} · quern</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n"
+        f'<header><p class="kicker">quern · report of a run</p><h1>{esc(run.name)}</h1>'
+        f'<p class="lead">{esc(facts.summary(run))}</p>{_tiles(run)}<nav>{links}</nav></header>\n'
+        f"{notes}{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def esc(value: Any) -> str:
+    """Text for HTML: markup escaped, control characters and lone surrogates shown as a replacement sign."""
+    return html.escape(CONTROL.sub("\ufffd", str(value)), quote=True)
+
+
+def _tiles(run: RunRecords) -> str:
+    items = "".join(
+        f"<div><dd>{esc(value)}</dd><dt>{esc(label)}</dt></div>" for label, value in facts.tiles(run)
+    )
+    return f'<dl class="tiles">{items}</dl>' if items else ""
+
+
+def _rows(rows: facts.Rows) -> str:
+    items = "".join(
+        f"<div{' class=wide' if len(value) > 34 else ''}><dt>{esc(label)}</dt><dd>{esc(value)}</dd></div>"
+        for label, value in rows
+    )
+    return f'<dl class="rows">{items}</dl>' if items else ""
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{esc(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{esc(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _trained(run: RunRecords) -> str:
+    parts = [_rows(facts.model_rows(run))]
+    for stage in run.stages:
+        rows = _rows(facts.training_rows(stage))
+        if rows:
+            parts.append(f"<h3>{esc(stage.title)}</h3>{rows}")
+    return "".join(parts)
+
+
+def _data(run: RunRecords) -> str:
+    parts = [_rows(facts.data_rows(run))]
+    for table in facts.data_tables(run):
+        parts.append(f"<h3>{esc(table.title.capitalize())}</h3>{_table(table.header, table.rows)}")
+    return "".join(parts)
+
+
+def _learned(run: RunRecords) -> str:
+    parts = []
+    for stage in run.stages:
+        drawn = "".join(map(_figure, panels(stage)))
+        if drawn:
+            parts.append(f'<h3>{esc(stage.title)}</h3><div class="panels">{drawn}</div>{_legend(stage)}')
+    return "".join(parts)
+
+
+def _figure(panel: Panel) -> str:
+    return (
+        f"<figure><figcaption><b>{esc(panel.title)}</b> <span>{esc(panel.unit)}</span>"
+        f"<em>{esc(panel.figure)}</em></figcaption>{panel.svg}</figure>"
+    )
+
+
+def _legend(stage: StageRecords) -> str:
+    marks = []
+    if stage.steps_of("resume"):
+        marks.append('<span class="mark dashed"></span>resumed')
+    if stage.steps_of("skip"):
+        marks.append('<span class="mark alert"></span>step skipped')
+    return f'<p class="legend">{" ".join(marks)}</p>' if marks else ""
+
+
+def _evaluation(run: RunRecords) -> str:
+    stages, rows = facts.score_stages(run), facts.score_rows(run)
+    shares = [row for row in rows if row.is_share]
+    others = [row for row in rows if not row.is_share]
+    head = "".join(f"<th>{esc(STAGE_TITLES.get(name, name))}</th>" for name in stages)
+    parts = []
+    if shares:
+        body = "".join(_share_row(row) for row in shares)
+        parts.append(
+            "<p>Share of held-out questions answered correctly. The line on each bar is its 95% interval "
+            '(Wilson), the upright tick is what guessing gets.</p><div class="scroll"><table class="scores"><thead><tr>'
+            f"<th>Task</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
+    if others:
+        body = "".join(_other_row(row) for row in others)
+        parts.append(
+            f'<div class="scroll"><table class="scores"><thead><tr><th>Measure</th>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>"
+        )
+    if parts:
+        setting = facts.score_setting(run)
+        parts.append(
+            f"<details><summary>{setting.title}</summary>{_table(setting.header, setting.rows)}</details>"
+        )
+    return "".join(parts)
+
+
+def _share_row(row: facts.ScoreRow) -> str:
+    chance = f"guessing {facts.percent(row.chance)}" if row.chance is not None else ""
+    asked = f"{row.count:,} questions" if row.count is not None else ""
+    label = " · ".join(text for text in (asked, chance) if text)
+    last = len(row.cells) - 1
+    cells = "".join(_share_cell(cell, row.chance, index == last) for index, cell in enumerate(row.cells))
+    return f'<tr><th scope="row">{esc(row.task)}<small>{esc(label)}</small></th>{cells}</tr>'
+
+
+def _share_cell(cell: facts.Cell, chance: float | None, last: bool) -> str:
+    if cell.value is None:
+        return '<td class="none">–</td>'
+    interval = tick = whisker = ""
+    if cell.low is not None and cell.high is not None:
+        interval = f"<small>{100 * cell.low:.0f}–{100 * cell.high:.0f}</small>"
+        whisker = f'<i class="whisker" style="left:{_at(cell.low)};right:calc(100% - {_at(cell.high)})"></i>'
+    if chance is not None:
+        tick = f'<i class="tick" style="left:{_at(chance)}"></i>'
+    bar = f'<i class="bar" style="width:{_at(cell.value)}"></i>'
+    kind = ' class="last"' if last else ""
+    track = f'<span class="track">{bar}{tick}{whisker}</span>'
+    return f"<td{kind}><b>{facts.percent(cell.value)}</b>{interval}{track}</td>"
+
+
+def _other_row(row: facts.ScoreRow) -> str:
+    amount = f"{row.count:,}" if row.count is not None else ""
+    label = f"{amount} bytes" if row.metric == "bpb" and amount else amount
+    if row.chance is not None:
+        label += f" · guessing {facts.number(row.chance)}"
+    name = f"{row.task}, bits per byte" if row.metric == "bpb" else f"{row.task}, {row.metric}"
+    cells = "".join(
+        '<td class="none">–</td>' if cell.value is None else f"<td><b>{cell.value:.4g}</b></td>"
+        for cell in row.cells
+    )
+    return f'<tr><th scope="row">{esc(name)}<small>{esc(label)}</small></th>{cells}</tr>'
+
+
+def _at(share: float) -> str:
+    return f"{100 * min(1.0, max(0.0, share)):.2f}%"
+
+
+def _samples(run: RunRecords) -> str:
+    parts = []
+    for stage in dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples):
+        own = [sample for sample in run.samples if str(sample.get("stage", "")) == stage]
+        for title, drawn in (
+            ("Continuations", [_completion(s) for s in own if s.get("kind") != "chat"]),
+            ("Conversations", [_chat(s) for s in own if s.get("kind") == "chat"]),
+        ):
+            if drawn:
+                name = STAGE_TITLES.get(stage, stage)
+                parts.append(f"<h3>{title} <small>{esc(name)}</small></h3>{_folded(drawn)}")
+    return "".join(parts)
+
+
+def _folded(drawn: list[str]) -> str:
+    shown, rest = drawn[:SHOWN_SAMPLES], drawn[SHOWN_SAMPLES:]
+    more = f"<details><summary>{len(rest)} more</summary>{''.join(rest)}</details>" if rest else ""
+    return "".join(shown) + more
+
+
+def _completion(sample: dict[str, Any]) -> str:
+    prompt, text = sample.get("prompt", ""), sample.get("text", "")
+    return f'<blockquote class="completion"><mark>{esc(prompt)}</mark>{esc(text)}</blockquote>'
+
+
+def _chat(sample: dict[str, Any]) -> str:
+    messages = sample.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    reply = sample.get("parts") or sample.get("text", "")
+    turns = [
+        _bubble(message.get("role"), message.get("content"))
+        for message in messages
+        if isinstance(message, dict)
+    ]
+    return f'<div class="chat">{"".join(turns)}{_bubble("assistant", reply) if reply else ""}</div>'
+
+
+def _bubble(role: Any, content: Any) -> str:
+    kind = role if role in ("system", "user", "assistant") else "other"
+    if isinstance(content, list):
+        inner = "".join(_part(part) for part in content if isinstance(part, dict))
+    else:
+        inner = esc(content if content is not None else "")
+    return f'<div class="bubble {kind}"><span class="role">{esc(role)}</span>{inner}</div>'
+
+
+def _part(part: dict[str, Any]) -> str:
+    text = esc(part.get("text", ""))
+    if part.get("type") == "tool":
+        return f'<code class="tool" title="a call of the calculator">{text}</code>'
+    if part.get("type") == "output":
+        return f'<code class="output" title="what the tool answered">{text}</code>'
+    return f"<span>{text}</span>"
+
+
+def _events(run: RunRecords) -> str:
+    parts = []
+    for stage in run.stages:
+        rows = facts.event_rows(stage)
+        if rows:
+            table = _table(["time (UTC)", "event", "step", "details"], rows)
+            parts.append(f'<h3>{esc(stage.title)}</h3><div class="events">{table}</div>')
+    return "".join(parts)
+
+
+def _repeat(run: RunRecords) -> str:
+    line = facts.command(run)
+    shown = f"<pre><code>{esc(line)}</code></pre>" if line else ""
+    return shown + _rows(facts.repeat_rows(run))

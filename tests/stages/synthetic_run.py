@@ -1,0 +1,245 @@
+"""A run's folder as the stages would have written it: plausible records, no model. For the report's tests."""
+
+import json
+import math
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RECIPE = {
+    "schema": 1,
+    "name": "gpt",
+    "depth": 4,
+    "data": "tinyworld",
+    "seed": 7,
+    "make_model": "quern.model.gpt:GPT",
+    "text": {"vocab_size": 8192, "digits": 2, "tokenizer_megabytes": 16.0},
+    "model": {
+        "depth": 4,
+        "width": 256,
+        "head_dim": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "context": 512,
+        "vocab_size": 8192,
+        "windows": "SSSL",
+        "rope_base": 100000.0,
+        "softcap": 15.0,
+    },
+    "train": {
+        "steps": 1500,
+        "batch_tokens": 8192,
+        "warmup_steps": 40,
+        "warmdown_share": 0.65,
+        "packing": "best-fit",
+        "clip_norm": None,
+        "max_skips": 10,
+    },
+    "sft": {"epochs": 2.0, "steps": 300, "batch_tokens": 8192, "lr_share": 0.3, "too_long": "crop"},
+}
+
+RUN = {
+    "command": "quern run --data tinyworld --depth 4 --seed 7 --name first-light",
+    "git": "3f9c2d1",
+    "machine": {
+        "processor": "Intel(R) Xeon(R) Processor @ 2.10GHz",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "threads": 2,
+        "compiled": True,
+        "system": "Linux x86_64",
+        "python": "3.12.3",
+        "torch": "2.13.0",
+    },
+    "versions": {"torch": "2.13.0", "numpy": "2.2.1", "quern": "0.1.0"},
+    "model": {
+        "parameters": {"total": 9437184, "transformer": 3145728, "embeddings": 6291456},
+        "flops_per_token": 37748736,
+        "kv_bytes_per_token": 4096,
+    },
+    "data": {
+        "documents": 41233,
+        "bytes": 24_000_118,
+        "fingerprint": "5d41402a",
+        "train": {"documents": 40411, "tokens": 6_122_334},
+        "val": {"documents": 822, "tokens": 255_120, "bytes": 1_001_346},
+        "packing": {"method": "best-fit", "utilisation": 1.0, "cropped_share": 0.0231, "padding_share": 0.0},
+    },
+    "tokenizer": {
+        "vocabulary": 8192,
+        "fingerprint": "a94a8fe5",
+        "compression": [
+            {"kind": "stories", "bytes": 120_433, "tokens": 26_018, "bytes_per_token": 4.6288},
+            {"kind": "arithmetic", "bytes": 80_112, "tokens": 41_977, "bytes_per_token": 1.9085},
+            {"kind": "multilingual", "bytes": 9_800, "tokens": 5_120, "bytes_per_token": 1.9141},
+        ],
+    },
+}
+
+SCORES = {
+    # task: (chance, untrained, pretrain, sft)
+    "tinyworld/facts": (0.08, 0.0, 0.21, 0.91),
+    "tinyworld/sums": (0.0, 0.0, 0.03, 0.98),
+    "tinyworld/word_problems": (0.0, 0.0, 0.01, 0.72),
+    "tinyworld/spelling": (0.0, 0.0, 0.02, 0.64),
+    "tinyworld/counting": (0.25, 0.19, 0.27, 0.55),
+    "tinyworld/choice": (0.25, 0.26, 0.33, 0.83),
+}
+
+QUESTION = [
+    {"role": "system", "content": "You are the miller's helper. Use the calculator for sums."},
+    {"role": "user", "content": "Mira has 27 pears and picks 48 more. How many has she now?"},
+]
+PARTS = [
+    {"type": "text", "text": "Let me add them. "},
+    {"type": "tool", "text": "27+48"},
+    {"type": "output", "text": "75"},
+    {"type": "text", "text": "Mira has 75 pears now."},
+]
+STORY = (
+    " lived in the mill by the river. Every morning she carried flour to the baker, who was a fox with a grey coat."
+    " “Good morning, Mira,” said the fox. “Is it windy on the hill?”\n\nShe nodded. The wheel had turned all night, "
+    "and her friend Odo, the heron, was still asleep on the roof."
+)
+
+
+def write_run(folder: Path, sft: bool = True, scores: bool = True, samples: bool = True) -> Path:
+    """Everything that a run leaves for the report; the flags leave parts out."""
+    rng = random.Random(1)
+    _stage(folder / "pretrain", rng, steps=1500, start=9.01, end=1.42, val=True)
+    if sft:
+        _stage(folder / "sft", rng, steps=300, start=1.9, end=0.31, val=False)
+    (folder / "run.json").write_text(json.dumps(RUN), encoding="utf-8")
+    if scores:
+        lines(folder / "evaluate.jsonl", _scores(sft))
+    if samples:
+        lines(folder / "samples.jsonl", _samples(sft))
+    return folder
+
+
+def lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _stage(folder: Path, rng: random.Random, steps: int, start: float, end: float, val: bool) -> None:
+    metrics: list[dict[str, Any]] = []
+    seconds = 0.0
+    for step in range(10, steps + 1, 10):
+        share = step / steps
+        loss = end + (start - end) * math.exp(-9 * share**0.62) + rng.gauss(0, 0.035)
+        speed = 16_000 * (1 + rng.gauss(0, 0.015)) * (0.5 if step == 10 else 1)
+        seconds += 81_920 / speed
+        lr = min(1.0, step / 40, 0.05 + 0.95 * (1 - share) / 0.65)
+        metrics.append(
+            {
+                "step": step,
+                "tokens": step * 8192,
+                "flops": step * 8192 * 37_748_736,
+                "seconds": seconds,
+                "loss": loss,
+                "lr": lr,
+                "tokens_per_second": speed,
+                "mfu": speed * 37_748_736 / 9.6e11,
+                "grad_norm": 0.4 + 2 * math.exp(-8 * share) + abs(rng.gauss(0, 0.05)),
+            }
+        )
+        if val and step % 150 == 0:
+            val_loss = loss + 0.05
+            metrics.append({"step": step, "val_loss": val_loss, "val_bpb": val_loss / math.log(2) / 3.9})
+    lines(folder / "metrics.jsonl", metrics)
+    (folder / "recipe.json").write_text(json.dumps(RECIPE), encoding="utf-8")
+    events: list[dict[str, Any]] = [
+        {"kind": "start", "time": "2026-03-01T10:00:00Z", "step": 0},
+        {"kind": "compile", "time": "2026-03-01T10:00:14Z", "step": 0, "seconds": 13.7},
+    ]
+    events += [
+        {"kind": "save", "time": f"2026-03-01T10:0{i}:00Z", "step": 150 * i, "seconds": 0.4}
+        for i in range(1, 5)
+    ]
+    if val:
+        events += [
+            {
+                "kind": "skip",
+                "time": "2026-03-01T10:04:30Z",
+                "step": 655,
+                "reason": "the gradient is not finite",
+            },
+            {"kind": "stop", "time": "2026-03-01T10:05:00Z", "step": 730, "reason": "SIGTERM"},
+            {"kind": "resume", "time": "2026-03-01T10:09:00Z", "step": 730},
+        ]
+    events.append({"kind": "finish", "time": "2026-03-01T10:16:00Z", "step": steps})
+    lines(folder / "events.jsonl", events)
+
+
+def _scores(sft: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    names = ["untrained", "pretrain", *(["sft"] if sft else [])]
+    for index, stage in enumerate(names):
+        bpb = {"untrained": 3.324, "pretrain": 0.543, "sft": 0.611}[stage]
+        found.append(
+            {
+                "stage": stage,
+                "task": "validation",
+                "metric": "bpb",
+                "value": bpb,
+                "low": None,
+                "high": None,
+                "count": 1_001_346,
+                "chance": 3.333,
+                "prompt_hash": None,
+                "bos": True,
+                "shots": 0,
+            }
+        )
+        for task, values in SCORES.items():
+            value, count = values[1 + index], 200
+            half = 1.96 * math.sqrt(max(value * (1 - value), 0.004) / count)
+            found.append(
+                {
+                    "stage": stage,
+                    "task": task,
+                    "metric": "accuracy",
+                    "value": value,
+                    "low": max(0.0, value - half),
+                    "high": min(1.0, value + half),
+                    "count": count,
+                    "chance": values[0],
+                    "prompt_hash": "9b74c9897bac770f",
+                    "bos": True,
+                    "shots": 0,
+                    "cropped": 0,
+                }
+            )
+    return found
+
+
+def _samples(sft: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {"stage": "pretrain", "kind": "completion", "prompt": "Mira the otter", "text": STORY},
+        {
+            "stage": "pretrain",
+            "kind": "completion",
+            "prompt": "12 + 30 =",
+            "text": " 42\n7 + 15 = 22\n60 - 4 = 56",
+        },
+    ]
+    if sft:
+        found += [
+            {"stage": "sft", "kind": "chat", "messages": QUESTION, "parts": PARTS},
+            {
+                "stage": "sft",
+                "kind": "chat",
+                "messages": [
+                    {"role": "user", "content": "Who are you?"},
+                    {
+                        "role": "assistant",
+                        "content": "I am quern, a small model that grew up in a little world.",
+                    },
+                    {"role": "user", "content": "And who is Odo?"},
+                ],
+                "text": "Odo is a heron. He lives on the roof of the mill and likes frogs, fog and long stories.",
+            },
+        ]
+    return found
