@@ -1,10 +1,10 @@
 """Records: what happened in one stage of a run, as lines of JSON that reports and plots read.
 
-A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step, nothing
-but what the caller gives) and `events.jsonl` (what happened when, with UTC time). Lines are strict JSON: a
-number that is not finite becomes null, and an event names it. A line counts once its newline is there; a crash
-can tear only the last one, which is dropped on reopening. Nothing here prints or needs torch: trackers are
-imported when asked for.
+A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step,
+nothing but what the caller gives) and `events.jsonl` (what happened when, with UTC time). Lines are strict
+JSON: a number that is not finite becomes null, and an event names it. A line counts once its newline is
+there; a crash can tear only the last one, which is dropped on reopening. Nothing here prints or needs torch:
+trackers are imported when asked for.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Checkpoints: a training state on disk that is either whole or absent, and says which.
 
 A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json`: schema version, step,
-size in bytes and SHA-256 of each file, the caller's JSON (`meta`), and the SHA-256 of all that. A save writes to
-`step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs the
-parent, and only then removes what is older than the newest `keep` whole checkpoints. So a crash at any point
-leaves every earlier checkpoint as it was. Reading checks every hash: safetensors, DCP and pickle readers all
-load a flipped byte silently.
+size in bytes and SHA-256 of each file, the caller's JSON (`meta`), and the SHA-256 of all that. A save writes
+to `step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs
+the parent, and only then removes what is older than the newest `keep` whole checkpoints. So a crash at any
+point leaves every earlier checkpoint as it was. Reading checks every hash: safetensors, DCP and pickle
+readers all load a flipped byte silently.
 
 Tensors go through torch.distributed.checkpoint (DCP) and its Hugging Face storage, which shards and reshards
-over ranks and writes no pickle (its default storage does). This file knows nothing of models or optimizers, only
-names of tensors, and JSON. One process at a time may write into a folder; any number may read.
+over ranks and writes no pickle (its default storage does). This file knows nothing of models or optimizers,
+only names of tensors, and JSON. One process at a time may write into a folder; any number may read.
 """
 
 from __future__ import annotations

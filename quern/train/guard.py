@@ -14,8 +14,9 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-# Exit codes of the training commands, after sysexits.h where it has a fitting name (Python and argument parsing
-# use 1 and 2). A second signal is what the process dies of: a shell shows 128 + its number, subprocess minus it.
+# Exit codes of the training commands, after sysexits.h where it has a fitting name (Python and argument
+# parsing use 1 and 2). A second signal is what the process dies of: a shell shows 128 + its number,
+# subprocess minus it.
 EXIT_DONE = 0
 EXIT_DIVERGED = 70  # EX_SOFTWARE: too many steps in a row were not finite; the last good checkpoint was named
 EXIT_NOT_SAVED = 74  # EX_IOERR: a checkpoint could not be written; those before it are intact
@@ -56,7 +57,7 @@ class Guard:
 
 
 class Stop:
-    """While open, the first SIGTERM or SIGINT sets `requested`; a second one of either ends the process at once.
+    """While open, the first SIGTERM or SIGINT sets `requested`; a second one of either ends the process.
 
         with Stop() as stop:
             for step in ...:
@@ -64,10 +65,11 @@ class Stop:
                 if stop.requested:
                     ...save, and end with EXIT_STOPPED
 
-    After the first signal both get back the kernel's own action. So the second one works even while Python is
-    stuck inside a native call, and the shell sees a death by signal; checkpoints and records stand any death.
-    On leaving, the handlers from before are put back. Outside the main thread, where Python allows no handlers,
-    nothing is installed.
+    Once Python has seen the first signal, both get back the kernel's own action. So the second one works even
+    while Python is stuck inside a native call, and the shell sees a death by signal; checkpoints and records
+    stand any death. Signals that arrive together, inside one native call, count as one. On leaving, the
+    handlers from before are put back. Outside the main thread, where Python allows no handlers, nothing is
+    installed.
     """
 
     def __init__(self) -> None:
@@ -95,8 +97,6 @@ class Stop:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         for which in SIGNALS:
             signal.signal(which, signal.SIG_DFL)
-        if self.requested:  # both kinds came before Python could run this for the first
-            signal.raise_signal(number)
         self.signal = signal.Signals(number)
         note = f"\n{self.signal.name}: finishing this step, saving, then exiting; once more exits at once.\n"
         with contextlib.suppress(OSError):  # nobody may be listening any more

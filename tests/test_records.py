@@ -1,0 +1,209 @@
+"""Records: strict JSON, whole lines after any death, no duplicates after a rewind."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.records import (
+    StageFolder,
+    TensorBoardTracker,
+    WandbTracker,
+    git_hash,
+    read_events,
+    read_metrics,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+def strict(text: str) -> Any:
+    """Parse as RFC 8259 does, which knows no NaN and no Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_metric_line_holds_what_was_given_and_is_there_at_once(tmp_path: Path) -> None:
+    with StageFolder(tmp_path / "a" / "pretrain") as folder:
+        folder.metric(step=1, loss=2.5, lr={"matrix": 0.02}, name="größe")
+        folder.metric(step=2, loss=1 / 3)
+        lines = (folder.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [strict(line) for line in lines] == [
+            {"step": 1, "loss": 2.5, "lr": {"matrix": 0.02}, "name": "größe"},
+            {"step": 2, "loss": 1 / 3},
+        ]
+        assert read_metrics(folder.path) == read_metrics(folder.path / "metrics.jsonl")
+
+
+def test_numbers_that_are_not_finite_become_null_and_an_event(tmp_path: Path) -> None:
+    with StageFolder(tmp_path) as folder:
+        folder.metric(step=7, loss=math.nan, lr={"head": math.inf, "matrix": 1.0}, parts=[0.5, -math.inf])
+        folder.event("note", value=math.nan)
+    (line,) = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert strict(line) == {
+        "step": 7,
+        "loss": None,
+        "lr": {"head": None, "matrix": 1.0},
+        "parts": [0.5, None],
+    }
+    first, second = map(strict, (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    assert (first["kind"], first["step"]) == ("non_finite", 7)
+    assert first["fields"] == ["loss", "lr.head", "parts[1]"]
+    assert second["value"] is None
+
+
+def test_an_event_carries_utc_time(tmp_path: Path) -> None:
+    before = datetime.now(UTC)
+    with StageFolder(tmp_path) as folder:
+        folder.event("resume", step=3)
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["step"]) == ("resume", 3)
+    time = datetime.fromisoformat(event["time"])
+    assert event["time"].endswith("Z")
+    assert -1 < (time - before).total_seconds() < 5
+
+
+def test_a_value_that_json_cannot_hold_is_refused_by_name_and_leaves_no_line(tmp_path: Path) -> None:
+    with StageFolder(tmp_path) as folder:
+        with pytest.raises(TypeError, match="loss is a complex"):
+            folder.metric(step=1, loss=1j)
+        folder.metric(step=2)
+    assert read_metrics(tmp_path) == [{"step": 2}]
+
+
+def test_every_torn_last_line_is_left_out_and_dropped_on_reopening(tmp_path: Path) -> None:
+    with StageFolder(tmp_path / "whole") as folder:
+        folder.metric(step=1, loss=2.5)
+        folder.metric(step=2, text="ä\u2028")
+    content = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    first = content.index(b"\n") + 1
+    for length in range(len(content) + 1):
+        torn = tmp_path / str(length)
+        torn.mkdir()
+        (torn / "metrics.jsonl").write_bytes(content[:length])
+        whole = [1] * (length >= first) + [2] * (length == len(content))
+        assert [line["step"] for line in read_metrics(torn)] == whole
+        with StageFolder(torn) as folder:
+            folder.metric(step=3)
+        assert [line["step"] for line in read_metrics(torn)] == [*whole, 3]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is not JSON"):
+        read_metrics(tmp_path)
+
+
+def test_no_records_yet_reads_as_none(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == [] and read_events(tmp_path / "events.jsonl") == []
+
+
+def test_rewind_drops_later_steps_only_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl.part").write_text("left by a crash", encoding="utf-8")
+    with StageFolder(tmp_path) as folder:
+        folder.metric(note="no step")
+        for step in range(10):
+            folder.metric(step=step, loss=float(step))
+        folder.event("stop", step=9)
+        folder.rewind(4)
+        assert [line.get("step") for line in read_metrics(tmp_path)] == [None, 0, 1, 2, 3, 4]
+        folder.metric(step=5, loss=-5.0)
+    assert read_metrics(tmp_path)[-1] == {"step": 5, "loss": -5.0}
+    assert len(read_events(tmp_path)) == 1, "events are history and stay"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
+
+
+def test_killed_while_writing_leaves_whole_lines_in_order(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom quern.records import StageFolder\n"
+        "folder = StageFolder(Path(sys.argv[1]))\n"
+        "for step in range(10**9):\n"
+        "    folder.metric(step=step, text='x' * (step % 20_000))\n"
+        "    if step == 200: print('ready', flush=True)\n"
+    )
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=20)
+        lines = read_metrics(tmp_path)
+        assert len(lines) > 200 and [line["step"] for line in lines] == list(range(len(lines)))
+        (tmp_path / "metrics.jsonl").unlink()
+
+
+def test_recipe_and_its_source_are_kept(tmp_path: Path) -> None:
+    with StageFolder(tmp_path) as folder:
+        folder.write_recipe({"depth": 4, "data": "tinyworld"}, "RECIPE = ...\n")
+        folder.write_recipe({"depth": 5}, None)
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            folder.write_recipe({"depth": math.nan}, None)
+    assert strict((tmp_path / "recipe.json").read_text(encoding="utf-8")) == {"depth": 5}
+    assert (tmp_path / "recipe_source.py").read_text(encoding="utf-8") == "RECIPE = ...\n"
+
+
+def test_trackers_get_each_step_without_what_is_not_finite(tmp_path: Path) -> None:
+    class Collector:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, dict[str, Any]]] = []
+            self.closed = False
+
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            self.seen.append((step, metrics))
+
+        def close(self) -> None:
+            self.closed = True
+
+    collector = Collector()
+    with StageFolder(tmp_path, trackers=[collector]) as folder:
+        folder.metric(step=1, loss=2.0)
+        folder.metric(step=2, loss=math.nan)
+        folder.metric(note="no step, so nowhere to plot it")
+    assert collector.seen == [(1, {"step": 1, "loss": 2.0}), (2, {"step": 2, "loss": None})]
+    assert collector.closed
+
+
+def test_a_missing_tracker_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        WandbTracker("quern", "run", tmp_path, {})
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        TensorBoardTracker(tmp_path)
+
+
+def test_git_hash_is_the_commit_and_says_dirty(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-C", str(tmp_path), *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return done.stdout.strip()
+
+    assert git_hash(tmp_path) is None
+    git("init", "-q")
+    assert git_hash(tmp_path) is None, "no commit yet"
+    file = tmp_path / "a.py"
+    file.write_text("1", encoding="utf-8")
+    git("add", "a.py")
+    git("commit", "-q", "-m", "one")
+    commit = git_hash(tmp_path)
+    assert commit and git("rev-parse", "HEAD").startswith(commit)
+    file.write_text("2", encoding="utf-8")
+    assert git_hash(tmp_path) == commit + "-dirty"
+    assert git_hash(tmp_path / "nowhere") is None
