@@ -10,22 +10,22 @@ Units: accuracies are shares from 0 to 1.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from quern.eval.score import Score, accuracy
-from quern.generate.engine import Completion, Engine
-from quern.text.chat import render_prompt
+from quern.generate.engine import Engine
+from quern.generate.reply import Completion
+from quern.text.chat import Message, Part, render_prompt
 from quern.text.tinyworld import Question
 from quern.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Reply:
+class Answered:
     """One question as it was asked and answered; `parts` are the assistant's text, tool calls and outputs."""
 
     kind: str
-    messages: list[Any]
-    parts: list[Any]
+    messages: list[Message]
+    parts: list[Part]
     text: str
     answer: str
     correct: bool
@@ -36,7 +36,7 @@ class Graded:
     """`scores` holds one Score per kind, in the order in which the kinds first appear."""
 
     scores: list[Score]
-    replies: list[Reply]
+    replies: list[Answered]
 
 
 def generative(
@@ -57,13 +57,13 @@ def generative(
         raise ValueError(f"{task}: no questions to score; ask for at least one")
     prompts = [render_prompt(tokenizer, question.messages) for question in questions]
     replies = [
-        Reply(
+        Answered(
             kind=question.kind,
             messages=question.messages,
             parts=list(completion.parts),
-            text=(text := spoken(completion)),
+            text=completion.text,
             answer=question.answer,
-            correct=bool(check(question, text)),
+            correct=bool(check(question, completion.text)),
         )
         for question, completion in zip(
             questions, _complete(engine, prompts, max_tokens, batch_rows), strict=True
@@ -82,13 +82,6 @@ def generative(
             )
         )
     return Graded(scores, replies)
-
-
-def spoken(completion: Completion) -> str:
-    """What the assistant says: its text parts without tool calls and outputs."""
-    if not completion.parts:
-        return completion.text
-    return "".join(part["text"] for part in completion.parts if part["type"] == "text").strip()
 
 
 def _complete(

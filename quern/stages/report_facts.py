@@ -31,6 +31,7 @@ LABELS = {
     "too_long": "too long a conversation",
     "max_skips": "skips in a row allowed",
     "parameters": "parameters,",
+    "seconds": "took",
     "git": "code",
     "dtype": "compute dtype",
     "bytes_per_token": "bytes per token",
@@ -222,7 +223,7 @@ def event_rows(stage: StageRecords) -> list[tuple[str, str, str, str]]:
         steps = [text for event in (first, last) if (text := _plain(event.get("step")))]
         step = "–".join(dict.fromkeys(steps))
         ignored = {"kind", "step", "time", "utc", "at"}
-        details = ", ".join(f"{label} {value}" for label, value in flatten(_without(last, ignored)))
+        details = ", ".join(f"{label}: {value}" for label, value in flatten(_without(last, ignored)))
         rows.append((event_time(first), f"{kind} ×{len(group)}" if len(group) > 1 else kind, step, details))
     return rows
 
@@ -291,7 +292,7 @@ def flatten(record: dict[str, Any], prefix: str = "") -> Rows:
     """
     rows: Rows = []
     for key, value in record.items():
-        label = f"{prefix} {LABELS.get(key, key.replace('_', ' '))}".strip()
+        label = f"{prefix} {_label(key)}".strip()
         if isinstance(value, dict):
             rows += flatten(value, label)
         elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -311,8 +312,12 @@ def tables(record: dict[str, Any], prefix: str = "") -> list[Table]:
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             header = list(dict.fromkeys(name for item in value for name in item))
             rows = [[_format(name, item.get(name, "")) for name in header] for item in value]
-            found.append(Table(title, [LABELS.get(name, name.replace("_", " ")) for name in header], rows))
+            found.append(Table(title, [_label(name) for name in header], rows))
     return found
+
+
+def _label(key: str) -> str:
+    return LABELS.get(key) or key.replace("_", " ")
 
 
 def _format(key: str, value: Any) -> str:

@@ -127,7 +127,8 @@ def _evaluation(run: RunRecords) -> str:
         body = "".join(_share_row(row) for row in shares)
         parts.append(
             "<p>Share of held-out questions answered correctly. The line on each bar is its 95% interval "
-            '(Wilson), the upright tick is what guessing gets.</p><div class="scroll"><table class="scores"><thead><tr>'
+            "(Wilson), the upright tick is what guessing gets.</p>"
+            '<div class="scroll"><table class="scores"><thead><tr>'
             f"<th>Task</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
     if others:

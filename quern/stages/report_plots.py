@@ -8,7 +8,8 @@ library; `Panel` knows the few kinds of curve a training run has.
 import io
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -27,7 +28,7 @@ VARIABLES = {
     FAINT: "var(--accent-faint)",
     ALERT: "var(--alert)",
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "quern",
     "font.size": 8.5,
@@ -72,11 +73,7 @@ class Curve:
     smooth: bool = False
     log: bool = False
     share: bool = False
-    from_zero: bool = False
     reading: str = "last"
-    x_names: dict[str, str] = field(
-        default_factory=lambda: {"step": "step", "tokens": "tokens", "seconds": "training time"}
-    )
 
 
 CURVES = (
@@ -84,12 +81,12 @@ CURVES = (
     Curve("Training loss", "nats per token, by time", "loss", "seconds", smooth=True, log=True),
     Curve("Validation", "bits per byte, by tokens", "val_bpb", "tokens", points=True, log=True),
     Curve("Validation", "bits per byte, by time", "val_bpb", "seconds", points=True, log=True),
-    Curve("Throughput", "tokens a second, by time", "tokens_per_second", "seconds", from_zero=True, reading="median"),
-    Curve("Model FLOPs utilisation", "of the peak, by time", "mfu", "seconds", share=True, from_zero=True,
-          reading="median"),
-    Curve("Learning rate", "share of the peak, by step", "lr", "step", from_zero=True, reading="none"),
+    Curve("Throughput", "tokens a second, by time", "tokens_per_second", "seconds", reading="median"),
+    Curve("Model FLOPs utilisation", "of the peak, by time", "mfu", "seconds", share=True, reading="median"),
+    Curve("Learning rate", "share of the peak, by step", "lr", "step", reading="none"),
     Curve("Gradient norm", "global, by step", "grad_norm", "step", smooth=True, log=True),
-)  # fmt: skip
+)
+X_NAMES = {"step": "step", "tokens": "tokens", "seconds": "training time"}
 
 
 def panels(stage: StageRecords) -> list[Panel]:
@@ -123,7 +120,7 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
         if curve.log:
             _log_axis(axes, min(ys), max(ys))
         else:
-            axes.set_ylim(0 if curve.from_zero else None, max(ys) * 1.08 if max(ys) > 0 else None)
+            axes.set_ylim(0, max(ys) * 1.08 if max(ys) > 0 else None)
             axes.yaxis.set_major_locator(MaxNLocator(4))
             axes.yaxis.set_major_formatter(
                 FuncFormatter(lambda y, _: percent(y) if curve.share else human(y))
@@ -134,7 +131,7 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             _time_axis(axes, max(xs))
         else:
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
-        axes.set_xlabel(curve.x_names[curve.against], fontsize=8, color=MUTED)
+        axes.set_xlabel(X_NAMES[curve.against], fontsize=8, color=MUTED)
         if curve.against == "step":
             for step in stage.steps_of("resume"):
                 axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
