@@ -29,7 +29,7 @@ from quern.data.packing import METHODS, Packing, pack
 from quern.data.shards import Corpus
 
 CHUNKS_KEPT = 3  # a batch rarely touches more than two; the third lets a prefetch thread and a reader coexist
-NO_TARGET = np.iinfo(np.int64).max
+NO_TARGET = np.iinfo(np.int32).max  # as index of a document's first target; documents are shorter than that
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Loader:
         without_target = self._first_target >= self._row_tokens
         long = corpus.lengths > self._row_tokens
         kept = ~without_target & ~long if too_long == "drop" else ~without_target
-        self._kept = np.flatnonzero(kept)
+        self._kept = np.flatnonzero(kept).astype(np.int32 if len(kept) < 1 << 31 else np.int64)
         if not self._kept.size:
             raise ValueError(
                 f"nothing to learn: none of {corpus.num_documents:,} documents has a target within its first "
@@ -161,7 +161,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that see every row of the first epoch (others differ by a few rows). Packs that whole epoch."""
+        """Steps that see every row of the first epoch (others differ by a few). Packs that whole epoch."""
         with self._lock:
             while len(self._row_ends) < self._chunks_per_epoch:
                 self._append_chunk()
@@ -254,12 +254,13 @@ def _generator(seed: int, epoch: int, use: int) -> np.random.Generator:
 
 
 def _first_targets(corpus: Corpus) -> np.ndarray:
-    """(documents,) int64: index of each document's first target, BOS apart; NO_TARGET where there is none."""
+    """(documents,) int32: index of each document's first target, BOS apart; NO_TARGET where there is none."""
     if corpus.masks is None:
-        return np.where(corpus.lengths > 1, 1, NO_TARGET)
-    places = np.append(np.flatnonzero(corpus.masks), NO_TARGET)
+        return np.where(corpus.lengths > 1, 1, NO_TARGET).astype(np.int32)
+    end = len(corpus.masks)
+    places = np.append(np.flatnonzero(corpus.masks), end)
     first = places[np.searchsorted(places, corpus.starts + 1)]
-    return np.where(first < corpus.starts + corpus.lengths, first - corpus.starts, NO_TARGET)
+    return np.where(first < corpus.starts + corpus.lengths, first - corpus.starts, NO_TARGET).astype(np.int32)
 
 
 def prefetch(

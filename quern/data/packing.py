@@ -5,7 +5,7 @@ BOS. A document is placed at most once; when it is cropped its head stays and it
 
     best-fit              keep a buffer of documents, place the longest one that fits the space left; when
                           none fits, crop the shortest to fill the row. Only the very last row is padded.
-    greedy-crop           documents in order, each cropped at the end of its row. Only the very last row is padded.
+    greedy-crop           documents in order, each cropped at the end of its row. Padded as above.
     greedy-pad            documents in order, a new row when the next one does not fit, the rest padded.
     first-fit-decreasing  longest first, each into the first row with room, the rest padded. Rows come out in
                           order of falling length: shuffle them before training.

@@ -48,9 +48,8 @@ from quern.data.files import (
 )
 
 STALE_SECONDS = 3600  # a temporary folder nobody has written to for this long was left by a killed process
-FAULT_BYTES = (
-    65536  # what one touch of a memory map can bring into memory (Linux maps 16 pages around a fault)
-)
+# What one touch of a memory map may bring into memory: Linux maps up to a whole large folio.
+FAULT_BYTES = 2 << 20
 
 
 def fingerprint(*parts: str) -> str:
@@ -235,7 +234,8 @@ class Corpus:
 
     starts, lengths: (num_documents,) int64. masks: (num_tokens,) bool, True where a token is to be learnt, or
     None when all are. bos: the id every document starts with. fingerprint: of the shards, None for other
-    sources. skipped_tokens: leading tokens of foreign files that belong to no document.
+    sources. skipped_tokens: leading tokens of foreign files that belong to no document. resident_bytes: how
+    much of the files may be mapped into memory at a time (estimated from above).
     """
 
     def __init__(
@@ -255,6 +255,7 @@ class Corpus:
         self.fingerprint, self.skipped_tokens = fingerprint, skipped_tokens
         self.resident_bytes = resident_bytes
         self._touched_bytes = 0
+        self._mapped_bytes = sum(part.tokens.nbytes for part in self._parts if part.mapped is not None)
 
     @property
     def num_documents(self) -> int:
@@ -305,7 +306,7 @@ class Corpus:
 
     @classmethod
     def from_file(cls, *paths: str | Path, bos: int = 50256) -> Corpus:
-        """Reads .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16); `bos` starts documents."""
+        """Reads .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16), cut at each `bos`."""
         parts: list[Part] = []
         starts: list[np.ndarray] = []
         lengths: list[np.ndarray] = []
@@ -370,8 +371,8 @@ class Corpus:
             part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True
         ):
             out[to : to + count] = arrays[which][frm : frm + count]
-        self._touched_bytes += len(source) * FAULT_BYTES + int(length.sum()) * 4
-        if self._touched_bytes > self.resident_bytes:
+        self._touched_bytes += len(source) * FAULT_BYTES
+        if self._touched_bytes > self.resident_bytes < self._mapped_bytes:
             self.release()
 
     def release(self) -> None:

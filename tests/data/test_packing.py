@@ -1,0 +1,143 @@
+"""Packing against naive packers that place one document after the other, as each definition reads."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quern.data.packing import METHODS, Packing, pack
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=80)
+
+
+def rows_of(packing: Packing) -> list[list[tuple[int, int]]]:
+    pairs = list(zip(packing.document.tolist(), packing.length.tolist(), strict=True))
+    ends = packing.row_offsets.tolist()
+    return [pairs[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def naive_best_fit(lengths: list[int], row_tokens: int, buffer: int) -> list[list[tuple[int, int]]]:
+    waiting = list(range(len(lengths)))
+    rows: list[list[tuple[int, int]]] = []
+    space = 0
+    while waiting:
+        if space == 0:
+            rows.append([])
+            space = row_tokens
+        size = {i: min(lengths[i], row_tokens) for i in waiting[:buffer]}
+        fitting = [i for i in size if size[i] <= space]
+        if fitting:
+            chosen = max(fitting, key=lambda i: (size[i], -i))
+        else:
+            chosen = min(size, key=lambda i: (size[i], -i))
+        taken = min(size[chosen], space)
+        rows[-1].append((chosen, taken))
+        space -= taken
+        waiting.remove(chosen)
+    return rows
+
+
+def naive_greedy(lengths: list[int], row_tokens: int, crop: bool) -> list[list[tuple[int, int]]]:
+    rows: list[list[tuple[int, int]]] = []
+    space = 0
+    for index, length in enumerate(lengths):
+        length = min(length, row_tokens)
+        if space == 0 or (not crop and length > space):
+            rows.append([])
+            space = row_tokens
+        taken = min(length, space)
+        rows[-1].append((index, taken))
+        space -= taken
+    return rows
+
+
+def naive_first_fit_decreasing(lengths: list[int], row_tokens: int) -> list[list[tuple[int, int]]]:
+    rows: list[list[tuple[int, int]]] = []
+    space: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -min(lengths[i], row_tokens)):
+        length = min(lengths[index], row_tokens)
+        row = next((r for r, room in enumerate(space) if room >= length), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            space.append(row_tokens)
+        rows[row].append((index, length))
+        space[row] -= length
+    return rows
+
+
+@given(LENGTHS, st.integers(1, 30), st.integers(1, 20))
+def test_equals_the_naive_packer(lengths, row_tokens, buffer):
+    expected = {
+        "best-fit": naive_best_fit(lengths, row_tokens, buffer),
+        "greedy-crop": naive_greedy(lengths, row_tokens, crop=True),
+        "greedy-pad": naive_greedy(lengths, row_tokens, crop=False),
+        "first-fit-decreasing": naive_first_fit_decreasing(lengths, row_tokens),
+    }
+    assert set(expected) == set(METHODS)
+    for method, rows in expected.items():
+        assert rows_of(pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer)) == rows, method
+
+
+@given(LENGTHS, st.integers(1, 30), st.sampled_from(METHODS))
+def test_every_document_once_heads_only_and_measured_shares(lengths, row_tokens, method):
+    packing = pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer=7)
+    rows = rows_of(packing)
+    assert sorted(packing.document.tolist()) == list(range(len(lengths)))
+    assert not packing.start.any()
+    assert all(0 < sum(n for _, n in row) <= row_tokens for row in rows)
+    assert all(n <= lengths[i] for row in rows for i, n in row)
+    placed = sum(n for row in rows for _, n in row)
+    report = packing.report()
+    if rows:
+        assert report["utilisation"] == pytest.approx(placed / (row_tokens * len(rows)))
+        assert report["padding_share"] == pytest.approx(1 - report["utilisation"])
+        assert report["cropped_share"] == pytest.approx(1 - placed / sum(lengths))
+    if method in ("best-fit", "greedy-crop"):
+        assert all(sum(n for _, n in row) == row_tokens for row in rows[:-1]), (
+            "only the last row may be padded"
+        )
+    else:
+        assert all(n == min(lengths[i], row_tokens) for row in rows for i, n in row), (
+            "padding methods never crop"
+        )
+
+
+def web_lengths(count: int = 20_000) -> np.ndarray:
+    return np.random.default_rng(0).lognormal(6.0, 1.0, count).astype(np.int64) + 2
+
+
+def test_the_methods_rank_as_published():
+    """As known from real corpora: best-fit crops less than greedy, first-fit pads next to nothing."""
+    lengths = web_lengths()
+    report = {method: pack(lengths, 2049, method).report() for method in METHODS}
+    unavoidable = np.maximum(lengths - 2049, 0).sum() / lengths.sum()
+    assert report["best-fit"]["utilisation"] > 0.9999 and report["greedy-crop"]["utilisation"] > 0.9999
+    assert report["best-fit"]["cropped_share"] < 0.6 * report["greedy-crop"]["cropped_share"]
+    assert (
+        report["first-fit-decreasing"]["padding_share"] < 0.01 < 0.1 < report["greedy-pad"]["padding_share"]
+    )
+    for method in ("greedy-pad", "first-fit-decreasing"):
+        assert report[method]["cropped_share"] == pytest.approx(unavoidable)
+
+
+def test_documents_longer_than_a_row_never_clog_the_buffer():
+    """Were they to stay, the buffer would fill with them and the short ones would find no partner."""
+    lengths = np.concatenate([np.full(500, 1000), web_lengths(2000) % 90 + 2])
+    np.random.default_rng(1).shuffle(lengths)
+    packing = pack(lengths, 101, "best-fit", buffer=20)
+    whole = lengths >= 101
+    assert (packing.length[whole[packing.document]] == 101).all(), "a long document fills a row of its own"
+    placed_at = np.empty(len(lengths), dtype=np.int64)
+    placed_at[packing.document] = np.arange(len(lengths))
+    assert (np.abs(placed_at[whole] - np.flatnonzero(whole)) < 40).all(), "and leaves the buffer at once"
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="best-fit, greedy-crop"):
+        pack(np.array([3]), 5, "bestfit")
+    with pytest.raises(ValueError, match="at least 1"):
+        pack(np.array([3, 0]), 5)
+    with pytest.raises(ValueError, match="at least 1"):
+        pack(np.array([3]), 0)
+    assert pack(np.array([], dtype=np.int64), 5).rows == 0

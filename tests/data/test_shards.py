@@ -1,0 +1,281 @@
+"""Shards: the bytes against the public format, what damage does, re-use, foreign files, memory."""
+
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quern.data.shards import STALE_SECONDS, Corpus, ShardWriter, fingerprint, prepared
+
+BOS = 499
+
+
+def documents(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [[BOS, *rng.integers(0, BOS, rng.integers(0, 30)).tolist()] for _ in range(count)]
+
+
+def write(folder: Path, split: str, docs: list[list[int]], mark: str = "a", **options) -> None:
+    with ShardWriter(
+        folder, split, **({"vocab_size": 500, "bos": BOS, "fingerprint": mark} | options)
+    ) as writer:
+        for document in docs:
+            writer.add(document)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "data", "train", documents(100), shard_tokens=500)
+    write(tmp_path / "data", "val", documents(10, seed=1))
+    return tmp_path / "data"
+
+
+def contents(corpus: Corpus) -> list[list[int]]:
+    return [corpus.gather(i).tolist() for i in range(corpus.num_documents)]
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 500, 10**6])
+@pytest.mark.parametrize("vocab_size", [500, 1 << 16, 70_000])
+def test_what_is_written_is_read(tmp_path, shard_tokens, vocab_size):
+    docs = documents(50) + [[BOS, vocab_size - 1]]
+    write(tmp_path, "train", docs, shard_tokens=shard_tokens, vocab_size=vocab_size)
+    corpus = Corpus.open(tmp_path, "train")
+    assert contents(corpus) == docs
+    assert corpus.lengths.tolist() == [len(d) for d in docs]
+    assert corpus.num_tokens == sum(map(len, docs)) and corpus.bos == BOS
+    assert corpus.gather(3, 1, 1).tolist() == docs[3][1:2]
+    with pytest.raises(ValueError, match="document 3"):
+        corpus.gather(3, 0, len(docs[3]) + 1)
+
+
+def test_bytes_are_the_public_format(folder):
+    docs = documents(10, seed=1)
+    raw = (folder / "val-00000.bin").read_bytes()
+    assert struct.unpack("<3i", raw[:12]) == (20240520, 1, sum(map(len, docs)))
+    assert raw[12:1024] == bytes(1012)
+    assert np.frombuffer(raw[1024:], "<u2").tolist() == [t for d in docs for t in d]
+    starts = np.load(folder / "val-00000.starts.npy", allow_pickle=False)
+    assert starts.tolist() == np.cumsum([0] + [len(d) for d in docs])[:-1].tolist()
+
+
+def flip(path: Path, others: list[Path]) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def truncate(path: Path, others: list[Path]) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def empty(path: Path, others: list[Path]) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path, others: list[Path]) -> None:
+    path.unlink()
+
+
+def swap(path: Path, others: list[Path]) -> None:
+    other = next(p for p in others if p != path and p.suffixes == path.suffixes)
+    first, second = path.read_bytes(), other.read_bytes()
+    path.write_bytes(second)
+    other.write_bytes(first)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, remove, swap])
+def test_damage_is_reported_with_the_files_name(folder, damage):
+    files = sorted(p for p in folder.iterdir() if p.name.startswith("train"))
+    assert len(files) >= 4
+    assert Corpus.open(folder, "train").num_documents == 100
+    originals = {p: p.read_bytes() for p in files}
+    for path in files:
+        damage(path, files)
+        changed = [p.name for p in files if not p.exists() or p.read_bytes() != originals[p]]
+        with pytest.raises((ValueError, FileNotFoundError), match="|".join(changed)):
+            Corpus.open(folder, "train")
+        assert Corpus.open(folder, "val").num_documents == 10, "the other split stays readable"
+        for other, raw in originals.items():
+            other.write_bytes(raw)
+
+
+def test_header_damage_is_seen_without_hashing(folder):
+    path = folder / "val-00000.bin"
+    raw = path.read_bytes()
+    for header in (
+        struct.pack("<3i", 1, 1, 5),
+        struct.pack("<3i", 20240520, 9, 5),
+        struct.pack("<3i", 20240520, 1, 5),
+    ):
+        path.write_bytes(header + raw[12:])
+        with pytest.raises(ValueError, match="val-00000.bin"):
+            Corpus.open(folder, "val", verify=False)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2}'])
+def test_a_damaged_manifest_is_named(folder, text):
+    (folder / "manifest.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="manifest.json"):
+        Corpus.open(folder, "train")
+    assert not prepared(folder, "a")
+
+
+def test_reuse_only_when_nothing_changed(folder):
+    assert prepared(folder, "a")
+    assert not prepared(folder, "b")
+    assert not prepared(folder, "a", splits=("train", "val", "test"))
+    assert not prepared(folder / "nowhere", "a")
+    with pytest.raises(ValueError, match="another tokenizer or source"):
+        Corpus.open(folder, "train", fingerprint="b")
+    with pytest.raises(ValueError, match="train, val"):
+        Corpus.open(folder, "test")
+    with pytest.raises(FileNotFoundError, match="prepare"):
+        Corpus.open(folder / "nowhere", "train")
+    (folder / "train-00001.bin").unlink()
+    assert not prepared(folder, "a") and prepared(folder, "a", splits=["val"])
+
+
+def test_fingerprints_do_not_run_together():
+    assert fingerprint("ab", "c") != fingerprint("a", "bc") != fingerprint("a", "bc", "")
+    assert fingerprint("größe") == fingerprint("größe")
+
+
+def test_an_interrupted_write_changes_nothing(folder):
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    with (
+        pytest.raises(RuntimeError),
+        ShardWriter(folder, "train", shard_tokens=40, vocab_size=500, bos=BOS, fingerprint="b") as writer,
+    ):
+        for document in documents(20, seed=5):
+            writer.add(document)
+        raise RuntimeError("the reader broke")
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_another_fingerprint_replaces_every_split(folder):
+    write(folder, "train", documents(5, seed=3), mark="b")
+    assert not prepared(folder, "b") and not prepared(folder, "a", splits=["val"])
+    assert contents(Corpus.open(folder, "train", fingerprint="b")) == documents(5, seed=3)
+    assert sorted(p.name for p in folder.glob("train*")) == ["train-00000.bin", "train-00000.starts.npy"]
+    write(folder, "val", documents(2), mark="b")
+    assert prepared(folder, "b")
+
+
+def test_folders_of_killed_writers_are_cleaned(folder):
+    dead, alive = folder / ".train.tmp-dead", folder / ".train.tmp-alive"
+    for left in (dead, alive):
+        left.mkdir()
+        (left / "train-00000.bin").write_bytes(b"x")
+    old = (dead / "train-00000.bin").stat().st_mtime - 2 * STALE_SECONDS
+    for path in (dead / "train-00000.bin", dead):
+        os.utime(path, (old, old))
+    write(folder, "train", documents(5))
+    assert not dead.exists() and alive.exists()
+
+
+def test_the_manifest_counts(folder):
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    split = manifest["splits"]["train"]
+    assert split["documents"] == sum(f["documents"] for f in split["files"]) == 100
+    assert split["tokens"] == sum(f["tokens"] for f in split["files"]) == sum(map(len, documents(100)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([BOS, 500], "id 500"), ([BOS, -1], "id -1"), ([1, 2], "BOS"), ([], "BOS"), ([BOS, 70_000], "id 70000")],
+)
+def test_wrong_ids_are_refused_when_written(tmp_path, ids, message):
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path, "train", [[BOS, 1], ids])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_split_and_wrong_settings_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no documents for the split 'val'"):
+        write(tmp_path, "val", [])
+    for options in (
+        {"vocab_size": 70_000, "dtype": "uint16"},
+        {"dtype": "int32"},
+        {"bos": 500},
+        {"shard_tokens": 0},
+    ):
+        with pytest.raises(ValueError, match="uint|bos|shard_tokens"):
+            write(tmp_path, "val", documents(1), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def modded(path: Path, ids: list[int]) -> Path:
+    """As data/cached_fineweb of that project is laid out: 256 int32, then uint16."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, len(ids)
+    path.write_bytes(header.tobytes() + np.array(ids, dtype=np.uint16).tobytes())
+    return path
+
+
+def test_foreign_files(tmp_path):
+    first = modded(tmp_path / "fineweb_train_000001.bin", [50256, 1, 2, 50256, 3])
+    second = modded(tmp_path / "fineweb_train_000002.bin", [4, 50256, 5])
+    corpus = Corpus.from_file(first, second)
+    assert contents(corpus) == [[50256, 1, 2], [50256, 3], [50256, 5]]
+    assert corpus.skipped_tokens == 1
+    bare = tmp_path / "train.bin"
+    np.array([7, 8, 50256, 9, 10, 50256], dtype=np.uint16).tofile(bare)
+    assert contents(Corpus.from_file(bare)) == [[50256, 9, 10], [50256]]
+    assert contents(Corpus.from_file(bare, bos=7))[0][:2] == [7, 8]
+    with pytest.raises(ValueError, match="50000.*bos"):
+        Corpus.from_file(bare, bos=50000)
+    first.write_bytes(first.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="fineweb_train_000001.bin is damaged"):
+        Corpus.from_file(first)
+    bare.write_bytes(b"abc")
+    with pytest.raises(ValueError, match="odd"):
+        Corpus.from_file(bare)
+    bare.write_bytes(b"")
+    with pytest.raises(ValueError, match="empty"):
+        Corpus.from_file(bare)
+    with pytest.raises(FileNotFoundError, match="nothing.bin"):
+        Corpus.from_file(tmp_path / "nothing.bin")
+
+
+def test_arrays_in_memory():
+    corpus = Corpus.from_arrays([[9, 1], [9], [9, 2, 3]], [[False, True], [False], [False, True, False]])
+    assert contents(corpus) == [[9, 1], [9], [9, 2, 3]]
+    assert corpus.masks is not None and corpus.masks.tolist() == [False, True, False, False, True, False]
+    for ids, masks, message in (
+        ([], None, "at least one"),
+        ([[9], []], None, "at least its BOS"),
+        ([[9], [8]], None, "document 1 starts with id 8"),
+        ([[9, 1]], [[True]], "as long as"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Corpus.from_arrays(ids, masks)
+
+
+def resident_file_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssFile")).split()[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_memory_map_does_not_fill_the_memory(tmp_path):
+    tokens = np.ones(32_000_000, dtype=np.uint16)
+    tokens[::1000] = BOS
+    tokens.tofile(tmp_path / "big.bin")
+    order = np.random.default_rng(0).permutation(32_000)
+    grown = {}
+    for resident_bytes in (8 << 20, 1 << 40):  # the second shows that the measurement can see growth
+        corpus = Corpus.from_file(tmp_path / "big.bin", bos=BOS)
+        corpus.release()
+        corpus.resident_bytes = resident_bytes
+        before = highest = resident_file_bytes()
+        for chosen in np.array_split(order, 500):
+            out = np.zeros(len(chosen) * 1000, dtype=np.int32)
+            corpus.copy(out, np.arange(len(chosen)) * 1000, corpus.starts[chosen], corpus.lengths[chosen])
+            assert (out.reshape(-1, 1000)[:, 0] == BOS).all()
+            highest = max(highest, resident_file_bytes())
+        grown[resident_bytes] = highest - before
+    assert grown[8 << 20] < 24 << 20 < 48 << 20 < grown[1 << 40]
