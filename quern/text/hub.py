@@ -1,0 +1,375 @@
+"""Public data sets, fetched ahead of time: the only file of the project that touches the network.
+
+`prefetch` puts a data set under `<out>/<name>/{train,val}/`. The validation files are fixed, however many
+training shards are asked for, so scores stay comparable. A file gets its final name only when it is whole:
+its length is the one the server stated, its SHA-256 the one published (where known: below, or in Hugging
+Face's X-Linked-Etag), and its first and last bytes are those of its format. Until then it is `<name>.part`,
+continued by a Range request after a broken connection or in a later call. Sizes are in bytes. Nothing here
+reads documents (documents.py).
+"""
+
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO, Literal
+
+HUB = "https://huggingface.co/datasets"
+CHUNK_BYTES = 1 << 18
+TIMEOUT_SECONDS = 30.0
+LONGEST_PAUSE_SECONDS = 60.0
+RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
+
+Progress = Callable[[str, int, int], None]
+"""(file name, bytes so far, bytes in all), called as they come in."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Where a data set's files are. `kind` says which reader they are for."""
+
+    about: str
+    base: str
+    train: tuple[str, ...]
+    val: tuple[str, ...]
+    kind: Literal["documents", "conversations", "questions", "tokens"] = "documents"
+    sha256: Mapping[str, str] = field(default_factory=dict)
+
+
+def _numbered(template: str, count: int, first: int = 0) -> tuple[str, ...]:
+    return tuple(template.format(index) for index in range(first, first + count))
+
+
+DATASETS: Mapping[str, DataSet] = MappingProxyType(
+    {
+        "tinystories": DataSet(
+            "Short stories in a small child's words (0.5M rows a shard, 250 MB)",
+            f"{HUB}/roneneldan/TinyStories/resolve/main/data",
+            (
+                "train-00000-of-00004-2d5a1467fff1081b.parquet",
+                "train-00001-of-00004-5852b56a2bd28fd9.parquet",
+                "train-00002-of-00004-a26307300439e943.parquet",
+                "train-00003-of-00004-d243063613e5a057.parquet",
+            ),
+            ("validation-00000-of-00001-869c898b519ad725.parquet",),
+            sha256=MappingProxyType(
+                {
+                    "validation-00000-of-00001-869c898b519ad725.parquet": (
+                        "33406a6206554cfc279c29c11f4df51528af487aa1a602b075566fc83c49dcab"
+                    )
+                }
+            ),
+        ),
+        "fineweb-edu": DataSet(
+            "Educational web pages, 100B tokens, shuffled (100 MB a shard)",
+            f"{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main",
+            _numbered("shard_{:05d}.parquet", 1822),
+            ("shard_01822.parquet",),
+        ),
+        "fineweb-edu-10b": DataSet(
+            "Educational web pages, the 10B token sample (2 GB a shard)",
+            f"{HUB}/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT",
+            _numbered("{:03d}_00000.parquet", 13),
+            ("013_00000.parquet",),
+        ),
+        "climbmix": DataSet(
+            "Clustered web mixture, 400B tokens, shuffled, as nanochat trains on (90 MB a shard)",
+            f"{HUB}/karpathy/climbmix-400b-shuffle/resolve/main",
+            _numbered("shard_{:05d}.parquet", 6542),
+            ("shard_06542.parquet",),
+        ),
+        "fineweb-gpt2": DataSet(
+            "FineWeb 10B as GPT-2 tokens, as modded-nanogpt trains on (100M tokens, 200 MB a shard)",
+            f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main",
+            _numbered("fineweb_train_{:06d}.bin", 103, first=1),
+            ("fineweb_val_000000.bin",),
+            kind="tokens",
+        ),
+        "smol-smoltalk": DataSet(
+            "Conversations for small assistants (115,000 a shard, 230 MB)",
+            f"{HUB}/HuggingFaceTB/smol-smoltalk/resolve/main/data",
+            _numbered("train-{:05d}-of-00004.parquet", 4),
+            ("test-00000-of-00001.parquet",),
+            kind="conversations",
+        ),
+        "smoltalk": DataSet(
+            "Conversations for assistants, the full mixture (115,000 a shard, 220 MB)",
+            f"{HUB}/HuggingFaceTB/smoltalk/resolve/main/data/all",
+            _numbered("train-{:05d}-of-00009.parquet", 9),
+            ("test-00000-of-00001.parquet",),
+            kind="conversations",
+        ),
+        "gsm8k": DataSet(
+            "Grade-school word problems with worked answers (columns question, answer)",
+            f"{HUB}/openai/gsm8k/resolve/main/main",
+            ("train-00000-of-00001.parquet",),
+            ("test-00000-of-00001.parquet",),
+            kind="questions",
+        ),
+    }
+)
+
+
+class Interrupted(Exception):
+    """A transfer failed in a way that another try may mend."""
+
+    def __init__(self, reason: str, pause_seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause_seconds = pause_seconds
+
+
+def prefetch(
+    name: str,
+    out: str | Path,
+    progress: Progress | None = None,
+    *,
+    shards: int = 8,
+    base_url: str | None = None,
+    tries: int = 5,
+    pause_seconds: float = 1.0,
+) -> Path:
+    """Fetch a data set's first `shards` training files and all its validation files; returns its folder.
+
+    What is there already is not fetched again. `base_url` takes the place of the set's own (a mirror).
+    """
+    if name not in DATASETS:
+        raise ValueError(f"no data set {name!r}; there are {', '.join(DATASETS)}")
+    folder = Path(out, name)
+    fetch(DATASETS[name], folder, progress, shards, base_url, tries, pause_seconds)
+    return folder
+
+
+def fetch(
+    dataset: DataSet,
+    folder: Path,
+    progress: Progress | None = None,
+    shards: int = 8,
+    base_url: str | None = None,
+    tries: int = 5,
+    pause_seconds: float = 1.0,
+) -> None:
+    """`prefetch` for a data set of one's own. OSError, with what to do, when a file cannot be had."""
+    if shards < 1:
+        raise ValueError(f"shards is {shards}: ask for at least one")
+    folder.mkdir(parents=True, exist_ok=True)
+    base = (base_url or dataset.base).rstrip("/")
+    wanted = [("val", file) for file in dataset.val] + [("train", file) for file in dataset.train[:shards]]
+    with open(folder / ".lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(f"another process is fetching into {folder}: wait until it has finished") from error
+        for split, file in wanted:
+            path = folder / split / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            expected = dataset.sha256.get(file)
+            record = path.with_name(path.name + ".sha256.json")
+            if not _is_done(path, record, expected):
+                download(f"{base}/{file}", path, expected, progress, tries, pause_seconds)
+                done = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                record.write_text(json.dumps(done), encoding="utf-8")
+
+
+def download(
+    url: str,
+    path: Path,
+    sha256: str | None = None,
+    progress: Progress | None = None,
+    tries: int = 5,
+    pause_seconds: float = 1.0,
+) -> None:
+    """Fetch one file; it appears at `path` whole and checked, or not at all.
+
+    Gives up after `tries` failures in a row without a byte of progress, pausing twice as long after each.
+    """
+    part = path.with_name(path.name + ".part")
+    failures, farthest = 0, 0
+    while True:
+        try:
+            stated = _transfer(url, part, progress)
+            _check(part, path, sha256 or stated)
+            break
+        except Interrupted as error:
+            size = part.stat().st_size if part.exists() else 0
+            failures = 1 if size > farthest else failures + 1
+            farthest = max(farthest, size)
+            if failures >= tries:
+                raise OSError(
+                    f"cannot fetch {url}: {error} (tried {tries} times). Run it again to go on from "
+                    f"{size:,} bytes"
+                ) from error
+            pause = max(error.pause_seconds, pause_seconds * 2 ** (failures - 1))
+            time.sleep(min(pause, LONGEST_PAUSE_SECONDS))
+    os.replace(part, path)
+    _state_path(part).unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Remembers the file's SHA-256: Hugging Face states it only on the answer that redirects."""
+
+    linked_etag: str | None = None
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        self.linked_etag = headers.get("X-Linked-Etag", self.linked_etag)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _transfer(url: str, part: Path, progress: Progress | None) -> str | None:
+    """Bring `part` to its full length, from where it stands. Returns the SHA-256 the server stated, if any."""
+    state = _read_state(part)
+    if not state:
+        part.unlink(missing_ok=True)  # of unknown origin
+    have = part.stat().st_size if part.exists() else 0
+    if have and have == state["bytes"]:
+        return state["sha256"]
+    request = urllib.request.Request(url, headers={"User-Agent": "quern", "Accept-Encoding": "identity"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+        if state["etag"]:
+            request.add_header("If-Range", state["etag"])
+    redirects = _Redirects()
+    try:
+        response = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refusal(url, part, error) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Interrupted(f"no connection ({error})") from error
+    with response:
+        start, total = _extent(response, part, have)
+        if have and start and total != state["bytes"]:
+            _discard(part)
+            raise Interrupted(f"the file's length changed from {state['bytes']:,} to {total:,} bytes")
+        linked = (redirects.linked_etag or response.headers.get("X-Linked-Etag") or "").strip('"')
+        earlier = state["sha256"] if start else None
+        stated = linked if re.fullmatch("[0-9a-f]{64}", linked) else earlier
+        etag = response.headers.get("ETag", "")
+        state = {"bytes": total, "sha256": stated, "etag": etag if etag.startswith('"') else None}
+        with open(part, "ab") as file:
+            file.truncate(start)
+            _state_path(part).write_text(json.dumps(state), encoding="utf-8")
+            _copy(response, file, start, total, part.name.removesuffix(".part"), progress)
+    return stated
+
+
+def _refusal(url: str, part: Path, error: urllib.error.HTTPError) -> Exception:
+    if error.code == 416:  # the server has no bytes after those we hold
+        _discard(part)
+        return Interrupted("the file changed its length")
+    if error.code in RETRIED_STATUS:
+        wait = error.headers.get("Retry-After", "")
+        return Interrupted(f"the server answers {error.code}", float(wait) if wait.isdigit() else 0.0)
+    return OSError(f"cannot fetch {url}: the server answers {error.code} {error.reason}; check the address")
+
+
+def _extent(response: http.client.HTTPResponse, part: Path, have: int) -> tuple[int, int]:
+    """(where the body begins in the file, length of the file)."""
+    if response.status == 206:
+        match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
+        if match and int(match[1]) == have and int(match[2]) + 1 == int(match[3]):
+            return have, int(match[3])
+        _discard(part)
+        raise Interrupted("the server sent another part of the file than asked for")
+    length = response.headers.get("Content-Length", "")
+    if response.status != 200 or not length.isdigit():
+        raise Interrupted(f"the server answers {response.status} and states no length")
+    return 0, int(length)
+
+
+def _copy(
+    response: http.client.HTTPResponse,
+    file: BinaryIO,
+    start: int,
+    total: int,
+    name: str,
+    progress: Progress | None,
+) -> None:
+    size = start
+    while True:
+        try:
+            chunk = response.read1(CHUNK_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise Interrupted(f"the connection broke after {size:,} of {total:,} bytes") from error
+        if not chunk:
+            break
+        file.write(chunk)
+        size += len(chunk)
+        if progress is not None:
+            progress(name, size, total)
+    file.flush()
+    os.fsync(file.fileno())
+    if size != total:
+        raise Interrupted(f"the connection ended after {size:,} of {total:,} bytes")
+
+
+def _check(part: Path, path: Path, sha256: str | None) -> None:
+    problem = _wrong_format(part, path.suffix)
+    if problem is None and sha256 is not None:
+        found = _sha256(part)
+        problem = None if found == sha256 else f"its SHA-256 is {found}, expected {sha256}"
+    if problem is not None:
+        _discard(part)
+        raise Interrupted(f"what arrived is not the file: {problem}")
+
+
+def _wrong_format(path: Path, suffix: str) -> str | None:
+    """What is wrong with the first or last bytes of a file, such as a log-in page under its name."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(12)
+        file.seek(max(0, size - 4))
+        tail = file.read(4)
+    if suffix == ".parquet" and (head[:4] != b"PAR1" or tail != b"PAR1" or size < 12):
+        return "not a whole Parquet file"
+    if suffix == ".bin":  # token shards: 256 int32 (magic, version, tokens), then uint16 or uint32
+        magic, version, tokens = (int.from_bytes(head[i : i + 4], "little") for i in (0, 4, 8))
+        if magic != 20240520 or size != 1024 + {1: 2, 2: 4}.get(version, 0) * tokens:
+            return "not a whole token shard"
+    return None
+
+
+def _is_done(path: Path, record: Path, sha256: str | None) -> bool:
+    """Whether the file is there as it was fetched (by its size), or was put there by hand and is sound."""
+    if not path.exists():
+        return False
+    if record.exists():
+        done = json.loads(record.read_text(encoding="utf-8"))
+        return path.stat().st_size == done["bytes"] and sha256 in (None, done["sha256"])
+    return _wrong_format(path, path.suffix) is None and sha256 in (None, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _state_path(part: Path) -> Path:
+    return part.with_name(part.name + ".json")
+
+
+def _read_state(part: Path) -> dict:
+    """What is known of a started file: its length, SHA-256 and ETag; empty where nothing is."""
+    try:
+        state = json.loads(_state_path(part).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return state if isinstance(state, dict) and {"bytes", "sha256", "etag"} <= state.keys() else {}
+
+
+def _discard(part: Path) -> None:
+    part.unlink(missing_ok=True)
+    _state_path(part).unlink(missing_ok=True)
