@@ -1,0 +1,346 @@
+"""The loader: rows, masks, refusals, SFT, windows for validation, prefetch."""
+
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quern.data.loader import Batch, Loader, prefetch, windows
+from quern.data.packing import METHODS
+from quern.data.shards import Corpus, ShardWriter
+
+BOS = 0
+
+
+def document(index: int, length: int) -> list[int]:
+    """Every token tells its document and its place: 1000 · (index + 1) + place."""
+    return [BOS] + [1000 * (index + 1) + place for place in range(1, length)]
+
+
+def corpus_of(lengths: list[int], masks: list[list[bool]] | None = None) -> Corpus:
+    return Corpus.from_arrays([document(i, n) for i, n in enumerate(lengths)], masks)
+
+
+def random_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, longest, count).tolist()
+
+
+def rows(batch: Batch) -> list[list[int]]:
+    """The packed rows without their padding (in pretraining the mask covers all but that)."""
+    full = np.concatenate([batch.tokens[:, :1], batch.targets], axis=1)
+    return [row[: 1 + int(mask.sum())].tolist() for row, mask in zip(full, batch.mask, strict=True)]
+
+
+def epoch_rows(loader: Loader, epoch: int) -> list[list[int]]:
+    steps = range(10_000)
+    first = next(s for s in steps if loader.position(s)[0] == epoch)
+    last = next(s for s in steps if loader.position(s)[0] == epoch + 1)
+    return [row for step in range(first, last) for row in rows(loader.batch(step))]
+
+
+@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("chunk_documents", [7, 10_000])
+def test_rows_are_heads_of_documents_and_each_appears_once_an_epoch(packing, chunk_documents):
+    lengths = random_lengths(60, 40)
+    loader = Loader(corpus_of(lengths), 24, 1, seed=3, packing=packing, chunk_documents=chunk_documents)
+    for epoch in range(3):
+        seen: Counter[int] = Counter()
+        alone = 0
+        for row in epoch_rows(loader, epoch):
+            assert row[0] == BOS and len(row) <= 25
+            starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
+            for start, end in zip(starts, starts[1:], strict=False):
+                piece = row[start:end]
+                if len(piece) == 1:  # cropped to its BOS: no telling whose
+                    alone += 1
+                    continue
+                index = piece[1] // 1000 - 1
+                assert piece == document(index, lengths[index])[: len(piece)], "always a document's head"
+                seen[index] += 1
+        assert max(seen.values()) == 1 and len(seen) + alone == len(lengths)
+
+
+def test_tokens_targets_and_mask_line_up():
+    batch = Loader(corpus_of([4, 5]), 9, 3, packing="greedy-pad").batch(0)
+    assert batch.tokens.dtype == batch.targets.dtype == np.int32 and batch.mask.dtype == bool
+    assert batch.tokens.shape == batch.targets.shape == batch.mask.shape == (3, 9) and batch.weight is None
+    for array in (batch.tokens, batch.targets, batch.mask):
+        assert array.flags.c_contiguous
+    for tokens, targets, mask in zip(batch.tokens.tolist(), batch.targets.tolist(), batch.mask, strict=True):
+        both = [document(0, 4), document(1, 5)]
+        assert [*tokens, targets[-1]] in ([*both[0], *both[1], BOS], [*both[1], *both[0], BOS])
+        assert tokens[1:] == targets[:-1]
+        assert mask.tolist() == [True] * 8 + [False], "the next document's BOS is a target, padding is none"
+
+
+def test_epochs_are_shuffled_and_differ():
+    loader = Loader(corpus_of(random_lengths(200, 30)), 32, 1, seed=1)
+    epochs = [epoch_rows(loader, epoch) for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    order = [row[1] // 1000 for row in epochs[0] if len(row) > 1]
+    assert order != sorted(order)
+
+
+def test_seeds_never_collide_and_negative_ones_are_refused():
+    """random.seed(1) equals random.seed(-1), SeedSequence([5]) equals [5, 0], [2**32, 0] equals [0, 1]."""
+    corpus = corpus_of(random_lengths(300, 30))
+    hashes = set()
+    for seed in (0, 1, 2, 5, 1 << 32, (1 << 32) + 1, 5 << 32, (1 << 63) - 1):
+        loader = Loader(corpus, 16, 4, seed=seed)
+        firsts = [next(s for s in range(10_000) if loader.position(s)[0] == e) for e in (0, 1, 2)]
+        hashes |= {loader.token_hash(step + 1) for step in firsts}
+    assert len(hashes) == 8 * 3
+    for seed in (-1, 1 << 63):
+        with pytest.raises(ValueError, match=f"seed {seed}"):
+            Loader(corpus, 16, 4, seed=seed)
+
+
+def test_positions_and_steps_per_epoch():
+    loader = Loader(corpus_of(random_lengths(50, 30)), 16, 4, chunk_documents=11)
+    total = loader.steps_per_epoch
+    assert loader.position(0) == (0, 0) and loader.position(3) == (0, 12)
+    assert loader.position(total - 1)[0] == 0 and loader.position(total)[0] == 1
+    with pytest.raises(ValueError, match="negative"):
+        loader.batch(-1)
+
+
+def test_a_corpus_smaller_than_a_batch_repeats():
+    batch = Loader(corpus_of([5]), 8, 4).batch(2)
+    assert rows(batch) == [document(0, 5)] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": "bestfit"}, "best-fit, greedy-crop"),
+        ({"too_long": "split"}, "'crop' or 'drop'"),
+        ({"context": 0}, "at least 1"),
+        ({"batch_rows": 0}, "at least 1"),
+        ({"bos": 7}, "BOS is 7"),
+    ],
+)
+def test_wrong_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Loader(corpus_of([5, 6]), **({"context": 8, "batch_rows": 2} | options))
+    loader = Loader(corpus_of([5, 6]), 8, 2)
+    for rank, ranks in ((2, 2), (-1, 2), (0, 3)):
+        with pytest.raises(ValueError, match="rank"):
+            loader.batch(0, rank, ranks)
+    with pytest.raises(ValueError, match="at least one row"):
+        list(loader.micro_batches(0, 0))
+
+
+# --- masks: fine-tuning ---
+
+
+def conversations(count: int, seed: int = 0, longest: int = 60) -> tuple[Corpus, list[int], list[list[bool]]]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, longest, count).tolist()
+    masks = []
+    for length in lengths:
+        mask = rng.random(length) < rng.choice([0.0, 0.05, 0.5])
+        mask[0] = False
+        masks.append(mask.tolist())
+    return corpus_of(lengths, masks), lengths, masks
+
+
+@pytest.mark.parametrize("packing", METHODS)
+def test_the_mask_follows_its_tokens(packing):
+    corpus, _, masks = conversations(80)
+    loader = Loader(corpus, 32, 2, packing=packing)
+    for step in range(60):
+        batch = loader.batch(step)
+        for target, counts in zip(
+            batch.targets.reshape(-1).tolist(), batch.mask.reshape(-1).tolist(), strict=True
+        ):
+            if target == BOS:
+                assert not counts
+            else:
+                assert counts == masks[target // 1000 - 1][target % 1000]
+
+
+@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("too_long", ["crop", "drop"])
+def test_no_row_is_without_a_target(packing, too_long):
+    """Hence no batch, no micro-batch and no rank: a mean over no targets is NaN."""
+    corpus, lengths, masks = conversations(200, seed=1)
+    loader = Loader(corpus, 24, 6, packing=packing, too_long=too_long, chunk_documents=50)
+    for step in range(80):
+        assert loader.batch(step).mask.any(axis=1).all()
+        for rank in range(3):
+            assert all(part.mask.any() for part in loader.micro_batches(step, 1, rank, 3))
+    report = loader.report()
+    long = [n > 25 for n in lengths]
+    learns = [any(mask[:25]) for mask in masks]
+    assert report["documents"] == 200
+    assert report["documents_without_target"] == learns.count(False) > 0
+    assert report["documents_too_long"] == sum(a and b for a, b in zip(long, learns, strict=True)) > 0
+    seen = {int(t) // 1000 - 1 for s in range(80) for t in loader.batch(s).targets.reshape(-1) if t != BOS}
+    assert not any(long[i] for i in seen) if too_long == "drop" else any(long[i] for i in seen)
+    assert all(learns[i] for i in seen)
+
+
+def test_padding_methods_keep_whole_conversations():
+    corpus, lengths, masks = conversations(100, seed=2, longest=25)
+    loader = Loader(corpus, 24, 1, packing="first-fit-decreasing")
+    learnt: Counter[int] = Counter()
+    for step in (s for s in range(200) if loader.position(s)[0] == 0):
+        batch = loader.batch(step)
+        learnt.update(batch.targets[batch.mask].tolist())
+    expected = [1000 * (i + 1) + p for i, mask in enumerate(masks) for p, counts in enumerate(mask) if counts]
+    assert learnt == Counter(expected), "every token to learn, exactly once an epoch"
+
+
+def test_a_corpus_without_a_target_is_refused():
+    for masks in ([[False] * 5, [False] * 9], [[True] + [False] * 4, [False] * 8 + [True]]):
+        with pytest.raises(ValueError, match="nothing to learn: none of 2 documents"):
+            Loader(corpus_of([5, 9], masks), 7, 2)
+    with pytest.raises(ValueError, match="nothing to learn"):
+        Loader(corpus_of([1, 1]), 7, 2)
+    with pytest.raises(ValueError, match="2 are longer"):
+        Loader(corpus_of([20, 30]), 7, 2, too_long="drop")
+
+
+def test_oversized_conversations_do_not_starve_the_others():
+    """A packer that never takes what does not fit keeps such conversations in its buffer for ever."""
+    lengths = [500] * 60 + [10] * 40
+    masks = [[False] + [True] * (n - 1) for n in lengths]
+    loader = Loader(corpus_of(lengths, masks), 31, 1, buffer=8)
+    seen = {int(t) // 1000 - 1 for row in epoch_rows_masked(loader) for t in row if t != BOS}
+    assert seen == set(range(100))
+
+
+def epoch_rows_masked(loader: Loader) -> list[list[int]]:
+    return [loader.batch(s).targets[0].tolist() for s in range(loader.steps_per_epoch)]
+
+
+# --- validation windows ---
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    st.integers(1, 17),
+    st.integers(1, 5),
+    st.integers(1, 9),
+)
+def test_windows_count_every_token_once(lengths, context, rows_, multiple):
+    if max(lengths) == 1:
+        with pytest.raises(ValueError, match="nothing to evaluate"):
+            list(windows(corpus_of(lengths), context, rows_, multiple))
+        return
+    counted: Counter[int] = Counter()
+    widths = []
+    for batch in windows(corpus_of(lengths), context, rows_, multiple):
+        assert batch.rows == rows_ and batch.mask.any()
+        widths.append(batch.tokens.shape[1])
+        assert widths[-1] <= context and (widths[-1] % multiple == 0 or widths[-1] == context)
+        assert (batch.tokens[:, 0] == BOS).all()
+        for tokens, targets, mask in zip(batch.tokens, batch.targets, batch.mask, strict=True):
+            n = int(mask.sum())
+            assert mask[:n].all() and tokens[1:n].tolist() == targets[: max(0, n - 1)].tolist()
+            assert (np.diff(targets[:n]) == 1).all(), "consecutive tokens of one document"
+            assert n == 0 or (targets[0] % 1000 - 1) % context == 0, "cut at multiples of the context"
+            counted.update(targets[:n].tolist())
+    assert widths == sorted(widths, reverse=True)
+    assert counted == Counter(t for i, n in enumerate(lengths) for t in document(i, n)[1:])
+
+
+def test_windows_honour_masks():
+    masks = [[False, True, False, True, True], [False, False, True]]
+    learnt = [int(t) for b in windows(corpus_of([5, 3], masks), 2, 2) for t in b.targets[b.mask]]
+    assert sorted(learnt) == [1001, 1003, 1004, 2002]
+
+
+def test_validation_does_not_depend_on_the_training_shards(tmp_path: Path):
+    def write(folder: Path, split: str, count: int, shard_tokens: int) -> None:
+        with ShardWriter(
+            folder, split, None, shard_tokens, vocab_size=60_000, bos=BOS, fingerprint="f"
+        ) as writer:
+            for index in range(count):
+                writer.add(document(index, 20))
+
+    found = []
+    for name, count, shard_tokens in (("few", 3, 10**6), ("many", 50, 40)):
+        write(tmp_path / name, "train", count, shard_tokens)
+        write(tmp_path / name, "val", 9, 10**6)
+        found.append([b.targets.tolist() for b in windows(Corpus.open(tmp_path / name, "val"), 8, 4)])
+    assert found[0] == found[1]
+
+
+# --- prefetch ---
+
+
+class Breaking(Loader):
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        if step == 3:
+            raise OSError("the disk went away")
+        return super().batch(step, rank, ranks)
+
+
+def prefetching() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "prefetch"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+def test_prefetch_equals_the_plain_loop(depth):
+    loader = Loader(corpus_of(random_lengths(50, 30)), 16, 4)
+    for rank in range(2):
+        ahead = list(prefetch(loader, 3, 12, depth, rank, 2))
+        plain = [loader.batch(step, rank, 2) for step in range(3, 12)]
+        assert [b.tokens.tolist() for b in ahead] == [b.tokens.tolist() for b in plain]
+    assert not prefetching()
+
+
+@pytest.mark.timeout(30)
+def test_a_failing_reader_raises_in_the_consumer_in_its_turn():
+    batches = prefetch(Breaking(corpus_of([9, 9]), 8, 2), 0, 9)
+    began = time.monotonic()
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(OSError, match="the disk went away"):
+        next(batches)
+    assert time.monotonic() - began < 10 and not prefetching()
+
+
+@pytest.mark.timeout(30)
+def test_a_consumer_that_leaves_early_stops_the_thread():
+    loader = Loader(corpus_of([9, 9]), 8, 2)
+    batches = prefetch(loader, 0, None)
+    next(batches)
+    assert prefetching()
+    began = time.monotonic()
+    batches.close()  # type: ignore[attr-defined]
+    assert not prefetching()
+
+    def consume() -> None:
+        for _ in prefetch(loader, 0, None):
+            raise KeyError("the consumer broke")
+
+    with pytest.raises(KeyError):
+        consume()
+    assert not prefetching() and time.monotonic() - began < 10
+
+
+def test_one_loader_serves_several_threads():
+    loader = Loader(corpus_of(random_lengths(300, 30)), 16, 4, chunk_documents=20)
+    expected = {
+        step: Loader(loader.corpus, 16, 4, chunk_documents=20).token_hash(step) for step in range(0, 90, 3)
+    }
+    wrong: list[int] = []
+
+    def read(seed: int) -> None:
+        for step in np.random.default_rng(seed).permutation(list(expected)).tolist():
+            if loader.token_hash(step) != expected[step]:
+                wrong.append(step)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
