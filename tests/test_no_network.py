@@ -1,0 +1,19 @@
+"""The guard in conftest.py: a test cannot reach beyond this machine, and can reach a server of its own."""
+
+import socket
+
+import pytest
+
+
+@pytest.mark.parametrize("address", [("192.0.2.1", 80), ("example.invalid", 443)])
+def test_a_connection_to_elsewhere_is_refused(address: tuple[str, int]) -> None:
+    with socket.socket() as client, pytest.raises(PermissionError, match="serve it from 127.0.0.1"):
+        client.connect(address)
+
+
+def test_a_connection_to_this_machine_is_made() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=5) as client,
+    ):
+        assert client.getpeername() == server.getsockname()
