@@ -1,8 +1,7 @@
 """AdamW on one flat buffer: an elementwise update rule, without modules, process groups or state of its own.
 
-Method: Kingma & Ba 2014 (arXiv 1412.6980) with decoupled decay, Loshchilov & Hutter 2017 (arXiv 1711.05101); the
-bias correction comes before epsilon, as in torch.optim.AdamW, which is the oracle of its law.
-"""
+Method: Kingma & Ba 2014 (arXiv 1412.6980) with decoupled decay, Loshchilov & Hutter 2017 (arXiv 1711.05101);
+the bias correction comes before epsilon, as in torch.optim.AdamW, which is the oracle of its law."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ def adamw_(
     """One AdamW update in place of master, m and v; all tensors have one shape, of any rank.
 
     master, m, v: fp32. grad: any floating dtype. step: the index of this update, from 1 (it drives the bias
-    correction). out: receives the new master rounded to its own dtype. Safe to compile whole, with dynamic shapes.
-    """
+    correction). out: receives the new master rounded to its own dtype. Safe to compile whole, with dynamic
+    shapes."""
     grad = grad.to(master.dtype)
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)

@@ -1,16 +1,16 @@
 """The table of parameter groups: which rule updates which parameters, at which rate.
 
-The model reports its parameters by kind (`parameter_groups()`), the recipe holds the rates, and the betas and decays
-that nobody tunes stand in the table below. It moves no tensors: `parallel/zero2.py` does.
+The model reports its parameters by kind (`parameter_groups()`), the recipe holds the rates, and the betas and
+decays that nobody tunes stand in the table below. It moves no tensors: `parallel/zero2.py` does.
 
-Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (nanochat's tuned values).
-"""
+Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (the values that
+nanochat tuned)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,20 +22,20 @@ from quern.recipe import OptimRecipe
 
 
 class Rule(Protocol):
-    """An update rule with its constants; immutable. All that changes is in the tensors and scalars it is handed."""
+    """An update rule with its constants; immutable. All that changes is in the tensors and scalars it is
+    handed."""
 
-    @property
-    def stacked(self) -> bool:
-        """True: works on (N, R, C) stacks of matrices of one shape; False: elementwise, on one flat buffer."""
-        ...
+    stacked: ClassVar[bool]
+    """True: works on (N, R, C) stacks of matrices of one shape; False: elementwise, on one flat buffer."""
 
     def init_state(self, master: Tensor) -> dict[str, Tensor]:
-        """Fresh state by name: each flat like the master, or a stack of N whose parts belong to the N matrices."""
+        """Fresh state by name: each flat like the master, or a stack of N whose parts belong to the N
+        matrices."""
         ...
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
-        """The scalars of one update. step: its index from 1; lr: the rate with its schedule; momentum, decay: of
-        `schedule.Multipliers`."""
+        """The scalars of one update. step: its index from 1; lr: the rate with its schedule; momentum, decay:
+        of `schedule.Multipliers`."""
         ...
 
     def update_(
@@ -83,7 +83,7 @@ def make_groups(
         for parameter_name, parameter in parameters:
             if rule.stacked and parameter.ndim != 2:
                 raise ValueError(
-                    f"'{parameter_name}' has {parameter.ndim} dimensions, but group '{name}' is for matrices: "
+                    f"'{parameter_name}' has {parameter.ndim} dimensions, but group '{name}' takes matrices: "
                     "report it under a group that AdamW updates"
                 )
         if parameters:

@@ -1,14 +1,14 @@
-"""Muon: momentum whose every matrix is replaced by (nearly) its polar factor. Update rules on stacks of equal shape.
+"""Muon: momentum whose every matrix is replaced by (nearly) its polar factor. Update rules on stacks of equal
+shape.
 
 Stacks are (N, R, C): N matrices with R rows (outputs) and C columns (inputs). The order of operations:
 
-    Nesterov momentum → rows to equal norm → orthogonalisation → Frobenius norm to that of an orthogonal matrix
-    → variance reduction per row or column → cautious weight decay and step
+    Nesterov momentum → rows to equal norm → orthogonalisation → Frobenius norm to that of an orthogonal
+    matrix → variance reduction per row or column → cautious weight decay and step
 
-No modules, no process groups, no global state: under sharding a whole matrix must be here (a shard's polar factor is
-not a shard of the polar factor). Sources: Muon, Jordan et al. 2024 (kellerjordan.github.io/posts/muon); the others
-stand at their functions.
-"""
+No modules, no process groups, no global state: under sharding a whole matrix must be here (a shard's polar
+factor is not a shard of the polar factor). Sources: Muon, Jordan et al. 2024
+(kellerjordan.github.io/posts/muon); the others stand at their functions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ Orthogonalize = Callable[[Tensor, int], Tensor]
 """(stack (N, R, C), steps) → a stack of the same shape and dtype, with singular values near 1."""
 
 TINY = 1e-30
-"""Keeps 0/0 out of all-zero matrices; far below any norm that occurs, so that the update ignores the loss's scale."""
+"""Keeps 0/0 out of all-zero matrices; far below any norm that occurs, so that the update ignores the loss's
+scale."""
 
-# Odd quintics p(x) = a·x + b·x³ + c·x⁵, one per step: each is the best approximation of the sign function on the
-# interval that the one before it leaves. Amsel et al. 2025 (arXiv 2505.16932), computed for 5 steps with safety factor
-# 2e-2 (rounding may push a singular value above 1) and cushion 2 (intervals widened so that small values don't stall).
+# Odd quintics p(x) = a·x + b·x³ + c·x⁵, one per step: each is the best approximation of the sign function on
+# the interval that the one before it leaves. Amsel et al. 2025 (arXiv 2505.16932), computed for 5 steps with
+# safety factor 2e-2 (rounding may push a singular value above 1) and cushion 2 (intervals widened so that
+# small values don't stall).
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,10 +39,11 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# The limit of that sequence: the quintic with p(1) = 1 and p'(1) = p''(1) = 0, which converges to 1 with order 3.
+# The limit of that sequence: the quintic with p(1) = 1 and p'(1) = p''(1) = 0, which converges to 1 with
+# order 3.
 CONVERGENT = (1.875, -1.25, 0.375)
-# One quintic for all steps, with the steepest slope at 0 for which singular values stay in a band around 1 (it does
-# not converge to 1). Jordan et al. 2024.
+# One quintic for all steps, with the steepest slope at 0 for which singular values stay in a band around 1
+# (it does not converge to 1). Jordan et al. 2024.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -59,7 +62,8 @@ def newton_schulz(x_NRC: Tensor, steps: int = 5) -> Tensor:
 
 
 def _iterate(x_NRC: Tensor, coefficients: Sequence[tuple[float, float, float]], margin: float) -> Tensor:
-    """Applies the quintics to the singular values of each matrix, after scaling it to a Frobenius norm of 1/margin."""
+    """Applies the quintics to the singular values of each matrix, after scaling it to a Frobenius norm of
+    1/margin."""
     tall = x_NRC.size(-2) > x_NRC.size(-1)
     x = x_NRC.mT if tall else x_NRC  # so that the Gram matrix is the small one
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=_accumulate(x.dtype))
@@ -76,36 +80,40 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def nesterov_(momentum_NRC: Tensor, grad_NRC: Tensor, momentum: Scalar) -> Tensor:
-    """Updates the running mean of the gradients in place; returns it with the newest gradient counted once more."""
+    """Updates the running mean of the gradients in place; returns it with the newest gradient counted once
+    more."""
     grad = grad_NRC.to(momentum_NRC.dtype)
     momentum_NRC.lerp_(grad, 1 - momentum)
     return grad.lerp(momentum_NRC, momentum)
 
 
 def equal_rows(x_NRC: Tensor) -> Tensor:
-    """Every row to norm 1, so that no loud row dominates the spectrum that is orthogonalised; zero rows stay zero.
+    """Every row to norm 1, so that no loud row dominates the spectrum that is orthogonalised; zero rows stay
+    zero.
 
-    MuonEq-R (arXiv 2603.28254) rescales to the mean row norm instead; the scaling that opens the orthogonalisation
-    makes the two the same. Rows below a millionth of the mean are taken for zero, not blown up.
-    """
+    MuonEq-R (arXiv 2603.28254) rescales to the mean row norm instead; the scaling that opens the
+    orthogonalisation makes the two the same. Rows below a millionth of the mean are taken for zero, not blown
+    up."""
     norm = torch.linalg.vector_norm(x_NRC, dim=-1, keepdim=True)
     floor = 1e-6 * norm.square().mean(dim=-2, keepdim=True).sqrt()
     return x_NRC / (torch.maximum(norm, floor) + TINY)
 
 
 def restore_norm(x_NRC: Tensor) -> Tensor:
-    """Frobenius norm to sqrt(min(R, C)), that of an exactly semi-orthogonal matrix. Muon+ (arXiv 2602.21545)."""
+    """Frobenius norm to sqrt(min(R, C)), that of an exactly semi-orthogonal matrix. Muon+ (arXiv
+    2602.21545)."""
     target = min(x_NRC.size(-2), x_NRC.size(-1)) ** 0.5
     norm = torch.linalg.vector_norm(x_NRC, dim=(-2, -1), keepdim=True)
     return x_NRC * (target / (norm + TINY))
 
 
 def reduce_variance_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
-    """Divides rows (second is (N, R, 1)) or columns ((N, 1, C)) by their running RMS, keeping the Frobenius norm.
+    """Divides rows (second is (N, R, 1)) or columns ((N, 1, C)) by their running RMS, keeping the Frobenius
+    norm.
 
-    NorMuon (arXiv 2510.05491), which does so per row; here along the longer side, whose entries vary more and whose
-    second moment is the smaller state per weight. No bias correction: a common factor falls out with the norm.
-    """
+    NorMuon (arXiv 2510.05491), which does so per row; here along the longer side, whose entries vary more and
+    whose second moment is the smaller state per weight. No bias correction: a common factor falls out with
+    the norm."""
     dim = -1 if second.size(-1) == 1 else -2
     energy = x_NRC.square().mean(dim=dim, keepdim=True)
     second.lerp_(energy, 1 - beta2)
@@ -141,9 +149,9 @@ def muon_(
 ) -> None:
     """One Muon update in place of master, momentum (N, R, C) and second ((N, R, 1) or (N, 1, C)), all fp32.
 
-    grad: (N, R, C) in any floating dtype. dtype: of the matrix products in the orthogonalisation. out: receives the
-    new master rounded to its own dtype. The rate is scaled by sqrt(max(1, R/C)), so that the step's RMS effect on the
-    outputs does not depend on the shape. Safe to compile whole, with dynamic shapes.
+    grad: (N, R, C) in any floating dtype. dtype: of the matrix products in the orthogonalisation. out:
+    receives the new master rounded to its own dtype. The rate is scaled by sqrt(max(1, R/C)), so that the
+    step's RMS effect on the outputs does not depend on the shape. Safe to compile whole, with dynamic shapes.
     """
     update = equal_rows(nesterov_(momentum_NRC, grad_NRC, momentum))
     update = orthogonalize(update.to(dtype), steps).to(master_NRC.dtype)
@@ -166,10 +174,10 @@ class Muon:
 
     stacked: ClassVar[bool] = True
 
-    def init_state(self, master_NRC: Tensor) -> dict[str, Tensor]:
-        count, rows, columns = master_NRC.shape
+    def init_state(self, master: Tensor) -> dict[str, Tensor]:
+        count, rows, columns = master.shape
         shape = (count, rows, 1) if rows >= columns else (count, 1, columns)
-        return {"momentum": torch.zeros_like(master_NRC), "second": master_NRC.new_zeros(shape)}
+        return {"momentum": torch.zeros_like(master), "second": master.new_zeros(shape)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
         return {

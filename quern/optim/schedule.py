@@ -1,8 +1,7 @@
 """What changes over a run: multipliers of the learning rates and of the decay, and Muon's momentum.
 
-Pure functions of (step, steps), where step counts from 0. The rules that set the peaks from batch, width and horizon
-stand in `recipe.py`.
-"""
+Pure functions of (step, steps), where step counts from 0. The rules that set the peaks from batch, width and
+horizon stand in `recipe.py`."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ class Multipliers(NamedTuple):
 def learning_rate(
     step: int, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final: float = 0.05
 ) -> float:
-    """Linear up over `warmup_steps` (1/warmup_steps at step 0), flat at 1, linear down over the last `warmdown_share`
-    of the run to `final`, which is reached one step after the last.
+    """Linear up over `warmup_steps` (1/warmup_steps at step 0), flat at 1, linear down over the last
+    `warmdown_share` of the run to `final`, which is reached one step after the last.
 
     Where a short run's ramps overlap, the lower one holds.
     """

@@ -1,9 +1,9 @@
 """The optimizer's driver: fp32 masters, flat and stacked buffers, and the bytes between them and the model.
 
-An update rule sees tensors only; this file decides how they lie in memory. Parameters of an elementwise rule become
-views into one flat buffer, matrices of one shape become views into one (N, R, C) stack, and so do their gradients:
-zeroing, clipping and writing back are one call per buffer. Parameters stay in the compute dtype; where that is not
-fp32 the masters exist once more in fp32, else the parameter is its own master.
+An update rule sees tensors only; this file decides how they lie in memory. Parameters of an elementwise rule
+become views into one flat buffer, matrices of one shape become views into one (N, R, C) stack, and so do
+their gradients: zeroing, clipping and writing back are one call per buffer. Parameters stay in the compute
+dtype; where that is not fp32 the masters exist once more in fp32, else the parameter is its own master.
 
 One process for now: the whole state is here. Not a torch.optim.Optimizer: schedules come in as numbers.
 """
@@ -22,7 +22,7 @@ from quern.optim.groups import Group, Rule
 from quern.optim.schedule import Multipliers
 
 ALIGNMENT = 64
-"""Elements: every parameter in a flat buffer starts at a multiple, since fast matmul kernels need aligned operands."""
+"""Elements: a parameter in a flat buffer starts at a multiple, since fast matmuls need aligned operands."""
 
 
 @dataclass
@@ -49,9 +49,9 @@ class Bucket:
 class Zero2:
     """Updates the parameters of `groups`, which become views into this object's buffers.
 
-    Load weights and move the model to its device before this is made; afterwards change weights in place only, and
-    through `load_state_tensors`. dtype_ns: dtype of Muon's matrix products (the machine's compute dtype). compile:
-    run the update rules through torch.compile.
+    Load weights and move the model to its device before this is made; afterwards change weights in place
+    only, and through `load_state_tensors`. dtype_ns: dtype of Muon's matrix products (the machine's compute
+    dtype). compile: run the update rules through torch.compile.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Zero2:
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The global 2-norm of all gradients, fp32, 0-dim, in one pass; not finite when any gradient is not."""
+        """The global 2-norm of all gradients: fp32, 0-dim, one pass; not finite when any of them is not."""
         self._gather_grads()
         norms = [torch.linalg.vector_norm(bucket.grads, dtype=torch.float32) for bucket in self.buckets]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def finite(self) -> Tensor:
-        """0-dim bool: whether every gradient is finite. With `grad_norm` at hand, test that instead: same pass."""
+        """0-dim bool: whether every gradient is finite. With `grad_norm` at hand, ask that instead."""
         return torch.isfinite(self.grad_norm())
 
     @torch.no_grad()
@@ -106,19 +106,18 @@ class Zero2:
         norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for bucket in self.buckets:
-            bucket.grads.mul_(scale.to(bucket.grads.dtype))
+            bucket.grads.mul_(scale)
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Masters and state by logical name ("master.<parameter>", "m.<parameter>", …): all that a resume needs.
+        """Masters and state by logical name ("master.<parameter>", "m.<parameter>"): all a resume needs.
 
-        The tensors are views of the live buffers: copy what must outlive the next step. The parameters themselves are
-        the masters rounded to their dtype.
-        """
+        The tensors are views of the live buffers: copy what must outlive the next step. The parameters
+        themselves are the masters rounded to their dtype."""
         tensors = {}
         for bucket in self.buckets:
             for kind, buffer in {"master": bucket.masters, **bucket.state}.items():
-                for (name, _), view in zip(bucket.parameters, _cut(bucket, buffer), strict=True):
+                for (name, _), view in zip(bucket.parameters, bucket.views(buffer), strict=True):
                     tensors[f"{kind}.{name}"] = view
         return tensors
 
@@ -126,8 +125,8 @@ class Zero2:
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores what `state_tensors` gave, bit for bit, and the parameters from the masters.
 
-        Raises ValueError, before anything is changed, when a tensor is missing, has another shape or is one too many.
-        """
+        Raises ValueError, before anything is changed, when a tensor is missing, has another shape or is one
+        too many."""
         own = self.state_tensors()
         problems = [f"missing: {name}" for name in own if name not in tensors]
         problems += [f"unknown: {name}" for name in tensors if name not in own]
@@ -147,20 +146,22 @@ class Zero2:
                 bucket.out.copy_(bucket.masters)
 
     def _gather_grads(self) -> None:
-        """Makes every `.grad` the view of its buffer, copying what autograd put elsewhere (the first backward does).
+        """Makes every `.grad` the view of its buffer, copying what autograd put elsewhere (the first backward
+        does).
 
         Raises ValueError naming parameters that received no gradient at all.
         """
         silent = [name for bucket in self.buckets for name, p in bucket.parameters if p.grad is None]
         if silent:
             raise ValueError(
-                f"no gradient reached {', '.join(silent)}: run backward first; if it ran, the model does not use these "
-                "parameters, so remove them"
+                f"no gradient reached {', '.join(silent)}: run backward first; "
+                "if it ran, the model does not use these parameters, so remove them"
             )
         for bucket in self.buckets:
             for (_, parameter), view in zip(bucket.parameters, bucket.grad_views, strict=True):
-                if parameter.grad is not view:
-                    view.copy_(parameter.grad)
+                grad = parameter.grad
+                if grad is not None and grad is not view:
+                    view.copy_(grad)
                     parameter.grad = view
 
 
@@ -189,7 +190,7 @@ def _bucket(
         view.copy_(parameter)
         parameter.data = view
     grads = torch.zeros_like(params)
-    masters = params if params.dtype == torch.float32 else params.float()
+    masters = params if params.dtype in (torch.float32, torch.float64) else params.float()
     update = partial(group.rule.update_, dtype=dtype_ns)
     if compile:  # dynamic: one compilation serves all sizes
         update = torch.compile(update, dynamic=True)
@@ -210,7 +211,3 @@ def _unflatten(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 def _padded(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def _cut(bucket: Bucket, buffer: Tensor) -> list[Tensor]:
-    return bucket.views(buffer)

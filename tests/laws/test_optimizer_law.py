@@ -1,0 +1,268 @@
+"""Law: the optimizer equals its oracles: torch.optim.AdamW, and Muon written over again in NumPy with an
+SVD."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quern.optim.adamw import adamw_
+from quern.optim.muon import Muon, muon_, newton_schulz, polar_express
+
+STEPS = 20
+# eps in the size of the gradients, so that its place in the formula shows.
+ADAMW = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-2, "weight_decay": 0.1}
+ADAMW_BAR = 1e-6
+
+
+def adamw_deviation(rule: Callable[..., None], *, eps: float) -> float:
+    """The largest relative difference (2-norms) of the weights from torch.optim.AdamW's over 20 steps,
+    fp32."""
+    generator = torch.Generator().manual_seed(0)
+    constants = {**ADAMW, "eps": eps}
+    oracle = torch.nn.Parameter(torch.randn(37, 11, generator=generator))
+    betas = (constants["beta1"], constants["beta2"])
+    adamw = torch.optim.AdamW([oracle], lr=0.1, betas=betas, eps=eps, weight_decay=constants["weight_decay"])
+    ours = oracle.detach().clone().flatten()
+    m, v = torch.zeros_like(ours), torch.zeros_like(ours)
+    worst = 0.0
+    for step in range(1, STEPS + 1):
+        lr = 0.1 * (1 - step / 25)
+        adamw.param_groups[0]["lr"] = lr
+        grad = 0.03 * torch.randn(37, 11, generator=generator)
+        oracle.grad = grad.clone()
+        adamw.step()
+        rule(ours, grad.flatten(), m, v, step=step, lr=lr, **constants)
+        difference = (ours.view_as(oracle) - oracle).norm() / oracle.norm()
+        worst = max(worst, difference.item())
+    return worst
+
+
+def test_adamw_is_torchs_adamw(law: Callable[..., None]) -> None:
+    worst = max(adamw_deviation(adamw_, eps=eps) for eps in (1e-2, 1e-10))
+    law("AdamW = torch.optim.AdamW, 20 steps", worst, f"≤ {ADAMW_BAR:g} relative, fp32")
+    assert worst <= ADAMW_BAR
+
+
+def broken_adamw(mistake: str) -> Callable[..., None]:
+    """AdamW with one of the mistakes that have been made."""
+
+    def update_(master, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay):  # type: ignore[no-untyped-def]
+        if mistake == "decay in the gradient":
+            grad = grad + weight_decay * master
+        m.lerp_(grad, 1 - beta1)
+        v.lerp_(grad**2, 1 - beta2)
+        bias1 = 1.0 if mistake == "no bias correction" else 1 - beta1**step
+        bias2 = 1 - beta2**step
+        denominator = (v / bias2).sqrt() + eps
+        if mistake == "eps before bias correction":
+            denominator = (v.sqrt() + eps) / math.sqrt(bias2)
+        if mistake == "eps under the root":
+            denominator = (v / bias2 + eps).sqrt()
+        if mistake not in ("decay in the gradient", "no decay"):
+            master.mul_(1 - lr * weight_decay)
+        master.sub_(lr / bias1 * m / denominator)
+
+    return update_
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "eps before bias correction",
+        "eps under the root",
+        "no bias correction",
+        "decay in the gradient",
+        "no decay",
+    ],
+)
+def test_the_adamw_law_can_fail(mistake: str) -> None:
+    assert adamw_deviation(broken_adamw("none"), eps=1e-2) <= ADAMW_BAR
+    assert adamw_deviation(broken_adamw(mistake), eps=1e-2) > 1000 * ADAMW_BAR
+
+
+def polar_factor(x: np.ndarray) -> np.ndarray:
+    left, _, right = np.linalg.svd(x, full_matrices=False)
+    return left @ right
+
+
+def with_spectrum(rows: int, columns: int, values: np.ndarray, seed: int = 0) -> np.ndarray:
+    """A random matrix with these singular values."""
+    left, _, right = np.linalg.svd(
+        np.random.default_rng(seed).normal(size=(rows, columns)), full_matrices=False
+    )
+    return (left * values) @ right
+
+
+SHAPES = [(32, 32), (48, 16), (16, 48), (1, 8), (8, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_polar_express_converges_to_the_polar_factor(dtype: torch.dtype, law: Callable[..., None]) -> None:
+    worst = 0.0
+    for rows, columns in SHAPES:
+        values = np.geomspace(1, 1e-3, min(rows, columns))
+        x = with_spectrum(rows, columns, values)
+        found = polar_express(torch.tensor(x, dtype=dtype)[None], steps=12)[0].double().numpy()
+        worst = max(worst, float(np.abs(found - polar_factor(x)).max()))
+    name = str(dtype).removeprefix("torch.")
+    law(f"Polar Express, 12 steps = SVD polar factor, {name}", worst, "≤ 1e-4")
+    assert worst <= 1e-4
+
+
+def five_steps(dtype: torch.dtype) -> tuple[float, float, float]:
+    """(least and largest singular value, least cosine with the polar factor) after the five default steps."""
+    low, high, cosine = math.inf, 0.0, 1.0
+    for rows, columns in [(64, 64), (96, 32), (32, 96)]:
+        values = np.geomspace(1, 1e-2, min(rows, columns))
+        x = with_spectrum(rows, columns, values)
+        found = polar_express(torch.tensor(x, dtype=dtype)[None])[0].double().numpy()
+        spectrum, exact = np.linalg.svd(found, compute_uv=False), polar_factor(x)
+        low, high = min(low, spectrum[-1]), max(high, spectrum[0])
+        cosine = min(cosine, float((found * exact).sum() / np.linalg.norm(found) / np.linalg.norm(exact)))
+    return float(low), float(high), cosine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_five_steps_come_near_the_polar_factor(dtype: torch.dtype, law: Callable[..., None]) -> None:
+    low, high, cosine = five_steps(dtype)
+    name = str(dtype).removeprefix("torch.")
+    law(f"Polar Express, 5 steps: singular values, {name}", f"{low:.3f} to {high:.3f}", "0.84 to 1.15")
+    law(f"Polar Express, 5 steps: cosine with U·Vᵀ, {name}", cosine, "≥ 0.99")
+    assert low >= 0.84 and high <= 1.15
+    assert cosine >= 0.99
+
+
+def response(orthogonalize: Callable[..., torch.Tensor], values: np.ndarray) -> np.ndarray:
+    """What five steps make of singular values given as shares of the Frobenius norm.
+
+    A (2, 2) diagonal matrix holds the value and what is left of the norm.
+    """
+    pairs = torch.tensor(np.stack([values, np.sqrt(1 - values**2)], -1))
+    return orthogonalize(torch.diag_embed(pairs), 5)[:, 0, 0].numpy()
+
+
+def test_the_bands_that_five_steps_reach(law: Callable[..., None]) -> None:
+    polar = response(polar_express, np.geomspace(1e-3, 1 - 1e-9, 4000))
+    law(
+        "Polar Express, 5 steps, inputs from 0.001", f"{polar.min():.3f} to {polar.max():.3f}", "0.84 to 1.15"
+    )
+    assert polar.min() >= 0.84 and polar.max() <= 1.15
+    quintic = response(newton_schulz, np.geomspace(1e-2, 1 - 1e-9, 4000))
+    law(
+        "Newton–Schulz, 5 steps, inputs from 0.01",
+        f"{quintic.min():.3f} to {quintic.max():.3f}",
+        "0.68 to 1.14",
+    )
+    assert quintic.min() >= 0.68 and quintic.max() <= 1.14
+
+
+MUON: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "beta2": 0.8, "weight_decay": 0.4}
+MUON_BAR = 1e-8
+
+
+def reference_muon(
+    weight: np.ndarray,
+    grads: list[np.ndarray],
+    skip: str,
+    *,
+    lr: float,
+    momentum: float,
+    beta2: float,
+    weight_decay: float,
+) -> np.ndarray:
+    """Muon by the papers' formulas, one matrix, exact polar factor; `skip` leaves one part out."""
+    rows, columns = weight.shape
+    velocity, second = np.zeros_like(weight), 0.0
+    for grad in grads:
+        velocity = momentum * velocity + (1 - momentum) * grad
+        update = velocity if skip == "nesterov" else momentum * velocity + (1 - momentum) * grad
+        if skip != "equal rows":
+            lengths = np.linalg.norm(update, axis=1, keepdims=True)
+            update = update / lengths * np.sqrt((lengths**2).mean())
+        update = polar_factor(update) if skip != "polar factor" else update / np.linalg.norm(update, 2)
+        if skip != "restored norm":
+            update = update / np.linalg.norm(update) * np.sqrt(min(rows, columns))
+        if skip != "variance reduction":
+            axis = 1 if (rows >= columns) != (skip == "the longer side") else 0
+            second = beta2 * second + (1 - beta2) * (update**2).mean(axis=axis, keepdims=True)
+            scaled = update / np.sqrt(second)
+            update = scaled * np.linalg.norm(update) / np.linalg.norm(scaled)
+        shrinks = np.sign(update) == np.sign(weight)
+        decay = weight_decay * weight * (1 if skip == "caution" else shrinks)
+        rate = lr * (1 if skip == "shape scale" else np.sqrt(max(1, rows / columns)))
+        weight = weight - rate * (update + decay)
+    return weight
+
+
+def muon_deviation(skip: str = "", constants: Mapping[str, Any] = MUON) -> float:
+    """The largest relative difference from the reference over shapes, after five steps in fp64."""
+    worst = 0.0
+    for rows, columns in [(12, 12), (20, 8), (8, 20)]:
+        random = np.random.default_rng(rows)
+        start = 0.1 * random.normal(size=(rows, columns))
+        loudness = np.geomspace(1, 30, rows)[:, None]  # loud and quiet rows
+        grads = [loudness * random.normal(size=(rows, columns)) for _ in range(5)]
+        master = torch.tensor(start)[None].clone()
+        state = Muon().init_state(master)
+        for grad in grads:
+            muon_(
+                master,
+                torch.tensor(grad)[None],
+                state["momentum"],
+                state["second"],
+                **constants,
+                steps=30,
+                dtype=torch.float64,
+            )
+        expected = reference_muon(start, grads, skip, **constants)
+        moved = np.linalg.norm(expected - start)
+        worst = max(worst, float(np.linalg.norm(master[0].numpy() - expected) / moved))
+    return worst
+
+
+def test_muon_is_the_papers_formulas_with_an_svd(law: Callable[..., None]) -> None:
+    worst = muon_deviation()
+    law(
+        "Muon, 5 updates = NumPy with the SVD polar factor", worst, f"≤ {MUON_BAR:g} relative, fp64, 30 steps"
+    )
+    assert worst <= MUON_BAR
+
+
+@pytest.mark.parametrize(
+    "skip",
+    [
+        "nesterov",
+        "equal rows",
+        "polar factor",
+        "variance reduction",
+        "the longer side",
+        "caution",
+        "shape scale",
+    ],
+)
+def test_the_muon_law_can_fail(skip: str) -> None:
+    assert muon_deviation(skip) > 1e-3
+
+
+def test_a_stack_is_updated_as_its_matrices_alone(law: Callable[..., None]) -> None:
+    worst = 0.0
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, columns in [(24, 24), (40, 16), (16, 40)]:
+            generator = torch.Generator().manual_seed(1)
+            master = torch.randn(5, rows, columns, generator=generator)
+            grads = [torch.randn(5, rows, columns, generator=generator).to(dtype) for _ in range(3)]
+            stack, single = master.clone(), master.clone()
+            state = Muon().init_state(stack)
+            alone = [Muon().init_state(single[i : i + 1]) for i in range(5)]
+            for grad in grads:
+                muon_(stack, grad, state["momentum"], state["second"], **MUON, dtype=dtype)
+                for i, mine in enumerate(alone):
+                    part = slice(i, i + 1)
+                    muon_(single[part], grad[part], mine["momentum"], mine["second"], **MUON, dtype=dtype)
+            worst = max(worst, ((stack - single).norm() / stack.norm()).item())
+    law("Muon on a stack = on each matrix alone", worst, "≤ 1e-6 relative")
+    assert worst <= 1e-6

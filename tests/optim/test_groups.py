@@ -1,0 +1,106 @@
+"""The group table: rates follow the recipe, and every parameter is in exactly one group."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from quern.optim.adamw import AdamW
+from quern.optim.groups import make_groups
+from quern.optim.muon import Muon
+from quern.recipe import OptimRecipe
+
+Reported = dict[str, list[tuple[str, Parameter]]]
+
+
+def reported() -> Reported:
+    def parameter(*shape: int) -> Parameter:
+        return Parameter(torch.ones(shape))
+
+    return {
+        "matrices": [("block.up", parameter(8, 4)), ("block.down", parameter(4, 8))],
+        "embedding": [("embedding", parameter(16, 4))],
+        "value_embeddings": [("value_embedding", parameter(16, 4))],
+        "head": [("head", parameter(16, 4))],
+        "residual_scales": [("residual", parameter(2))],
+        "x0_scales": [("x0", parameter(2))],
+        "gates": [("gate", parameter(2, 3))],
+        "smear": [("smear.gate", parameter(1, 4)), ("backout", parameter(1))],
+    }
+
+
+def everything(groups: Reported) -> list[tuple[str, Parameter]]:
+    return [pair for pairs in groups.values() for pair in pairs]
+
+
+def test_rates_follow_batch_and_width() -> None:
+    recipe = OptimRecipe(lr_scale=0.5, decay_scale=2.0, width_scale=3.0)
+    model = reported()
+    groups = {group.name: group for group in make_groups(model, recipe, everything(model))}
+    rates = {name: group.lr for name, group in groups.items()}
+    assert rates == pytest.approx(
+        {
+            "matrices": 0.01,
+            "head": 0.008 * 1.5,
+            "embedding": 0.3 * 1.5,
+            "value_embeddings": 0.15 * 1.5,
+            "residual_scales": 0.0025,
+            "x0_scales": 0.25,
+            "gates": 0.01,
+            "smear": 0.2,  # alone in not following the batch
+        }
+    )
+    assert groups["matrices"].rule == Muon(beta2=0.9, weight_decay=0.56, steps=5)
+    assert groups["head"].rule == AdamW((0.8, 0.96), 1e-10, 0.01)
+    assert groups["x0_scales"].rule == AdamW((0.96, 0.95), 1e-10, 0.0)
+
+
+def test_empty_groups_are_left_out() -> None:
+    model = {name: pairs for name, pairs in reported().items() if name in ("matrices", "head")}
+    model["gates"] = []
+    groups = make_groups(model, OptimRecipe(), everything(model))
+    assert [group.name for group in groups] == ["matrices", "head"]
+
+
+def test_a_forgotten_parameter_is_named() -> None:
+    model = reported()
+    with pytest.raises(ValueError, match="in no group: forgotten.weight"):
+        make_groups(
+            model, OptimRecipe(), [*everything(model), ("forgotten.weight", Parameter(torch.ones(1)))]
+        )
+
+
+def test_a_parameter_in_two_groups_is_named() -> None:
+    model = reported()
+    model["gates"].append(("again", model["head"][0][1]))
+    with pytest.raises(ValueError, match="more than once: head: head and gates: again"):
+        make_groups(model, OptimRecipe(), everything(model))
+
+
+def test_a_parameter_twice_in_one_group_is_named() -> None:
+    model = reported()
+    model["smear"].append(model["smear"][0])
+    with pytest.raises(ValueError, match="more than once: smear: smear.gate and smear: smear.gate"):
+        make_groups(model, OptimRecipe(), everything(model))
+
+
+def test_a_foreign_parameter_and_a_shared_name_are_refused() -> None:
+    model = reported()
+    parameters = everything(model)
+    model["smear"].append(("stranger", Parameter(torch.ones(1))))
+    with pytest.raises(ValueError, match="not among the model's parameters: smear: stranger"):
+        make_groups(model, OptimRecipe(), parameters)
+    model["smear"][-1] = ("head", Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match="two parameters called head"):
+        make_groups(model, OptimRecipe(), everything(model))
+
+
+def test_an_unknown_group_is_refused() -> None:
+    model = {"matrixes": reported()["matrices"]}
+    with pytest.raises(ValueError, match="no optimizer group is called matrixes: use one of matrices, head"):
+        make_groups(model, OptimRecipe(), everything(model))
+
+
+def test_a_vector_among_the_matrices_is_refused() -> None:
+    model = {"matrices": [("bias", Parameter(torch.ones(3)))]}
+    with pytest.raises(ValueError, match="'bias' has 1 dimensions"):
+        make_groups(model, OptimRecipe(), everything(model))

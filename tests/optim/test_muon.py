@@ -1,0 +1,125 @@
+"""Muon's parts, each by the property it is there for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from quern.optim.adamw import AdamW
+from quern.optim.groups import Rule
+from quern.optim.muon import (
+    Muon,
+    cautious_step_,
+    equal_rows,
+    muon_,
+    newton_schulz,
+    polar_express,
+    reduce_variance_,
+    restore_norm,
+)
+
+CONSTANTS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.1}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def updated(grad: torch.Tensor, **changes: Any) -> torch.Tensor:
+    """A fixed master after one update by `grad`."""
+    master = random(*grad.shape, seed=9).to(torch.float32)
+    state = Muon().init_state(master)
+    muon_(master, grad, state["momentum"], state["second"], **{**CONSTANTS, **changes})
+    return master
+
+
+@pytest.mark.parametrize("orthogonalize", [polar_express, newton_schulz])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transposed_matrix_gives_the_transposed_result(orthogonalize: Any, dtype: torch.dtype) -> None:
+    x = random(2, 24, 8).to(dtype)
+    assert orthogonalize(x).dtype == dtype
+    close = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-2}
+    torch.testing.assert_close(orthogonalize(x), orthogonalize(x.mT.contiguous()).mT, **close)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e6])
+def test_the_update_ignores_the_scale_of_the_gradient(scale: float) -> None:
+    grad = random(2, 16, 24)
+    torch.testing.assert_close(updated(grad * scale), updated(grad), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [5, 9])
+def test_a_zero_gradient_moves_nothing_but_by_decay(dtype: torch.dtype, steps: int) -> None:
+    master = updated(torch.zeros(2, 8, 12, dtype=dtype), dtype=dtype, steps=steps)
+    # update · master = 0 everywhere, which does not grow any weight: all of them decay
+    torch.testing.assert_close(master, random(2, 8, 12, seed=9) * (1 - 0.1 * 0.1))
+
+
+def test_a_dead_row_stays_dead_and_the_rest_finite() -> None:
+    grad = random(1, 8, 12)
+    grad[0, 3] = 0
+    change = updated(grad, weight_decay=0.0) - random(1, 8, 12, seed=9)
+    assert torch.isfinite(change).all()
+    assert change[0, 3].abs().max() == 0
+    assert change[0, 2].abs().max() > 1e-3
+
+
+def test_equal_rows_have_norm_one() -> None:
+    x = random(3, 8, 5) * torch.logspace(-3, 3, 8)[:, None]
+    torch.testing.assert_close(equal_rows(x).norm(dim=-1), torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8), (2, 20, 4), (2, 4, 20)])
+def test_restored_norm_is_an_orthogonal_matrixs(shape: tuple[int, int, int]) -> None:
+    norms = restore_norm(7 * random(*shape)).norm(dim=(-2, -1))
+    torch.testing.assert_close(norms, torch.full((2,), min(shape[1:]) ** 0.5))
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 20, 4), (3, 4, 20)])
+def test_variance_reduction_evens_out_the_longer_side_and_keeps_the_norm(shape: tuple[int, int, int]) -> None:
+    _, rows, columns = shape
+    across = -1 if rows >= columns else -2
+    loud = torch.logspace(-1, 1, rows)[:, None] if across == -1 else torch.logspace(-1, 1, columns)
+    x = random(*shape) * loud
+    second = Muon().init_state(x)["second"]
+    assert second.shape == ((3, rows, 1) if across == -1 else (3, 1, columns))
+    out = reduce_variance_(x, second, 0.9)
+    torch.testing.assert_close(out.norm(dim=(-2, -1)), x.norm(dim=(-2, -1)))
+    sizes = out.norm(dim=across)
+    torch.testing.assert_close(sizes, sizes.mean(dim=-1, keepdim=True).expand_as(sizes), rtol=1e-3, atol=0)
+
+
+def test_caution_decays_only_where_the_update_shrinks_the_weight() -> None:
+    master = torch.tensor([[[1.0, -1.0, 1.0, -1.0]]])
+    cautious_step_(master, torch.tensor([[[0.5, 0.5, -0.5, -0.5]]]), 0.1, 0.2)
+    torch.testing.assert_close(master, torch.tensor([[[0.93, -1.05, 1.05, -0.93]]]))
+
+
+def test_out_is_the_rounded_master() -> None:
+    master, out = random(2, 8, 8), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+    state = Muon().init_state(master)
+    muon_(master, random(2, 8, 8, seed=1), state["momentum"], state["second"], **CONSTANTS, out=out)
+    assert torch.equal(out, master.bfloat16())
+
+
+@pytest.mark.parametrize("rule", [AdamW(weight_decay=0.1), Muon(weight_decay=0.1)])
+def test_new_scalars_and_sizes_are_not_compiled_anew(rule: Rule) -> None:
+    """A schedule changes the scalars at every step: compiled once, and the results are those of Python
+    numbers."""
+    counter = CompileCounter()
+    compiled = torch.compile(rule.update_, backend=counter, dynamic=True, fullgraph=True)
+    compilations = []
+    for count in (3, 5):
+        plain, fused = random(count, 12, 8), random(count, 12, 8)
+        plain_state, fused_state = rule.init_state(plain), rule.init_state(fused)
+        for step in range(1, 4):
+            scalars = rule.scalars(step, 0.1 / step, 0.9 + 0.01 * step, 1 / step)
+            tensors: dict[str, Any] = {k: torch.tensor(x, dtype=torch.float64) for k, x in scalars.items()}
+            grad = random(count, 12, 8, seed=step)
+            rule.update_(plain, grad, plain_state, dict(scalars), dtype=torch.float32, out=None)
+            compiled(fused, grad, fused_state, tensors, dtype=torch.float32, out=None)
+            compilations.append(counter.frame_count)
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+    assert set(compilations) == {1}

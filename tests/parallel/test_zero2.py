@@ -1,0 +1,267 @@
+"""The optimizer's driver against plain loops: the same numbers, whatever the buffers' layout."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from quern.optim.adamw import AdamW
+from quern.optim.groups import Group, make_groups
+from quern.optim.muon import Muon, muon_
+from quern.optim.schedule import Multipliers, multipliers
+from quern.parallel.zero2 import Zero2
+from quern.recipe import OptimRecipe
+
+
+class Toy(nn.Module):
+    """Two shapes of matrices, an embedding, a head, and vectors of odd sizes."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def parameter(*shape: int) -> Parameter:
+            return Parameter(0.5 * torch.randn(*shape, generator=generator))
+
+        self.embedding = parameter(13, 6)
+        self.up = nn.ParameterList(parameter(18, 6) for _ in range(3))
+        self.down = nn.ParameterList(parameter(6, 18) for _ in range(3))
+        self.scales = parameter(3)
+        self.head = parameter(13, 6)
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, Parameter]]]:
+        named = dict(self.named_parameters())
+        return {
+            "matrices": [(name, p) for name, p in named.items() if name.startswith(("up.", "down."))],
+            "embedding": [("embedding", self.embedding)],
+            "head": [("head", self.head)],
+            "residual_scales": [("scales", self.scales)],
+        }
+
+    def loss(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(13, (40,), generator=generator)
+        x = self.embedding[tokens]
+        for i, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            x = x + self.scales[i] * (x @ up.T).relu().square() @ down.T
+        return nn.functional.cross_entropy((x @ self.head.T).float(), tokens.roll(-1))
+
+
+def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
+    return Toy(seed).to(dtype)
+
+
+def driver(model: Toy, **options: Any) -> Zero2:
+    recipe = OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)
+    return Zero2(make_groups(model.parameter_groups(), recipe, model.named_parameters()), **options)
+
+
+def train(model: Toy, optimizer: Zero2, steps: range, total: int = 10) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model.loss(step)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step(step, multipliers(step, total, warmup_steps=2))
+        optimizer.zero_grad()
+    return losses
+
+
+def snapshot(optimizer: Zero2) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+
+
+def test_elementwise_groups_are_torchs_adamw() -> None:
+    ours, theirs = toy(), toy()
+    constants: list[dict[str, Any]] = [
+        {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1},
+        {"lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0},
+    ]
+    halves = [list(m.named_parameters()) for m in (ours, theirs)]
+    groups = []
+    for i, c in enumerate(constants):
+        rule = AdamW(c["betas"], c["eps"], c["weight_decay"])
+        groups.append(Group(f"half {i}", rule, tuple(halves[0][i::2]), c["lr"]))
+    optimizer = Zero2(groups)
+    oracle = torch.optim.AdamW(
+        [{"params": [p for _, p in halves[1][i::2]], **c} for i, c in enumerate(constants)]
+    )
+    for step in range(20):
+        for model in (ours, theirs):
+            model.loss(step).backward()
+        optimizer.step(step, Multipliers())
+        optimizer.zero_grad()
+        oracle.step()
+        oracle.zero_grad()
+    for (name, mine), (_, other) in zip(*halves, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_matrices_are_updated_as_by_muon_alone() -> None:
+    model = toy()
+    named = model.parameter_groups()["matrices"]
+    optimizer = Zero2([Group("matrices", Muon(weight_decay=0.3), tuple(named), 0.1)])
+    plain = {name: p.detach().clone()[None] for name, p in named}
+    state = {name: Muon().init_state(master) for name, master in plain.items()}
+    for step in range(4):
+        model.loss(step).backward()
+        grads = {name: p.grad.clone()[None] for name, p in named if p.grad is not None}
+        optimizer.step(step, Multipliers(lr=0.5, momentum=0.9, decay=0.25))
+        optimizer.zero_grad()
+        for name, master in plain.items():
+            first, second = state[name]["momentum"], state[name]["second"]
+            constants: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.075}
+            muon_(master, grads[name], first, second, **constants)
+    for name, p in named:
+        torch.testing.assert_close(p.detach(), plain[name][0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_learns_and_gradients_accumulate_in_its_buffers(dtype: torch.dtype) -> None:
+    model = toy(dtype)
+    optimizer = driver(model, dtype_ns=dtype)
+    before = model.loss(0).item()
+    train(model, optimizer, range(10))
+    assert model.loss(0).item() < 0.9 * before
+    buffers = {bucket.grads.untyped_storage().data_ptr() for bucket in optimizer.buckets}
+    model.loss(0).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for grad in grads.values():
+        assert grad is not None and grad.untyped_storage().data_ptr() in buffers and grad.any()
+    optimizer.zero_grad()
+    assert not any(grad.any() for grad in grads.values() if grad is not None)
+
+
+def test_layout_of_the_buffers() -> None:
+    optimizer = driver(toy())
+    assert [tuple(bucket.params.shape) for bucket in optimizer.buckets] == [
+        (3, 18, 6), (3, 6, 18), (128,), (128,), (64,),
+    ]  # fmt: skip
+
+
+def test_fp32_parameters_are_their_own_masters_and_bf16_have_them_once() -> None:
+    for dtype, shared in [(torch.float32, True), (torch.bfloat16, False), (torch.float64, True)]:
+        model = toy(dtype)
+        optimizer = driver(model)
+        train(model, optimizer, range(2))
+        state = optimizer.state_tensors()
+        for name, p in model.named_parameters():
+            master = state[f"master.{name}"]
+            assert (master.data_ptr() == p.data_ptr()) == shared
+            assert master.dtype == (dtype if shared else torch.float32)
+            assert torch.equal(p.detach(), master.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(dtype: torch.dtype) -> None:
+    whole = toy(dtype)
+    optimizer = driver(whole, dtype_ns=dtype)
+    losses = train(whole, optimizer, range(10))
+    first = toy(dtype)
+    first_optimizer = driver(first, dtype_ns=dtype)
+    train(first, first_optimizer, range(4))
+    saved = snapshot(first_optimizer)
+    second = toy(dtype, seed=7)
+    second_optimizer = driver(second, dtype_ns=dtype)
+    second_optimizer.load_state_tensors(saved)
+    assert train(second, second_optimizer, range(4, 10)) == losses[4:]
+    for name, tensor in optimizer.state_tensors().items():
+        assert torch.equal(tensor, second_optimizer.state_tensors()[name]), name
+    for mine, other in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_state_has_logical_names_and_shapes() -> None:
+    model = toy()
+    state = driver(model).state_tensors()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert shapes["momentum.up.1"] == (18, 6) and shapes["second.up.1"] == (18, 1)
+    assert shapes["second.down.0"] == (1, 18) and shapes["v.scales"] == (3,)
+    assert len(state) == 3 * len(list(model.parameters()))
+
+
+def test_state_that_does_not_fit_is_refused_and_nothing_changes() -> None:
+    optimizer = driver(toy())
+    before = snapshot(optimizer)
+    wrong: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
+        (lambda state: state.pop("m.head"), "missing: m.head"),
+        (lambda state: state.update({"m.stranger": torch.ones(1)}), "unknown: m.stranger"),
+        (lambda state: state.update({"m.head": torch.ones(13, 5)}), r"m.head is \(13, 5\), not \(13, 6\)"),
+    ]
+    for change, message in wrong:
+        state = {name: tensor + 1 for name, tensor in before.items()}
+        change(state)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_tensors(state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in optimizer.state_tensors().items())
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    model = toy()
+    optimizer = driver(model)
+    (model.embedding.sum() + model.head.sum()).backward()
+    with pytest.raises(
+        ValueError, match="no gradient reached up.0, up.1, up.2, down.0, .*, scales: run backward"
+    ):
+        optimizer.grad_norm()
+
+
+def test_gradients_set_to_none_or_replaced_are_taken_in() -> None:
+    ours, theirs = toy(), toy()
+    optimizers = driver(ours), driver(theirs)
+    for step in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            model.loss(step).backward()
+            optimizer.step(step, Multipliers())
+        ours.zero_grad(set_to_none=True)
+        optimizers[1].zero_grad()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
+    ours, theirs = toy(dtype), toy(dtype)
+    for model in (ours, theirs):
+        model.loss(0).backward()
+    norm = driver(ours).clip_grads(max_norm)
+    expected = torch.stack([p.grad.float().norm() for p in theirs.parameters() if p.grad is not None]).norm()
+    torch.testing.assert_close(norm, expected)
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    rtol, atol = (1e-5, 0.0) if dtype == torch.float32 else (1e-2, 1e-6)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["scales", "up.2", "head"])
+def test_one_bad_gradient_is_noticed(name: str, poison: float) -> None:
+    model = toy(torch.bfloat16)
+    optimizer = driver(model)
+    model.loss(0).backward()
+    assert optimizer.finite()
+    grad = dict(model.named_parameters())[name].grad
+    assert grad is not None
+    grad.view(-1)[-1] = poison
+    assert not optimizer.finite()
+    optimizer.zero_grad()
+    model.loss(0).backward()
+    assert optimizer.finite()
+
+
+@pytest.mark.campaign  # half a minute of compiling on a CPU
+def test_compiled_updates_are_the_plain_ones() -> None:
+    plain, fused = toy(), toy()
+    for model, optimizer in ((plain, driver(plain)), (fused, driver(fused, compile=True))):
+        train(model, optimizer, range(4))
+    for mine, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_to_optimize_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to optimize"):
+        Zero2([])
