@@ -1,0 +1,299 @@
+"""A save that dies or is refused at any point, and every order of saves, crashes and damage."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.train.checkpoint import CheckpointError, latest, load, save
+from tests.train.checkpoint_oracle import fast_folder, identity_of, no_report, on_disk, put, temporaries
+
+__all__ = ["fast_folder"]  # a fixture
+
+ROOT = Path(__file__).parents[2]
+Law = Callable[[str, float | int | str, str], None]
+
+# For each folder in argv[2:], named <kind>-<step>: saves that step into copies of the folder argv[1], one
+# process per k, which dies in the k-th call of `at` (kind "point") or in the middle of writing the k-th KiB
+# (kind "byte"), until one survives. Prints how many died, and the points that the survivor passed.
+KILLER = """
+import json, os, resource, shutil, signal, sys
+from pathlib import Path
+import torch
+from quern.train.checkpoint import save
+
+def child(folder, kind, step, k):
+    points = []
+    def at(point):
+        if kind == "point" and len(points) == k:
+            os.kill(os.getpid(), signal.SIGKILL)
+        points.append(point.split()[0])
+    if kind == "byte":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (k * 1024, k * 1024))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills in the middle of write()
+    save(folder, step, {"x": torch.full((2000,), 77)}, {"id": 77}, keep=2, at=at)
+    print(json.dumps([k, points]), flush=True)
+    os._exit(0)
+
+for out in map(Path, sys.argv[2:]):
+    kind, step = out.name.split("-")
+    for k in range(100):
+        shutil.copytree(sys.argv[1], out / str(k))
+        pid = os.fork()
+        if pid == 0:
+            child(out / str(k), kind, int(step), k)
+        status = os.waitpid(pid, 0)[1]
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        assert os.WTERMSIG(status) == (signal.SIGKILL if kind == "point" else signal.SIGXFSZ), status
+"""
+
+
+class Crash(BaseException):
+    """A stand-in for sudden death: no `except Exception` and no clean-up for errors catches it."""
+
+
+# Death at any point
+# -------------------------------------------------------------------------------------------
+
+
+def test_killed_anywhere_in_a_save_leaves_the_old_or_the_new(fast_folder: Path, law: Law) -> None:
+    """Saving step 3 prunes step 1, saving step 2 replaces one; crashed saves lie there already."""
+    base = fast_folder / "base"
+    for step in (1, 2):
+        put(base, step, step)
+    shutil.copytree(base / "step-00000001", base / f"step-00000009.tmp-{uuid.uuid4().hex}")
+    shutil.copytree(base / "step-00000001", base / f"step-00000001.old-{uuid.uuid4().hex}")
+    cases = [f"{kind}-{step}" for kind in ("point", "byte") for step in (3, 2)]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(base), *(str(fast_folder / case) for case in cases)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    total = 0
+    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
+        deaths, points = json.loads(line)
+        change = "prune" if case.endswith("3") else "move"
+        assert {"make", "clean", "settle", "remove", "write", "fsync", "rename", change} <= set(points)
+        assert deaths >= 12
+        if case.startswith("point"):
+            assert deaths == len(points)
+        check_deaths(fast_folder / case, deaths)
+        total += deaths
+    law(f"killed inside a save at {total} points: the latest is whole, the old or the new", "equal", "equal")
+
+
+def check_deaths(folder: Path, deaths: int) -> None:
+    before = {1: 1, 2: 2}
+    after = {2: 2, 3: 77} if folder.name.endswith("3") else {1: 1, 2: 77}
+    seen = set()
+    for k in range(deaths):
+        state = on_disk(folder / str(k))
+        assert state in (before, after, before | after), (folder.name, k)
+        seen.add(max(state.items()))
+        found = latest(folder / str(k), no_report)
+        assert found is not None
+        assert found[1]["meta"]["id"] == state[max(state)] == identity_of(found[0])
+        assert load(found[0])[0]["x"].tolist() == [state[max(state)]] * 2000
+        put(folder / str(k), 4, 4, keep=3)
+        assert on_disk(folder / str(k)) == dict(sorted((state | {4: 4}).items())[-3:])
+        assert temporaries(folder / str(k)) == []
+    old_and_new = {max(before.items()), max(after.items())}
+    assert seen == (old_and_new if folder.name.startswith("point") else {max(before.items())})
+
+
+def test_files_are_synced_before_the_rename_and_the_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut would show: every name and byte is on the disk before the next thing builds on it."""
+    order: list[int | str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor: int) -> None:
+        order.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        order.append(Path(target).name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    path = put(tmp_path, 1, 1)
+    renamed = order.index("step-00000001")
+    (data,) = path.glob("*.safetensors")
+    first_synced = [order.index(file.stat().st_ino) for file in (data, path / "manifest.json", path)]
+    assert first_synced == sorted(first_synced) and first_synced[-1] < renamed
+    assert order[renamed + 1 :] == [tmp_path.stat().st_ino]
+
+
+def random_order(folder: Path, seed: int) -> tuple[int, int, int]:
+    """One order of saves, crashes, damage and losses; returns how many saves, crashes and prunes it had."""
+    rng = random.Random(seed)
+    keep, identity, newest, saves, crashes, prunes = rng.randint(1, 3), 0, 0, 0, 0, 0
+    for _ in range(rng.randint(4, 12)):
+        before, action = on_disk(folder), rng.random()
+        if action < 0.75:
+            again = newest > 0 and newest >= max(before, default=0) and rng.random() < 0.2
+            step = newest if again else newest + rng.randint(1, 3)
+            identity += 1
+            crash_after = rng.randrange(16) if action < 0.35 else 10**9
+            points: list[str] = []
+
+            def at(point: str, points: list[str] = points, crash_after: int = crash_after) -> None:
+                if len(points) == crash_after:
+                    raise Crash
+                points.append(point)
+
+            try:
+                put(folder, step, identity, keep, at=at)
+            except Crash:
+                crashes += 1
+                after = on_disk(folder)
+                possible = before | {step: identity}
+                assert after.items() <= possible.items() | before.items(), seed
+                assert max(after, default=0) >= max(before, default=0), seed
+            else:
+                saves += 1
+                after = on_disk(folder)
+                assert after[step] == identity and temporaries(folder) == [], seed
+                assert after == dict(sorted((before | {step: identity}).items())[-keep:]), seed
+                prunes += len(before | {step: identity}) > keep
+                newest = step
+            # Never fewer whole ones than there were, up to the number to keep.
+            assert len(after) >= min(keep, len(before)), seed
+            newest = max(newest, max(after, default=0))
+        elif before:
+            victim = folder / f"step-{rng.choice(sorted(before)):08d}"
+            if not victim.exists():
+                continue
+            file = rng.choice(sorted(victim.iterdir()))
+            kind = rng.randrange(4)
+            if kind == 0:
+                shutil.rmtree(victim)
+            elif kind == 1:
+                file.unlink()
+            elif kind == 2:
+                os.truncate(file, file.stat().st_size // 2)
+            else:
+                (data,) = victim.glob("*.safetensors")
+                content = bytearray(data.read_bytes())
+                content[-rng.randint(1, 8000)] ^= 1 << rng.randrange(8)
+                data.write_bytes(content)
+        whole = on_disk(folder)
+        found = latest(folder, lambda message: None)
+        assert (found[1]["meta"]["id"] if found else None) == (whole[max(whole)] if whole else None), seed
+    return saves, crashes, prunes
+
+
+def run_orders(folder: Path, count: int, law: Law) -> None:
+    totals = [0, 0, 0]
+    for seed in range(count):
+        totals = [a + b for a, b in zip(totals, random_order(folder / str(seed), seed), strict=True)]
+        shutil.rmtree(folder / str(seed), ignore_errors=True)
+    assert min(totals) > count, totals
+    law(f"keep-last-k over {count} orders of save, crash and damage: too few left", 0, "0")
+
+
+def test_never_fewer_than_k_whole_over_orders_of_save_crash_and_damage(fast_folder: Path, law: Law) -> None:
+    run_orders(fast_folder, 60, law)
+
+
+@pytest.mark.campaign
+def test_never_fewer_than_k_whole_over_a_thousand_orders(fast_folder: Path, law: Law) -> None:
+    run_orders(fast_folder, 1000, law)
+
+
+# A disk that refuses
+# ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(5, "Input/output error")])
+def test_an_error_at_any_point_is_clear_and_harms_nothing(error: OSError, fast_folder: Path) -> None:
+    for k in range(100):
+        folder = fast_folder / str(k)
+        put(folder, 1, 1)
+        put(folder, 2, 2)
+        points: list[str] = []
+
+        def at(point: str, points: list[str] = points, k: int = k) -> None:
+            points.append(point)
+            if len(points) > k:
+                raise error
+
+        try:
+            put(folder, 3, 3, keep=2, at=at)
+        except CheckpointError as failure:
+            assert str(error.strerror) in str(failure) and str(folder) in str(failure)
+            if "cannot write" in str(failure):
+                assert "about 16,000 bytes" in str(failure) and "step 3" in str(failure)
+                assert on_disk(folder).items() >= {1: 1, 2: 2}.items()
+        else:
+            break
+        whole = on_disk(folder)
+        found = latest(folder, no_report)
+        assert found and found[1]["meta"]["id"] == max(whole) and len(whole) >= 2
+        assert [name for name in temporaries(folder) if name.startswith("step-00000003")] == []
+        put(folder, 4, 4, keep=2)
+        assert max(on_disk(folder)) == 4 and len(on_disk(folder)) == 2
+    else:
+        raise AssertionError("the save never went through")
+    assert k >= 9
+
+
+def test_a_file_size_limit_is_a_clear_error(fast_folder: Path) -> None:
+    """Not simulated: the kernel refuses the write (EFBIG; Python ignores SIGXFSZ)."""
+    put(fast_folder, 1, 1)
+    script = (
+        "import resource, sys, torch\nfrom pathlib import Path\n"
+        "from quern.train.checkpoint import CheckpointError, save\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: save(Path(sys.argv[1]), 2, {'x': torch.zeros(100_000)}, {}, keep=1)\n"
+        "except CheckpointError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(fast_folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"cannot write the checkpoint of step 2 to {fast_folder}: File too large" in done.stdout
+    assert "about 400,000 bytes" in done.stdout
+    assert on_disk(fast_folder) == {1: 1} and temporaries(fast_folder) == []
+
+
+def test_a_full_disk_is_a_clear_error_and_the_checkpoint_before_is_intact(tmp_path: Path) -> None:
+    """Not simulated either: a file system of one megabyte, where this process may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        put(disk, 1, 1)
+        with pytest.raises(CheckpointError, match="No space left on device.*make room, then resume"):
+            save(disk, 2, {"x": torch.zeros(500_000)}, {}, keep=1)
+        assert on_disk(disk) == {1: 1} and temporaries(disk) == []
+        found = latest(disk, no_report)
+        assert found and load(found[0])[1] == {"id": 1}
+        put(disk, 2, 2, keep=1)
+        assert on_disk(disk) == {2: 2}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
