@@ -229,7 +229,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _transfer(url: str, part: Path, progress: Progress | None) -> str | None:
-    """Bring `part` to its full length, from where it stands. Returns the SHA-256 the server stated, if any."""
+    """Bring `part` to its full length from where it stands. Returns the SHA-256 the server stated, if any."""
     state = _read_state(part)
     if not state:
         part.unlink(missing_ok=True)  # of unknown origin

@@ -154,10 +154,10 @@ def test_a_server_without_ranges_is_read_from_the_start(serve, path: Path) -> No
 
 def test_a_file_changed_in_between_is_never_mixed(serve, path: Path) -> None:
     changed = b"PAR1" + random.Random(1).randbytes(len(BODY) - 8) + b"PAR1"
-    for body, etag in ((changed, '"two"'), (changed + b"PAR1", None)):
+    for body, before, now in ((changed, '"one"', '"two"'), (changed + b"PAR1", None, None)):
         with pytest.raises(OSError):
-            get(serve(Plan(cuts=[100_000, 0], reset=False)), path, tries=2)
-        get(serve(Plan(body=body, etag=etag)), path)
+            get(serve(Plan(cuts=[100_000, 0], reset=False, etag=before)), path, tries=2)
+        get(serve(Plan(body=body, etag=now)), path)
         assert path.read_bytes() == body
         path.unlink()
 
