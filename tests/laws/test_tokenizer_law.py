@@ -1,0 +1,145 @@
+"""Law: decode(encode(x)) = x for any text, and ids = those of independent encoders with the same merges.
+
+Two oracles, neither through the code under test: tiktoken, built here from the JSON file alone, and the
+textbook procedure (split with the `regex` package, then merge the lowest-ranked neighbouring pair until none
+is left).
+"""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import regex
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quern.text.tokenizer import Tokenizer
+
+Law = Callable[[str, float | int | str, str], None]
+
+FIXTURES = [
+    "It's 1234567 o'clock; the miller's mill isn't grinding!\r\n\r\n\tdef f(x):\n        return x  # ok   \n",
+    "中文分词没有空格，标点符号也不同。日本語と한국어도 있습니다。",
+    "مَرْحَبًا بِالْعَالَمِ، كيف حالك؟ ١٢٣٤٥",
+    "नमस्ते दुनिया, বাংলা ভাষা, ภาษาไทย",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 ❤️ 👍🏽 🇩🇪🇫🇷 1️⃣",
+    "e\u0301 vs é, Z\u0351\u036b\u0343a\u0334l\u0321go\u0315, ﷽, ﬁ, ǅ, ß, İstanbul",
+    "\x00\x01\x7f\u00a0\u2028\u200b\ufeff\uffff\U0010ffff",
+    "<|bos|><|user_start|>text<|assistant_end|> <|endoftext|>",
+    "",
+    " ",
+    "   x",
+    "a" * 2000,
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    repeated = [text * 4 for text in FIXTURES] + ["the mill grinds the grain into flour " * 50]
+    return Tokenizer.train(repeated, 600)
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], str]:
+    """(all tokens in rank order, the pattern) as the file on disk tells them."""
+    path: Path = tokenizer.save(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    tokens = [bytes([i]) for i in range(256)] + [base64.b64decode(text) for text in contents["merges"]]
+    return tokens, contents["pattern"]
+
+
+Encode = Callable[[str], list[int]]
+
+
+@pytest.fixture(scope="module")
+def by_tiktoken(saved: tuple[list[bytes], str]) -> Encode:
+    tokens, pattern = saved
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    encoding = tiktoken.Encoding("oracle", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return lambda text: encoding.encode(text, disallowed_special=())
+
+
+@pytest.fixture(scope="module")
+def by_the_book(saved: tuple[list[bytes], str]) -> Encode:
+    tokens, pattern = saved
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    split = regex.compile(pattern)
+
+    def encode(text: str) -> list[int]:
+        ids = []
+        for word in split.findall(text):
+            parts = [bytes([byte]) for byte in word.encode("utf-8")]
+            while len(parts) > 1:
+                pairs = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]
+                best = min(pairs)
+                if best == len(ranks):
+                    break
+                i = pairs.index(best)
+                parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            ids += [ranks[part] for part in parts]
+        return ids
+
+    return encode
+
+
+def differing(tokenizer: Tokenizer, encode: Encode, texts: list[str]) -> int:
+    return sum(tokenizer.encode(text) != encode(text) for text in texts)
+
+
+def test_ids_equal_tiktokens_and_the_books(
+    tokenizer: Tokenizer, by_tiktoken: Encode, by_the_book: Encode, law: Law
+) -> None:
+    for name, oracle in (("tiktoken's", by_tiktoken), ("the textbook's", by_the_book)):
+        wrong = differing(tokenizer, oracle, FIXTURES)
+        assert wrong == 0
+        law(f"token ids = {name} for the same merges (texts that differ)", wrong, "equal")
+    assert tokenizer.encode_batch(FIXTURES) == [tokenizer.encode(text) for text in FIXTURES]
+
+
+PIECES = st.sampled_from([*FIXTURES[:8], "the mill", "  ", "\n", "'ll", "12", "e\u0301", "👩‍👧", "<|bos|>"])
+TEXTS = st.one_of(st.text(), st.lists(st.one_of(PIECES, st.text(max_size=4))).map("".join))
+
+
+@settings(max_examples=400)
+@given(TEXTS)
+def test_any_text_has_the_oracles_ids_and_comes_back(
+    tokenizer: Tokenizer, by_tiktoken: Encode, by_the_book: Encode, text: str
+) -> None:
+    ids = tokenizer.encode(text)
+    assert ids == by_tiktoken(text) == by_the_book(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_every_character_comes_back(tokenizer: Tokenizer, law: Law) -> None:
+    wrong = 0
+    for start in range(0, 0x110000, 0x1000):
+        text = "".join(chr(c) for c in range(start, start + 0x1000) if not 0xD800 <= c < 0xE000)
+        wrong += tokenizer.decode(tokenizer.encode(text)) != text
+    assert wrong == 0
+    law("decode(encode(x)) = x (blocks of all 1,112,064 characters that differ)", wrong, "equal")
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 599)))
+def test_decoding_ids_concatenates_their_bytes(
+    tokenizer: Tokenizer, saved: tuple[list[bytes], str], ids: list[int]
+) -> None:
+    tokens, _ = saved
+    names = [name.encode("utf-8") for name in tokenizer.special_ids]
+    expected = b"".join((tokens + names)[i] for i in ids)
+    assert tokenizer.decode_bytes(ids) == expected
+    assert tokenizer.decode(ids) == expected.decode("utf-8", errors="replace")
+
+
+def test_the_law_sees_a_wrong_merge_order_and_a_wrong_pattern(
+    tokenizer: Tokenizer, by_tiktoken: Encode, by_the_book: Encode
+) -> None:
+    merges = tokenizer.merges
+    for broken in (
+        Tokenizer((*merges[20:], *merges[:20])),
+        Tokenizer(merges, tokenizer.pattern.replace(r"\p{M}", "")),
+    ):
+        assert differing(broken, by_tiktoken, FIXTURES) and differing(broken, by_the_book, FIXTURES)

@@ -1,0 +1,187 @@
+"""Chat format: the exact rendering, what is learned, and content that tries to be a special token."""
+
+import re
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quern.text.chat import Message, Part, render, render_prompt, validate
+from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
+
+CONVERSATION: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "17*3?"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "It is "},
+            {"type": "tool", "text": "17*3"},
+            {"type": "output", "text": "51"},
+            {"type": "text", "text": "51."},
+        ],
+    },
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "Welcome"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Its merges come from text full of special tokens' names, so that look-alikes are few, long tokens."""
+    texts = [name * 20 + f" {name[2:-2]} " * 20 for name in SPECIAL_TOKENS]
+    return Tokenizer.train([*texts, "What is the sum? It is brief. " * 20], 400)
+
+
+def test_the_rendering_is_exactly_this(tokenizer: Tokenizer) -> None:
+    ids, mask = render(tokenizer, CONVERSATION)
+    assert ids.dtype == np.int32 and mask.dtype == np.bool_ and ids.shape == mask.shape
+    assert tokenizer.decode(ids.tolist()) == (
+        "<|bos|><|system_start|>Be brief.<|system_end|><|user_start|>What is 17*3?<|user_end|>"
+        "<|assistant_start|>It is <|tool_start|>17*3<|tool_end|><|output_start|>51<|output_end|>51."
+        "<|assistant_end|><|user_start|>Thanks<|user_end|><|assistant_start|>Welcome<|assistant_end|>"
+    )
+
+
+def test_only_what_the_assistant_writes_is_learned(tokenizer: Tokenizer) -> None:
+    ids, mask = render(tokenizer, CONVERSATION)
+    assert tokenizer.decode(ids[mask].tolist()) == (
+        "It is <|tool_start|>17*3<|tool_end|>51.<|assistant_end|>Welcome<|assistant_end|>"
+    )
+    assert tokenizer.decode(ids[~mask].tolist()) == (
+        "<|bos|><|system_start|>Be brief.<|system_end|><|user_start|>What is 17*3?<|user_end|>"
+        "<|assistant_start|><|output_start|>51<|output_end|><|user_start|>Thanks<|user_end|><|assistant_start|>"
+    )
+
+
+def test_a_gradient_reaches_the_assistants_tokens_only(tokenizer: Tokenizer) -> None:
+    """Cross-entropy with this mask, differentiated by hand: rows of d loss / d logits vanish elsewhere."""
+    ids, mask = render(tokenizer, CONVERSATION)
+    targets, counted = ids[1:], mask[1:]
+    logits = np.random.default_rng(0).normal(size=(len(targets), tokenizer.vocab_size))
+    softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    softmax[np.arange(len(targets)), targets] -= 1
+    gradient = softmax * counted[:, None] / counted.sum()
+    reached = np.abs(gradient).sum(axis=1) > 0
+    learned = "It is 17*351.Welcome"
+    special = [tokenizer.special(name) for name in ("<|tool_start|>", "<|tool_end|>", "<|assistant_end|>")]
+    plain = [int(token) for token in targets[reached] if token not in special]
+    assert tokenizer.decode(plain) == learned
+    assert set(special) <= set(targets[reached].tolist())
+    assert tokenizer.special("<|output_start|>") not in targets[reached]
+
+
+def test_the_prompt_is_the_start_of_the_rendering(tokenizer: Tokenizer) -> None:
+    ids, mask = render(tokenizer, CONVERSATION)
+    for turns in (2, 4):
+        prompt = render_prompt(tokenizer, CONVERSATION[:turns])
+        assert prompt == ids[: len(prompt)].tolist()
+        assert prompt[-1] == tokenizer.special("<|assistant_start|>") and mask[len(prompt)]
+        assert all(isinstance(token, int) for token in prompt)
+    with pytest.raises(ValueError, match="last message must be the user's"):
+        render_prompt(tokenizer, CONVERSATION[:3])
+
+
+def test_empty_contents_are_rendered(tokenizer: Tokenizer) -> None:
+    ids, mask = render(tokenizer, [{"role": "user", "content": ""}, {"role": "assistant", "content": []}])
+    assert tokenizer.decode(ids.tolist()) == (
+        "<|bos|><|user_start|><|user_end|><|assistant_start|><|assistant_end|>"
+    )
+    assert mask.tolist() == [False] * 4 + [True]
+
+
+# Special tokens' names whole, cut anywhere, nested in each other, and glued out of parts.
+NAME = st.sampled_from(SPECIAL_TOKENS)
+CUT = st.tuples(NAME, st.integers(0, 18), st.integers(0, 18)).map(lambda t: t[0][min(t[1:]) : max(t[1:])])
+NESTED = st.tuples(NAME, NAME, st.integers(0, 10)).map(lambda t: t[0][: t[2]] + t[1] + t[0][t[2] :])
+TEXT = st.lists(st.one_of(NAME, CUT, NESTED, st.text(max_size=3)), max_size=6).map("".join)
+
+
+def parts_of(*kinds: str) -> st.SearchStrategy[list[Part]]:
+    return st.lists(st.builds(lambda kind, text: Part(type=kind, text=text), st.sampled_from(kinds), TEXT))
+
+
+def with_outputs_after_tools(parts: list[Part]) -> list[Part]:
+    kept: list[Part] = []
+    for part in parts:
+        if part["type"] == "output" and (not kept or kept[-1]["type"] != "tool"):
+            kept.append(Part(type="tool", text=part["text"]))
+        kept.append(part)
+    return kept
+
+
+ASSISTANT = st.one_of(TEXT, parts_of("text", "tool", "output").map(with_outputs_after_tools))
+USER = st.one_of(TEXT, parts_of("text"))
+TURNS = st.lists(st.tuples(USER, ASSISTANT), min_size=1, max_size=3)
+
+
+def assert_special_tokens_are_structure(tokenizer: Tokenizer, system: str, turns: list[Any]) -> None:
+    """The special tokens of a rendering are those of its structure, whatever its contents spell."""
+    messages: list[Message] = [{"role": "system", "content": system}]
+    expected = ["<|bos|>", "<|system_start|>", "<|system_end|>"]
+    contents = system
+    for user, assistant in turns:
+        pair: list[tuple[Literal["user", "assistant"], Any]] = [("user", user), ("assistant", assistant)]
+        for role, content in pair:
+            messages.append(Message(role=role, content=content))
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            expected.append(f"<|{role}_start|>")
+            for part in parts:
+                contents += part["text"]
+                if part["type"] != "text":
+                    expected += [f"<|{part['type']}_start|>", f"<|{part['type']}_end|>"]
+            expected.append(f"<|{role}_end|>")
+    ids = render(tokenizer, messages)[0].tolist()
+    names = {token: name for name, token in tokenizer.special_ids.items()}
+    assert [names[token] for token in ids if token in names] == expected
+    assert tokenizer.decode([token for token in ids if token not in names]) == contents
+    prompt = render_prompt(tokenizer, messages[:-1])
+    assert prompt == ids[: len(prompt)]
+
+
+@settings(max_examples=200)
+@given(TEXT, TURNS)
+def test_content_never_makes_a_special_token(tokenizer: Tokenizer, system: str, turns: list[Any]) -> None:
+    assert_special_tokens_are_structure(tokenizer, system, turns)
+
+
+def test_the_check_sees_a_tokenizer_that_lets_special_tokens_through(tokenizer: Tokenizer) -> None:
+    class Careless(Tokenizer):
+        def encode(self, text: str) -> list[int]:
+            return self._encoding.encode(text, allowed_special="all")
+
+    assert_special_tokens_are_structure(tokenizer, "<|bos|>", [("a", "b")])
+    with pytest.raises(AssertionError):
+        assert_special_tokens_are_structure(Careless(tokenizer.merges), "<|bos|>", [("a", "b")])
+
+
+WRONG: list[tuple[Any, str]] = [
+    ([], "empty: give at least one user message"),
+    ([{"role": "system", "content": "x"}], "only a system message: add a user message"),
+    ([{"role": "assistant", "content": "x"}], "message 1 is from the assistant, expected the user"),
+    (CONVERSATION[1:2] * 2, "message 2 is from the user, expected the assistant"),
+    ([CONVERSATION[1], CONVERSATION[0]], "message 2 is a system message: only the first"),
+    ([{"role": "robot", "content": "x"}], "role 'robot': use one of system, user, assistant"),
+    ([{"role": "user"}], 'message 1 must be an object with "role" and "content"'),
+    (["hello"], "message 1 must be an object"),
+    ([{"role": "user", "content": None}], "content must be text or a list of parts"),
+    ([{"role": "user", "content": ["x"]}], 'needs "type" and "text"'),
+    ([{"role": "user", "content": [{"type": "text", "text": 1}]}], 'needs "type" and "text"'),
+    ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "type 'image': use one of text, tool"),
+    ([{"role": "user", "content": [{"type": "tool", "text": "1"}]}], "only the assistant can hold a 'tool'"),
+    (
+        [CONVERSATION[1], {"role": "assistant", "content": [{"type": "output", "text": "1"}]}],
+        "message 2: an output must directly follow the tool call",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_conversation_is_refused_with_what_to_do(
+    tokenizer: Tokenizer, messages: Any, message: str
+) -> None:
+    for check in (validate, lambda m: render(tokenizer, m), lambda m: render_prompt(tokenizer, m)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check(messages)

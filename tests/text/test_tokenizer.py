@@ -1,0 +1,218 @@
+"""Tokenizer: training, the file, bytes per token, streaming, damaged and odd input."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quern.text.tokenizer import (
+    SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    StreamDecoder,
+    Tokenizer,
+    compression_report,
+)
+
+CORPUS = [
+    "The miller grinds the grain. The grain was 1234567 years old, said the miller's daughter.\n\n" * 5,
+    "मिलर अनाज पीसता है। मिलर अनाज पीसता है। " * 10
+    + "大家好，世界和平。你好，世界！" * 10
+    + "مرحبًا بالعالم " * 10,
+    "👩‍👩‍👧‍👦 👩‍👩‍👧‍👦 ❤️ ❤️ 🇩🇪🇫🇷 e\u0301 e\u0301 " * 10 + "    def f(x):\n        return x\n" * 5,
+]
+SMALLEST = 256 + len(SPECIAL_TOKENS)
+SIZE = 430  # what the corpus can just fill
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(CORPUS, SIZE)
+
+
+def test_ids_are_bytes_then_merges_then_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == SIZE and not tokenizer.notes
+    assert [tokenizer.decode_bytes([i]) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert list(tokenizer.special_ids) == list(SPECIAL_TOKENS)
+    assert list(tokenizer.special_ids.values()) == list(range(SIZE - len(SPECIAL_TOKENS), SIZE))
+    assert tokenizer.bos == tokenizer.special("<|bos|>")
+    for i, merge in enumerate(tokenizer.merges):
+        assert tokenizer.decode_bytes([256 + i]) == merge
+    with pytest.raises(ValueError, match="no special token '<|eos|>'; there are .*bos"):
+        tokenizer.special("<|eos|>")
+
+
+def test_digits_are_grouped_by_two_and_marks_stay_with_their_word(tokenizer: Tokenizer) -> None:
+    assert max(len(merge) for merge in tokenizer.merges if any(byte in b"0123456789" for byte in merge)) <= 2
+    hindi = Tokenizer.train(["मिलर " * 50], 300)
+    assert "मिलर".encode() in hindi.merges  # its vowel sign is a combining mark
+    numbers = ["1234567 " * 50]
+    assert not any(len(merge) > 2 for merge in Tokenizer.train(numbers, 300).merges)
+    three = Tokenizer.train(numbers, 300, SPLIT_PATTERN.replace("{1,2}", "{1,3}"))
+    assert b"123" in three.merges
+
+
+def test_a_corpus_too_small_gives_a_smaller_vocabulary_and_says_so() -> None:
+    tokenizer = Tokenizer.train(["abc abc"], 500)
+    assert SMALLEST < tokenizer.vocab_size < 500
+    assert tokenizer.notes == (
+        f"The corpus has too few different words for 500 tokens: the vocabulary has {tokenizer.vocab_size}.",
+    )
+    assert Tokenizer.train([], SMALLEST).notes == ()
+    with pytest.raises(ValueError, match=f"too small.* at least {SMALLEST}"):
+        Tokenizer.train(CORPUS, SMALLEST - 1)
+
+
+def test_training_stops_at_its_budget_and_streams() -> None:
+    read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        while True:
+            read += 1
+            yield f"word{read % 7} " * 1000
+
+    tokenizer = Tokenizer.train(endless(), 300, max_bytes=1_000_000)
+    assert 166 < read < 170 and tokenizer.vocab_size < 300
+
+
+def test_training_does_not_depend_on_how_a_document_is_handed_over() -> None:
+    words = "the quick brown fox jumps over lazy dogs again ".split()
+    text = " ".join(words[i * i % len(words)] for i in range(60_000))
+    assert len(text) > 3 * 65_536
+    assert Tokenizer.train([text], 300).merges == Tokenizer.train([text + " "], 300).merges
+    halves = text[: text.index(" ", 100_000)], text[text.index(" ", 100_000) :]
+    assert Tokenizer.train([text], 300).merges == Tokenizer.train(halves, 300).merges
+
+
+def test_a_failing_reader_is_not_swallowed() -> None:
+    def broken() -> Iterator[str]:
+        yield "fine"
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        Tokenizer.train(broken(), 300)
+
+
+def test_the_file_is_json_and_brings_the_same_tokenizer_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tokenizer.save(tmp_path / "sub" / "tokenizer.json")
+    assert [file.name for file in path.parent.iterdir()] == ["tokenizer.json"]
+    loaded = Tokenizer.load(path)
+    assert loaded.fingerprint == tokenizer.fingerprint == json.loads(path.read_text("utf-8"))["fingerprint"]
+    assert loaded.encode("".join(CORPUS)) == tokenizer.encode("".join(CORPUS))
+    assert (loaded.pattern, loaded.merges, loaded.special_ids) == (
+        tokenizer.pattern,
+        tokenizer.merges,
+        tokenizer.special_ids,
+    )
+
+
+def test_the_fingerprint_tells_any_difference(tokenizer: Tokenizer) -> None:
+    swapped = [tokenizer.merges[1], tokenizer.merges[0], *tokenizer.merges[2:]]
+    others = [
+        Tokenizer(swapped),
+        Tokenizer(tokenizer.merges[:-1]),
+        Tokenizer(tokenizer.merges, SPLIT_PATTERN + "|x"),
+        Tokenizer(tokenizer.merges, special_tokens=SPECIAL_TOKENS[:-1]),
+    ]
+    assert len({tokenizer.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+def test_a_damaged_file_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tokenizer.save(tmp_path / "tokenizer.json")
+    contents = json.loads(path.read_text("utf-8"))
+    damages = [
+        {**contents, "merges": contents["merges"][::-1]},
+        {**contents, "merges": contents["merges"] + contents["merges"][:1]},
+        {**contents, "merges": ["not base64!"]},
+        {**contents, "pattern": contents["pattern"] + " "},
+        {**contents, "format": "another-2"},
+        {key: value for key, value in contents.items() if key != "special_tokens"},
+        [],
+    ]
+    texts = [json.dumps(damage) for damage in damages] + ["", path.read_text("utf-8")[:-50], "\x80pickle"]
+    for text in texts:
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match="not a sound tokenizer file"):
+            Tokenizer.load(path)
+    with pytest.raises(FileNotFoundError, match="quern tokenizer"):
+        Tokenizer.load(tmp_path / "absent.json")
+
+
+def test_token_bytes_count_the_text_exactly(tokenizer: Tokenizer) -> None:
+    sizes = tokenizer.token_bytes()
+    assert sizes.shape == (SIZE,) and sizes.dtype == "int32"
+    assert (sizes[list(tokenizer.special_ids.values())] == 0).all()
+    torn = [i for i in range(256, SIZE - len(SPECIAL_TOKENS)) if "\ufffd" in tokenizer.decode([i])]
+    assert torn  # tokens that are no valid UTF-8: counting their printed form would be wrong
+    assert all(sizes[i] != len(tokenizer.decode([i]).encode("utf-8")) for i in range(128, 256))
+    for text in (*CORPUS, "", "ünïcödé 🏳️‍🌈 \x00 ﷽"):
+        assert sizes[tokenizer.encode(text)].sum() == len(text.encode("utf-8"))
+
+
+@given(st.text())
+def test_token_bytes_count_any_text(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.token_bytes()[tokenizer.encode(text)].sum() == len(text.encode("utf-8"))
+
+
+def test_lone_surrogates_become_replacement_characters(tokenizer: Tokenizer) -> None:
+    for text, clean in (
+        ("a\ud800b", "a\ufffdb"),
+        ("\udc00", "\ufffd"),
+        ("end\ud83d", "end\ufffd"),
+        ("\ud83d\ude00", "😀"),
+    ):
+        assert tokenizer.decode(tokenizer.encode(text)) == clean
+        assert tokenizer.encode_batch([text, "x"]) == [tokenizer.encode(clean), tokenizer.encode("x")]
+        assert compression_report(tokenizer, {"odd": text})[0]["bytes"] == len(clean.encode("utf-8"))
+    assert Tokenizer.train(["ab\ud800 ab ab"], 300).vocab_size > SMALLEST
+
+
+@pytest.mark.parametrize("unit", [" ", "\n", "\t", " \n", "a", "7", "!", "\u0301", "大", "\u3000", "'"])
+def test_long_runs_neither_crash_nor_lose_anything(tokenizer: Tokenizer, unit: str) -> None:
+    """A backtracking regex overflows its stack on a long run of white space; the pattern must not."""
+    for text in (unit * 300_000, unit * 300_000 + "x"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+    Tokenizer.train([unit * 300_000 + "x"], 300)
+
+
+def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer) -> None:
+    for wrong in (-1, tokenizer.vocab_size, 10**12):
+        with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary of {SIZE}"):
+            tokenizer.decode([0, wrong])
+
+
+def test_special_tokens_decode_to_their_names(tokenizer: Tokenizer) -> None:
+    ids = [tokenizer.bos, *tokenizer.encode("hi"), tokenizer.special("<|user_end|>")]
+    assert tokenizer.decode(ids) == "<|bos|>hi<|user_end|>"
+
+
+def test_streaming_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
+    text = "".join(CORPUS)
+    decoder, shown = StreamDecoder(tokenizer), ""
+    for token in tokenizer.encode(text):
+        piece = decoder.push(token)
+        assert "\ufffd" not in piece
+        shown += piece
+        assert text.startswith(shown)
+    assert shown == text and decoder.flush() == ""
+    assert decoder.push(0xE2) + decoder.push(0x82) == "" and decoder.flush() == "\ufffd"
+
+
+@given(st.lists(st.integers(0, SIZE - 1)))
+def test_streaming_any_ids_equals_decoding_them(tokenizer: Tokenizer, ids: list[int]) -> None:
+    decoder = StreamDecoder(tokenizer)
+    assert "".join([decoder.push(token) for token in ids] + [decoder.flush()]) == tokenizer.decode(ids)
+
+
+def test_compression_is_reported_by_kind(tokenizer: Tokenizer) -> None:
+    rows = compression_report(tokenizer, {"english": CORPUS[0], "emoji": "👍👍", "nothing": ""})
+    assert [row["kind"] for row in rows] == ["english", "emoji", "nothing"]
+    for row, text in zip(rows, (CORPUS[0], "👍👍", ""), strict=True):
+        assert row["bytes"] == len(text.encode("utf-8")) and row["tokens"] == len(tokenizer.encode(text))
+    assert rows[0]["bytes_per_token"] == rows[0]["bytes"] / rows[0]["tokens"] > 2
+    assert rows[2]["bytes_per_token"] == 0 and math.isfinite(rows[1]["bytes_per_token"])
