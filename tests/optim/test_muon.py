@@ -97,6 +97,18 @@ def test_caution_decays_only_where_the_update_shrinks_the_weight() -> None:
     torch.testing.assert_close(master, torch.tensor([[[0.93, -1.05, 1.05, -0.93]]]))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (24, 6), (6, 24)])
+def test_the_step_has_an_orthogonal_matrixs_norm_however_far_the_iteration_came(
+    rows: int, columns: int, steps: int
+) -> None:
+    change = updated(random(1, rows, columns), steps=steps, weight_decay=0.0) - random(
+        1, rows, columns, seed=9
+    )
+    expected = 0.1 * max(1, rows / columns) ** 0.5 * min(rows, columns) ** 0.5
+    assert change.norm().item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_out_is_the_rounded_master() -> None:
     master, out = random(2, 8, 8), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
     state = Muon().init_state(master)
