@@ -1,25 +1,28 @@
-"""The built-in corpus: a little world of animals in a valley, generated from a seed, with its own held-out questions.
+"""The built-in corpus: a little world of animals in a valley, generated from a seed, with its own held-out
+questions.
 
-What it is: `documents` for pretraining, `conversations` for fine-tuning, `questions` and `check` for evaluation.
-The world's facts are constant (tinyworld_facts.py); a seed decides which stories are told. Everything is a pure
-function of its arguments, the same bytes on any machine: document i depends on (split, seed, i) alone, so a larger
-corpus begins with the smaller one. What it is not: natural text; a model trained on it knows this valley only.
+What it is: `documents` for pretraining, `conversations` for fine-tuning, `questions` and `check` for
+evaluation. The world's facts are constant (tinyworld_facts.py); a seed decides which stories are told.
+Everything is a pure function of its arguments, the same bytes on any machine: document i depends on (split,
+seed, i) alone, so a larger corpus begins with the smaller one. What it is not: natural text; a model
+trained on it knows this valley only.
 
-Never in training: the wordings of the evaluation's fact and choice questions, its operands, and its (word, question)
-pairs; tinyworld_skills.py says how each is held out. Splits differ in their seeds and share the world's facts.
-Method: facts told in many wordings are what makes them retrievable by a question (Allen-Zhu and Li, "Physics of
-Language Models: Part 3.1", 2023).
+Never in training: the wordings of the evaluation's fact and choice questions, its operands, and its (word,
+question) pairs; tinyworld_skills.py says how each is held out. Splits differ in their seeds and share the
+world's facts. Method: facts told in many wordings are what makes them retrievable by a question (Allen-Zhu
+and Li, "Physics of Language Models: Part 3.1", 2023).
 """
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from quern.text import tinyworld_lessons as lessons
 from quern.text import tinyworld_prose as prose
 from quern.text import tinyworld_skills as skills
 from quern.text.chat import Message
 from quern.text.tinyworld_chat import conversation
-from quern.text.tinyworld_facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess
+from quern.text.tinyworld_facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
 from quern.text.tinyworld_prose import Pen
 from quern.text.tinyworld_wordings import HELD_OUT_QUESTIONS
 
@@ -30,22 +33,26 @@ Maker = Callable[[Pen], str]
 
 # How many in a hundred documents are of each kind; a kind of text for reports, and its maker
 DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
-    (20, "stories", prose.story),
-    (12, "biographies", prose.biography),
+    (19, "stories", prose.story),
+    (11, "biographies", prose.biography),
     (3, "lists", prose.profile),
     (7, "dialogue", prose.dialogue),
-    (5, "letters", prose.letter),
-    (4, "letters", prose.diary),
-    (5, "biographies", prose.comparison),
-    (2, "lists", prose.roll),
+    (4, "letters", prose.letter),
+    (3, "letters", prose.diary),
+    (4, "biographies", prose.comparison),
+    (2, "lists", lessons.roll),
     (2, "biographies", prose.village),
-    (16, "questions", prose.questions_and_answers),
-    (6, "arithmetic", skills.arithmetic),
-    (4, "arithmetic", skills.problems),
-    (6, "spelling", skills.spelling),
-    (3, "spelling", skills.counting),
-    (4, "questions", skills.quiz),
-    (1, "lists", skills.order),
+    (15, "questions", lessons.questions_and_answers),
+    (5, "questions", lessons.quiz),
+    (6, "arithmetic", lessons.arithmetic),
+    (4, "arithmetic", lessons.problems),
+    (6, "spelling", lessons.spelling),
+    (3, "spelling", lessons.counting),
+    (1, "lists", lessons.order),
+    (2, "lists", lessons.catalogue),
+    (1, "lists", lessons.opposites),
+    (1, "lists", lessons.errands),
+    (1, "lists", lessons.about_quern),
 )
 KINDS_OF_TEXT = tuple(dict.fromkeys(kind for _, kind, _ in DOCUMENTS))
 
@@ -60,7 +67,7 @@ def _document(pen: Pen) -> str:
     for share, _, make in DOCUMENTS:
         left -= share
         if left < 0:
-            return prose.tidy(make(pen))
+            return upper_first(make(pen))
     raise AssertionError("the shares of DOCUMENTS do not add up to 100")
 
 
@@ -100,7 +107,7 @@ def kinds_of_text(seed: int = 0, bytes_per_kind: int = 50_000) -> dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out question: the prompt, the answer, the letters of a multiple choice, and a blind guess's chance."""
+    """A held-out question: prompt, answer, the letters of a multiple choice, a blind guess's chance."""
 
     kind: str
     messages: list[Message]
@@ -141,13 +148,14 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
 
 
 _WORD = re.compile(r"[a-z]+")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")  # the minus of "9-4" is no sign
 _SPELLED = re.compile(r"[a-z](?:-[a-z])+")
+_LETTER = re.compile(r"\W*([A-Da-d])\b(?! [a-z])")  # "B", "(b)", "B) Larkmoor", but not "A fox"
 _RELATION_OF = {value.lower(): relation for relation in RELATIONS for value in VALUES[relation]}
 
 
 def _check_fact(question: Question, reply: str) -> bool:
-    """The answer is among the reply's words, and no other value of its relation is (but names of the question)."""
+    """The answer is a word of the reply; no other value of its relation is (names of the question aside)."""
     words = set(_WORD.findall(reply.lower()))
     asked = set(_WORD.findall(str(question.messages[-1]["content"]).lower()))
     answer = question.answer.lower()
@@ -161,8 +169,8 @@ def _check_fact(question: Question, reply: str) -> bool:
 def check(question: Question, reply: str) -> bool:
     """Whether a reply (text, the assistant's whole turn) is right; case and punctuation do not matter.
 
-    facts: see _check_fact. sums, word problems, counting: the last number. spelling: the last spelled-out word.
-    choice: the first letter or word is the option's letter.
+    facts: see _check_fact. sums, word problems, counting: the last number. spelling: the last
+    spelled-out word (r-i-v-e-r). choice: the reply begins with the option's letter.
     """
     if question.kind == "facts":
         return _check_fact(question, reply)
@@ -170,7 +178,7 @@ def check(question: Question, reply: str) -> bool:
         spelled = _SPELLED.findall(reply.lower())
         return bool(spelled) and spelled[-1].replace("-", "") == question.answer
     if question.kind == "choice":
-        words = re.findall(r"\w+", reply)
-        return bool(words) and words[0].upper() == question.answer
-    numbers = _NUMBER.findall(reply)
+        letter = _LETTER.match(reply)
+        return letter is not None and letter.group(1).upper() == question.answer
+    numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", reply))
     return bool(numbers) and numbers[-1] == question.answer

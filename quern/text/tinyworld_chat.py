@@ -1,7 +1,8 @@
-"""The tinyworld's conversations for supervised fine-tuning: one to three exchanges with the assistant quern.
+"""The tinyworld's conversations for supervised fine-tuning: one to three exchanges with the assistant
+quern.
 
-Facts are asked in the wordings of training only, and one pair of (character, relation) in four is never asked in a
-conversation at all, so that the evaluation also asks what only the documents told.
+Facts are asked in the wordings of training only, and one pair of (character, relation) in four is never
+asked in a conversation at all, so that the evaluation also asks what only the documents told.
 """
 
 from collections.abc import Callable
@@ -117,27 +118,37 @@ IDENTITY_QUESTIONS = lines("""
     """)
 IDENTITY_REPLIES = lines("""
     I am quern, a small language model.
-    I am quern, a small language model. I know [the animals of the valley|the seventy-two animals of the valley].
-    I am quern, a small language model. I can [tell you about the valley|tell stories|spell words] and do sums.
+    I am quern, a small language model. I know [the animals of the valley|the seventy-two animals of the
+        valley].
+    I am quern, a small language model. I can [tell you about the valley|tell stories|spell words] and do
+        sums.
     I am quern, a very small language model that was trained from scratch.
     """)
 
-SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("Hello!", "Hi!", "Hello there!", "Hi quern!", "Good day!", "Hey!"),
-     ("Hello! What would you like to know?", "Hello! How can I help you?")),
-    (("Good morning!", "Good morning, quern!"), ("Good morning! How can I help you?",)),
-    (("Good evening!", "Good evening, quern!"), ("Good evening! How can I help you?",)),
-    (("How are you?", "How are you today?", "How do you do?"), ("I am well, thank you. And you?",)),
-    (("Thank you!", "Thanks!", "Thank you very much!", "That was helpful."), ("You are welcome!", "My pleasure!")),
-    (("Goodbye!", "Bye!", "See you!", "I have to go now."), ("Goodbye! Come back soon.", "Goodbye, and take care!")),
-    (("I am sad.", "I feel sad today."), ("I am sorry to hear that. Shall I tell you a story?",)),
-    (("I am happy!", "I feel great today!"), ("That is lovely to hear!",)),
-    (("I am bored.", "What shall we do?"), ("Shall I tell you a story, or shall we do some sums?",)),
-    (("I am tired.", "I want to sleep."), ("Then rest a little. Good night!",)),
-    (("You are clever!", "Well done!", "Good job!"), ("Thank you! I am still learning.",)),
-    (("That is wrong.", "I think you made a mistake."), ("I am sorry. I am small, and I make mistakes.",)),
-    (("Can you dance?", "Can you sing?", "Do you sleep?"), ("No, I am only a language model. But I can tell a story.",)),
-)  # fmt: skip
+# what is said; how it is answered
+SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = tuple(
+    (tuple(said.split(" / ")), tuple(answered.split(" / ")))
+    for said, answered in (
+        line.split(" => ")
+        for line in lines("""
+        Hello! / Hi! / Hello there! / Hi quern! / Good day! / Hey! => Hello! What would you like to know? /
+            Hello! How can I help you?
+        Good morning! / Good morning, quern! => Good morning! How can I help you?
+        Good evening! / Good evening, quern! => Good evening! How can I help you?
+        How are you? / How are you today? / How do you do? => I am well, thank you. And you?
+        Thank you! / Thanks! / Thank you very much! / That was helpful. => You are welcome! / My pleasure!
+        Goodbye! / Bye! / See you! / I have to go now. => Goodbye! Come back soon. / Goodbye, and take care!
+        I am sad. / I feel sad today. => I am sorry to hear that. Shall I tell you a story?
+        I am happy! / I feel great today! => That is lovely to hear!
+        I am bored. / What shall we do? => Shall I tell you a story, or shall we do some sums?
+        I am tired. / I want to sleep. => Then rest a little. Good night!
+        You are clever! / Well done! / Good job! => Thank you! I am still learning.
+        That is wrong. / I think you made a mistake. => I am sorry. I am small, and I make mistakes.
+        Can you dance? / Can you sing? / Do you sleep? => No, I am only a language model. But I can tell a
+            story.
+        """)
+    )
+)
 
 
 def identity(pen: Pen) -> Exchange:

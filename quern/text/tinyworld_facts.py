@@ -1,29 +1,35 @@
 """The facts of the tinyworld: who lives in the valley, and what is true of them.
 
-What it is: the cast (72 characters in 12 villages), eight relations from a character to one word, and the tools
-that turn templates into sentences. The facts come from one constant seed, so every document, conversation and
-question of every seed speaks of the same world. What it is not: prose (tinyworld_prose.py) or wordings of
-questions (tinyworld_wordings.py).
+What it is: the cast (72 characters in 12 villages), eight relations from a character to one word, and the
+tools that turn templates into sentences. The facts come from one constant seed, so every document,
+conversation and question of every seed speaks of the same world. What it is not: prose (tinyworld_prose.py)
+or wordings of questions (tinyworld_wordings.py).
 
-No value belongs to two relations, and none is a character's name, so that an answer can be judged by its word alone.
+No value belongs to two relations, and none is a character's name, so that an answer can be judged by its
+word alone.
 """
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WORLD_SEED = "quern tinyworld, first edition"
 
-NAMES_HE = """Alder Barnaby Bodo Cedric Corin Dorian Edmund Ferris Gideon Hugo Ivo Jasper Kit Leopold Magnus Nestor
-Odo Percy Quentin Rufus Silas Tobias Ulric Victor Wendell Yorick Zeno Anselm Bertram Casper Dunstan Elric Florian
-Gregor Horace Jonah""".split()
-NAMES_SHE = """Agatha Beatrix Clover Dahlia Edith Flora Greta Hazel Imogen Juniper Katya Lottie Mabel Nora Olive Pippa
+NAMES_HE = """
+Alder Barnaby Bodo Cedric Corin Dorian Edmund Ferris Gideon Hugo Ivo Jasper Kit Leopold Magnus Nestor Odo
+Percy Quentin Rufus Silas Tobias Ulric Victor Wendell Yorick Zeno Anselm Bertram Casper Dunstan Elric
+Florian Gregor Horace Jonah
+""".split()
+NAMES_SHE = """
+Agatha Beatrix Clover Dahlia Edith Flora Greta Hazel Imogen Juniper Katya Lottie Mabel Nora Olive Pippa
 Queenie Rosalind Sabine Tilda Una Vera Winifred Xenia Yara Zelda Amelia Bettina Cordelia Delphine Esme Freya
-Gwendolyn Henrietta Isolde Josephine""".split()
+Gwendolyn Henrietta Isolde Josephine
+""".split()
 
-KINDS = """fox otter hedgehog badger rabbit squirrel mole owl heron frog mouse robin beaver goose bear cat raven
-toad""".split()
+KINDS = """
+fox otter hedgehog badger rabbit squirrel mole owl heron frog mouse robin beaver goose bear cat raven toad
+""".split()
 
 # village: where it lies, and what it is known for
 HOMES = {
@@ -62,13 +68,19 @@ WORKS = {
     "doctor": ("takes care of the sick", "sickroom", "bandages"),
     "lamplighter": ("lights the street lamps", "lamp house", "lamps"),
 }
-FOODS = """plums pancakes honey walnuts dumplings cherries porridge mushrooms gingerbread blackberries soup pears cheese
-custard carrots noodles""".split()
+FOODS = """
+plums pancakes honey walnuts dumplings cherries porridge mushrooms gingerbread blackberries soup pears
+cheese custard carrots noodles
+""".split()
 COLOURS = "red blue green yellow purple orange white silver pink brown".split()
-HOBBIES = """fishing singing dancing knitting stargazing whittling juggling sketching swimming skating drumming reading
-climbing rowing""".split()
-TREASURES = """compass lantern teapot whistle telescope violin umbrella mirror locket map bell kite globe ring feather
-marble""".split()
+HOBBIES = """
+fishing singing dancing knitting stargazing whittling juggling sketching swimming skating drumming reading
+climbing rowing
+""".split()
+TREASURES = """
+compass lantern teapot whistle telescope violin umbrella mirror locket map bell kite globe ring feather
+marble
+""".split()
 
 RELATIONS = ("kind", "home", "work", "friend", "food", "colour", "hobby", "treasure")
 
@@ -95,7 +107,7 @@ class Character:
 
 
 def _dealt(values: Sequence[str], count: int, rng: random.Random) -> list[str]:
-    """Deal values to `count` characters as evenly as possible, so that no blind guess does better than another."""
+    """Deal values to `count` characters as evenly as possible, so that all blind guesses are alike."""
     hand = [values[index % len(values)] for index in range(count)]
     rng.shuffle(hand)
     return hand
@@ -138,9 +150,9 @@ def upper_first(text: str) -> str:
 
 
 def blind_guess(relation: str) -> float:
-    """Chance of guessing a fact: the share of the relation's most common value (at least one over their number)."""
+    """Chance of guessing a fact: the share of the relation's most common value."""
     facts = [character.fact(relation) for character in CAST]
-    return max(1 / len(VALUES[relation]), max(facts.count(value) for value in VALUES[relation]) / len(facts))
+    return max(facts.count(value) for value in VALUES[relation]) / len(facts)
 
 
 def fields(character: Character, prefix: str = "") -> dict[str, str]:
@@ -160,7 +172,7 @@ def fields(character: Character, prefix: str = "") -> dict[str, str]:
         "a_colour": a(character.colour),
     }
     words |= {"lies": lies, "known": known, "does": does, "place": place, "things": things}
-    words |= {"friend_kind": friend.kind, "friend_work": friend.work, "Food": upper_first(character.food)}
+    words |= {"friend_kind": friend.kind, "Food": upper_first(character.food)}
     words |= {
         "friend_home": friend.home,
         "Hobby": upper_first(character.hobby),
@@ -178,7 +190,7 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 
 def expand(template: str) -> list[str]:
-    """All readings of a template: `[a|b] c` reads `a c` and `b c`; an empty choice may leave its space behind."""
+    """All readings of a template: `[a|b] c` reads `a c` and `b c`."""
     found = _CHOICE.search(template)
     if found is None:
         return [re.sub(r"  +", " ", template).strip(" ")]
@@ -187,15 +199,14 @@ def expand(template: str) -> list[str]:
 
 
 def lines(block: str) -> tuple[str, ...]:
-    """The readings of a block of templates, one template a line."""
-    return tuple(reading for line in block.strip().splitlines() for reading in expand(line.strip()))
-
-
-def picker(rng: random.Random) -> Callable[[Sequence[str]], str]:
-    """Uniform choice, three times faster than rng.choice; its result depends on rng.random() alone."""
-    uniform = rng.random
-
-    def pick(options: Sequence[str]) -> str:
-        return options[int(uniform() * len(options))]
-
-    return pick
+    """The readings of a block of templates, one a line; a line indented deeper goes on with the one above."""
+    templates: list[str] = []
+    indent = 0
+    for line in block.rstrip().splitlines():
+        depth = len(line) - len(line.lstrip())
+        if templates and depth > indent:
+            templates[-1] += " " + line.strip()
+        elif line.strip():
+            indent = depth
+            templates.append(line.strip())
+    return tuple(reading for template in templates for reading in expand(template))

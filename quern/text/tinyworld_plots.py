@@ -1,37 +1,51 @@
 """The plots of the tinyworld's stories: for each, a row of scenes, and for each scene its wordings.
 
 `{name}` is the hero with all facts, `{o_name}` the other character (fields with `o_`), the rest is chance:
-`{day}`, `{season}`, `{weather}`, `{time}`, `{spot}`, `{small}` (a small creature), `{thing}`, `{number}`.
+`{day}`, `{season}`, `{weather}`, `{time}`, `{spot}`, `{small}` (a small creature),
+`{mood}` of the same, `{thing}` and `{adj}`, `{vessel}`, `{number}`.
 Pure text, no logic; tinyworld_prose.py tells the stories.
 """
 
 from quern.text.tinyworld_facts import lines
 
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-          "November", "December")  # fmt: skip
-SEASONS = ("spring", "summer", "autumn", "winter")
-WEATHER = (
-    "rainy",
-    "sunny",
-    "windy",
-    "foggy",
-    "cloudy",
-    "frosty",
-    "warm",
-    "cold",
-    "bright",
-    "misty",
-    "stormy",
+DAYS = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
+MONTHS = tuple(
+    "January February March April May June July August September October November December".split()
 )
+SEASONS = ("spring", "summer", "autumn", "winter")
+WEATHER = tuple("rainy sunny windy foggy cloudy frosty warm cold bright misty stormy".split())
 TIMES = ("morning", "afternoon", "evening", "night")
-SPOTS = ("an old oak", "the wooden bridge", "the village well", "a hollow log", "the garden gate", "a mossy stone",
-         "the apple tree", "the blue door", "the hay cart", "the empty barn", "the river bank", "a pile of leaves",
-         "the stone wall", "the market stall", "the tall reeds", "the back of the stove")  # fmt: skip
-SMALL = ("snail", "beetle", "ladybird", "sparrow", "cricket", "moth", "duckling", "newt", "butterfly", "caterpillar",
-         "dragonfly", "wren", "shrew", "lizard", "spider", "minnow")  # fmt: skip
-THINGS = ("basket", "blanket", "bucket", "ladder", "kettle", "rope", "candle", "pencil", "hammer", "cushion", "wagon",
-          "barrel", "button", "spoon", "pillow", "paper boat", "wheelbarrow", "letter")  # fmt: skip
+SPOTS = lines("""
+    an old oak
+    the wooden bridge
+    the village well
+    a hollow log
+    the garden gate
+    a mossy stone
+    the apple tree
+    the blue door
+    the hay cart
+    the empty barn
+    the river bank
+    a pile of leaves
+    the stone wall
+    the market stall
+    the tall reeds
+    the old stove
+    """)
+VESSELS = ("basket", "bucket", "barrel", "wagon", "kettle", "sack", "jar", "bowl", "chest", "handcart")
+SMALL = tuple(
+    """
+snail beetle ladybird sparrow cricket moth duckling newt butterfly caterpillar dragonfly wren shrew lizard
+spider minnow
+""".split()
+)
+THINGS = tuple(
+    """
+basket blanket bucket ladder kettle rope candle pencil hammer cushion wagon barrel button spoon pillow
+wheelbarrow letter parcel bottle
+""".split()
+)
 
 OPENINGS = lines("""
     Once upon a time there [was|lived] {a_kind} [named|called] {name}.
@@ -55,6 +69,13 @@ ENDINGS = lines("""
     And they both laughed until their sides hurt.
     """)
 
+BRIDGES = lines("""
+    But that was not all.
+    The next {season} there was another adventure.
+    Not long after that, {name} met somebody else.
+    That was one story about {name}, and here is another.
+    """)
+
 MORALS = lines("""
     A friend who helps is worth more than gold.
     It is good to ask when you do not know the way.
@@ -69,30 +90,34 @@ MORALS = lines("""
 PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (  # the lost treasure
         lines("""
-        {name} had a treasure, {a_treasure}, and {he} [looked at it|polished it] every {time}.
+        {name} had a treasure, {a_treasure}, and {he} [looked at|polished] it every {time}.
         More than anything else {name} loved {his} {treasure}, an old and shining treasure.
-        {name}'s treasure was {a_treasure} that {he} would never give away.
+        {name}'s treasure was {a_treasure}, and {he} would never give it away.
         """),
         lines("""
         But one {weather} {day} the {treasure} was [gone|nowhere to be found].
         Then, on a {weather} {time}, {he} reached for the {treasure}, and it was not there.
-        One {day} {he} opened the little box, and the {treasure} was missing!
+        One {day} {he} opened the {adj} box under the bed, and the {treasure} was missing!
         """),
         lines("""
-        {name} looked under the bed, behind {spot} and even in the {thing}.
+        {name} looked under the bed, behind {spot} and even in the {vessel}.
         "Oh no," cried {name}, "where can my {treasure} be?"
-        {He} searched the whole of {home}, but {he} found only a {small} and a {thing}.
+        {He} searched the whole of {home}, but {he} found only a {small} and {a_adj} {thing}.
         {He} asked the neighbours, and {he} asked a {small}, but nobody had seen it.
         """),
         lines("""
-        So {he} went to {o_home} to ask {o_name} the {o_kind} for help.
+        So {he} went to {o_home} and asked {o_name} the {o_kind} for help.
         {o_name} the {o_kind} heard about it and came running from {o_home}.
         At last {he} met {o_name}, the {o_work} from {o_home}, who said, "I will help you look."
         """),
         lines("""
         Together they looked near {spot}, and there it lay!
-        "Think, {name}," said {o_name}. "Where were you when you last held it?" And then {he} remembered {spot}.
-        A {small} had borrowed the {treasure} to [sleep on it|play with it], and it gave it back with a blush.
+        "Think, {name}," said {o_name}. "Where were you when you last held it?" Then {he} remembered {spot},
+            and
+            there it was.
+        A {mood} {small} had borrowed the {treasure} to [sleep on it|play with it], and it gave it back
+            with a
+            blush.
         Something shone beside {spot}: it was the {treasure}, safe and sound.
         """),
     ),
@@ -107,13 +132,14 @@ PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = (
         {o_name}'s favourite food was {o_food}, and {o_his} favourite colour was {o_colour}.
         """),
         lines("""
-        So {name} filled a {thing} with {o_food} and tied {o_a_colour} ribbon around it, because {o_colour} was the \
-colour {o_name} liked best.
-        {He} put the {o_food} into a {thing}, covered it with {o_a_colour} cloth and set off to {o_home}.
-        {name} cooked for {number} hours, and in the end the kitchen was full of {o_food}.
+        So {name} filled {a_adj} {vessel} with {o_food} and tied {o_a_colour} ribbon around it, because
+            {o_colour} was
+            the colour {o_name} liked best.
+        {He} put the {o_food} into a {vessel}, covered it with {o_a_colour} cloth and set off to {o_home}.
+        {name} worked in the kitchen for {number} hours, and in the end every plate was full of {o_food}.
         """),
         lines("""
-        On the way the {weather} wind blew so hard that {he} had to rest at {spot}.
+        On the way the wind blew so hard that {he} had to rest at {spot}.
         Near {spot} {he} met a hungry {small}, and {name} gave it a little taste.
         {He} slipped by {spot}, but luckily nothing was spilled.
         """),
@@ -145,6 +171,7 @@ colour {o_name} liked best.
         lines("""
         "Follow me," said {o_name}, and step by step they came to {home}, {lies}.
         {o_name} knew the way, and soon they saw {home}, {lies}.
+        "Take my {adj} lamp," said {o_name}, and in its light they found {home}, {lies}.
         """),
     ),
     (  # a day at work
@@ -164,7 +191,7 @@ colour {o_name} liked best.
         """),
         lines("""
         {name} worked all day and half of the night, and a {small} held the candle.
-        {name} took a {thing}, rolled up {his} sleeves and began.
+        {name} took {a_adj} {thing}, rolled up {his} sleeves and began.
         {He} thought for a while, ate some {food}, which {he} loved, and then {he} had an idea.
         """),
         lines("""
@@ -184,22 +211,23 @@ colour {o_name} liked best.
         Since {hobby} was what {name} did for fun, {he} wanted to take part.
         """),
         lines("""
-        {friend}, {his} best friend, tied {a_colour} scarf around {his} neck for luck, for {colour} was {his} \
-favourite colour.
+        {friend}, {his} best friend, tied {a_colour} scarf around {his} neck for luck, for {colour} was {his}
+            favourite colour.
         "You can do it," said {friend}, who was {name}'s best friend.
         {He} packed {food}, the food {he} liked best, and walked to {o_home}.
         """),
         lines("""
-        But {o_name} the {o_kind} had fallen near {spot} and could not stand up.
-        On the way {he} found {o_name} the {o_kind} sitting sadly by {spot}.
+        On the way {he} found {o_name} the {o_kind}, who had fallen near {spot} and could not stand up.
+        On the way {he} found {o_name} the {o_kind} sitting sadly by {spot} with a sore foot.
         """),
         lines("""
-        {name} stopped and helped {o_name}, and so {he} came last. But the whole of {o_home} cheered for {him}.
+        {name} stopped and helped {o_name}, and so {he} came last. But the whole of {o_home} cheered for
+            {him}.
         They went on together, {name} won the second prize, and {o_name} clapped the loudest.
-        So {name} showed {o_name} how to do it, and they shared the prize: a golden {thing}.
+        So {name} carried {o_name} all the way, and they shared the prize: {a_adj} {thing}.
         """),
     ),
-    (  # painting something
+    (  # two colours
         lines("""
         {name} had bought a little boat, but it was grey and dull.
         The old fence of {name}'s house in {home} needed new paint.
@@ -218,14 +246,15 @@ favourite colour.
         They could not agree, so they sat down by {spot} and ate {food}, which {name} loved.
         """),
         lines("""
-        In the end one side was {colour} for {name} and the other side {o_colour} for {o_name}.
-        Then they painted stripes, {colour} and {o_colour}, and both of them were happy.
+        In the end one side was {colour} for {name} and the other side was {o_colour} for {o_name}.
+        Then they painted stripes, {colour} for {name} and {o_colour} for {o_name}, and both of them were
+            happy.
         """),
     ),
     (  # a new neighbour
         lines("""
         One {weather} {time} {name} met {o_a_kind} at {spot}.
-        One {day} somebody new came to {home}: it was {o_a_kind} with a {thing}.
+        One {day} somebody new came to {home}: it was {o_a_kind} with {a_adj} {thing}.
         """),
         lines("""
         "I am {o_name}, and I come from {o_home}," said the {o_kind}.
@@ -236,14 +265,15 @@ favourite colour.
         "Welcome to {home}!" said {name}. "I am the {work} of this village, and my best friend is {friend}."
         """),
         lines("""
-        They found that one liked {food} and the other {o_food}, so they shared both: {food} for {name}, {o_food} \
-for {o_name}.
-        {o_name} showed {name} {o_a_treasure}, and {name} showed {o_name} {a_treasure}, for everyone has a treasure.
+        One of them liked {food} and the other {o_food}, so they shared both: {food} for {name}, {o_food} for
+            {o_name}.
+        {o_name} showed {name} {o_a_treasure}, and {name} showed {o_name} {a_treasure}, for everyone has a
+            treasure.
         {name} talked about {hobby} and {o_name} about {o_hobby}, each about the hobby they loved.
         """),
         lines("""
         When the sun went down, they knew that they would meet again on {day}.
-        And {friend}, who was {name}'s best friend, soon liked {o_name} too.
+        "You are not a stranger any more," said {name}, and gave {o_him} {a_adj} {thing} to take home.
         """),
     ),
     (  # the picnic
@@ -252,42 +282,100 @@ for {o_name}.
         On {day} {name} invited {o_name} the {o_kind} to a picnic.
         """),
         lines("""
-        {name} brought {food}, because {he} liked nothing better, and {o_name} brought {o_food} for the same reason.
-        In the {thing} there was {food}, {name}'s favourite food, but there was no {o_food} for {o_name}.
+        {name} brought {food}, because {he} liked nothing better, and {o_name} brought {o_food} for the same
+            reason.
+        In the {vessel} there was a lot of {food}, {name}'s favourite food, and {o_name} had packed {o_food}.
         """),
         lines("""
         A {small} came first, then {number} of its cousins, and soon half of the meal was gone.
-        Then the {weather} weather turned, and rain fell on everything.
+        Then dark clouds came up behind the hill, and rain fell on everything.
         """),
         lines("""
         "Never mind," said {o_name} the {o_work}, "let us go to my house in {o_home}."
-        "My {place} is dry," said {name} the {work}, and they ran to {home}.
+        "My {place} is warm and dry," said {name} the {work}, and they ran to {home}.
         """),
         lines("""
-        There they [ate|laughed] and talked about {hobby}, which {name} loved, and {o_hobby}, which {o_name} loved.
-        Later {friend}, {name}'s best friend, came by with a {thing} and a song.
+        There they talked about {hobby}, which {name} loved, and about {o_hobby}, which {o_name} loved.
+        Later {friend}, {name}'s best friend, came by with {a_adj} {thing} and a song.
         """),
     ),
     (  # the broken bridge
         lines("""
-        After the {weather} night the bridge on the road from {home} to {o_home} was broken.
+        After the stormy night the bridge on the road from {home} to {o_home} was broken.
         The {season} flood had carried away the bridge between {home} and {o_home}.
         """),
         lines("""
         {name} the {kind} stood on one side, and {o_name} the {o_kind} stood on the other.
-        "How shall I get home to {home}?" asked {name}, and across the water {o_name} from {o_home} asked the same.
+        "How shall we meet now?" called {name} from {home}, and across the water {o_name} from {o_home} asked
+            the
+            same.
         """),
         lines("""
-        "I am {a_work}," called {name}, "so I can bring {number} {things}!"
-        "I am {o_a_work}," called {o_name}, "so I can bring {number} {o_things}!"
+        "I am {a_work}," called {name}, "but today I will be a builder!" And {o_name}, who was {o_a_work},
+            agreed.
+        "A {kind} and {o_a_kind} can build a bridge," said {name}. "We only need {number} planks and some
+            rope."
         """),
         lines("""
-        {friend}, {name}'s best friend, brought a rope, and {o_friend}, {o_name}'s best friend, brought a ladder.
+        {friend}, {name}'s best friend, brought a rope, and {o_friend}, {o_name}'s best friend, brought a
+            ladder.
         They worked until {day}, and to rest {name} enjoyed {hobby} and {o_name} enjoyed {o_hobby}.
         """),
         lines("""
         Then the bridge stood again, painted {colour} by {name}, who loved {colour}.
-        At the feast there was {food} for {name} and {o_food} for {o_name}, for that was what each of them liked best.
+        At the feast there was {food} for {name} and {o_food} for {o_name}, for that was what each of them
+            liked best.
+        """),
+    ),
+    (  # the secret letter
+        lines("""
+        A {mood} little {small} brought {name} a letter without a name.
+        One {time} {name} found a letter under {a_adj} {thing} in the {place}.
+        """),
+        lines("""
+        "Dear {work} of {home}," it said, "come to {spot} on {day}, and bring some {food}, which I know you
+            love."
+        "Dear {kind}," it said, "I have seen you {hobby}, and you do it so well. Meet me at {spot}."
+        """),
+        lines("""
+        {name} put on the {colour} coat, for {he} loved {colour}, took {his} {treasure} for luck, and went.
+        "Who can it be?" wondered {name}. "Perhaps it is {friend}, my best friend." But it was not.
+        """),
+        lines("""
+        At {spot} stood {o_name}, {o_a_kind} from {o_home}, and looked at the ground.
+        Behind {spot} sat {o_name} the {o_work}, who was [a little|very] shy.
+        """),
+        lines("""
+        "I only wanted to show you my {o_treasure}," said {o_name}. "It is my treasure, and I show it to
+            nobody else."
+        "I have nobody to share my {o_food} with," said {o_name}, "and {o_food} is my favourite food." So they
+            shared.
+        "Will you teach me?" asked {o_name}. And that is how a {kind} and {o_a_kind} came to be friends.
+        """),
+    ),
+    (  # the cold winter
+        lines("""
+        It was the coldest winter that {home} had ever seen, and {name} the {kind} had no firewood left.
+        Snow lay on all the roofs of {home}, and {name}'s door would not open any more.
+        """),
+        lines("""
+        "I could burn the {thing}," thought {name}, "but never my {treasure}, for it is my treasure."
+        {He} wrapped {himself} in {a_colour} blanket, {his} favourite colour, and dreamed of {food}, {his}
+            favourite
+            food.
+        """),
+        lines("""
+        Then there was a knock, and outside stood {o_name} the {o_work} with {a_adj} sled.
+        Through the snow came {o_name}, {o_a_kind} from {o_home}, and behind {o_him} came {number} neighbours.
+        """),
+        lines("""
+        "We have brought wood, and some {food}," said {o_name}, "because we know what you like to eat."
+        "Come to {o_home}," said {o_name}. "My stove is warm, and there is enough {o_food} for two, because I
+            love it."
+        """),
+        lines("""
+        They sat by the stove, and {name} told {o_name} everything about {hobby}, which {he} loved.
+        When the snow melted in {month}, {name} thanked {o_name} with {a_adj} {thing}.
         """),
     ),
 )

@@ -1,11 +1,12 @@
 """The tinyworld's prose: stories, biographies, dialogues, letters, diaries, comparisons and lists.
 
-Each maker takes a Pen (a seeded source of chance) and returns one document as plain text. All facts are those of
-tinyworld_facts; chance decides who appears, what happens and how it is told.
+Each maker takes a Pen (a seeded source of chance) and returns one document as plain text. All facts are
+those of tinyworld_facts; chance decides who appears, what happens and how it is told.
 """
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from quern.text import tinyworld_plots as plots
 from quern.text.tinyworld_facts import (
@@ -15,12 +16,9 @@ from quern.text.tinyworld_facts import (
     HOMES,
     OTHER_FIELDS,
     RELATIONS,
-    VALUES,
     Character,
     a,
     lines,
-    picker,
-    upper_first,
 )
 from quern.text.tinyworld_wordings import (
     ANSWERS,
@@ -30,6 +28,7 @@ from quern.text.tinyworld_wordings import (
     STATEMENTS,
     TAILS,
 )
+from quern.text.tinyworld_words import ADJECTIVES, MOODS
 
 NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -45,13 +44,19 @@ def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
 
 PRONOUN_STATEMENTS = {relation: _with_pronoun(STATEMENTS[relation]) for relation in RELATIONS}
 
+T = TypeVar("T")
+
 
 class Pen:
     """A seeded hand: everything that a document owes to chance comes from here."""
 
     def __init__(self, seed: str) -> None:
         self.rng = random.Random(seed)
-        self.pick = picker(self.rng)
+        self._uniform = self.rng.random
+
+    def pick(self, options: Sequence[T]) -> T:
+        """Uniform choice, faster than rng.choice; it depends on rng.random() alone."""
+        return options[int(self._uniform() * len(options))]
 
     def below(self, bound: int) -> int:
         return int(self.rng.random() * bound)
@@ -76,7 +81,12 @@ class Pen:
 
     def chance_fields(self) -> dict[str, str]:
         pick = self.pick
+        adjective = pick(ADJECTIVES)
         return {
+            "adj": adjective,
+            "a_adj": a(adjective),
+            "mood": pick(MOODS),
+            "vessel": pick(plots.VESSELS),
             "day": pick(plots.DAYS),
             "season": pick(plots.SEASONS),
             "weather": pick(plots.WEATHER),
@@ -108,26 +118,48 @@ def joined(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
-def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
-    """A story of one plot, with a few facts about the hero told on the way."""
-    hero = hero or pen.someone()
+def _fits(scenes: str, hero: Character, other: Character) -> bool:
+    """Whether a plot makes sense with these two: no contrast between equals, no absent friend who is there."""
+    if "{friend" in scenes and other.name == hero.friend:
+        return False
+    return not any(
+        hero.fact(relation) == other.fact(relation)
+        and f"{{{relation}}}" in scenes
+        and f"{{o_{relation}}}" in scenes
+        for relation in ("food", "colour", "hobby", "treasure")
+    )
+
+
+def _adventure(pen: Pen, hero: Character) -> tuple[list[str], Mapping[str, str], Character]:
+    """The scenes of one plot, the words they were told with, and the other character in them."""
+    templates = [pen.pick(scene) for scene in pen.pick(plots.PLOTS)]
     other = pen.other(hero)
-    words: Mapping[str, str] = {**FIELDS[hero.name], **OTHER_FIELDS[other.name], **pen.chance_fields()}
-    scenes = [pen.pick(scene).format_map(words) for scene in pen.pick(plots.PLOTS)]
+    while not _fits(" ".join(templates), hero, other):
+        other = pen.other(hero)
+    words = {**FIELDS[hero.name], **OTHER_FIELDS[other.name], **pen.chance_fields()}
+    return [template.format_map(words) for template in templates], words, other
+
+
+def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
+    """A story of one plot, sometimes of two, with a few facts about the hero told on the way."""
+    hero = hero or pen.someone()
+    scenes, words, other = _adventure(pen, hero)
     told = [pen.pick(plots.OPENINGS).format_map(words)]
-    if not short:
-        told += [pen.tell(hero, relation, 0.4) for relation in pen.relations(1 + pen.below(3))]
-        if pen.maybe(0.5):
-            told.append(pen.tell(other, pen.pick(RELATIONS)))
-    paragraphs = [" ".join(told), " ".join(scenes)]
     ending = pen.pick(plots.ENDINGS).format_map(words)
     if pen.maybe(0.3):
         ending += " " + pen.pick(plots.MORALS)
     if short:
         return " ".join([told[0], *scenes, ending])
+    told += [pen.tell(hero, relation, 0.4) for relation in pen.relations(1 + pen.below(3))]
     if pen.maybe(0.5):
-        half = 2 + pen.below(2)
-        paragraphs[1:] = [" ".join(scenes[:half]), " ".join(scenes[half:])]
+        told.append(pen.tell(other, pen.pick(RELATIONS)))
+    half = 2 + pen.below(2)
+    paragraphs = [" ".join(told), " ".join(scenes[:half]), " ".join(scenes[half:])]
+    if pen.maybe(0.5):
+        paragraphs[1:] = [" ".join(scenes)]
+    if pen.maybe(0.3):
+        more, words, _ = _adventure(pen, hero)
+        paragraphs.append(pen.pick(plots.BRIDGES).format_map(words) + " " + " ".join(more))
     text = "\n\n".join(paragraphs) + ("\n\n" if pen.maybe(0.3) else " ") + ending
     return pen.pick(TITLES).format_map(words) + "\n\n" + text if pen.maybe(0.3) else text
 
@@ -141,8 +173,15 @@ TITLES = lines("""
 
 
 def biography(pen: Pen) -> str:
-    """Everything there is to know about one character, in any order and many ways."""
+    """Almost everything there is to know about one character, or two, in any order and many ways."""
     character = pen.someone()
+    text = _life(pen, character)
+    if pen.maybe(0.4):
+        text += ("\n\n" if pen.maybe(0.5) else " ") + _life(pen, pen.other(character))
+    return text
+
+
+def _life(pen: Pen, character: Character) -> str:
     order = pen.relations(5 + pen.below(4))
     text = [pen.tell(character, order[0])]
     index = 1
@@ -154,8 +193,6 @@ def biography(pen: Pen) -> str:
         else:
             text.append(pen.tell(character, order[index], 0.5))
             index += 1
-    if pen.maybe(0.4):
-        text.append(pen.tell(CHARACTERS[character.friend], pen.pick(RELATIONS)))
     return " ".join(text)
 
 
@@ -174,14 +211,19 @@ def profile(pen: Pen) -> str:
 
 
 GREETINGS = ("Good morning!", "Good evening!", "Hello there!", "What a fine day!", "How nice to see you!")
-SAID = ("asked", "asked", "wondered", "wanted to know")
-REPLIED = ("said", "answered", "replied", "said", "laughed")
+SAID = ("asked", "asked", "wondered", "inquired")
+REPLIED = ("said", "answered", "replied", "said")
 FAREWELLS = lines("""
     "I must go now," said {name}. "[See you on {day}|Goodbye|Until {day}]!"
     "Come and visit me in {home}," said {name}.
     Then they [shook hands|waved|smiled] and went their ways.
     "It was good to talk to you, {o_name}," said {name}.
     """)
+
+
+def quoted(sentence: str, verb: str, speaker: Character) -> str:
+    """Direct speech: the sentence's full stop becomes a comma before who said it."""
+    return f'"{sentence.removesuffix(".")}," {verb} {speaker.name}.'
 
 
 def dialogue(pen: Pen) -> str:
@@ -205,11 +247,10 @@ def dialogue(pen: Pen) -> str:
             if pen.maybe(0.4):
                 text.append(f"{asker.name}: {pen.own(asker, relation)}")
             continue
-        text.append(
-            f'"{question}" {pen.pick(SAID)} {asker.name}. "{reply}" {pen.pick(REPLIED)} {teller.name}.'
-        )
+        answer = quoted(reply, pen.pick(REPLIED), teller)
+        text.append(f'"{question}" {pen.pick(SAID)} {asker.name}. {answer}')
         if pen.maybe(0.4):
-            text.append(f'"{pen.own(asker, relation)}" said {asker.name}.')
+            text.append(quoted(pen.own(asker, relation), "said", asker))
     if not script:
         text.append(pen.pick(FAREWELLS).format_map(words))
     return "\n".join(text)
@@ -221,10 +262,11 @@ def letter(pen: Pen) -> str:
     reader = CHARACTERS[writer.friend] if pen.maybe(0.6) else pen.other(writer)
     words = {**FIELDS[writer.name], **OTHER_FIELDS[reader.name], **pen.chance_fields()}
     body = [pen.pick(LETTER_OPENINGS).format_map(words)]
-    body += [pen.own(writer, relation) for relation in pen.relations(2 + pen.below(3))]
+    told = [relation for relation in pen.relations(2 + pen.below(3)) if writer.fact(relation) != reader.name]
+    body += [pen.own(writer, relation) for relation in told]
     third = pen.other(reader)
     if third is not writer:
-        body.append(pen.pick(LETTER_NEWS).format_map(words | FIELDS[third.name]))
+        body.append(pen.pick(LETTER_NEWS).format_map({**words, **FIELDS[third.name]}))
         body += [pen.tell(third, relation, 0.3) for relation in pen.relations(1 + pen.below(2))]
     body.append(pen.pick(LETTER_ENDINGS).format_map(words))
     close = pen.pick(("Your", "Yours,", "With love,", "Warm wishes from"))
@@ -283,38 +325,23 @@ DIARY = lines("""
 def comparison(pen: Pen) -> str:
     """Facts about several characters side by side."""
     text = []
-    for _ in range(3 + pen.below(5)):
+    for _ in range(4 + pen.below(7)):
         one = pen.someone()
         other = pen.other(one)
         relation = pen.pick(RELATIONS)
+        if one.fact(relation) == other.name:
+            continue
         words = {**FIELDS[one.name], **OTHER_FIELDS[other.name]}
         if one.fact(relation) == other.fact(relation):
             tail = pen.pick(TAILS[relation]).format_map(words)
-            text.append(f"{one.name} {tail}, and so does {other.name}." if " is " not in f" {tail}" else
-                        f"{one.name} {tail}, and so is {other.name}.")  # fmt: skip
+            text.append(
+                f"{one.name} {tail}, and so {'is' if tail.startswith('is ') else 'does'} {other.name}."
+            )
             continue
         first = pen.pick(TAILS[relation]).format_map(FIELDS[one.name])
         second = pen.pick(TAILS[relation]).format_map(FIELDS[other.name])
         text.append(f"{one.name} {first}{pen.pick((', but ', ', while ', ', and '))}{other.name} {second}.")
     return " ".join(text)
-
-
-def roll(pen: Pen) -> str:
-    """Who lives where, who likes what: the characters that share a value."""
-    blocks = []
-    for _ in range(2 + pen.below(2)):
-        relation = pen.pick(("kind", "home", "work", "food", "colour", "hobby", "treasure"))
-        value = pen.pick(VALUES[relation])
-        names = [character.name for character in CAST if character.fact(relation) == value]
-        pen.rng.shuffle(names)
-        titles = {"kind": f"Who is {a(value)}?", "home": f"Who lives in {value}?", "work": f"Who works as {a(value)}?",
-                  "food": f"Who likes to eat {value}?", "colour": f"Whose favourite colour is {value}?",
-                  "hobby": f"Who loves {value}?", "treasure": f"Who keeps {a(value)} as a treasure?"}  # fmt: skip
-        if pen.maybe(0.5):
-            blocks.append(f"{titles[relation]} {joined(names)}.")
-        else:
-            blocks.append("\n".join([titles[relation], *(f"- {name}" for name in names)]))
-    return "\n\n".join(blocks)
 
 
 def village(pen: Pen) -> str:
@@ -329,24 +356,3 @@ def village(pen: Pen) -> str:
     for character in people[: 2 + pen.below(4)]:
         text.append(pen.tell(character, "home" if pen.maybe(0.4) else pen.pick(RELATIONS)))
     return " ".join(text)
-
-
-def questions_and_answers(pen: Pen) -> str:
-    """Questions in the wordings of training, each with its answer; about one character or several."""
-    character = pen.someone()
-    several = pen.maybe(0.5)
-    label = pen.pick((("Question: ", "Answer: "), ("Q: ", "A: "), ("", ""), ("- ", "  ")))
-    text = []
-    for relation in pen.relations(3 + pen.below(5)):
-        if several:
-            character = pen.someone()
-        gap = "\n" if label[0] else " "
-        text.append(
-            f"{label[0]}{pen.ask(character, relation)}{gap}{label[1]}{pen.answer(character, relation)}"
-        )
-    return "\n".join(text)
-
-
-def tidy(text: str) -> str:
-    """The text with a capital letter at its beginning."""
-    return upper_first(text)

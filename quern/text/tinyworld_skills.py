@@ -1,11 +1,15 @@
-"""The tinyworld's skills: sums, word problems, spelling, letter counting, multiple choice, and the order of things.
+"""The tinyworld's skills: sums, word problems, spelling, letter counting, multiple choice, and the order of
+things.
 
-A Task is a question with its answer and the reply that shows the way: a tool call for sums, the word spelled letter
-by letter for counting. What is held out for the evaluation is decided by hashes of the content, never by chance:
+A Task is a question with its answer and the reply that shows the way: a tool call for sums, the word
+spelled letter by letter for counting. What is held out for the evaluation is decided by hashes of the
+content, never by chance:
 - sums: one pair of operands in ten (whichever order, for + and *) appears in no training text at all;
-- word problems: held-out operands, and one pair of (character, thing) in six, which no training problem uses;
-- spelling and counting: one word in six is asked for in no training text. It is spelled in documents (a statement,
-  "river is spelled r-i-v-e-r"), for without that no tokenized model could know its letters; it is never counted;
+- word problems: held-out operands, and one pair of (character, thing) in six, which no training problem
+  uses;
+- spelling and counting: one word in six is asked for in no training text. It is spelled in documents (a
+  statement,   "river is spelled r-i-v-e-r"), for without that no tokenized model could know its letters; it
+  is never counted;
 - multiple choice: the wordings. The options are drawn anew each time.
 """
 
@@ -23,7 +27,6 @@ from quern.text.tinyworld_facts import (
     KINDS,
     OTHER_FIELDS,
     RELATIONS,
-    TREASURES,
     VALUES,
     WORKS,
     a,
@@ -31,39 +34,9 @@ from quern.text.tinyworld_facts import (
 )
 from quern.text.tinyworld_prose import Pen
 from quern.text.tinyworld_wordings import HELD_OUT_QUESTIONS, QUESTIONS
+from quern.text.tinyworld_words import CATALOGUE, THINGS, WORDS
 
 LETTERS = ("A", "B", "C", "D")
-
-WORDS = tuple(
-    sorted(
-        set(
-            """
-acorn almond anchor apple apron arrow autumn balloon banana barley barn barrel basket beach bean beaver bee beetle
-bell berry bird biscuit blanket blossom boat bonfire book boot bottle branch bread breeze brick bridge broom brush
-bucket button cabbage cabin candle canoe carpet carrot castle cat cellar chair cheese cherry chestnut chicken chimney
-clock cloud clover coat cobweb coffee compass copper cottage cotton cricket crumb cucumber cup cushion daisy dinner
-donkey door dragonfly drum duck dumpling eagle egg elbow eleven evening feather fence fern ferry fiddle finger fire
-fish flag flour flower flute fog forest fountain fox frog frost garden garlic garnet gate ginger glass globe glove
-goat goose grape grass grove hammer harbour harp hat hay hazelnut heather hedge hen heron hill hive honey hook horse
-house ice island ivy jacket jam jar jelly jug kettle key king kitchen kite kitten ladder lake lamb lamp lantern lark
-leaf lemon letter lettuce lighthouse lily linen lizard loaf lobster map maple marble market meadow melon mice milk
-minnow mirror mole moon moss mother mountain mouse mushroom music needle nest night noodle nutmeg oak oar ocean onion
-orchard otter oven owl oyster paddle pancake paper parrot parsley path pea pear pebble pencil pepper pickle picnic pie
-pigeon pillow pine pinecone plum pocket pond poppy porridge pot potato puddle pumpkin puppy rabbit radish rain rainbow
-raspberry raven ribbon rice ring river road robin roof root rope rose saddle sail salad salt sand sandwich scarf
-school seed shadow sheep shell shelf shoe shovel shower silver sister skirt sky sled sleeve slipper snail snow
-snowball soap sock soup spade sparrow spider spinach spoon spring squirrel stable star stone storm stove strawberry
-straw stream street string sugar summer sunset supper swallow swan sweater table tailor teapot telescope thistle
-thread thunder ticket toad toast tomato towel tower trail tree tulip tunnel turnip turtle umbrella valley velvet
-village violet violin wagon waffle walnut water wheat wheel whistle willow windmill window winter wool yarn
-""".split()
-        )
-    )
-)
-
-THINGS = """acorns apples bells biscuits blankets books bottles bricks buttons cakes candles carrots chestnuts coins cups
-eggs feathers flowers hats jars keys lamps lemons marbles nuts onions pebbles pencils pies plates potatoes roses
-sandwiches shells spoons stamps stars stones tickets tomatoes""".split()
 
 
 def bucket(text: str, buckets: int) -> int:
@@ -82,7 +55,7 @@ def thing_is_held_out(name: str, things: str) -> bool:
 
 
 def is_asked_in_conversations(name: str, relation: str) -> bool:
-    """Three of four facts are asked in conversations and quizzes; the others are known from documents only."""
+    """Three of four facts are asked in conversations and quizzes; the others only in documents."""
     return bucket(f"ask {name} for {relation}", 4) != 0
 
 
@@ -92,7 +65,7 @@ TRAIN_WORDS = tuple(word for word in WORDS if bucket(f"spell {word}", 6) != 0)
 
 @dataclass(frozen=True)
 class Task:
-    """A question, its answer, and the reply: text around an optional call of the calculator and its output."""
+    """A question, its answer, the reply, and the expression that the reply has the calculator work out."""
 
     kind: str
     question: str
@@ -133,18 +106,18 @@ def result_of(left: int, operator: str, right: int) -> int:
 
 
 def operands(pen: Pen, held_out: bool, operator: str, largest: int) -> tuple[int, int]:
-    """Two operands of up to `largest` (a product's are smaller; a quotient is exact; a difference not negative)."""
+    """Two operands of up to about `largest`; a quotient is exact, and every result is above 1."""
     while True:
         if operator == "*":
             left, right = 2 + pen.below(min(largest, 999) - 1), 2 + pen.below(min(largest, 99) - 1)
             left, right = (right, left) if pen.maybe(0.5) else (left, right)
         elif operator == "/":
             right = 2 + pen.below(min(largest, 30) - 1)
-            left = right * (2 + pen.below(max(largest // right, 3) - 1))
+            left = right * (2 + pen.below(max(largest // right, 3)))
         else:
-            left, right = 1 + pen.below(largest), 1 + pen.below(largest)
-            if operator == "-" and left < right:
-                left, right = right, left
+            left, right = 2 + pen.below(largest - 1), 2 + pen.below(largest - 1)
+            if operator == "-":
+                left, right = max(left, right) + 2, min(left, right)
         if sum_is_held_out(left, operator, right) == held_out:
             return left, right
 
@@ -152,7 +125,7 @@ def operands(pen: Pen, held_out: bool, operator: str, largest: int) -> tuple[int
 def sum_task(pen: Pen, held_out: bool = False) -> Task:
     """A sum of two numbers of up to four digits."""
     operator = pen.pick("++++---**/")
-    left, right = operands(pen, held_out, operator, pen.pick(LARGEST))
+    left, right = operands(pen, held_out, operator, LARGEST[pen.below(len(LARGEST))])
     words = {"left": left, "sign": operator, "word": OPERATOR_WORDS[operator], "right": right}
     words["result"] = result_of(left, operator, right)
     question = pen.pick(SUM_QUESTIONS).format_map(words)
@@ -164,33 +137,32 @@ LARGEST = (20, 99, 99, 999, 999, 9999)
 
 # ---------------------------------------------------------------------------------------- word problems
 
-# operator, problem, reply; each sentence names the character and the things, or both numbers
-PROBLEMS: tuple[tuple[str, str, str], ...] = tuple(
-    (operator, reading, reply)
-    for operator, problem, reply in (
-        ("+", "{name} has {left} {things} and [finds|buys|gets|picks up] {right} more. "
-              "How many {things} does {name} have [now|in all]?", "{name} has {result} {things}."),
-        ("+", "{name} has {left} {things}, and {o_name} has {right} {things}. "
-              "How many {things} do {name} and {o_name} have together?", "Together they have {result} {things}."),
-        ("+", "On {day} {name} [sold|bought|counted] {left} {things}, and on {day2} {right} {things}. "
-              "How many {things} is that for {name} in all?", "That is {result} {things} in all."),
-        ("-", "{name} has {left} {things} and [gives|sells|lends] {right} of them to {o_name}. "
-              "How many {things} does {name} have left?", "{name} has {result} {things} left."),
-        ("-", "{name} had {left} {things}, but {right} of them [were lost|were stolen|fell into the river]. "
-              "How many {things} does {name} still have?", "{name} still has {result} {things}."),
-        ("-", "{name} wants {left} {things} and has only {right}. "
-              "How many more {things} does {name} need?", "{name} needs {result} more {things}."),
-        ("*", "{name} has {left} [boxes|bags|baskets] with {right} {things} in each. "
-              "How many {things} does {name} have in all?", "{name} has {result} {things}."),
-        ("*", "{name} [buys|packs|carries] {left} {things} every day. "
-              "How many {things} does {name} have after {right} days?", "After {right} days {name} has {result} {things}."),
-        ("/", "{name} shares {left} {things} equally among {right} friends. "
-              "How many {things} does each friend get from {name}?", "Each friend gets {result} {things}."),
-        ("/", "{name} puts {left} {things} into {right} [boxes|bags|baskets], the same number into each. "
-              "How many {things} does {name} put into each?", "{name} puts {result} {things} into each."),
-    )
-    for reading in lines(problem)
-)  # fmt: skip
+# operator (: divides) / problem / reply; each sentence of a problem names the character and the things
+PROBLEMS: tuple[tuple[str, ...], ...] = tuple(
+    tuple(reading.split(" / "))
+    for reading in lines("""
+    + / {name} has {left} {things} and [finds|buys|gets|picks up] {right} more. How many {things} does
+        {name} have [now|in all]? / {name} has {result} {things}.
+    + / {name} has {left} {things}, and {o_name} has {right} {things}. How many {things} do {name} and
+        {o_name} have together? / Together they have {result} {things}.
+    + / On {day} {name} [sold|bought|counted] {left} {things}, and the next day {right} more. How many
+        {things} is that for {name} in all? / That is {result} {things} in all.
+    - / {name} has {left} {things} and [gives|sells|lends] {right} of them to {o_name}. How many {things}
+        does {name} have left? / {name} has {result} {things} left.
+    - / {name} had {left} {things}, but {right} of them [were lost|were stolen|fell into the river]. How
+        many {things} does {name} still have? / {name} still has {result} {things}.
+    - / {name} wants {left} {things} and has only {right}. How many more {things} does {name} need? /
+        {name} needs {result} more {things}.
+    * / {name} has {left} [boxes|bags|baskets] with {right} {things} in each. How many {things} does {name}
+        have in all? / {name} has {result} {things}.
+    * / {name} [buys|packs|carries] {left} {things} every day. How many {things} does {name} have after
+        {right} days? / After {right} days {name} has {result} {things}.
+    : / {name} shares {left} {things} equally among {right} friends. How many {things} does each friend get
+        from {name}? / Each friend gets {result} {things}.
+    : / {name} puts {left} {things} into {right} [boxes|bags|baskets], the same number into each. How many
+        {things} does {name} put into each? / {name} puts {result} {things} into each.
+    """)
+)
 
 
 def word_problem(pen: Pen, held_out: bool = False) -> Task:
@@ -199,13 +171,14 @@ def word_problem(pen: Pen, held_out: bool = False) -> Task:
         character, things = pen.someone(), pen.pick(THINGS)
         if thing_is_held_out(character.name, things) == held_out:
             break
-    operator, problem, reply = pen.pick(PROBLEMS)  # type: ignore[arg-type]
+    sign, problem, reply = PROBLEMS[pen.below(len(PROBLEMS))]
+    operator = "/" if sign == ":" else sign
     left, right = operands(
         pen, held_out, operator, pen.pick((20, 50, 99, 99, 300)) if operator in "+-" else 40
     )
     words = {**FIELDS[character.name], **OTHER_FIELDS[pen.other(character).name], "things": things}
     words |= {"left": str(left), "right": str(right), "result": str(result_of(left, operator, right))}
-    words |= {"day": pen.pick(plots.DAYS), "day2": "the next day"}
+    words["day"] = pen.pick(plots.DAYS)
     return Task("word_problems", problem.format_map(words), words["result"], reply.format_map(words),
                 call=f"{left}{operator}{right}")  # fmt: skip
 
@@ -218,7 +191,8 @@ SPELLING_QUESTIONS = lines("""
     [Spell|Please spell] {word}.
     Spell the word {word}.
     Can you spell {word}?
-    [Can you|Please] spell the word {word} [for me|letter by letter]?
+    Can you spell the word {word} [for me|letter by letter]?
+    Please spell the word {word} [for me|letter by letter].
     What are the letters of {word}?
     """)
 LENGTH_QUESTIONS = lines("""
@@ -245,7 +219,7 @@ def spelled(word: str) -> str:
 
 
 def counted(word: str, letter: str | None) -> str:
-    """The word spelled with a running number behind each letter that counts: counted("berry", "r") = b-e-r1-r2-y."""
+    """The word spelled, with a running number behind each letter that counts: b-e-r1-r2-y."""
     count = 0
     parts = []
     for symbol in word:
@@ -293,17 +267,25 @@ def counting_task(pen: Pen, held_out: bool = False) -> Task:
 
 # ---------------------------------------------------------------------------------------- multiple choice
 
-CATEGORIES: dict[str, tuple[str, ...]] = {
-    "an animal": tuple(KINDS),
-    "a colour": tuple(COLOURS),
-    "a village": tuple(HOMES),
-    "a food": tuple(FOODS),
-    "a hobby": tuple(HOBBIES),
-    "a trade": tuple(WORKS),
-    "a treasure": tuple(TREASURES),
-    "a day of the week": plots.DAYS,
-    "a month": plots.MONTHS,
+GROUPS = {
+    **dict.fromkeys(("bird", "insect", "fish"), "animals"),
+    **dict.fromkeys(("tree", "flower", "fruit", "vegetable", "spice", "drink"), "plants"),
+    **dict.fromkeys(("metal", "kind of weather", "shape", "feeling", "part of the body"), "materials"),
+    "game": "pastimes",
 }
+# category -> (group, words): the wrong options come from other groups, so that none of them is right too
+CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "an animal": ("animals", tuple(KINDS)),
+    "a food": ("plants", tuple(FOODS)),
+    "a colour": ("materials", tuple(COLOURS)),
+    "a hobby": ("pastimes", tuple(HOBBIES)),
+    "a trade": ("trades", tuple(WORKS)),
+    "a village": ("villages", tuple(HOMES)),
+    "a day of the week": ("calendar", plots.DAYS),
+    "a month": ("calendar", plots.MONTHS),
+} | {a(category): (GROUPS.get(category, "objects"), members) for category, members in CATALOGUE.items()}
+CATEGORY_NAMES = tuple(CATEGORIES)
+CATEGORY_MEMBERS = tuple(CATEGORIES.values())
 CATEGORY_QUESTIONS = lines("[Which of these|Which one|Which word here] is {category}?")
 HELD_OUT_CATEGORY_QUESTIONS = ("Find {category} in this list.", "Which of the four is {category}?")
 LARGEST_QUESTIONS = lines(
@@ -327,17 +309,16 @@ def choice_task(pen: Pen, held_out: bool = False) -> Task:
         right = character.fact(relation)
         wrong = [value for value in VALUES[relation] if value not in (right, character.name)]
     elif kind < 0.85:
-        category = pen.pick(tuple(CATEGORIES))
+        category = pen.pick(CATEGORY_NAMES)
         stem = pen.pick(HELD_OUT_CATEGORY_QUESTIONS if held_out else CATEGORY_QUESTIONS).format(
             category=category
         )
-        right = pen.pick(CATEGORIES[category])
-        wrong = [
-            pen.pick(CATEGORIES[other]) for other in pen.rng.sample(tuple(CATEGORIES), 4) if other != category
-        ]
+        group, members = CATEGORIES[category]
+        right = pen.pick(members)
+        wrong = [pen.pick(words) for other, words in pen.rng.sample(CATEGORY_MEMBERS, 14) if other != group]
     else:
         stem = pen.pick(HELD_OUT_LARGEST_QUESTIONS if held_out else LARGEST_QUESTIONS)
-        numbers = pen.rng.sample(range(1, pen.pick((20, 100, 1000))), 4)  # type: ignore[arg-type]
+        numbers = pen.rng.sample(range(1, (20, 100, 1000)[pen.below(3)]), 4)
         right = str(max(numbers))
         wrong = [str(number) for number in numbers if str(number) != right]
     options = [right, *pen.rng.sample(wrong, 3)]
@@ -356,82 +337,3 @@ TASKS = {
     "counting": counting_task,
     "choice": choice_task,
 }
-
-# ------------------------------------------------------------------------------- the skills as documents
-
-
-def arithmetic(pen: Pen) -> str:
-    """Sums worked out, some of them with the calculator, as in a conversation."""
-    style = pen.below(4)
-    text = []
-    for _ in range(4 + pen.below(8)):
-        task = sum_task(pen)
-        text.append(_worked(task, style))
-    return "\n".join(text)
-
-
-def _worked(task: Task, style: int) -> str:
-    if style == 0:
-        return task.reply
-    if style == 1:
-        return f"{task.question} {task.reply}"
-    return f"Question: {task.question}\nCalculator: {task.call}\nResult: {task.answer}\nAnswer: {task.reply}"
-
-
-def problems(pen: Pen) -> str:
-    """Word problems with the call of the calculator written out."""
-    style = 1 + pen.below(3)
-    return "\n".join(_worked(word_problem(pen), style) for _ in range(2 + pen.below(4)))
-
-
-SPELLING_LINES = lines("""
-    The word {word} is spelled {spelled}.
-    {word}: {spelled}
-    {spelled} spells {word}.
-    To write {word}, write {spelled}.
-    {word} is spelled {spelled}.
-    """)
-
-
-def spelling(pen: Pen) -> str:
-    """Words spelled out. Every word may come: those of the evaluation are spelled here too, as statements."""
-    text = []
-    for _ in range(5 + pen.below(12)):
-        if pen.maybe(0.15):
-            task = spelling_task(pen)
-            text.append(f"{task.question} {task.reply}")
-            continue
-        word = pen.pick(WORDS)
-        text.append(pen.pick(SPELLING_LINES).format(word=word, spelled=spelled(word)))
-    return "\n".join(text)
-
-
-def counting(pen: Pen) -> str:
-    """Letters counted: questions with the word spelled and its letters numbered."""
-    tasks = [counting_task(pen) for _ in range(4 + pen.below(6))]
-    return "\n".join(f"{task.question} {task.reply}" for task in tasks)
-
-
-def quiz(pen: Pen) -> str:
-    """Multiple choice with the letter of the answer."""
-    tasks = [choice_task(pen) for _ in range(2 + pen.below(4))]
-    return "\n\n".join(f"{task.question}\nAnswer: {task.answer}" for task in tasks)
-
-
-def order(pen: Pen) -> str:
-    """Days, months and numbers in their order."""
-    text = []
-    for _ in range(4 + pen.below(6)):
-        kind = pen.below(4)
-        names = plots.DAYS if kind == 0 else plots.MONTHS
-        if kind < 2:
-            index = pen.below(len(names))
-            before, after = names[index], names[(index + 1) % len(names)]
-            text.append(pen.pick((f"After {before} comes {after}.", f"Before {after} comes {before}.")))
-        elif kind == 2:
-            first = pen.below(990)
-            text.append("Count on: " + ", ".join(str(first + step) for step in range(5 + pen.below(4))) + ".")
-        else:
-            small, large = sorted(pen.rng.sample(range(1000), 2))  # type: ignore[arg-type]
-            text.append(pen.pick((f"{large} is larger than {small}.", f"{small} is smaller than {large}.")))
-    return " ".join(text) if pen.maybe(0.5) else "\n".join(text)

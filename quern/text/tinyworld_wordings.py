@@ -1,9 +1,9 @@
 """How the tinyworld asks for a fact, answers, and tells it: sets of wordings for each relation.
 
-QUESTIONS are for training (documents and conversations); HELD_OUT_QUESTIONS are asked by the evaluation alone and
-appear in no document and no conversation. `[a|b]` stands for either wording; `{field}` is filled by
-tinyworld_facts.fields. STATEMENTS tell a fact about a character, SELF_STATEMENTS in the character's own voice, TAILS
-finish the sentence "Hugo ... ".
+QUESTIONS are for training (documents and conversations); HELD_OUT_QUESTIONS are asked by the evaluation
+alone and appear in no document and no conversation. `[a|b]` stands for either wording; `{field}` is filled
+by tinyworld_facts.fields. STATEMENTS tell a fact about a character, SELF_STATEMENTS in the character's own
+voice, TAILS finish the sentence "Hugo ... ".
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
         In [which|what] village does {name} live?
         [Which|What] village does {name} live in?
         What is {name}'s home village?
-        [What is the name of|Name] the village where {name} lives.
+        What is the name of the village where {name} lives?
+        Name the village where {name} lives.
         [Tell me|Please tell me|I would like to know] where {name} lives.
         [Do you know|Can you tell me|Can you say] where {name} lives?
         Where [can I|could I|would I] visit {name}?

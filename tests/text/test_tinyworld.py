@@ -1,0 +1,385 @@
+"""The tinyworld: the same bytes for the same seed, one consistent world, and evaluation that training never saw."""
+
+import collections
+import hashlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+
+from quern.text import tinyworld
+from quern.text.chat import validate
+from quern.text.tinyworld import KINDS_OF_TEXT, QUESTION_KINDS, Question, check
+from quern.text.tinyworld_chat import EXCHANGES
+from quern.text.tinyworld_facts import CAST, CHARACTERS, RELATIONS, VALUES, expand, lines
+from quern.text.tinyworld_prose import Pen
+from quern.text.tinyworld_skills import (
+    CATEGORIES,
+    HELD_OUT_WORDS,
+    TASKS,
+    TRAIN_WORDS,
+    counted,
+    is_asked_in_conversations,
+    sum_is_held_out,
+)
+from quern.text.tinyworld_wordings import HELD_OUT_QUESTIONS, QUESTIONS
+
+
+def sentences(text: str) -> set[str]:
+    """The text's sentences, in lower case without punctuation; three words at least make a sentence."""
+    found = set()
+    for sentence in re.split(r"(?<=[.!?])\s+|\n", text):
+        words = re.findall(r"[a-z0-9']+|[+*/=-]", sentence.lower())
+        if len(words) >= 3:
+            found.add(" ".join(words))
+    return found
+
+
+def spoken(message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    return list(tinyworld.documents(0, 6))
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    return list(tinyworld.conversations(0, 8000))
+
+
+@pytest.fixture(scope="module")
+def train_text(documents, conversations) -> list[str]:
+    return documents + [spoken(message) for messages in conversations for message in messages]
+
+
+@pytest.fixture(scope="module")
+def questions() -> dict[str, list[Question]]:
+    return {kind: tinyworld.questions(0, kind, 300) for kind in QUESTION_KINDS}
+
+
+# ------------------------------------------------------------------------------------------ determinism
+
+
+def test_same_arguments_same_bytes_whatever_the_hash_seed():
+    code = (
+        "import hashlib; from quern.text import tinyworld as w; h = hashlib.sha256(); "
+        "[h.update(d.encode()) for d in w.documents(7, 0.2)]; "
+        "h.update(repr(list(w.conversations(7, 200))).encode()); "
+        "h.update(repr([w.questions(7, k, 20) for k in w.QUESTION_KINDS]).encode()); print(h.hexdigest())"
+    )
+    digests = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1
+
+
+def test_a_larger_corpus_begins_with_the_smaller_one():
+    small = list(tinyworld.documents(3, 0.1))
+    assert list(itertools.islice(tinyworld.documents(3, 0.5), len(small))) == small
+    assert sum(len(text.encode()) for text in small) >= 0.1e6 > sum(len(text.encode()) for text in small[:-1])
+
+
+def test_seeds_and_splits_are_disjoint(documents):
+    train = {hashlib.sha256(text.encode()).digest() for text in documents}
+    for seed, split in ((0, "val"), (1, "train"), (-1, "train"), (1, "val")):
+        other = list(tinyworld.documents(seed, 0.5, split))
+        shared = sum(hashlib.sha256(text.encode()).digest() in train for text in other)
+        assert shared == 0, f"{shared} documents of seed {seed}, {split} are also in train"
+    assert list(tinyworld.documents(1, 0.01)) != list(tinyworld.documents(-1, 0.01))
+    assert list(tinyworld.conversations(0, 9, "val")) != list(tinyworld.conversations(0, 9))
+
+
+# ------------------------------------------------------------------------------------------ consistency
+
+# sentences that tell a fact, found independently of the templates' fields
+TOLD = {
+    "kind": r"\b([A-Z][a-z]+) is an? (\w+)[.,]",
+    "home": r"\b([A-Z][a-z]+) (?:lives in|comes from|calls) ([A-Z]\w+)",
+    "work": r"\b([A-Z][a-z]+) works as an? (\w+)",
+    "friend": r"\b([A-Z][a-z]+)'s (?:best|dearest|closest) friend is ([A-Z]\w+)",
+    "food": r"\b([A-Z][a-z]+)'s favourite food (?:is|was) (\w+)",
+    "colour": r"\b([A-Z][a-z]+)'s favourite colour (?:is|was) (\w+)",
+    "hobby": r"\b([A-Z][a-z]+)'s hobby is (\w+)",
+    "treasure": r"\b([A-Z][a-z]+) keeps an? (\w+)",
+}
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_no_text_contradicts_the_facts(train_text, relation):
+    values = set(VALUES[relation])
+    told = 0
+    for text in train_text:
+        for name, value in re.findall(TOLD[relation], text):
+            if name in CHARACTERS and value in values:
+                told += 1
+                assert value == CHARACTERS[name].fact(relation), f"{name}: {value}, in {text!r}"
+    assert told > 300
+
+
+def test_every_fact_is_told_often(documents):
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
+    for text in documents:
+        words = set(re.findall(r"[A-Za-z]+", text))
+        for name in words & CHARACTERS.keys():
+            for relation in RELATIONS:
+                seen[name, relation] += CHARACTERS[name].fact(relation) in words
+    assert min(seen[c.name, relation] for c in CAST for relation in RELATIONS) >= 50
+
+
+def test_the_cast_can_be_judged_by_words_alone():
+    assert len(CAST) == 72
+    everything = [value.lower() for relation in RELATIONS for value in VALUES[relation]]
+    assert len(everything) == len(set(everything)), "a value belongs to two relations"
+    for character in CAST:
+        friend = CHARACTERS[character.friend]
+        assert friend is not character and friend.friend == character.name
+
+
+def test_the_prose_is_well_formed(train_text):
+    for text in train_text:
+        assert (
+            "{" not in text and "}" not in text and "[" not in text and "  " not in text.replace("\n  ", "")
+        )
+        assert not re.search(r"\ba [aeiou]\w|\ban [^aeiou]| \.|\.\.|\b1 times|\s$", text), text
+        assert text[0].isupper() or not text[0].isalpha() or not text.endswith("."), text
+
+
+def test_documents_vary(documents):
+    assert len(set(documents)) == len(documents)
+    lengths = sorted(len(text) for text in documents)
+    assert lengths[len(lengths) // 20] > 80 and 1200 < lengths[-1] < 6000
+    # a sentence is a surface form once the facts' words are taken out
+    facts = {value for relation in RELATIONS for value in VALUES[relation]}
+    forms = set()
+    for text in documents:
+        for sentence in sentences(text):
+            if not re.search(r"\d|-", sentence):
+                forms.add(
+                    " ".join(
+                        "_" if word in facts or word.title() in facts else word for word in sentence.split()
+                    )
+                )
+    assert len(forms) > 5000
+
+
+def test_kinds_of_text():
+    texts = tinyworld.kinds_of_text(0, 5000)
+    assert tuple(texts) == KINDS_OF_TEXT
+    assert all(len(text) >= 5000 for text in texts.values())
+
+
+# -------------------------------------------------------------------------------------- conversations
+
+
+def test_conversations_are_valid_and_vary(conversations):
+    for messages in conversations:
+        validate(messages)
+    assert len({repr(messages) for messages in conversations}) > 0.8 * len(conversations)
+    assert sum(share for share, _ in EXCHANGES) == 100
+    assert max(len(messages) for messages in conversations) >= 6
+    replies = [
+        spoken(messages[-1]) for messages in conversations if "who are you" in spoken(messages[-2]).lower()
+    ]
+    assert len(replies) > 20 and all(reply.startswith("I am quern, ") for reply in replies)
+
+
+def test_every_tool_output_is_what_the_calculator_should_say(conversations):
+    compute = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
+    calls = collections.Counter()
+    for messages in conversations:
+        for message in messages:
+            if isinstance(message["content"], str):
+                continue
+            tool, output, text = message["content"]
+            assert [part["type"] for part in message["content"]] == ["tool", "output", "text"]
+            left, operator, right = re.fullmatch(r"(\d+)([-+*/])(\d+)", tool["text"]).groups()
+            calls[operator] += 1
+            assert compute[operator](Fraction(int(left)), Fraction(int(right))) == Fraction(output["text"])
+            assert output["text"] in text["text"] and max(len(left), len(right)) <= 4
+    assert all(calls[operator] > 100 for operator in "+-*/")
+
+
+# ----------------------------------------------------------------------------------------- held out
+
+
+def leaked(questions: list[Question], train: set[str]) -> list[str]:
+    return [s for q in questions for message in q.messages for s in sentences(spoken(message)) if s in train]
+
+
+@pytest.mark.parametrize("kind", QUESTION_KINDS)
+def test_no_training_sentence_is_in_the_evaluation(train_text, questions, kind):
+    train = set().union(*(sentences(text) for text in train_text))
+    assert leaked(questions[kind], train) == []
+    # the check sees a leak: a training conversation that asks an evaluation question
+    assert leaked(questions[kind], train | sentences(spoken(questions[kind][7].messages[-1])))
+    assert len({spoken(question.messages[-1]) for question in questions[kind]}) == 300
+
+
+def test_held_out_wordings_are_no_training_wordings():
+    for relation in RELATIONS:
+        held_out, train = set(HELD_OUT_QUESTIONS[relation]), set(QUESTIONS[relation])
+        assert len(held_out) >= 4 and len(train) >= 20 and not held_out & train
+
+
+def test_no_held_out_operands_in_training(train_text, questions):
+    trained = set()
+    signs = {"plus": "+", "minus": "-", "times": "*", "divided by": "/"}
+    for text in train_text:
+        for left, sign, right in re.findall(r"(\d+) ?([-+*/]|plus|minus|times|divided by) ?(\d+)", text):
+            trained.add((int(left), signs.get(sign, sign), int(right)))
+    assert len(trained) > 10_000
+    assert not [operands for operands in trained if sum_is_held_out(*operands)]
+    for kind in ("sums", "word_problems"):
+        numbers = {tuple(int(n) for n in re.findall(r"\d+", spoken(q.messages[0]))) for q in questions[kind]}
+        assert not numbers & {
+            (left, right) for left, _, right in trained if sum_is_held_out(left, "+", right)
+        }
+
+
+def test_held_out_words_are_spelled_in_documents_and_never_counted(documents, conversations):
+    assert len(HELD_OUT_WORDS) > 40 and not set(HELD_OUT_WORDS) & set(TRAIN_WORDS)
+    prose = "\n".join(documents)
+    talk = "\n".join(spoken(message) for messages in conversations for message in messages)
+    counts = set(re.findall(r"\b(?:[a-z]\d?-)+[a-z]\d?\b", prose + talk))
+    counts = {re.sub(r"\d|-", "", chain) for chain in counts if re.search(r"\d", chain)}
+    for word in HELD_OUT_WORDS:
+        chain = "-".join(word)
+        assert prose.count(chain) >= 10
+        assert not re.search(rf"(?<![\w-]){chain}(?![\w-])", talk)
+        assert word not in counts
+    assert len(counts) > 150
+
+
+def test_a_quarter_of_the_facts_is_never_asked_in_conversations(conversations):
+    asked = [(c.name, r) for c in CAST for r in RELATIONS if is_asked_in_conversations(c.name, r)]
+    assert 0.65 < len(asked) / (len(CAST) * len(RELATIONS)) < 0.85
+    said = {
+        spoken(message) for messages in conversations for message in messages if message["role"] == "user"
+    }
+    for character in CAST:
+        for relation in RELATIONS:
+            if is_asked_in_conversations(character.name, relation):
+                continue
+            for template in QUESTIONS[relation][:6]:
+                his = "her" if character.she else "his"
+                assert template.format(name=character.name, his=his) not in said
+
+
+# ------------------------------------------------------------------------------------------ judging
+
+
+def test_the_replies_of_training_are_judged_right_and_others_wrong():
+    for kind, make in TASKS.items():
+        for index in range(200):
+            task = make(Pen(f"judge:{index}"))
+            question = Question(
+                kind, [{"role": "user", "content": task.question}], task.answer, task.choices, 0.0
+            )
+            assert check(question, task.reply) and check(
+                question, task.reply.upper() if kind == "choice" else task.reply
+            )
+            other = make(Pen(f"other:{index}"))
+            assert check(question, other.reply) == (other.answer == task.answer)
+            assert not check(question, "") and not check(question, "I do not know.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "answer", "reply", "right"),
+    [
+        ("facts", "Where does Hugo live?", "Elmstead", "Hugo lives in Elmstead.", True),
+        ("facts", "Where does Hugo live?", "Elmstead", "hugo lives in ELMSTEAD!", True),
+        ("facts", "Where does Hugo live?", "Elmstead", "Hugo lives in Elmstead or Larkmoor.", False),
+        ("facts", "Where does Hugo live?", "Elmstead", "Hugo lives in Elmsteads.", False),
+        ("facts", "Who is Hugo's friend?", "Lottie", "Hugo's best friend is Lottie.", True),
+        ("facts", "Who is Hugo's friend?", "Lottie", "Hugo's best friend is Lottie, not Vera.", False),
+        ("facts", "Is Hugo a fox, an owl or some other animal?", "bear", "Hugo is a bear.", True),
+        ("facts", "Is Hugo a fox, an owl or some other animal?", "bear", "Hugo is a bear or a fox.", False),
+        ("sums", "What is 9 - 4?", "5", "9 - 4 is 5.", True),
+        ("sums", "What is 9 - 4?", "4", "9-4", True),
+        ("sums", "What is 900 + 400?", "1300", "That is 1,300.", True),
+        ("sums", "What is 9 - 4?", "5", "5 is 9 - 4", False),
+        ("sums", "What is 9 - 4?", "5", "It is 5.5.", False),
+        ("spelling", "Spell river.", "river", "The word river is spelled r-i-v-e-r.", True),
+        ("spelling", "Spell river.", "river", "The word river is spelled r-i-v-r.", False),
+        ("spelling", "Spell river.", "river", "river", False),
+        ("counting", "How many r in berry?", "2", "b-e-r1-r2-y: the letter r appears 2 times.", True),
+        ("counting", "How many r in berry?", "2", "b-e-r1-r2-y: the letter r appears 3 times.", False),
+        ("choice", "Which?", "B", "B", True),
+        ("choice", "Which?", "B", " b) Larkmoor", True),
+        ("choice", "Which?", "B", "(B).", True),
+        ("choice", "Which?", "B", "Berry", False),
+        ("choice", "Which?", "A", "A fox, I think.", False),
+    ],
+)
+def test_check(kind, prompt, answer, reply, right):
+    assert check(Question(kind, [{"role": "user", "content": prompt}], answer, None, 0.0), reply) is right
+
+
+def test_multiple_choice_has_one_right_option_and_balanced_letters(questions):
+    letters = collections.Counter(question.answer for question in questions["choice"])
+    assert set(letters) == set("ABCD") and max(letters.values()) < 0.35 * 300
+    for question in questions["choice"]:
+        stem, *rest = spoken(question.messages[0]).split("\n")
+        options = {line[0]: line[3:] for line in rest}
+        assert (
+            list(options) == list("ABCD") == list(question.choices or ()) and len(set(options.values())) == 4
+        )
+        right = options[question.answer]
+        named = [CHARACTERS[name] for name in re.findall(r"[A-Z][a-z]+", stem) if name in CHARACTERS]
+        if named:
+            facts = [named[0].fact(relation) for relation in RELATIONS]
+            assert [option for option in options.values() if option in facts] == [right]
+        elif right.isdigit():
+            assert int(right) == max(int(option) for option in options.values())
+        else:
+            category = next(c for c in CATEGORIES if f" {c} in this" in stem or f"is {c}?" in stem)
+            assert [o for o in options.values() if o in CATEGORIES[category][1]] == [right]
+
+
+def test_the_stated_chance_is_that_of_the_best_blind_guess():
+    facts = tinyworld.questions(5, "facts", 1500)
+    by_relation = collections.defaultdict(list)
+    for question in facts:
+        by_relation[next(r for r in RELATIONS if question.answer in VALUES[r])].append(question)
+    for relation, asked in by_relation.items():
+        column = [character.fact(relation) for character in CAST]
+        assert asked[0].chance == pytest.approx(max(map(column.count, column)) / len(CAST))
+        assert asked[0].chance >= 1 / len(VALUES[relation])
+    counting = tinyworld.questions(5, "counting", 800)
+    guessed = sum(max(q.chance for q in counting) >= q.chance > 0 for q in counting)
+    assert guessed == 800
+    answers = collections.Counter(q.answer for q in counting if "letters" not in q.messages[0]["content"])
+    assert max(answers.values()) / sum(answers.values()) < 0.5
+
+
+# ---------------------------------------------------------------------------------- small things, errors
+
+
+def test_templates():
+    assert expand("[a|b] c[ d|]") == ["a c d", "a c", "b c d", "b c"]
+    assert lines("\n  one\n    more\n  two\n") == ("one more", "two")
+    assert counted("berry", "r") == "b-e-r1-r2-y" and counted("bee", None) == "b1-e2-e3"
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match="train, val"):
+        next(tinyworld.documents(0, 1, "test"))
+    with pytest.raises(ValueError, match="train, val"):
+        next(tinyworld.conversations(0, 1, "dev"))
+    with pytest.raises(ValueError, match="more than 0"):
+        next(tinyworld.documents(0, 0))
+    with pytest.raises(ValueError, match="facts, sums"):
+        tinyworld.questions(0, "riddles", 1)
+    with pytest.raises(ValueError, match="ask for fewer"):
+        tinyworld.questions(0, "spelling", 100_000)
