@@ -16,7 +16,6 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.text.chat import Message, Part, render_prompt
 from quern.text.tinyworld import Question
-from quern.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Graded:
 
 def generative(
     engine: Engine,
-    tokenizer: Tokenizer,
     questions: Sequence[Question],
     check: Callable[[Question, str], bool],
     *,
@@ -55,7 +53,7 @@ def generative(
     """
     if not questions:
         raise ValueError(f"{task}: no questions to score; ask for at least one")
-    prompts = [render_prompt(tokenizer, question.messages) for question in questions]
+    prompts = [render_prompt(engine.tokenizer, question.messages) for question in questions]
     replies = [
         Answered(
             kind=question.kind,
@@ -78,7 +76,7 @@ def generative(
                 [replies[row].correct for row in rows],
                 [questions[row].chance for row in rows],
                 [prompts[row] for row in rows],
-                bos=tokenizer.bos,
+                bos=engine.tokenizer.bos,
             )
         )
     return Graded(scores, replies)

@@ -18,7 +18,7 @@ from quern.eval.bits_per_byte import batch_losses
 from quern.eval.score import Score, accuracy
 from quern.machine import Machine
 
-# Rows are padded to a multiple of this, so that a compiled model sees few different lengths.
+# Every batch has batch_rows rows, of a length that is a multiple of this: compiled code sees few shapes.
 PAD_MULTIPLE = 32
 
 
@@ -54,7 +54,7 @@ def continuation_nats(
     machine: Machine,
     *,
     context: int,
-    batch_rows: int = 16,
+    batch_rows: int = 32,
 ) -> np.ndarray:
     """The loss in nats (float64, one per pair) of each (prompt, continuation), prompts not empty.
 
@@ -68,14 +68,14 @@ def continuation_nats(
         chosen = order[first : first + batch_rows]
         longest = max(len(rows[row]) for row in chosen) - 1
         width = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, context)
-        padded = np.zeros((len(chosen), width + 1), dtype=np.int64)
-        counts = np.zeros((len(chosen), width), dtype=bool)
+        padded = np.zeros((batch_rows, width + 1), dtype=np.int64)
+        counts = np.zeros((batch_rows, width), dtype=bool)
         for line, row in enumerate(chosen):
             length = len(rows[row])
             padded[line, :length] = rows[row]
             counts[line, length - 1 - len(pairs[row][1]) : length - 1] = True
         losses = batch_losses(model, padded[:, :-1], padded[:, 1:], machine)
-        nats[chosen] = np.where(counts, losses, 0.0).sum(axis=1)
+        nats[chosen] = np.where(counts, losses, 0.0).sum(axis=1)[: len(chosen)]
     return nats
 
 
@@ -88,7 +88,7 @@ def multiple_choice(
     bos: int,
     context: int,
     length: Callable[[str, Sequence[int]], float] = whole,
-    batch_rows: int = 16,
+    batch_rows: int = 32,
     shots: int = 0,
 ) -> tuple[Score, list[int]]:
     """The accuracy, and the index picked for each question (the first of equals)."""

@@ -1,0 +1,42 @@
+"""Wilson's interval against SciPy's, and what identifies an evaluation."""
+
+import json
+
+import pytest
+from scipy.stats import binomtest
+
+from quern.eval.score import Score, accuracy, prompt_hash, wilson
+
+
+@pytest.mark.parametrize(
+    ("correct", "count"), [(0, 1), (1, 1), (0, 200), (200, 200), (3, 7), (91, 200), (5, 1000)]
+)
+@pytest.mark.parametrize("confidence", [0.95, 0.5])
+def test_wilson_equals_scipy(correct, count, confidence):
+    expected = binomtest(correct, count).proportion_ci(confidence, method="wilson")
+    assert wilson(correct, count, confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_wilson_of_nothing_and_of_nonsense():
+    assert wilson(0, 0) == (0.0, 1.0)
+    for correct, count in ((2, 1), (-1, 4)):
+        with pytest.raises(ValueError, match="between 0 and count"):
+            wilson(correct, count)
+
+
+def test_accuracy_says_what_was_asked():
+    score = accuracy(
+        "sums", [True, False, True, True], [0.0, 0.5, 0.25, 0.25], [[9, 1], [9, 2]], bos=9, shots=2
+    )
+    assert (score.value, score.count, score.chance, score.bos, score.shots) == (0.75, 4, 0.25, True, 2)
+    assert score.low is not None and score.high is not None and score.low < 0.75 < score.high
+    assert not accuracy("sums", [True], [0.0], [[1, 9]], bos=9).bos
+    assert Score(**json.loads(json.dumps(score.to_json()))) == score
+    with pytest.raises(ValueError, match="no questions"):
+        accuracy("sums", [], [], [], bos=9)
+
+
+def test_prompt_hash_tells_prompts_apart():
+    cases = [[[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2, 3]], [[1, 2], [3], []]]
+    assert len({prompt_hash(case) for case in cases}) == len(cases)
+    assert prompt_hash([[1, 2], [3]]) == prompt_hash([(1, 2), (3,)])
