@@ -7,6 +7,7 @@ is left).
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,6 +98,37 @@ def test_ids_equal_tiktokens_and_the_books(
         assert wrong == 0
         law(f"token ids = {name} for the same merges (texts that differ)", wrong, "equal")
     assert tokenizer.encode_batch(FIXTURES) == [tokenizer.encode(text) for text in FIXTURES]
+
+
+def not_most_frequent(merges: tuple[bytes, ...], pattern: str, texts: list[str]) -> int:
+    """How many merges do not join the most frequent (or an equally frequent) pair of their moment."""
+    counts = Counter(word for text in texts for word in regex.findall(pattern, text))
+    words = [([bytes([b]) for b in word.encode("utf-8")], count) for word, count in counts.items()]
+    wrong = 0
+    for merge in merges:
+        pairs: Counter[tuple[bytes, bytes]] = Counter()
+        for parts, count in words:
+            for pair in zip(parts, parts[1:], strict=False):
+                pairs[pair] += count
+        most = max(pairs.values(), default=0)
+        chosen = [pair for pair, count in pairs.items() if pair[0] + pair[1] == merge and count == most]
+        wrong += not chosen
+        for parts, _ in words:
+            i = 0
+            while i < len(parts) - 1:
+                if (parts[i], parts[i + 1]) in chosen:
+                    parts[i : i + 2] = [merge]
+                i += 1
+    return wrong
+
+
+def test_training_joins_the_most_frequent_pair_each_time(law: Law) -> None:
+    texts = [text * 4 for text in FIXTURES] + ["the mill grinds the grain into flour " * 50]
+    trained = Tokenizer.train(texts, 400)
+    wrong = not_most_frequent(trained.merges, trained.pattern, texts)
+    assert wrong == 0
+    assert not_most_frequent(trained.merges[::-1], trained.pattern, texts) > 0
+    law("each merge joins a most frequent pair (merges that do not)", wrong, "equal")
 
 
 PIECES = st.sampled_from([*FIXTURES[:8], "the mill", "  ", "\n", "'ll", "12", "e\u0301", "👩‍👧", "<|bos|>"])
