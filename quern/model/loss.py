@@ -1,0 +1,47 @@
+"""The one loss: a sum over valid targets divided by the global number of valid targets.
+
+Pretraining, SFT and RL differ in their batches only: `mask` says which targets count, `weight` carries advantages.
+The number of valid targets is the whole batch's, over all micro-batches and ranks, so that accumulation and
+parallelism cannot change the update.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quern.kernels.cross_entropy import cross_entropy
+from quern.model.context import CausalContext, Context
+
+
+class LanguageModel(Protocol):
+    """What the loss needs of a model."""
+
+    head: torch.nn.Linear
+    shape: object
+
+    def __call__(self, tokens_BT: Tensor, context: Context) -> Tensor: ...
+
+
+def loss_sum(model, tokens_BT: Tensor, targets_BT: Tensor, scale_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """→ (sum of scale · nats as a differentiable scalar, nats per token (B, T)).
+
+    scale: (B, T) fp32, mask · weight / number of valid targets in the global batch.
+    """
+    x_BTD = model(tokens_BT, CausalContext())
+    total, losses = cross_entropy(
+        x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), scale_BT.flatten(), model.shape.softcap
+    )
+    return total, losses.view(targets_BT.shape)
+
+
+def token_losses(model, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    """Nats of each target (B, T) in fp32, from hidden states, without holding full logits. Not differentiable."""
+    with torch.no_grad():
+        zeros = torch.zeros(targets_BT.numel(), dtype=torch.float32, device=x_BTD.device)
+        _, losses = cross_entropy(
+            x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), zeros, model.shape.softcap
+        )
+    return losses.view(targets_BT.shape)

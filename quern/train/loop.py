@@ -1,0 +1,169 @@
+"""The one training loop, for pretraining and fine-tuning alike; they differ in their batches and schedules.
+
+What happens around the steps is passed in: evaluators as (every, function), records as a `StageFolder`, progress as
+a function. Time is counted in steps only: evaluation, saving and the first step after a start, which compiles, are
+left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quern.data.loader import Loader, prefetch
+from quern.machine import Machine
+from quern.optim.schedule import Multipliers
+from quern.records import StageFolder
+from quern.train import checkpoint
+from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
+from quern.train.state import TrainState
+from quern.train.step import StepResult, train_step
+
+Evaluator = Callable[[TrainState], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one stage trains for. flops_per_token and peak_flops (of the machine, per second) feed the MFU."""
+
+    steps: int
+    schedule: Callable[[int], Multipliers]
+    micro_batch_rows: int
+    clip_norm: float | None
+    log_every: int
+    save_every: int
+    keep: int
+    flops_per_token: float
+    peak_flops: float
+    evaluators: Sequence[tuple[int, Evaluator]] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Goes into every checkpoint beside the state: the recipe, the tokenizer's fingerprint, …"""
+
+
+def train(
+    state: TrainState,
+    loader: Loader,
+    plan: Plan,
+    machine: Machine,
+    folder: StageFolder,
+    say: Callable[[str], None],
+    advance: Callable[[TrainState, dict[str, Any]], None] = lambda state, line: None,
+) -> int:
+    """Trains from state.step to plan.steps; returns an exit code of `guard.py`.
+
+    say: takes lines for the user; advance: called with each logging line. SIGTERM and SIGINT finish the step, save
+    and return EXIT_STOPPED.
+    """
+    folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
+    window = _Window()
+    fresh = True
+    with Stop() as stop, closing(prefetch(loader, state.step, plan.steps)) as batches:
+        for batch in batches:
+            start = time.perf_counter()
+            result = train_step(
+                state,
+                batch,
+                plan.schedule(state.step),
+                machine,
+                micro_batch_rows=plan.micro_batch_rows,
+                clip_norm=plan.clip_norm,
+            )
+            seconds = time.perf_counter() - start
+            if fresh:
+                folder.event("compile", step=state.step, seconds=round(seconds, 3))
+                fresh = False
+            else:
+                state.seconds += seconds
+                window.add(result, seconds)
+            if result.verdict != "step":
+                folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
+            if result.verdict == "stop":
+                return _diverged(state, folder, say)
+            if state.step % plan.log_every == 0 or state.step == plan.steps:
+                line = _metrics(state, result, window, plan)
+                folder.metric(**line)
+                advance(state, line)
+                window = _Window()
+            stopping = stop.requested and state.step < plan.steps
+            for every, evaluator in plan.evaluators:
+                if not stopping and (state.step % every == 0 or state.step == plan.steps):
+                    folder.metric(step=state.step, tokens=state.tokens, **evaluator(state))
+            if state.step % plan.save_every == 0 or state.step == plan.steps or stopping:
+                try:
+                    save(state, plan, folder)
+                except checkpoint.CheckpointError as error:
+                    folder.event("stop", step=state.step, reason=str(error))
+                    say(f"stopped at step {state.step}: {error}")
+                    return EXIT_NOT_SAVED
+            if stopping:
+                folder.event("stop", step=state.step, reason="signal")
+                say(f"stopped after step {state.step} as asked, and saved: go on with --resume")
+                return EXIT_STOPPED
+    folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
+    return EXIT_DONE
+
+
+def save(state: TrainState, plan: Plan, folder: StageFolder) -> Path:
+    """Writes the checkpoint of state.step."""
+    start = time.perf_counter()
+    meta = {**plan.meta, "state": state.meta()}
+    path = checkpoint.save(folder.path / "checkpoints", state.step, state.tensors(), meta, plan.keep)
+    folder.event("save", step=state.step, path=path.name, seconds=round(time.perf_counter() - start, 3))
+    return path
+
+
+def resume(state: TrainState, folder: StageFolder, say: Callable[[str], None]) -> bool:
+    """Puts `state` where the newest good checkpoint left it; False when there is none."""
+    found = checkpoint.latest(folder.path / "checkpoints", say)
+    if found is None:
+        return False
+    tensors, meta = checkpoint.load(found[0])
+    state.restore(tensors, meta["state"])
+    folder.rewind(state.step)
+    return True
+
+
+class _Window:
+    """Steps since the last logging line."""
+
+    def __init__(self) -> None:
+        self.loss_sum = 0.0
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def add(self, result: StepResult, seconds: float) -> None:
+        self.loss_sum += result.loss * result.tokens
+        self.tokens += result.tokens
+        self.seconds += seconds
+
+
+def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -> dict[str, Any]:
+    rate = window.tokens / window.seconds if window.seconds else None
+    line = {
+        "step": state.step,
+        "tokens": state.tokens,
+        "flops": state.tokens * plan.flops_per_token,
+        "seconds": round(state.seconds, 4),
+        "loss": window.loss_sum / window.tokens if window.tokens else last.loss,
+        "grad_norm": last.grad_norm,
+        "lr": plan.schedule(state.step - 1).lr,
+    }
+    if rate is not None:
+        line["tokens_per_second"] = round(rate, 1)
+        line["mfu"] = round(rate * plan.flops_per_token / plan.peak_flops, 4)
+    if state.guard.skips:
+        line["skipped"] = state.guard.skips
+    return line
+
+
+def _diverged(state: TrainState, folder: StageFolder, say: Callable[[str], None]) -> int:
+    found = checkpoint.latest(folder.path / "checkpoints", say)
+    good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
+    reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"
+    folder.event("stop", step=state.step, reason=reason)
+    say(f"stopped at step {state.step}: {reason}. Lower the learning rate (--optim.lr-scale) and resume from there.")
+    return EXIT_DIVERGED

@@ -1,0 +1,63 @@
+"""TrainState: the model, its optimizer and how far they are; what a checkpoint holds and nothing else.
+
+The parameters themselves are not saved: they are the fp32 masters rounded to the compute dtype. Batches are a pure
+function of (seed, step), so the position in the data is the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quern.machine import Machine
+from quern.optim.groups import make_groups
+from quern.parallel.zero2 import Zero2
+from quern.recipe import Recipe
+from quern.train.guard import Guard
+
+
+@dataclass
+class TrainState:
+    """step: updates done or skipped; tokens: targets trained on; seconds: time spent in steps."""
+
+    model: Any
+    optimizer: Zero2
+    guard: Guard
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By logical name; views of live memory."""
+        return self.optimizer.state_tensors()
+
+    def meta(self) -> dict[str, Any]:
+        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "guard": self.guard.state()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        """Bit for bit what `tensors` and `meta` gave."""
+        self.optimizer.load_state_tensors(tensors)
+        self.guard.load_state(meta["guard"])
+        self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
+
+
+def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
+    """The recipe's model on the machine, in its compute dtype; seed None leaves the weights to be loaded."""
+    model = recipe.make_model(recipe.model)
+    if seed is not None:
+        model.init_parameters(machine.generator(seed))
+    return model.to(device=machine.device, dtype=machine.dtype)
+
+
+def build_state(recipe: Recipe, machine: Machine, model: Any) -> TrainState:
+    """A fresh state around a model whose weights are in place. recipe: resolved."""
+    groups = make_groups(model.parameter_groups(), recipe.optim, model.named_parameters())
+    optimizer = Zero2(groups, dtype_ns=machine.dtype, compile=machine.compile)
+    return TrainState(model, optimizer, Guard(recipe.train.max_skips))
+
+
+def weights_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The fp32 weights in a checkpoint's tensors, by parameter name."""
+    return {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}

@@ -1,0 +1,81 @@
+"""One optimizer step: accumulate the gradients of a global batch, look whether they are finite, update.
+
+The loss is the sum over valid targets divided by their number in the whole batch, so the number of micro-batches
+cannot change it. A step whose loss or gradient norm is not finite touches no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quern.data.loader import Batch
+from quern.machine import Machine
+from quern.model.loss import loss_sum
+from quern.optim.schedule import Multipliers
+from quern.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets; verdict: the guard's."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    verdict: str
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    multipliers: Multipliers,
+    machine: Machine,
+    *,
+    micro_batch_rows: int,
+    clip_norm: float | None = None,
+) -> StepResult:
+    """One step on the global batch; advances `state` whatever the verdict ("step", "skip" or "stop")."""
+    loss, tokens = accumulate(state, batch, machine, micro_batch_rows)
+    norm = state.optimizer.grad_norm()
+    loss_value, norm_value = torch.stack([loss.float(), norm]).tolist()  # the step's one wait for the device
+    verdict = state.guard.observe(bool(np.isfinite(loss_value) and np.isfinite(norm_value)))
+    if verdict == "step":
+        if clip_norm is not None:
+            state.optimizer.clip_grads(clip_norm, norm)
+        state.optimizer.step(state.step, multipliers)
+    state.step += 1
+    state.tokens += tokens
+    return StepResult(loss_value, norm_value, tokens, verdict)
+
+
+def accumulate(
+    state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int
+) -> tuple[torch.Tensor, int]:
+    """Leaves the batch's gradients in the optimizer's buffers → (mean loss, 0-dim; valid targets)."""
+    tokens = int(batch.mask.sum())
+    if tokens == 0:
+        raise ValueError("a batch without a single target cannot train: check the data's masks")
+    state.optimizer.zero_grad()
+    loss = torch.zeros((), device=machine.device)
+    for micro in batch.split(micro_batch_rows):
+        inputs, targets, scale = to_device(micro, tokens, machine)
+        total, _ = loss_sum(state.model, inputs, targets, scale)
+        total.backward()
+        loss += total.detach()
+    return loss, tokens
+
+
+def to_device(
+    batch: Batch, valid_targets: int, machine: Machine
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """→ tokens, targets (B, T) int64 and scale (B, T) fp32 = mask · weight / valid_targets, on the device."""
+    scale = batch.mask.astype(np.float32)
+    if batch.weight is not None:
+        scale *= batch.weight
+    scale /= valid_targets
+    arrays = (batch.tokens.astype(np.int64), batch.targets.astype(np.int64), scale)
+    tokens, targets, scales = (torch.from_numpy(a).to(machine.device, non_blocking=True) for a in arrays)
+    return tokens, targets, scales
