@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quern.generate.cache import KVCache, decode
 from quern.generate.reply import Completion, Delta, Reply
-from quern.generate.sample import Sampling, sample, uniforms
+from quern.generate.sample import Sampling, draw, generator, sample
 from quern.machine import Machine
 from quern.model.gpt import GPT
 from quern.text.tokenizer import Tokenizer
@@ -141,18 +141,11 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, seed: int
     ) -> Iterator[Event]:
         device = self.model.embedding.weight.device
-        steps = max(row.reply.max_tokens for row in rows)
-        noise = np.zeros((len(rows), steps), dtype=np.float32)
-        if sampling.temperature > 0:
-            for i, row in enumerate(rows):
-                noise[i, : row.reply.max_tokens] = uniforms(
-                    seed, prompts[row.prompt], row.sample, row.reply.max_tokens
-                )
-        uniform_BN = torch.from_numpy(noise).to(device)
+        numbers = [generator(seed, prompts[row.prompt], row.sample) for row in rows]
         cache, logits_BV = self._prefill(prompts, rows)
-        step = 0
         while True:
-            picked = sample(logits_BV, sampling, uniform_BN[:, step]).tolist()
+            uniform_BV = draw(numbers, logits_BV.size(-1)).to(device) if sampling.temperature > 0 else None
+            picked = sample(logits_BV, sampling, uniform_BV).tolist()
             tokens = []
             for row, token in zip(rows, picked, strict=True):
                 if row.reply.finish_reason is None:
@@ -166,15 +159,13 @@ class Engine:
             if not left:
                 return
             if len(left) <= len(rows) // 2:
-                kept = torch.tensor(left, device=device)
-                cache, uniform_BN = cache.take(kept), uniform_BN[kept]
-                rows, tokens = [rows[i] for i in left], [tokens[i] for i in left]
+                cache = cache.take(torch.tensor(left, device=device))
+                rows, tokens, numbers = ([items[i] for i in left] for items in (rows, tokens, numbers))
             longest = max(
                 row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason
             )
             slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
             logits_BV = decode(self.model, cache, torch.tensor(tokens, device=device), slots_S)
-            step += 1
 
     def _prefill(self, prompts: Sequence[Sequence[int]], rows: list[Row]) -> tuple[KVCache, Tensor]:
         """Reads each prompt once, however many samples it has → the rows' cache and first logits."""

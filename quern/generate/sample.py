@@ -1,8 +1,12 @@
 """Picking the next token of every row of a batch.
 
-One uniform number in [0, 1) per row and step decides, by inverting the cumulative distribution. The numbers
-come from a counter-based generator keyed by (seed, prompt, sample), never by a row's place in the batch,
-so a row draws the same tokens alone as among any batch mates, and two samples of one prompt differ.
+One uniform number per row, step and token decides, by the exponential race: with E = -log(u), the largest
+weight / E is a draw by weight (the Gumbel-max trick without its logarithms; Maddison et al., 2014,
+https://arxiv.org/abs/1411.0030). The numbers come from a generator of the row's own, seeded by (seed, prompt,
+sample) and never by a row's place in the batch, so a row draws the same tokens alone as among any batch
+mates, and two samples of one prompt differ. Inverting the cumulative distribution would need one number only,
+but every rounding of a logit moves thousands of its boundaries; here it matters only where the two best are
+within that rounding.
 
 The order of the filters is temperature, then top-k, then top-p (nucleus sampling: Holtzman et al., 2020,
 https://arxiv.org/abs/1904.09751).
@@ -35,36 +39,43 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {self.top_p}")
 
 
-def uniforms(seed: int, prompt: Sequence[int], sample: int, count: int) -> np.ndarray:
-    """The row's own numbers in [0, 1), float32 (count,); number i decides token i of the completion."""
+def generator(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
+    """The row's own source of numbers."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{seed} {sample} ".encode())
     digest.update(np.asarray(prompt, dtype=np.int64).tobytes())
-    key = int.from_bytes(digest.digest(), "little")
-    return np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32)
+    return np.random.Generator(np.random.SFC64(int.from_bytes(digest.digest(), "little")))
 
 
-def sample(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> Tensor:
-    """Token ids (B,), int64, picked from fp32 logits (B, V) by the numbers `uniform_B` in [0, 1)."""
+def draw(generators: Sequence[np.random.Generator], vocabulary: int) -> Tensor:
+    """The next step's numbers in [0, 1), fp32 (B, V), row b from generator b."""
+    uniform_BV = np.empty((len(generators), vocabulary), dtype=np.float32)
+    for row, own in zip(uniform_BV, generators, strict=True):
+        own.random(out=row, dtype=np.float32)
+    return torch.from_numpy(uniform_BV)
+
+
+def sample(logits_BV: Tensor, sampling: Sampling, uniform_BV: Tensor | None = None) -> Tensor:
+    """Token ids (B,), int64, picked from fp32 logits (B, V) by numbers in [0, 1); greedy needs none."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    vocabulary = logits_BV.shape[-1]
+    if uniform_BV is None:
+        raise ValueError(
+            "sampling at a temperature above 0 needs the rows' numbers: pass draw(generators, V)"
+        )
     candidates_BN: Tensor | None = None
-    if 0 < sampling.top_k < vocabulary:
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
         logits_BV, candidates_BN = logits_BV.topk(sampling.top_k, dim=-1)
     elif sampling.top_p < 1:
         logits_BV, candidates_BN = logits_BV.sort(dim=-1, descending=True)
     # The largest logit goes to zero first: a tiny temperature then cannot overflow.
-    shifted = logits_BV - logits_BV.amax(-1, keepdim=True)
-    weights = (shifted / sampling.temperature).exp()
-    cumulative = weights.cumsum(-1)
+    weights = ((logits_BV - logits_BV.amax(-1, keepdim=True)) / sampling.temperature).exp()
     if sampling.top_p < 1:
         # A candidate stays while those before it hold less than top_p: the first always does.
-        before = cumulative - weights
-        weights = weights.masked_fill(before >= sampling.top_p * cumulative[:, -1:], 0)
         cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:]
-    # Rounding must not lift the threshold to the total, beyond the last candidate of weight above zero.
-    threshold = torch.minimum(uniform_B[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    index_B1 = torch.searchsorted(cumulative, threshold, right=True)
-    return (index_B1 if candidates_BN is None else candidates_BN.gather(-1, index_B1)).squeeze(-1)
+        weights = weights.masked_fill(cumulative - weights >= sampling.top_p * cumulative[:, -1:], 0)
+    if candidates_BN is None:
+        return (weights / -uniform_BV.log()).argmax(-1)
+    # A number belongs to a token, not to a rank: two nearly equal logits may swap ranks.
+    best_B1 = (weights / -uniform_BV.gather(-1, candidates_BN).log()).argmax(-1, keepdim=True)
+    return candidates_BN.gather(-1, best_B1).squeeze(-1)

@@ -1,0 +1,66 @@
+"""Small random models and a small tokenizer, shared by the tests of generation and of the server."""
+
+from functools import cache
+
+import torch
+
+from quern.generate.engine import Engine
+from quern.machine import Machine
+from quern.model.gpt import GPT
+from quern.recipe import ModelRecipe
+from quern.text.tokenizer import Tokenizer
+
+SENTENCES = (
+    "The miller grinds the grain at dawn, and the stone hums.",
+    "What is 123 + 456? It is 579, says the baker.",
+    "Grüße aus Köln! Ça va? 你好，世界。 Привет, мир. 👋🏽 😀",
+    "stop there, please; the end is near. END",
+)
+CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+
+
+@cache
+def toy_tokenizer() -> Tokenizer:
+    return Tokenizer.train(SENTENCES * 8, 330)
+
+
+def toy_model(
+    windows: str = "SSSL",
+    *,
+    depth: int = 4,
+    heads: int = 4,
+    kv_heads: int = 4,
+    context: int = 32,
+    vocab_size: int = 96,
+    seed: int = 0,
+    window: int | None = None,
+) -> GPT:
+    """A GPT with every parameter random: no path through it is silent. `window` replaces the short one."""
+    recipe = ModelRecipe(
+        depth=depth,
+        width=8 * heads,
+        head_dim=8,
+        heads=heads,
+        kv_heads=kv_heads,
+        context=context,
+        vocab_size=vocab_size,
+        windows=windows,
+    )
+    model = GPT(recipe)
+    # The last layer is long in every recipe; here the letters are taken at their word.
+    kinds = [windows[layer % len(windows)] for layer in range(depth)]
+    model.windows = [(window or context // 4) if kind == "S" else None for kind in kinds]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter.size(-1) ** -0.5 if parameter.dim() == 2 else 0.5
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+        # Logits far enough apart that a difference of 1e-5 does not swap the two largest.
+        model.head.weight.mul_(3)
+    return model.eval()
+
+
+def toy_engine(windows: str = "SSSL", *, context: int = 64, seed: int = 0, max_rows: int = 64) -> Engine:
+    tokenizer = toy_tokenizer()
+    model = toy_model(windows, context=context, vocab_size=tokenizer.vocab_size, seed=seed)
+    return Engine(model, tokenizer, CPU, max_rows=max_rows)
