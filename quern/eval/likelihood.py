@@ -63,6 +63,7 @@ def continuation_nats(
     """
     rows = [_fit(prompt, continuation, context) for prompt, continuation in pairs]
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    batch_rows = min(batch_rows, max(1, len(rows)))
     nats = np.zeros(len(rows))
     for first in range(0, len(order), batch_rows):
         chosen = order[first : first + batch_rows]

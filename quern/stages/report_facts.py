@@ -393,7 +393,7 @@ def human_flops(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """400 → 6 min 40 s."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

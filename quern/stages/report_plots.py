@@ -94,7 +94,7 @@ def panels(stage: StageRecords) -> list[Panel]:
     found = []
     for number_, curve in enumerate(CURVES):
         xs, ys = stage.column(curve.key, curve.against)
-        if len(xs) < 2 or (curve.log and min(ys) <= 0):
+        if len(xs) < 2 or max(xs) <= 0 or (curve.log and min(ys) <= 0):
             continue
         svg = draw(curve, xs, ys, stage, f"{stage.name}-{number_}")
         found.append(Panel(curve.title, curve.unit, _reading(curve, stage, ys), svg))

@@ -1,4 +1,4 @@
-"""The tests of evaluation run eagerly: their shapes are many and tiny, and compiling each would take minutes."""
+"""The tests of evaluation run eagerly: their shapes are many and tiny, compiling each would take minutes."""
 
 from collections.abc import Iterator
 

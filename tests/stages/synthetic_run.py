@@ -98,9 +98,9 @@ PARTS = [
     {"type": "text", "text": "Mira has 75 pears now."},
 ]
 STORY = (
-    " lived in the mill by the river. Every morning she carried flour to the baker, who was a fox with a grey coat."
-    " “Good morning, Mira,” said the fox. “Is it windy on the hill?”\n\nShe nodded. The wheel had turned all night, "
-    "and her friend Odo, the heron, was still asleep on the roof."
+    " lived in the mill by the river. Every morning she carried flour to the baker, who was a fox with "
+    "a grey coat. “Good morning, Mira,” said the fox. “Is it windy on the hill?”\n\n"
+    "She nodded. The wheel had turned all night, and her friend Odo, the heron, was still asleep on the roof."
 )
 
 
@@ -239,7 +239,7 @@ def _samples(sft: bool) -> list[dict[str, Any]]:
                     },
                     {"role": "user", "content": "And who is Odo?"},
                 ],
-                "text": "Odo is a heron. He lives on the roof of the mill and likes frogs, fog and long stories.",
+                "text": "Odo is a heron. He lives on the roof of the mill and likes frogs and long stories.",
             },
         ]
     return found

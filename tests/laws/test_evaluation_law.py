@@ -1,0 +1,125 @@
+"""Law: evaluation at batch 1 = at batch N, and scores = an independent scorer's.
+
+The independent scorer takes one window at a time, full logits, and NumPy in float64. Each law is
+shown able to fail: with the mean of the batches' means, with the bytes of printed tokens, and with padding on
+the left instead of the right.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from quern.data.loader import Batch, windows
+from quern.data.shards import Corpus
+from quern.eval.bits_per_byte import bits_per_byte
+from quern.eval.generative import generative
+from quern.eval.likelihood import MultipleChoice, continuation_nats, multiple_choice
+from quern.generate.engine import Engine
+from quern.text.tinyworld import check, questions
+from tests.eval.tiny import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
+
+CONTEXT = 24
+BATCHES = (1, 3, 32)
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """The shapes are many and tiny: compiling each would take minutes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_model(tokenizer.vocab_size, CONTEXT)
+
+
+def batches(tokenizer, rows: int) -> Iterator[Batch]:
+    corpus = Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in TEXTS])
+    return windows(corpus, CONTEXT, rows=rows, multiple=8)
+
+
+def test_bits_per_byte(tokenizer, model, law):
+    table = tokenizer.token_bytes()
+    measured = [bits_per_byte(model, batches(tokenizer, rows), table, CPU) for rows in BATCHES]
+    plain = plain_bits_per_byte(model, tokenizer, TEXTS, CONTEXT)
+    assert {(one.tokens, one.bytes) for one in measured} == {(plain.tokens, plain.bytes)}
+    among = max(abs(one.bpb / measured[0].bpb - 1) for one in measured)
+    to_plain = max(abs(one.bpb / plain.bpb - 1) for one in measured)
+    law("bits per byte at batch 1 = at batch N", among, "≤ 1e-6 relative")
+    law("bits per byte = an independent NumPy scorer's", to_plain, "≤ 1e-6 relative")
+    assert among <= 1e-6
+    assert to_plain <= 1e-6
+
+
+def test_bits_per_byte_can_fail(tokenizer, model):
+    table = tokenizer.token_bytes()
+    plain = plain_bits_per_byte(model, tokenizer, TEXTS, CONTEXT)
+    means = [bits_per_byte(model, [batch], table, CPU).bpb for batch in batches(tokenizer, 3)]
+    assert abs(sum(means) / len(means) / plain.bpb - 1) > 1e-3
+    printed = np.array([len(tokenizer.decode([token]).encode()) for token in range(tokenizer.vocab_size)])
+    printed[[*tokenizer.special_ids.values()]] = 0
+    wrong = bits_per_byte(model, batches(tokenizer, 3), printed, CPU)
+    assert abs(wrong.bpb / plain.bpb - 1) > 1e-3
+
+
+def test_multiple_choice(tokenizer, model, law):
+    rng = np.random.default_rng(0)
+    items = [
+        MultipleChoice(
+            kind="toy",
+            prompt=[tokenizer.bos, *rng.integers(0, 256, rng.integers(1, 20)).tolist()],
+            choices=("a", "b", "c"),
+            continuations=tuple(rng.integers(0, 256, rng.integers(1, 5)).tolist() for _ in range(3)),
+            correct=int(rng.integers(3)),
+        )
+        for _ in range(20)
+    ]
+    pairs = [(item.prompt, ids) for item in items for ids in item.continuations]
+    nats = [continuation_nats(model, pairs, CPU, context=CONTEXT, batch_rows=rows) for rows in BATCHES]
+    deviation = max(float(np.abs(one / nats[0] - 1).max()) for one in nats)
+    results = [
+        multiple_choice(model, items, CPU, task="toy", bos=tokenizer.bos, context=CONTEXT, batch_rows=rows)
+        for rows in BATCHES
+    ]
+    law("likelihood of a choice at batch 1 = at batch N", deviation, "≤ 1e-5 relative, choices equal")
+    assert deviation <= 1e-5
+    assert all(result == results[0] for result in results)
+
+
+def test_multiple_choice_can_fail(tokenizer, model):
+    """Padding on the left, the known mistake, moves every position and shows."""
+    ids = tokenizer.encode("the corn")
+    pair = ([tokenizer.bos, *ids[:-1]], ids[-1:])
+    padded = ([tokenizer.bos] * 5 + pair[0], pair[1])
+    nats = continuation_nats(model, [pair, padded], CPU, context=CONTEXT)
+    assert abs(nats[1] / nats[0] - 1) > 1e-3
+
+
+def test_generated_answers(tokenizer, law):
+    engine = Engine(tiny_model(tokenizer.vocab_size, 256), tokenizer, CPU)
+    asked = [question for kind in ("facts", "counting") for question in questions(1, kind, 6)]
+    graded = [generative(engine, asked, check, max_tokens=24, batch_rows=rows) for rows in BATCHES]
+    equal = all(one == graded[0] for one in graded)
+    assert len({reply.text for reply in graded[0].replies}) > 1
+    law("generated answers at batch 1 = at batch N", equal, "equal")
+    assert equal
+
+
+def test_a_uniform_model_scores_the_logarithm_of_its_vocabulary(tokenizer, law):
+    """An oracle by hand: with a head of zeros every token costs ln V."""
+    model = tiny_model(tokenizer.vocab_size, CONTEXT)
+    torch.nn.init.zeros_(model.head.weight)
+    measured = bits_per_byte(model, batches(tokenizer, 3), tokenizer.token_bytes(), CPU)
+    deviation = abs(measured.nats_per_token / math.log(tokenizer.vocab_size) - 1)
+    law("bits per byte of a uniform model = log2 V a token", deviation, "≤ 1e-6 relative")
+    assert deviation <= 1e-6
+    assert measured.uniform_bpb(tokenizer.vocab_size) == pytest.approx(measured.bpb)
