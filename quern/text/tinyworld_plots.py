@@ -313,7 +313,7 @@ PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = (
         lines("""
         "I am {a_work}," called {name}, "but today I will be a builder!" And {o_name}, who was {o_a_work},
             agreed.
-        "A {kind} and {o_a_kind} can build a bridge," said {name}. "We only need {number} planks and some
+        "Surely {a_kind} and {o_a_kind} can build a bridge," said {name}. "We only need {number} planks and some
             rope."
         """),
         lines("""
@@ -350,7 +350,7 @@ PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = (
             nobody else."
         "I have nobody to share my {o_food} with," said {o_name}, "and {o_food} is my favourite food." So they
             shared.
-        "Will you teach me?" asked {o_name}. And that is how a {kind} and {o_a_kind} came to be friends.
+        "Will you teach me?" asked {o_name}. And that is how {a_kind} and {o_a_kind} came to be friends.
         """),
     ),
     (  # the cold winter

@@ -119,7 +119,7 @@ def joined(words: Sequence[str]) -> str:
 
 
 def _fits(scenes: str, hero: Character, other: Character) -> bool:
-    """Whether a plot makes sense with these two: no contrast between equals, no absent friend who is there."""
+    """Whether a plot makes sense with these two: no contrast of equals, no absent friend who is there."""
     if "{friend" in scenes and other.name == hero.friend:
         return False
     return not any(
