@@ -9,8 +9,8 @@ resuming needs no state.
 Packing runs lazily, a chunk at a time (about a million documents a second), and only the rows per chunk are
 remembered. Start-up and memory stay bounded; to resume deep in a run, the chunks before it are packed again.
 
-Documents without anything to learn in their first context + 1 tokens are left out, and so is a row in which
-cropping left no target: therefore every row, hence every batch and micro-batch of any rank, has a target.
+Documents without anything to learn in their first context + 1 tokens are left out. A row's first document is
+never cropped shorter than the row, so every row, hence every batch and micro-batch of any rank, has a target.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A packed chunk. order: the rows that have a target, shuffled; document: indices into the corpus."""
+    """A packed chunk. document: each segment's, as index into the corpus; order: the rows, shuffled."""
 
     packing: Packing
     document: np.ndarray
@@ -104,8 +104,7 @@ class Loader:
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
         self.packing, self.too_long, self.buffer = packing, too_long, buffer
         self._row_tokens = context + 1
-        self._first_target = _first_targets(corpus)
-        without_target = self._first_target >= self._row_tokens
+        without_target = _first_targets(corpus) >= self._row_tokens
         long = corpus.lengths > self._row_tokens
         kept = ~without_target & ~long if too_long == "drop" else ~without_target
         self._kept = np.flatnonzero(kept).astype(np.int32 if len(kept) < 1 << 31 else np.int64)
@@ -115,7 +114,7 @@ class Loader:
                 f"{self._row_tokens:,} tokens ({int(long.sum()):,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )
-        self._dropped = {
+        self._counts = {
             "documents": corpus.num_documents,
             "documents_without_target": int(without_target.sum()),
             "documents_too_long": int((long & ~without_target).sum()),
@@ -178,8 +177,7 @@ class Loader:
     def report(self) -> dict[str, float]:
         """Counts over the corpus, and the packing's shares over the first chunk of the first epoch."""
         _, chunk, _, _ = self._find(0)
-        dropped = self._dropped | {"rows_without_target": chunk.packing.rows - len(chunk.order)}
-        return dropped | chunk.packing.report()
+        return self._counts | chunk.packing.report()
 
     @property
     def _chunks_per_epoch(self) -> int:
@@ -203,8 +201,6 @@ class Loader:
     def _append_chunk(self) -> None:
         index = len(self._row_ends)
         chunk = self._make_chunk(index)
-        # Each chunk has a row: the first document of a row is kept up to the row's length, and has a target
-        # there.
         self._row_ends.append((self._row_ends[-1] if self._row_ends else 0) + len(chunk.order))
         self._keep(index, chunk)
 
@@ -219,11 +215,8 @@ class Loader:
             self._permutation = epoch, _generator(self.seed, epoch, 0).permutation(self._kept)
         document = self._permutation[1][self._bounds[part] : self._bounds[part + 1]]
         packing = pack(self.corpus.lengths[document], self._row_tokens, self.packing, self.buffer)
-        reached = self._first_target[document[packing.document]] < packing.length
-        order = np.flatnonzero(np.logical_or.reduceat(reached, packing.row_offsets[:-1]))
-        return _Chunk(
-            packing, document[packing.document], _generator(self.seed, epoch, 1 + part).permutation(order)
-        )
+        order = _generator(self.seed, epoch, 1 + part).permutation(packing.rows)
+        return _Chunk(packing, document[packing.document], order)
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
         """Copies rows (indices into chunk.order) to tokens and mask: (rows, row_tokens), contiguous."""

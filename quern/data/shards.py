@@ -126,9 +126,10 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ):
-        if kind is None:
-            self.close()
-        else:
+        try:
+            if kind is None:
+                self.close()
+        finally:
             self.abandon()
 
     def add(self, ids: Sequence[int] | np.ndarray) -> None:

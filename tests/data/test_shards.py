@@ -5,6 +5,7 @@ import os
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ def documents(count: int, seed: int = 0) -> list[list[int]]:
     return [[BOS, *rng.integers(0, BOS, rng.integers(0, 30)).tolist()] for _ in range(count)]
 
 
-def write(folder: Path, split: str, docs: list[list[int]], mark: str = "a", **options) -> None:
+def write(folder: Path, split: str, docs: list[list[int]], mark: str = "a", **options: Any) -> None:
     with ShardWriter(
         folder, split, **({"vocab_size": 500, "bos": BOS, "fingerprint": mark} | options)
     ) as writer:
@@ -116,6 +117,12 @@ def test_header_damage_is_seen_without_hashing(folder):
             Corpus.open(folder, "val", verify=False)
 
 
+def test_a_truncated_sidecar_is_seen_without_hashing(folder):
+    truncate(folder / "val-00000.starts.npy", [])
+    with pytest.raises(ValueError, match="val-00000.starts.npy"):
+        Corpus.open(folder, "val", verify=False)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2}'])
 def test_a_damaged_manifest_is_named(folder, text):
     (folder / "manifest.json").write_text(text, encoding="utf-8")
@@ -154,6 +161,38 @@ def test_an_interrupted_write_changes_nothing(folder):
             writer.add(document)
         raise RuntimeError("the reader broke")
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("failing", range(7))
+def test_a_write_that_dies_while_renaming_never_passes_as_prepared(folder, monkeypatch, failing):
+    """New tokens of the very same sizes, renamed up to any point: sizes alone would not tell."""
+    replace, calls = os.replace, iter(range(100))
+
+    def dying(source, target):
+        if next(calls) == failing:
+            raise OSError("no space left")
+        replace(source, target)
+
+    docs = [[BOS, *(498 - t for t in d[1:])] for d in documents(100)]
+    write(folder, "train", documents(100), shard_tokens=800)
+    assert len(list(folder.glob("train*.bin"))) == 2, "manifest, two files and two sidecars, manifest"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dying)
+        if failing == 6:
+            write(folder, "train", docs, shard_tokens=800)
+        else:
+            with pytest.raises(OSError, match="no space"):
+                write(folder, "train", docs, shard_tokens=800)
+    assert not list(folder.glob(".*")), "nothing is left behind"
+    if failing in (0, 6):
+        assert prepared(folder, "a")
+        assert contents(Corpus.open(folder, "train")) == (docs if failing else documents(100))
+    else:
+        assert not prepared(folder, "a") and prepared(folder, "a", splits=["val"])
+        with pytest.raises(ValueError, match="prepare it again"):
+            Corpus.open(folder, "train")
+    write(folder, "train", docs, shard_tokens=800)
+    assert prepared(folder, "a") and contents(Corpus.open(folder, "train")) == docs
 
 
 def test_another_fingerprint_replaces_every_split(folder):
@@ -197,12 +236,13 @@ def test_wrong_ids_are_refused_when_written(tmp_path, ids, message):
 def test_an_empty_split_and_wrong_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no documents for the split 'val'"):
         write(tmp_path, "val", [])
-    for options in (
+    wrong: list[dict[str, Any]] = [
         {"vocab_size": 70_000, "dtype": "uint16"},
         {"dtype": "int32"},
         {"bos": 500},
         {"shard_tokens": 0},
-    ):
+    ]
+    for options in wrong:
         with pytest.raises(ValueError, match="uint|bos|shard_tokens"):
             write(tmp_path, "val", documents(1), **options)
     assert list(tmp_path.iterdir()) == []
