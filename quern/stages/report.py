@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.stages import report_facts as facts
+from quern.stages.report_numbers import number, percent
 from quern.stages.report_page import page
 from quern.stages.report_records import STAGE_TITLES, RunRecords, StageRecords, read_run
 
@@ -112,7 +113,7 @@ def _curves(stage: StageRecords) -> str:
     ):
         values = stage.column(key)[1]
         if len(values) > 1:
-            rows.append([name, facts.number(values[0]), sparkline(values), facts.number(values[-1])])
+            rows.append([name, number(values[0]), sparkline(values), number(values[-1])])
     return (
         f"### {inline(stage.title)}\n\n{_table(['curve', 'first', 'over the steps', 'last'], rows)}"
         if rows
@@ -152,7 +153,7 @@ def _cell(row: facts.ScoreRow, cell: facts.Cell) -> str:
 
 
 def _score(row: facts.ScoreRow, value: float) -> str:
-    return facts.percent(value) if row.is_share else facts.number(value)
+    return percent(value) if row.is_share else number(value)
 
 
 def _sample(sample: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quern.stages.report_numbers import duration, human, human_bytes, human_flops, number, percent
 from quern.stages.report_records import RunRecords, StageRecords, event_time, finite
 
 Rows = list[tuple[str, str]]
@@ -122,20 +123,25 @@ def summary(run: RunRecords) -> str:
         text += f" of {data.rstrip('/').rsplit('/', 1)[-1]}"
     if stage is not None and stage.last("seconds") is not None:
         text += f" in {duration(stage.last('seconds') or 0)}"
-    return text + "." + _best_answer(run)
+    return text + "." + _average_answer(run)
 
 
-def _best_answer(run: RunRecords) -> str:
-    stages = [name for name in score_stages(run) if name != "untrained"]
-    if not stages:
+def _average_answer(run: RunRecords) -> str:
+    """The mean over all tasks, not the best of them: a summary must not pick."""
+    stages = score_stages(run)
+    if not stages or stages[-1] == "untrained":
         return ""
-    final = score_stages(run).index(stages[-1])
-    shares = [row for row in score_rows(run) if row.is_share and row.cells[final].value is not None]
-    if not shares:
+    rows = [row for row in score_rows(run) if row.is_share]
+    values = [row.cells[-1].value for row in rows]
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
         return ""
-    best = max(shares, key=lambda row: row.cells[final].value or 0.0)
-    text = f" Its best score on held-out questions is {percent(best.cells[final].value or 0)} on {best.task}"
-    return f"{text}, where guessing gets {percent(best.chance)}." if best.chance is not None else f"{text}."
+    tasks = f"{len(known)} kinds of held-out question" if len(known) > 1 else "held-out questions"
+    text = f" Over {tasks} it is right {percent(statistics.mean(known))} of the time"
+    chances = [row.chance for row in rows if row.chance is not None]
+    if len(chances) < len(rows):
+        return f"{text}."
+    return f"{text}, where guessing would be {percent(statistics.mean(chances))} of the time."
 
 
 def main_stage(run: RunRecords) -> StageRecords | None:
@@ -351,56 +357,3 @@ def _without(record: dict[str, Any], keys: set[str]) -> dict[str, Any]:
 def _plain(value: Any) -> str:
     amount = finite(value)
     return number(amount) if amount is not None else "" if value is None else str(value)
-
-
-def number(value: float) -> str:
-    """1234567 → 1,234,567; 0.123456 → 0.1235."""
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def human(value: float) -> str:
-    """1234567 → 1.23M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def human_bytes(value: float) -> str:
-    """Decimal units: 24,000,000 → 24 MB."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} bytes"
-
-
-def human_flops(value: float) -> str:
-    """4.7e14 → 471 TFLOP."""
-    for size, unit in (
-        (1e21, "ZFLOP"),
-        (1e18, "EFLOP"),
-        (1e15, "PFLOP"),
-        (1e12, "TFLOP"),
-        (1e9, "GFLOP"),
-        (1e6, "MFLOP"),
-    ):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,.0f} FLOP"
-
-
-def duration(seconds: float) -> str:
-    """400 → 6 min 40 s."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def percent(share: float) -> str:
-    """0.8333 → 83%; below 10% one decimal is kept."""
-    value = 100 * share
-    return f"{value:.1f}%" if 0 < abs(value) < 9.95 else f"{value:.0f}%"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.stages import report_facts as facts
+from quern.stages.report_numbers import number, percent
 from quern.stages.report_plots import Panel, panels
 from quern.stages.report_records import STAGE_TITLES, RunRecords, StageRecords
 
@@ -146,7 +147,7 @@ def _evaluation(run: RunRecords) -> str:
 
 
 def _share_row(row: facts.ScoreRow) -> str:
-    chance = f"guessing {facts.percent(row.chance)}" if row.chance is not None else ""
+    chance = f"guessing {percent(row.chance)}" if row.chance is not None else ""
     asked = f"{row.count:,} questions" if row.count is not None else ""
     label = " · ".join(text for text in (asked, chance) if text)
     last = len(row.cells) - 1
@@ -166,14 +167,14 @@ def _share_cell(cell: facts.Cell, chance: float | None, last: bool) -> str:
     bar = f'<i class="bar" style="width:{_at(cell.value)}"></i>'
     kind = ' class="last"' if last else ""
     track = f'<span class="track">{bar}{tick}{whisker}</span>'
-    return f"<td{kind}><b>{facts.percent(cell.value)}</b>{interval}{track}</td>"
+    return f"<td{kind}><b>{percent(cell.value)}</b>{interval}{track}</td>"
 
 
 def _other_row(row: facts.ScoreRow) -> str:
     amount = f"{row.count:,}" if row.count is not None else ""
     label = f"{amount} bytes" if row.metric == "bpb" and amount else amount
     if row.chance is not None:
-        label += f" · guessing {facts.number(row.chance)}"
+        label += f" · guessing {number(row.chance)}"
     name = f"{row.task}, bits per byte" if row.metric == "bpb" else f"{row.task}, {row.metric}"
     cells = "".join(
         '<td class="none">–</td>' if cell.value is None else f"<td><b>{cell.value:.4g}</b></td>"

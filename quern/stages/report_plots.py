@@ -15,7 +15,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from quern.stages.report_facts import human, number, percent, typical
+from quern.stages.report_facts import typical
+from quern.stages.report_numbers import human, number, percent
 from quern.stages.report_records import StageRecords
 
 # A colour that no drawing uses by chance → the variable of the page's style sheet.
@@ -121,7 +122,7 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             _log_axis(axes, min(ys), max(ys))
         else:
             axes.set_ylim(0, max(ys) * 1.08 if max(ys) > 0 else None)
-            axes.yaxis.set_major_locator(MaxNLocator(4))
+            axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(
                 FuncFormatter(lambda y, _: percent(y) if curve.share else human(y))
             )
@@ -180,11 +181,8 @@ def _log_axis(axes, low: float, high: float) -> None:  # noqa: ANN001 - matplotl
         ticks = MaxNLocator(5).tick_values(bottom, top)
     else:
         decades = range(math.floor(math.log10(bottom)), math.ceil(math.log10(top)) + 1)
-        ticks = [
-            step * 10.0**decade
-            for decade in decades
-            for step in ((1, 1.5, 2, 3, 5, 7) if len(decades) < 3 else (1, 3))
-        ]
+        steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5) if high / low < 120 else (1,)
+        ticks = [step * 10.0**decade for decade in decades for step in steps]
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if bottom <= tick <= top]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -193,7 +191,7 @@ def _log_axis(axes, low: float, high: float) -> None:  # noqa: ANN001 - matplotl
 
 def _time_axis(axes, seconds: float) -> None:  # noqa: ANN001
     size, unit = (1, "s") if seconds < 300 else (60, "min") if seconds < 18_000 else (3600, "h")
-    nice = MaxNLocator(5, steps=[1, 2, 3, 6, 10] if unit == "s" else [1, 2, 5, 10])
+    nice = MaxNLocator(7, steps=[1, 2, 3, 6, 10] if unit == "s" else [1, 2, 5, 10])
     ticks = [tick * size for tick in nice.tick_values(0, seconds / size) if tick * size <= seconds * 1.02]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / size:g} {unit}" if x else "0"))

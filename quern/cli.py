@@ -1,0 +1,396 @@
+"""The command line: a verb, then a recipe's name or file, then the recipe's fields as flags.
+
+Flags come from the dataclasses through tyro. An error of the user's making is printed as one line, without a
+traceback; the exit codes are those of `train/guard.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from quern import machine as machines
+from quern import recipes
+from quern.recipe import Recipe
+
+EXAMPLES = {
+    "run": "quern run --depth 4 --run first",
+    "prepare": "quern prepare --data texts/",
+    "tokenizer": "quern tokenizer --data book.txt --text.vocab-size 4096",
+    "pretrain": "quern pretrain gpt --depth 6 --data texts/ --run mine",
+    "sft": "quern sft --run mine",
+    "evaluate": "quern evaluate --run mine",
+    "chat": 'quern chat --run mine -p "Who are you?"',
+    "serve": "quern serve --run mine --port 8000",
+    "report": "quern report --run mine",
+    "bench": "quern bench train",
+}
+SUMMARIES = {
+    "run": "the whole way: prepare, pretrain, fine-tune, evaluate, report; goes on where it was stopped",
+    "prepare": "train the tokenizer and turn text into token shards",
+    "tokenizer": "train a tokenizer and report how well it compresses",
+    "pretrain": "train a base model",
+    "sft": "fine-tune a run's base model on conversations",
+    "evaluate": "score a run's models on held-out text and questions",
+    "chat": "talk to a run's model in the terminal",
+    "serve": "serve a run's model: an OpenAI-compatible API and a page to chat on",
+    "report": "write report.md and report.html of a run from its records",
+    "bench": "measure this machine: data, training, generation",
+}
+
+
+@dataclass
+class Where:
+    """Where things are and what computes."""
+
+    out: Path = Path("out")
+    """The folder that everything goes under."""
+    run: str = "first"
+    """The run's name."""
+    device: Literal["cpu", "cuda", "mps"] | None = None
+    """Default: the best there is."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """Default: bf16 where it is measured to be faster."""
+    threads: int | None = None
+    """CPU threads. Default: one for each core."""
+    compile: bool = True
+    """--no-compile runs eagerly."""
+
+    def machine(self) -> machines.Machine:
+        machine = machines.detect(self.device, self.dtype, self.compile, self.threads)
+        for note in machine.notes:
+            say(note)
+        return machine
+
+
+@dataclass
+class Training:
+    """Flags of the training verbs: the recipe's fields, and where it runs."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    resume: bool = False
+    """Go on from the newest good checkpoint."""
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Also send metrics to these."""
+    questions: int = 200
+    """Held-out questions of each kind, for `run`."""
+
+
+@dataclass
+class Evaluating:
+    """Flags of `quern evaluate`."""
+
+    recipe: tyro.conf.Suppress[Recipe]
+    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    questions: int = 200
+    """Held-out questions of each kind."""
+
+
+@dataclass
+class Talking:
+    """Flags of `quern chat` and `quern serve`."""
+
+    recipe: tyro.conf.Suppress[Recipe]
+    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
+    """Ask this one question and leave."""
+    stage: Literal["pretrain", "sft"] | None = None
+    """Default: the last one the run has."""
+    temperature: float = 0.7
+    top_k: int = 50
+    top_p: float = 1.0
+    max_tokens: int = 256
+    seed: int = 0
+    host: str = "127.0.0.1"
+    """`serve` listens here; anything but loopback lets others in, and there is no password."""
+    port: int = 8000
+
+
+@dataclass
+class Reporting:
+    """Flags of `quern report`."""
+
+    out: Path = Path("out")
+    """The folder that everything goes under."""
+    run: str = "first"
+    """The run's name."""
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The console script. Returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        say(usage())
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        say(f"quern: there is no '{verb}': use one of {', '.join(VERBS)}")
+        return 2
+    try:
+        return VERBS[verb](verb, rest) or 0
+    except (ValueError, FileNotFoundError, OSError, RuntimeError, ImportError) as error:
+        if machines.environment().get("QUERN_TRACEBACK"):
+            raise
+        print(f"quern {verb}: {error}", file=sys.stderr)
+        return 1
+
+
+def usage() -> str:
+    lines = [
+        "quern grinds raw text into a language model you can talk to.",
+        "",
+        "usage: quern VERB [RECIPE] [FLAGS]",
+        "",
+    ]
+    lines += [f"  {verb:10} {SUMMARIES[verb]}" for verb in VERBS]
+    lines += [
+        "",
+        f"recipes: {', '.join(recipe_names())}, or the path of a Python file that ends in RECIPE = …",
+    ]
+    lines += ["flags and their defaults: quern VERB --help", "", "examples:"]
+    lines += [f"  {example}" for example in EXAMPLES.values()]
+    return "\n".join(lines)
+
+
+def recipe_names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+
+
+def load_recipe(name: str) -> tuple[Recipe, str | None]:
+    """The recipe called so, or in that file, and the file's source. Raises ValueError naming what there is."""
+    if name in recipe_names():
+        return importlib.import_module(f"quern.recipes.{name}").RECIPE, None
+    path = Path(name)
+    if path.suffix != ".py" or not path.exists():
+        raise ValueError(
+            f"there is no recipe '{name}': use {', '.join(recipe_names())}, or the path of a .py file"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    recipe = getattr(module, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{path} does not end in RECIPE = … (a quern.recipe.Recipe)")
+    return recipe, path.read_text(encoding="utf-8")
+
+
+def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
+    """The flags of a verb, and the source of the recipe if it came from a file."""
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"
+    recipe, source = load_recipe(name)
+    parsed = tyro.cli(
+        flags,
+        prog=f"quern {verb}",
+        args=rest,
+        default=flags(recipe=recipe),
+        description=f"{SUMMARIES[verb]}\n\nexample: {EXAMPLES[verb]}",
+    )
+    return parsed, source
+
+
+def trackers(options: Training, places: Any, stage: str) -> tuple[Any, ...]:
+    from quern.records import TensorBoardTracker, WandbTracker
+
+    makers: dict[str, Callable[[], Any]] = {
+        "tensorboard": lambda: TensorBoardTracker(places.stage(stage) / "tensorboard"),
+        "wandb": lambda: WandbTracker("quern", places.run, places.stage(stage), options.recipe.to_json()),
+    }
+    return tuple(makers[name]() for name in options.track)
+
+
+def places_of(where: Where | Reporting) -> Any:
+    from quern.stages.places import Places
+
+    return Places(where.out, where.run)
+
+
+def command_line(verb: str, rest: list[str]) -> str:
+    return shlex.join(["quern", verb, *rest])
+
+
+def verb_prepare(verb: str, rest: list[str]) -> int:
+    from quern.recipe import resolve
+    from quern.stages.prepare import open_source, prepare, train_tokenizer
+    from quern.text.tokenizer import compression_report
+
+    options, _ = parse(verb, rest, Training)
+    recipe = resolve(options.recipe)
+    if verb == "tokenizer":
+        source = open_source(recipe, options.where.out)
+        tokenizer = train_tokenizer(recipe, source, options.where.out, say)
+        text = "\n".join(next_texts(source.read("val"), 200))
+        rows = compression_report(tokenizer, {"held-out text": text})
+    else:
+        prepared = prepare(recipe, options.where.out, say)
+        rows = prepared.facts["tokenizer"]["compression"]
+    for row in rows:
+        say(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
+    return 0
+
+
+def next_texts(texts: Any, count: int) -> list[str]:
+    return [text for _, text in zip(range(count), texts, strict=False)]
+
+
+def verb_pretrain(verb: str, rest: list[str]) -> int:
+    from quern.stages import pretrain
+
+    command = command_line(verb, rest)
+    options, source = parse(verb, rest, Training)
+    places = places_of(options.where)
+    return pretrain.run(
+        options.recipe,
+        options.where.machine(),
+        places,
+        resume=options.resume,
+        source=source,
+        command=command,
+        say=say,
+        trackers=trackers(options, places, "pretrain"),
+    )
+
+
+def verb_sft(verb: str, rest: list[str]) -> int:
+    from quern.stages import sft
+
+    options, source = parse(verb, rest, Training)
+    places = places_of(options.where)
+    return sft.run(
+        options.recipe,
+        options.where.machine(),
+        places,
+        resume=options.resume,
+        source=source,
+        say=say,
+        trackers=trackers(options, places, "sft"),
+    )
+
+
+def verb_evaluate(verb: str, rest: list[str]) -> int:
+    from quern.stages import evaluate
+
+    options, source = parse(verb, rest, Evaluating)
+    make_model = options.recipe.make_model if source else None
+    places = places_of(options.where)
+    evaluate.run(places, options.where.machine(), questions=options.questions, say=say, make_model=make_model)
+    return 0
+
+
+def verb_run(verb: str, rest: list[str]) -> int:
+    from quern.stages import whole
+
+    command = command_line(verb, rest)
+    options, source = parse(verb, rest, Training)
+    return whole.run(
+        options.recipe,
+        options.where.machine(),
+        places_of(options.where),
+        questions=options.questions,
+        source=source,
+        command=command,
+        say=say,
+    )
+
+
+def open_engine(options: Talking, source: str | None) -> Any:
+    from quern.generate.engine import Engine
+    from quern.stages.load import load
+
+    machine = options.where.machine()
+    make_model = options.recipe.make_model if source else None
+    loaded = load(places_of(options.where), machine, say, options.stage, make_model)
+    return Engine(loaded.model, loaded.tokenizer, machine), loaded
+
+
+def verb_chat(verb: str, rest: list[str]) -> int:
+    from quern.generate.sample import Sampling
+    from quern.stages import talk
+
+    options, source = parse(verb, rest, Talking)
+    engine, _ = open_engine(options, source)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+
+    def put(text: str) -> None:
+        print(text, end="", flush=True)
+
+    if options.prompt is not None:
+        messages: list[Any] = [{"role": "user", "content": options.prompt}]
+        talk.ask(
+            engine, messages, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed, put=put
+        )
+        put("\n")
+        return 0
+    talk.chat(
+        engine,
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        seed=options.seed,
+        read=lambda: input("> "),
+        put=put,
+    )
+    return 0
+
+
+def verb_serve(verb: str, rest: list[str]) -> int:
+    options, source = parse(verb, rest, Talking)
+    try:
+        from quern.serve.server import serve
+    except ImportError as error:
+        raise ImportError(f"serving needs extra packages ({error}): pip install 'quern[serve]'") from error
+    engine, loaded = open_engine(options, source)
+    name = f"quern-{options.where.run}"
+    say(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{options.port}")
+    serve(engine, loaded.tokenizer, name, options.host, options.port)
+    return 0
+
+
+def verb_report(verb: str, rest: list[str]) -> int:
+    from quern.stages import report
+
+    options = tyro.cli(
+        Reporting,
+        prog="quern report",
+        args=rest,
+        description=f"{SUMMARIES[verb]}\n\nexample: {EXAMPLES[verb]}",
+    )
+    for path in report.build(places_of(options).folder):
+        say(f"report: {path}")
+    return 0
+
+
+def verb_bench(verb: str, rest: list[str]) -> int:
+    from quern.stages import bench
+
+    return bench.main(rest, say)
+
+
+VERBS: dict[str, Callable[[str, list[str]], int]] = {
+    "run": verb_run,
+    "prepare": verb_prepare,
+    "tokenizer": verb_prepare,
+    "pretrain": verb_pretrain,
+    "sft": verb_sft,
+    "evaluate": verb_evaluate,
+    "chat": verb_chat,
+    "serve": verb_serve,
+    "report": verb_report,
+    "bench": verb_bench,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Evaluation of a run's stages beside the untrained model: bits per byte, the built-in world's questions, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from quern.data.loader import windows
+from quern.eval.bits_per_byte import bits_per_byte
+from quern.eval.tasks.tinyworld import tinyworld
+from quern.generate.engine import Engine
+from quern.machine import Machine
+from quern.recipe import Recipe
+from quern.stages.load import Loaded, load
+from quern.stages.places import STAGES, Places
+from quern.stages.prepare import Prepared, prepare
+from quern.stages.pretrain import micro_batch_rows
+from quern.text.chat import Message, render_prompt
+from quern.train import checkpoint
+from quern.train.state import build_model
+
+UNTRAINED_QUESTIONS = 60
+
+OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "Question:")
+
+CHATS: tuple[tuple[str, ...], ...] = (
+    ("Who are you?",),
+    ("What is 384 + 527?",),
+    ("How do you spell garden?", "And how many letters does it have?"),
+    ("Tell me a short story.",),
+)
+
+
+def run(
+    places: Places,
+    machine: Machine,
+    *,
+    questions: int,
+    say: Callable[[str], None],
+    make_model: Callable[..., Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Scores every stage the run has, prints a table, appends to evaluate.jsonl and samples.jsonl."""
+    stages = [name for name in STAGES if checkpoint.steps(places.checkpoints(name))]
+    if not stages:
+        raise FileNotFoundError(
+            f"run '{places.run}' has nothing to evaluate under {places.out}: {places.known()}"
+        )
+    lines: list[dict[str, Any]] = []
+    prepared: Prepared | None = None
+    for name in ["untrained", *stages]:
+        loaded = load(places, machine, say, "pretrain" if name == "untrained" else name, make_model)
+        prepared = prepared or prepare(loaded.recipe, places.out, lambda line: None)
+        if name == "untrained":
+            fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
+            loaded = Loaded(fresh, loaded.tokenizer, loaded.recipe, name, 0)
+        lines += _score(loaded, prepared, machine, places, name, questions, say)
+    places.append("evaluate.jsonl", lines)
+    return lines
+
+
+def _score(
+    loaded: Loaded,
+    prepared: Prepared,
+    machine: Machine,
+    places: Places,
+    name: str,
+    questions: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    context, rows = loaded.recipe.model.context, micro_batch_rows(loaded.recipe)
+    assert context
+    say(f"evaluating: {name}")
+    scores = []
+    if name != "sft":  # of a chat model, bits per byte of plain text say little
+        batches = windows(prepared.val, context, rows=rows, multiple=context)
+        measured = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
+        scores.append(measured.score("validation", loaded.tokenizer.vocab_size))
+    engine = Engine(loaded.model, loaded.tokenizer, machine)
+    samples: list[dict[str, Any]] = []
+    if name != "pretrain":
+        graded = tinyworld(engine, count=questions if name == "sft" else min(questions, UNTRAINED_QUESTIONS))
+        scores += graded.scores
+        if name == "sft":
+            shown = {reply.kind: reply for reply in graded.replies}
+            samples += [
+                {
+                    "stage": name,
+                    "kind": "chat",
+                    "messages": [*r.messages, {"role": "assistant", "content": r.parts}],
+                }
+                for r in shown.values()
+            ]
+    places.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
+    for score in scores:
+        interval = f" ({score.low:.3f} to {score.high:.3f})" if score.low is not None else ""
+        chance = f", chance {score.chance:.3f}" if score.chance is not None else ""
+        say(f"  {score.task:28} {score.metric} {score.value:.3f}{interval}{chance}")
+    return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
+
+
+def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
+    """A few completions of a base model, or a few conversations with a chat model."""
+    if name != "sft":
+        prompts = [[engine.tokenizer.bos, *engine.tokenizer.encode(text)] for text in OPENINGS]
+        done = engine.generate(prompts, max_tokens=64, temperature=0.8, top_k=50, seed=recipe.seed)
+        return [
+            {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
+            for prompt, row in zip(OPENINGS, done, strict=True)
+        ]
+    return [{"stage": name, "kind": "chat", "messages": converse(engine, chat)} for chat in CHATS]
+
+
+def converse(engine: Engine, questions: tuple[str, ...]) -> list[Message]:
+    """Asks one question after the other, greedily, and returns the whole conversation."""
+    messages: list[Message] = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        prompt = render_prompt(engine.tokenizer, messages)
+        if len(prompt) >= engine.context:
+            return messages[:-1]
+        reply = engine.generate([prompt], max_tokens=128, temperature=0.0)[0][0]
+        messages.append({"role": "assistant", "content": list(reply.parts)})
+    return messages

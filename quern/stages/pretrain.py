@@ -1,0 +1,198 @@
+"""Pretraining: prepared text → a base model, through the one loop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quern.data.loader import Loader, windows
+from quern.data.shards import Corpus
+from quern.eval.bits_per_byte import bits_per_byte
+from quern.machine import Machine
+from quern.model.count import flops_per_token
+from quern.optim.schedule import Multipliers, multipliers
+from quern.recipe import Recipe, batch_rule, resolve
+from quern.stages.places import Places
+from quern.stages.prepare import Prepared, prepare
+from quern.stages.progress import Meter
+from quern.stages.start import (
+    describe_run,
+    measure_peak_flops,
+    open_folder,
+    refuse_other_recipe,
+    show_training,
+)
+from quern.train import loop
+from quern.train.checkpoint import steps as saved_steps
+from quern.train.guard import EXIT_DONE
+from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import accumulate
+
+CALIBRATION_STEPS = 8
+
+
+def run(
+    recipe: Recipe,
+    machine: Machine,
+    places: Places,
+    *,
+    resume: bool,
+    source: str | None,
+    command: str,
+    say: Callable[[str], None],
+    trackers: tuple = (),
+) -> int:
+    """Trains to the recipe's horizon; returns an exit code. recipe: unresolved.
+
+    Raises ValueError when the run exists and `resume` was not asked for, or was trained with another recipe.
+    """
+    path = places.stage("pretrain")
+    if saved_steps(path / "checkpoints") and not resume:
+        raise ValueError(
+            f"run '{places.run}' has been pretrained already: go on with --resume, or name another run with --run"
+        )
+    recipe = resolve(recipe)
+    prepared = prepare(recipe, places.out, say)
+    recipe = fit_vocabulary(recipe, prepared)
+    places.folder.mkdir(parents=True, exist_ok=True)
+    prepared.tokenizer.save(places.folder / "tokenizer.json")
+    if recipe.train.minutes is not None:
+        recipe = fit_minutes(recipe, machine, prepared.train, path, say)
+    if resume:
+        refuse_other_recipe(recipe, path)
+    loader = make_loader(recipe, prepared.train)
+    facts = {**prepared.facts, "packing": {"method": recipe.train.packing, **loader.report()}}
+    describe_run(recipe, machine, places, facts, command)
+    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
+    compile_model(state.model, machine)
+    with open_folder(path, recipe, source, trackers) as folder:
+        if resume and loop.resume(state, folder, say):
+            say(f"resumed at step {state.step:,}")
+        train = recipe.train
+        assert train.steps and train.save_every and train.eval_every
+        plan = loop.Plan(
+            steps=train.steps,
+            schedule=schedule(recipe),
+            micro_batch_rows=micro_batch_rows(recipe),
+            clip_norm=train.clip_norm,
+            log_every=train.log_every,
+            save_every=train.save_every,
+            keep=train.keep,
+            flops_per_token=flops_per_token(recipe.model),
+            peak_flops=measure_peak_flops(machine),
+            evaluators=[(train.eval_every, validation(recipe, prepared, machine))],
+            meta={
+                "recipe": recipe.to_json(),
+                "tokenizer": prepared.tokenizer.fingerprint,
+                "seed": recipe.seed,
+            },
+        )
+        say(f"pretraining: {train.steps:,} steps of {train.batch_tokens:,} tokens")
+        with Meter("pretraining", train.steps, "steps") as meter:
+            code = loop.train(state, loader, plan, machine, folder, meter.say, show_training(meter))
+    if code == EXIT_DONE:
+        say(f"pretrained on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {path}")
+    return code
+
+
+def fit_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
+    """The recipe with the tokenizer's vocabulary, which a small corpus may have kept below the one asked for."""
+    return replace(recipe, model=replace(recipe.model, vocab_size=prepared.tokenizer.vocab_size))
+
+
+def make_loader(recipe: Recipe, corpus: Corpus) -> Loader:
+    assert recipe.model.context and recipe.train.batch_tokens
+    rows = max(1, recipe.train.batch_tokens // recipe.model.context)
+    return Loader(corpus, recipe.model.context, rows, recipe.seed, recipe.train.packing)
+
+
+def micro_batch_rows(recipe: Recipe) -> int:
+    assert recipe.model.context and recipe.train.micro_batch_tokens
+    return max(1, recipe.train.micro_batch_tokens // recipe.model.context)
+
+
+def schedule(recipe: Recipe) -> Callable[[int], Multipliers]:
+    """The recipe's schedule of rates, momentum and decay, by step from 0."""
+    train = recipe.train
+    steps, warmup = train.steps, train.warmup_steps
+    assert steps is not None and warmup is not None
+    return lambda step: multipliers(
+        step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final_lr=train.final_lr
+    )
+
+
+def compile_model(model: Any, machine: Machine) -> None:
+    """Compiles the model's blocks in place, where the machine can."""
+    if machine.compile:
+        model.compile(dynamic=False)
+
+
+def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Evaluator:
+    """Bits per byte on the fixed validation set, every byte once."""
+    token_bytes = prepared.tokenizer.token_bytes()
+    context, rows = recipe.model.context, micro_batch_rows(recipe)
+    assert context
+
+    def evaluate(state: TrainState) -> dict[str, Any]:
+        # One shape for all, so that nothing is compiled anew.
+        batches = windows(prepared.val, context, rows=rows, multiple=context)
+        score = bits_per_byte(state.model, batches, token_bytes, machine)
+        return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
+
+    return evaluate
+
+
+def fit_minutes(
+    recipe: Recipe, machine: Machine, corpus: Corpus, path: Path, say: Callable[[str], None]
+) -> Recipe:
+    """Replaces `minutes` by the steps that fit in, from the measured time of a model that is thrown away.
+
+    The batch follows from the horizon, and the horizon from the batch and the speed: iterated until they agree. On
+    resume the steps are those in the run's own recipe. recipe: resolved.
+    """
+    assert recipe.train.minutes is not None
+    written = path / "recipe.json"
+    if saved_steps(path / "checkpoints") and written.exists():
+        train = json.loads(written.read_text(encoding="utf-8"))["train"]
+        steps, batch_tokens = train["steps"], train["batch_tokens"]
+    else:
+        micro_seconds, update_seconds = _time_parts(recipe, machine, corpus)
+        micro_tokens = micro_batch_rows(recipe) * (recipe.model.context or 1)
+        steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
+        for _ in range(8):
+            step_seconds = micro_seconds * batch_tokens / micro_tokens + update_seconds
+            steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
+            batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
+        say(
+            f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine"
+        )
+    keep = {"eval_every", "save_every", "warmup_steps"}
+    unset = replace(recipe.train, steps=steps, batch_tokens=batch_tokens, **dict.fromkeys(keep, None))
+    optim = replace(recipe.optim, lr_scale=None, decay_scale=None)
+    return resolve(replace(recipe, train=unset, optim=optim))
+
+
+def _time_parts(recipe: Recipe, machine: Machine, corpus: Corpus) -> tuple[float, float]:
+    """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
+    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
+    compile_model(state.model, machine)
+    assert recipe.model.context
+    rows = micro_batch_rows(recipe)
+    loader = Loader(corpus, recipe.model.context, rows, recipe.seed, recipe.train.packing)
+    passes, updates = [], []
+    for step in range(CALIBRATION_STEPS):
+        start = time.perf_counter()
+        accumulate(state, loader.batch(step), machine, rows)
+        state.optimizer.grad_norm().item()
+        middle = time.perf_counter()
+        state.optimizer.step(step, Multipliers())
+        machine.synchronize()
+        passes.append(middle - start)
+        updates.append(time.perf_counter() - middle)
+    return float(np.median(passes[2:])), float(np.median(updates[2:]))

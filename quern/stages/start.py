@@ -1,0 +1,95 @@
+"""What every stage begins with: the measured peak, the run's facts, the plan of a training stage, its trackers."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quern.machine import Machine
+from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
+from quern.recipe import Recipe
+from quern.records import StageFolder, git_hash
+from quern.stages.places import Places
+from quern.stages.progress import Meter
+from quern.train.state import TrainState
+
+
+def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12) -> float:
+    """The machine's own matmul peak in FLOP/s in the compute dtype: the best of a few large square products."""
+    a = torch.randn(size, size, dtype=torch.float32).to(machine.device, machine.dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        machine.synchronize()
+        start = time.perf_counter()
+        torch.mm(a, a)
+        machine.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def describe_run(
+    recipe: Recipe, machine: Machine, places: Places, facts: dict[str, Any], command: str
+) -> None:
+    """Writes run.json: how the run was started, on what, with what."""
+    places.write(
+        "run.json",
+        {
+            "command": command,
+            "git": git_hash(Path(__file__).parent),
+            "machine": machine.describe(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "model": {
+                "parameters": vars(parameters(recipe.model)),
+                "flops_per_token": flops_per_token(recipe.model),
+                "kv_bytes_per_token": kv_bytes_per_token(recipe.model, machine.dtype),
+            },
+            **facts,
+        },
+    )
+
+
+def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
+    """On resume: raises ValueError naming the fields in which the recipe differs from the one in `folder`."""
+    path = folder / "recipe.json"
+    if not path.exists():
+        return
+    before, now = json.loads(path.read_text(encoding="utf-8")), recipe.to_json()
+    differing = sorted(set(_flat(before).items()) ^ set(_flat(now).items()))
+    names = sorted({name for name, _ in differing})
+    if names:
+        raise ValueError(
+            f"cannot resume {folder}: this recipe differs from the one it was trained with in {', '.join(names)}; "
+            "give the same values, or start another run with --run"
+        )
+
+
+def _flat(body: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in body.items():
+        flat.update(
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: repr(value)}
+        )
+    return flat
+
+
+def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
+    """A progress function for the loop."""
+
+    def advance(state: TrainState, line: dict[str, Any]) -> None:
+        speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
+        meter.at(state.step, f"loss {line['loss']:.3f}{speed}")
+
+    return advance
+
+
+def open_folder(path: Path, recipe: Recipe, source: str | None, trackers: tuple = ()) -> StageFolder:
+    """The stage's records, with its recipe written."""
+    folder = StageFolder(path, trackers)
+    folder.write_recipe(recipe.to_json(), source)
+    return folder
