@@ -160,12 +160,13 @@ class Engine:
                 return
             if len(left) <= len(rows) // 2:
                 cache = cache.take(torch.tensor(left, device=device))
-                rows, tokens, numbers = ([items[i] for i in left] for items in (rows, tokens, numbers))
+                rows, tokens = [rows[i] for i in left], [tokens[i] for i in left]
+                numbers = [numbers[i] for i in left]
             longest = max(
                 row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason
             )
             slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
-            logits_BV = decode(self.model, cache, torch.tensor(tokens, device=device), slots_S)
+            logits_BV = self._own(decode(self.model, cache, torch.tensor(tokens, device=device), slots_S))
 
     def _prefill(self, prompts: Sequence[Sequence[int]], rows: list[Row]) -> tuple[KVCache, Tensor]:
         """Reads each prompt once, however many samples it has → the rows' cache and first logits."""
@@ -184,7 +185,11 @@ class Engine:
         order = torch.tensor([needed.index(row.prompt) for row in rows], device=x_BD.device)
         if order.tolist() != list(range(len(needed))):
             cache, x_BD = cache.take(order), x_BD[order]
-        return cache, self.model.logits(x_BD)
+        return cache, self._own(self.model.logits(x_BD))
+
+    def _own(self, logits_BV: Tensor) -> Tensor:
+        """Without the rows by which a model's vocabulary may be larger than the tokenizer's."""
+        return logits_BV[:, : self.tokenizer.vocab_size]
 
 
 def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,152 @@
+"""The engine as its callers use it: limits and errors, tools inside a batch, seeds, streaming, cancelling."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quern.generate.engine import ContextOverflow, Engine
+from quern.generate.reply import Completion, Delta
+from quern.model.context import CausalContext
+from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
+
+TOKENIZER = toy_tokenizer()
+BOS = TOKENIZER.bos
+
+
+class Scripted(torch.nn.Module):
+    """Wraps a toy model so that greedy decoding spells a script: after token a comes script[a]."""
+
+    def __init__(self, follows: dict[int, int]):
+        super().__init__()
+        self.inner = toy_model(context=64, vocab_size=TOKENIZER.vocab_size)
+        self.follows = follows
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, tokens_BT: torch.Tensor, context: CausalContext) -> torch.Tensor:
+        self.inner(tokens_BT, context)  # keeps the cache in step
+        nexts = torch.tensor([self.follows.get(int(t), 0) for t in tokens_BT.flatten()]).view(tokens_BT.shape)
+        width = self.inner.embedding.weight.size(1)
+        return nexts[..., None].float().expand(*nexts.shape, width)
+
+    def logits(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(x_BD[..., 0].long(), TOKENIZER.vocab_size).float()
+
+
+def test_a_reply_ends_at_max_tokens_or_where_the_context_ends() -> None:
+    engine = toy_engine(context=32)
+    [[short]] = engine.generate([[BOS, 5]], max_tokens=3, temperature=0)
+    assert len(short.ids) == 3 and short.finish_reason == "length" and short.prompt_tokens == 2
+    [[long]] = engine.generate([[BOS] * 30], max_tokens=100, temperature=0)
+    assert len(long.ids) <= 2
+    [[last]] = engine.generate([[BOS] * 31], max_tokens=100, temperature=0)
+    assert len(last.ids) == 1
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
+    engine = toy_engine(context=32)
+    for length in (32, 100):
+        with pytest.raises(
+            ContextOverflow, match=f"has {length} tokens and the model's context holds 32.* 31 tokens"
+        ):
+            engine.generate([[BOS], [BOS] * length])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_tokens": 0}, "must be at least 1"),
+        ({"samples": 0}, "must be at least 1"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"stop": ("",)}, "stop string is empty"),
+    ],
+)
+def test_senseless_arguments_are_refused(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        toy_engine().generate([[BOS]], **arguments)
+
+
+def test_an_empty_prompt_is_refused_and_no_prompts_are_fine() -> None:
+    with pytest.raises(ValueError, match="begin it with the tokenizer's BOS"):
+        toy_engine().generate([[]])
+    assert toy_engine().generate([]) == []
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not belong together"):
+        Engine(toy_model(vocab_size=96), TOKENIZER, CPU)
+
+
+def test_a_vocabulary_padded_in_the_model_is_never_drawn_from() -> None:
+    engine = Engine(toy_model(vocab_size=TOKENIZER.vocab_size + 500, context=64), TOKENIZER, CPU)
+    [completions] = engine.generate([[BOS]], samples=20, max_tokens=20, temperature=100.0)
+    assert max(max(completion.ids) for completion in completions) < TOKENIZER.vocab_size
+
+
+def test_seeds() -> None:
+    engine = toy_engine()
+    ids = [
+        [c.ids for c in engine.generate([[BOS, 7]], samples=2, max_tokens=9, seed=s)[0]] for s in (1, 1, 2)
+    ]
+    assert ids[0] == ids[1] != ids[2]
+    assert ids[0][0] != ids[0][1]
+
+
+def test_tools_run_inside_a_batch_and_their_answers_are_forced() -> None:
+    """A model that calls "1+2" after the letter c; its neighbours in the batch never call."""
+    start, end = TOKENIZER.special("<|tool_start|>"), TOKENIZER.special("<|tool_end|>")
+    out, done = TOKENIZER.special("<|output_end|>"), TOKENIZER.special("<|assistant_end|>")
+    [one, plus, two, c, q, a] = [ord(letter) for letter in "1+2cqa"]
+    script = {c: start, start: one, one: plus, plus: two, two: end, end: 99, out: q, q: done, a: a}
+    engine = Engine(Scripted(script), TOKENIZER, CPU)  # type: ignore[arg-type]
+    prompts = [[BOS, a], [BOS, BOS, BOS, c], [BOS, a]]
+    [[first], [called], [last]] = engine.generate(prompts, max_tokens=15, temperature=0)
+    assert called.parts == [
+        {"type": "tool", "text": "1+2"},
+        {"type": "output", "text": "3"},
+        {"type": "text", "text": "q"},
+    ]
+    assert called.text == "q" and called.finish_reason == "stop"
+    output = [TOKENIZER.special("<|output_start|>"), *TOKENIZER.encode("3"), out]
+    assert called.ids == [start, one, plus, two, end, *output, q, done]
+    assert first.text == last.text == "a" * 15 and first.finish_reason == "length"
+
+
+def test_events_tell_every_piece_and_every_end() -> None:
+    engine = toy_engine()
+    prompts = [[BOS], [BOS, 65, 66]]
+    kwargs: dict[str, Any] = {"samples": 2, "max_tokens": 12, "seed": 3}
+    whole = engine.generate(prompts, **kwargs)
+    pieces: dict[tuple[int, int], str] = {}
+    ends: dict[tuple[int, int], Completion] = {}
+    for prompt, sample, value in engine.events(prompts, **kwargs):
+        key = (prompt, sample)
+        assert key not in ends, "a piece after the end"
+        if isinstance(value, Delta):
+            pieces[key] = pieces.get(key, "") + (value.text if value.kind == "text" else "")
+        else:
+            ends[key] = value
+    assert ends == {(p, s): whole[p][s] for p in range(2) for s in range(2)}
+    assert all(pieces.get(key, "") == end.text for key, end in ends.items())
+
+
+def test_closing_the_events_stops_the_work() -> None:
+    engine = toy_engine()
+    steps = []
+    engine.model.register_forward_hook(lambda *_: steps.append(1))
+    events = engine.events([[BOS]], max_tokens=60)
+    next(iter(events))
+    events.close()  # type: ignore[attr-defined]
+    before = len(steps)
+    assert list(events) == [] and len(steps) == before < 60
+
+
+def test_errors_come_before_the_first_event() -> None:
+    """A server can refuse a request before it has sent a header."""
+    with pytest.raises(ContextOverflow):
+        toy_engine(context=32).events([[BOS] * 40])

@@ -1,0 +1,122 @@
+"""A reply as it grows: whole characters, stop strings over token boundaries, parts, no withheld tail."""
+
+import random
+
+import pytest
+
+from quern.generate.reply import Completion, Delta, Reply
+from tests.generate.toy import toy_tokenizer
+
+TOKENIZER = toy_tokenizer()
+
+
+def feed(
+    ids: list[int], stop: tuple[str, ...] = (), max_tokens: int = 10_000
+) -> tuple[list[Delta], Completion]:
+    """Pushes what the row would hold: forced tokens are chosen over the given ones."""
+    reply = Reply(TOKENIZER, 1, max_tokens, stop)
+    deltas: list[Delta] = []
+    queue = list(ids)
+    while reply.finish_reason is None:
+        token = reply.choose(-1)
+        if token == -1:
+            token = queue.pop(0) if queue else TOKENIZER.special("<|assistant_end|>")
+        deltas += reply.push(token)
+    return deltas, reply.completion()
+
+
+def test_stop_strings_over_any_token_boundary() -> None:
+    """2,000 texts, cut into bytes or tokens: the reply ends before a stop string, nothing else is lost."""
+    rng = random.Random(0)
+    alphabet = ["a", "b", "ab", "é", "😀", "👋🏽", " ", "stop", "世"]
+    for _ in range(2000):
+        text = "".join(rng.choices(alphabet, k=rng.randint(0, 12)))
+        stop = tuple("".join(rng.choices(alphabet, k=rng.randint(1, 3))) for _ in range(rng.randint(0, 3)))
+        ids = list(text.encode("utf-8")) if rng.random() < 0.5 else TOKENIZER.encode(text)
+        deltas, completion = feed(ids, stop)
+        # The oracle looks at the text as it grows, character by character.
+        expected = text
+        for end in range(len(text) + 1):
+            found = [text[:end].find(s) for s in stop if s in text[:end]]
+            if found:
+                expected = text[: min(found)]
+                break
+        streamed = "".join(delta.text for delta in deltas)
+        assert streamed == completion.text
+        assert not any(s in streamed for s in stop)
+        assert "\N{REPLACEMENT CHARACTER}" not in streamed
+        if not any(s in other for s in stop for other in stop if s != other):
+            assert expected.startswith(streamed) and text.startswith(streamed)
+        if not any(s in text for s in stop):
+            assert streamed == text
+
+
+def test_text_is_shown_as_soon_as_it_is_certain() -> None:
+    reply = Reply(TOKENIZER, 1, 100, stop=("stop",))
+    shown = ["".join(delta.text for delta in reply.push(token)) for token in b"a stoop stxp"]
+    assert shown == ["a", " ", "", "", "", "stoo", "p", " ", "", "", "stx", "p"]
+
+
+def test_a_stop_string_ends_the_reply_before_it() -> None:
+    _, completion = feed(list(b"one two three"), stop=("tw",))
+    assert completion.text == "one " and completion.finish_reason == "stop"
+    assert completion.ids == list(b"one tw")
+
+
+def test_the_withheld_tail_is_released_at_the_end() -> None:
+    for maximum in (7, 10_000):
+        _, completion = feed(list(b"and sto"), stop=("stop",), max_tokens=maximum)
+        assert completion.text == "and sto"
+        assert completion.finish_reason == ("length" if maximum == 7 else "stop")
+
+
+def test_half_a_character_is_never_shown() -> None:
+    emoji = "😀".encode()
+    deltas, completion = feed([*b"hi ", *emoji[:3]])
+    assert completion.text == "hi " and "".join(delta.text for delta in deltas) == "hi "
+    _, completion = feed([*b"a", 0xFF, *emoji, 0x80, *b"b"])
+    assert completion.text == "a😀b"
+    _, completion = feed(list("\N{REPLACEMENT CHARACTER}".encode()))
+    assert completion.text == "\N{REPLACEMENT CHARACTER}", "one that the model spells itself is text"
+
+
+@pytest.mark.parametrize("end", ["<|assistant_end|>", "<|bos|>"])
+def test_end_tokens(end: str) -> None:
+    _, completion = feed([*b"yes", TOKENIZER.special(end), *b"no"])
+    assert completion.text == "yes" and completion.finish_reason == "stop"
+    assert completion.ids == [*b"yes", TOKENIZER.special(end)]
+
+
+def test_calls_and_outputs_are_parts_of_their_own() -> None:
+    call = [TOKENIZER.special("<|tool_start|>"), *b"12 + 7", TOKENIZER.special("<|tool_end|>")]
+    deltas, completion = feed([*b"Let me see: ", *call, *b" it is 19."], stop=("12 + 7", "= 1"))
+    assert completion.parts == [
+        {"type": "text", "text": "Let me see: "},
+        {"type": "tool", "text": "12 + 7"},
+        {"type": "output", "text": "19"},
+        {"type": "text", "text": " it is 19."},
+    ]
+    assert completion.text == "Let me see:  it is 19."
+    assert "".join(delta.text for delta in deltas if delta.kind == "tool") == "12 + 7"
+
+
+def test_a_stop_string_does_not_reach_over_a_call() -> None:
+    call = [TOKENIZER.special("<|tool_start|>"), *b"1", TOKENIZER.special("<|tool_end|>")]
+    _, completion = feed([*b"st", *call, *b"op"], stop=("stop",))
+    assert completion.text == "stop" and [part["type"] for part in completion.parts] == [
+        "text",
+        "tool",
+        "output",
+        "text",
+    ]
+
+
+def test_an_answer_may_be_cut_by_the_limit() -> None:
+    call = [TOKENIZER.special("<|tool_start|>"), *b"2**60", TOKENIZER.special("<|tool_end|>")]
+    _, completion = feed(call, max_tokens=len(call) + 2)
+    assert completion.finish_reason == "length" and len(completion.ids) == len(call) + 2
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="stop string is empty"):
+        Reply(TOKENIZER, 1, 10, stop=("",))

@@ -1,0 +1,106 @@
+"""Sampling: its distribution and filters against a plain definition, its independence of the batch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from quern.generate.sample import Sampling, draw, generator, sample
+
+V = 12
+LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(5)) * 2
+
+
+def drawn(sampling: Sampling, count: int, logits_V: torch.Tensor = LOGITS) -> np.ndarray:
+    own = generator(0, [1, 2], 0)
+    uniform_BV = draw([own], count * len(logits_V)).reshape(count, -1)
+    return sample(logits_V.expand(count, -1), sampling, uniform_BV).numpy()
+
+
+def expected(sampling: Sampling) -> np.ndarray:
+    """The definition, token by token: temperature, then the k best, then the fewest that hold top_p."""
+    weights = {token: math.exp(float(LOGITS[token]) / sampling.temperature) for token in range(V)}
+    ranked = sorted(weights, key=lambda token: -weights[token])
+    ranked = ranked[: sampling.top_k or V]
+    total, held, kept = sum(weights[token] for token in ranked), 0.0, []
+    for token in ranked:
+        if held >= sampling.top_p * total:
+            break
+        kept.append(token)
+        held += weights[token]
+    return np.array([weights[token] / held if token in kept else 0.0 for token in range(V)])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=3.0),
+        Sampling(top_k=3),
+        Sampling(top_k=1),
+        Sampling(top_k=1000),
+        Sampling(top_p=0.8),
+        Sampling(top_p=1e-9),
+        Sampling(temperature=2.0, top_k=6, top_p=0.7),
+    ],
+)
+def test_draws_follow_the_definition(sampling: Sampling) -> None:
+    count = 20_000
+    shares = expected(sampling)
+    counts = np.bincount(drawn(sampling, count), minlength=V)
+    assert not counts[shares == 0].any()
+    likely = shares * count > 5
+    if likely.sum() > 1:
+        observed, wanted = counts[likely], shares[likely]
+        assert chisquare(observed, wanted / wanted.sum() * observed.sum()).pvalue > 1e-4
+
+
+def test_temperature_zero_is_greedy_and_needs_no_numbers() -> None:
+    assert sample(LOGITS[None], Sampling(temperature=0)).item() == LOGITS.argmax()
+
+
+def test_top_k_zero_is_off() -> None:
+    assert len(set(drawn(Sampling(temperature=50, top_k=0), 2000))) == V
+
+
+def test_extreme_numbers_and_temperatures_never_leave_the_vocabulary() -> None:
+    for u in (0.0, 1 - 2**-24):
+        uniform_BV = torch.full((1, V), u)
+        for sampling in (Sampling(1e-30), Sampling(100), Sampling(top_p=0.5), Sampling(top_k=4)):
+            assert 0 <= sample(LOGITS[None], sampling, uniform_BV).item() < V
+    assert sample(LOGITS[None], Sampling(1e-30), torch.full((1, V), 0.5)).item() == LOGITS.argmax()
+
+
+@given(st.integers(0, 2**63), st.lists(st.integers(0, 50_000), max_size=5), st.integers(0, 9))
+def test_a_rows_numbers_are_its_own(seed: int, prompt: list[int], index: int) -> None:
+    alone = draw([generator(seed, prompt, index)], V)[0]
+    others = [
+        generator(seed, prompt, index + 1),
+        generator(seed + 1, prompt, index),
+        generator(seed, [*prompt, 0], index),
+    ]
+    together = draw([*others, generator(seed, prompt, index)], V)
+    assert torch.equal(together[-1], alone)
+    assert all(not torch.equal(row, alone) for row in together[:-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"temperature": -1}, "temperature must lie between"),
+        ({"temperature": float("nan")}, "temperature must lie between"),
+        ({"temperature": 1e6}, "temperature must lie between"),
+        ({"top_k": -1}, "top_k must be 0"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p must be above 0"),
+        ({"top_p": float("nan")}, "top_p must be above 0"),
+    ],
+)
+def test_senseless_settings_are_refused(arguments: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Sampling(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,448 @@
+"""The server as OpenAI's own client and a plain HTTP client see it: a real one, with a small random model."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from quern.generate.engine import Engine
+from quern.generate.reply import Delta
+from quern.serve.server import MAX_BODY_BYTES, create_app, host_name
+from quern.text.chat import render_prompt
+from tests.generate.toy import toy_engine
+from tests.serve.running import running
+
+NAME = "toy"
+HELLO: list[Any] = [{"role": "user", "content": "Grüß dich 👋🏽"}]
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return toy_engine(context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    with running(create_app(engine, engine.tokenizer, NAME)) as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(url: str, body: Any = None, **more: Any) -> httpx.Response:
+    if body is not None:
+        more["content"] = body if isinstance(body, bytes) else json.dumps(body)
+    headers = {"content-type": "application/json", **more.pop("headers", {})}
+    return httpx.post(f"{url}/v1/chat/completions", headers=headers, timeout=30, **more)
+
+
+def ask(**more: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": HELLO, "seed": 5, "max_tokens": 20, **more}
+
+
+def check_error(response: httpx.Response, status: int, words: str, param: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert words in error["message"], error
+    assert error["param"] == param
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "quern"
+    with pytest.raises(openai.NotFoundError, match="does not exist; this server has 'toy'"):
+        client.models.retrieve("gpt-4")
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="gpt-4", messages=HELLO)
+
+
+def test_health(url: str) -> None:
+    response = httpx.get(f"{url}/health")
+    assert response.status_code == 200 and response.json() == {"status": "ok"}
+
+
+def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine) -> None:
+    answer = client.chat.completions.create(
+        model=NAME, messages=HELLO, seed=5, max_tokens=20, temperature=0.9
+    )
+    prompt = render_prompt(engine.tokenizer, HELLO)
+    [[expected]] = toy_engine(context=CONTEXT).generate([prompt], max_tokens=20, seed=5, temperature=0.9)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    [choice] = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content == expected.text
+    assert choice.finish_reason == expected.finish_reason
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(expected.ids)
+    assert answer.usage.total_tokens == len(prompt) + len(expected.ids)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stream_equals_non_stream(client: openai.OpenAI, seed: int) -> None:
+    body: dict[str, Any] = {
+        "model": NAME,
+        "messages": HELLO,
+        "seed": seed,
+        "max_tokens": 40,
+        "n": 2,
+        "stop": ["e"],
+    }
+    whole = client.chat.completions.create(**body)
+    texts, ends, used, identifiers = ["", ""], ["", ""], [], set()
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks:
+        identifiers.add(chunk.id)
+        assert chunk.object == "chat.completion.chunk" and chunk.model == NAME
+        used.append(chunk.usage)
+        for choice in chunk.choices:
+            assert not ends[choice.index], "a piece after the finish reason"
+            texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] = choice.finish_reason or ""
+    assert len(identifiers) == 1
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    first = chunks[0].choices[0].delta
+    assert first.role == "assistant" and not first.content
+    assert all(choice.delta.role is None for chunk in chunks[2:] for choice in chunk.choices)
+    assert chunks[-1].choices == [] and used[:-1] == [None] * (len(used) - 1)
+    assert used[-1] == whole.usage
+
+
+def test_the_bytes_of_a_stream(url: str) -> None:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=ask(stream=True), timeout=30) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = response.read().decode("utf-8")
+    assert text.endswith("data: [DONE]\n\n")
+    events = [json.loads(block.removeprefix("data: ")) for block in text.split("\n\n")[:-2]]
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "usage" not in events[0]
+    assert events[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_seed_and_choices(client: openai.OpenAI) -> None:
+    def texts(**more: Any) -> list[str | None]:
+        answer = client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=12, **more)
+        return [choice.message.content for choice in answer.choices]
+
+    assert texts(seed=1, n=3) == texts(seed=1, n=3)
+    assert len(set(texts(seed=1, n=8))) > 1
+    assert texts(temperature=0) == texts(temperature=0)
+    assert len({tuple(texts()) for _ in range(6)}) > 1, "without a seed, answers should differ"
+
+
+def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=NAME, messages=HELLO, max_tokens=12)
+    more: list[Any] = [
+        *HELLO,
+        answer.choices[0].message,
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+    ]
+    client.chat.completions.create(model=NAME, messages=more, max_completion_tokens=3)
+    system: list[Any] = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    client.chat.completions.create(model=NAME, messages=system, max_completion_tokens=3)
+
+
+def test_calls_of_the_calculator_travel_as_parts(engine: Engine) -> None:
+    class Calling(Engine):
+        """Replies with a call whatever it is asked; everything else is the engine's."""
+
+        def events(self, prompts, **arguments):  # noqa: ANN001, ANN003, ANN201
+            tokens = self.tokenizer
+            start, end = tokens.special("<|tool_start|>"), tokens.special("<|tool_end|>")
+            calls = [tokens.bos, start, *tokens.encode("1+1"), end]
+            events = list(super().events(prompts, **arguments))
+            for kind, text in (("tool", "1+1"), ("output", "2"), ("text", "two")):
+                yield events[0]._replace(value=Delta(kind, text))
+            parts = [
+                {"type": "tool", "text": "1+1"},
+                {"type": "output", "text": "2"},
+                {"type": "text", "text": "two"},
+            ]
+            end_event = events[-1]
+            yield end_event._replace(value=_replaced(end_event.value, parts=parts, text="two", ids=calls))
+
+    calling = Calling(engine.model, engine.tokenizer, engine.machine)
+    with running(create_app(calling, engine.tokenizer, NAME)) as base:
+        message = post(base, ask()).json()["choices"][0]["message"]
+        assert message["content"] == "two"
+        assert [part["type"] for part in message["parts"]] == ["tool", "output", "text"]
+        follow_up = [*HELLO, message, {"role": "user", "content": "and?"}]
+        assert post(base, ask(messages=follow_up)).status_code == 200
+        lines = post(base, ask(stream=True)).text.split("\n\n")
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+        assert {"parts": [{"type": "tool", "text": "1+1"}]} in deltas
+        assert {"parts": [{"type": "output", "text": "2"}]} in deltas
+        assert {"content": "two"} in deltas
+
+
+def _replaced(value: Any, **fields: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(value, **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stream: bool) -> None:
+    long: list[Any] = [{"role": "user", "content": "x1 " * 400}]
+    with pytest.raises(openai.BadRequestError, match=f"context holds {CONTEXT} tokens") as caught:
+        client.chat.completions.create(model=NAME, messages=long, stream=stream)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    body: Any = caught.value.body
+    assert body["n_ctx"] == CONTEXT and body["n_prompt_tokens"] > 400
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "param"),
+    [
+        ({"foo": 1}, "Unknown parameter: 'foo'", "foo"),
+        ({"messages": None}, "Invalid value for 'messages'", "messages"),
+        ({"messages": []}, "Invalid value for 'messages'", "messages"),
+        (
+            {"messages": [{"role": "user"}]},
+            "Missing required parameter: 'messages[0].content'",
+            "messages[0].content",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": ""}]},
+            "Invalid value for 'messages[0].role'",
+            "messages[0].role",
+        ),
+        ({"messages": [{"role": "user", "content": "", "x": 1}]}, "Unknown parameter", "messages[0].x"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "user", "messages"),
+        ({"messages": [*HELLO, *HELLO]}, "take turns", "messages"),
+        ({"temperature": 2.5}, "Invalid value for 'temperature'", "temperature"),
+        ({"temperature": "hot"}, "Invalid value for 'temperature'", "temperature"),
+        ({"top_p": 0}, "Invalid value for 'top_p'", "top_p"),
+        ({"max_tokens": 0}, "Invalid value for 'max_tokens'", "max_tokens"),
+        ({"max_tokens": 1.5}, "Invalid value for 'max_tokens'", "max_tokens"),
+        ({"n": 1000}, "Invalid value for 'n'", "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "Invalid value for 'stop", "stop"),
+        ({"stop": ""}, "Invalid value for 'stop", "stop"),
+        ({"seed": 2**70}, "Invalid value for 'seed'", "seed"),
+        ({"stream": "yes"}, "Invalid value for 'stream'", "stream"),
+        ({"stream_options": {"include_usage": True}}, "only allowed when 'stream' is true", "stream_options"),
+        ({"tools": [{"type": "function"}]}, "Invalid value for 'tools'", "tools"),
+        ({"logprobs": True}, "Invalid value for 'logprobs'", "logprobs"),
+        ({"presence_penalty": 1}, "Invalid value for 'presence_penalty'", "presence_penalty"),
+        ({"model": 5}, "Invalid value for 'model'", "model"),
+        ({"\ud800": 5}, "Unknown parameter", "\ud800"),
+    ],
+)
+def test_bad_parameters_are_400s_that_name_them(
+    url: str, change: dict[str, Any], words: str, param: str
+) -> None:
+    check_error(post(url, ask(**change)), 400, words, param)
+
+
+def test_a_missing_parameter(url: str) -> None:
+    check_error(post(url, {"messages": HELLO}), 400, "Missing required parameter: 'model'", "model")
+
+
+@pytest.mark.parametrize(
+    "known", [{"user": "me"}, {"logit_bias": {}}, {"presence_penalty": 0}, {"stop": None}]
+)
+def test_parameters_that_ask_for_nothing_are_accepted(url: str, known: dict[str, Any]) -> None:
+    assert post(url, ask(**known)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b"\xff",
+        b"[" * 200_000,
+        b'{"temperature": NaN}',
+        b'{"n": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
+    response = post(url, body)
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_wrong_media_types_sizes_paths_and_methods(url: str) -> None:
+    check_error(post(url, ask(), headers={"content-type": "text/plain"}), 415, "as JSON")
+    check_error(post(url, b" " * (MAX_BODY_BYTES + 1)), 413, "larger than")
+    check_error(httpx.get(f"{url}/v1/nothing"), 404, "There is nothing at /v1/nothing")
+    check_error(httpx.get(f"{url}/v1/chat/completions"), 405, "GET is not allowed")
+    for path in (
+        "/../pyproject.toml",
+        "/%2e%2e/server.py",
+        "/..%2fserver.py",
+        "/chat.js/../server.py",
+        "/server.py",
+    ):
+        assert httpx.get(url + path).status_code == 404, path
+
+
+def test_no_access_from_other_origins_or_by_other_names(url: str) -> None:
+    response = httpx.options(f"{url}/v1/models", headers={"origin": "http://evil.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+    check_error(httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}), 403, "evil.example")
+    assert httpx.get(f"{url}/v1/models", headers={"host": "localhost:8000"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("a.example:80", "a.example"),
+        ("LOCALHOST", "localhost"),
+        ("[::1]:8000", "::1"),
+        ("[::1]", "::1"),
+        ("", ""),
+    ],
+)
+def test_host_names(header: str, name: str) -> None:
+    assert host_name(header) == name
+
+
+def test_the_page_and_its_headers(url: str) -> None:
+    for path, media_type in (("/", "text/html"), ("/chat.js", "text/javascript"), ("/chat.css", "text/css")):
+        response = httpx.get(url + path)
+        assert response.status_code == 200 and response.headers["content-type"].startswith(media_type)
+        assert response.headers["content-security-policy"].startswith("default-src 'self';")
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["x-request-id"].startswith("req_")
+        assert "innerHTML" not in response.text and "https://" not in response.text
+
+
+class Steps:
+    """Counts the decode steps of a model, and makes each of them slow enough to be interrupted."""
+
+    def __init__(self, engine: Engine, seconds: float):
+        self.count = 0
+        self.seconds = seconds
+        self.handle = engine.model.register_forward_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+        time.sleep(self.seconds)
+
+
+@pytest.fixture
+def slow(engine: Engine) -> Iterator[Steps]:
+    steps = Steps(engine, 0.02)
+    yield steps
+    steps.handle.remove()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def settled(steps: Steps) -> bool:
+    before = steps.count
+    time.sleep(0.3)
+    return steps.count == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_the_generation(url: str, slow: Steps, stream: bool) -> None:
+    body = json.dumps(ask(stream=stream, max_tokens=200, logit_bias={}, temperature=0)).encode()
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert wait_until(lambda: slow.count > 3)
+    assert wait_until(lambda: settled(slow)), "the engine went on for a client that had left"
+    assert slow.count < 150
+    assert post(url, ask(max_tokens=2)).status_code == 200
+
+
+def test_the_event_loop_stays_free_and_requests_wait_in_line(url: str, slow: Steps) -> None:
+    answers: list[int] = []
+
+    def one(seed: int) -> None:
+        answers.append(post(url, ask(seed=seed, max_tokens=15, temperature=0)).status_code)
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    assert wait_until(lambda: slow.count > 1)
+    start = time.monotonic()
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert time.monotonic() - start < 2
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 4
+
+
+def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps) -> None:
+    with running(create_app(engine, engine.tokenizer, NAME, max_waiting=1)) as base:
+        slow.seconds = 0.1
+        results: list[httpx.Response] = []
+        threads = [
+            threading.Thread(target=lambda: results.append(post(base, ask(max_tokens=10, temperature=0))))
+            for _ in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    refused = [response for response in results if response.status_code != 200]
+    assert refused and len(refused) < 5
+    for response in refused:
+        check_error(response, 429, "busy")
+        assert response.headers["retry-after"] == "1"
+
+
+def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -> None:
+    class Failing(Engine):
+        """Breaks in the middle of a reply."""
+
+        def events(self, prompts, **arguments):  # noqa: ANN001, ANN003, ANN201
+            yield next(iter(super().events(prompts, **{**arguments, "max_tokens": 64})))
+            raise RuntimeError("secret detail")
+
+    failing = Failing(engine.model, engine.tokenizer, engine.machine)
+    with running(create_app(failing, engine.tokenizer, NAME)) as base:
+        text = post(base, ask(stream=True)).text
+        blocks = text.split("\n\n")
+        assert blocks[-2] == "data: [DONE]" and "error" in json.loads(blocks[-3][6:])
+        assert "secret" not in text
+        check_error(post(base, ask()), 500, "failed on this request")
+        with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.APIError, match="failed on this request"):
+                list(client.chat.completions.create(model=NAME, messages=HELLO, stream=True))
+        assert httpx.get(f"{base}/health").status_code == 200
+
+
+def test_stopping_the_server_ends_what_is_running(engine: Engine, slow: Steps) -> None:
+    slow.seconds = 0.05
+    app = create_app(engine, engine.tokenizer, NAME)
+    threads_before = threading.active_count()
+    results: list[Any] = []
+
+    def one(base: str) -> None:
+        try:
+            results.append(post(base, ask(max_tokens=200, temperature=0)).status_code)
+        except httpx.HTTPError as error:
+            results.append(error)
+
+    with running(app) as base:
+        thread = threading.Thread(target=one, args=(base,))
+        thread.start()
+        assert wait_until(lambda: slow.count > 2)
+    thread.join(20)
+    assert results and not thread.is_alive()
+    assert wait_until(lambda: threading.active_count() <= threads_before), threading.enumerate()
