@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
@@ -172,7 +173,7 @@ def _reading(curve: Curve, stage: StageRecords, ys: list[float]) -> str:
     return f"{text} in the median" if curve.reading == "median" else f"{text} at the end"
 
 
-def _log_axis(axes, low: float, high: float) -> None:  # noqa: ANN001 - matplotlib's Axes is untyped in parts
+def _log_axis(axes: Axes, low: float, high: float) -> None:
     axes.set_yscale("log")
     room = (high / low) ** 0.06 if high > low else 1.1
     axes.set_ylim(low / room, high * room)
@@ -189,7 +190,7 @@ def _log_axis(axes, low: float, high: float) -> None:  # noqa: ANN001 - matplotl
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.3g}"))
 
 
-def _time_axis(axes, seconds: float) -> None:  # noqa: ANN001
+def _time_axis(axes: Axes, seconds: float) -> None:
     size, unit = (1, "s") if seconds < 300 else (60, "min") if seconds < 18_000 else (3600, "h")
     nice = MaxNLocator(7, steps=[1, 2, 3, 6, 10] if unit == "s" else [1, 2, 5, 10])
     ticks = [tick * size for tick in nice.tick_values(0, seconds / size) if tick * size <= seconds * 1.02]

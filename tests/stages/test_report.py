@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quern.stages.report import build, fenced, inline, sparkline
-from quern.stages.report_facts import duration, human, human_bytes, human_flops, number, percent
+from quern.stages.report_numbers import duration, human, human_bytes, human_flops, number, percent
 from quern.stages.report_plots import running_mean, thin
 from quern.stages.report_records import read_run
 from tests.stages.synthetic_run import lines, write_run
@@ -58,7 +58,8 @@ def test_everything_is_there(tmp_path):
     markdown, page = report(write_run(tmp_path))
     for text in (markdown.replace("\\", ""), page.text):
         for expected in (
-            "9,437,184", "464 TFLOP", "12,288,000", "best-fit", "24 MB", "4.629", "a94a8fe5",  # trained, on what
+            "9,437,184", "464 TFLOP", "12,288,000", "best-fit", "24 MB", "4.629", "a94a8fe5",
+             # trained, on what
             "Pretraining", "Fine-tuning", "16K", "63%", "the gradient is not finite", "SIGTERM",
             "resume", "save ×4", "tinyworld/word_problems", "1,001,346", "9b74c9897bac770f",
             "Mira the otter", "27+48", "Odo is a heron.",
@@ -265,7 +266,8 @@ def test_curves_keep_their_ends():
     ("shown", "expected"),
     [
         (human(999_999), "1M"), (human(1_234_567), "1.23M"), (human(16), "16"), (human(2.5e12), "2.5T"),
-        (human_bytes(24_000_118), "24 MB"), (human_bytes(12), "12 bytes"), (human_flops(4.638e14), "464 TFLOP"),
+        (human_bytes(24_000_118), "24 MB"), (human_bytes(12), "12 bytes"), (human_flops(4.638e14),
+        "464 TFLOP"),
         (human_flops(500), "500 FLOP"), (duration(59.96), "1 min 0 s"), (duration(59.94), "59.9 s"),
         (duration(400), "6 min 40 s"), (duration(7261), "2 h 1 min"), (percent(0.0996), "10%"),
         (percent(0.0994), "9.9%"), (percent(1), "100%"), (percent(0), "0%"), (number(1234567), "1,234,567"),
