@@ -72,16 +72,20 @@ def _document(pen: Pen) -> str:
 
 
 def documents(seed: int, megabytes: float, split: str = "train") -> Iterator[str]:
-    """Documents of at least `megabytes` (10^6 UTF-8 bytes) in all, of about 100 to 2,000 bytes each."""
+    """Documents of at least `megabytes` (10^6 UTF-8 bytes) in all, of about 100 to 2,000 bytes each.
+
+    One text in eight, by its hash, is for validation: no seed puts a validation text into training.
+    """
     _check_split(split)
     if megabytes <= 0:
         raise ValueError(f"megabytes is {megabytes}: ask for more than 0")
     left, index = megabytes * 1e6, 0
     while left > 0:
         text = _document(Pen(f"documents:{split}:{seed}:{index}"))
-        yield text
-        left -= len(text.encode("utf-8"))
         index += 1
+        if (skills.bucket(text, 8) == 0) == (split == "val"):
+            yield text
+            left -= len(text.encode("utf-8"))
 
 
 def conversations(seed: int, count: int, split: str = "train") -> Iterator[list[Message]]:

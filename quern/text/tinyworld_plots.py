@@ -313,7 +313,8 @@ PLOTS: tuple[tuple[tuple[str, ...], ...], ...] = (
         lines("""
         "I am {a_work}," called {name}, "but today I will be a builder!" And {o_name}, who was {o_a_work},
             agreed.
-        "Surely {a_kind} and {o_a_kind} can build a bridge," said {name}. "We only need {number} planks and some
+        "Surely {a_kind} and {o_a_kind} can build a bridge," said {name}. "We only need {number} planks
+            and some
             rope."
         """),
         lines("""
