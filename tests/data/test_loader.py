@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -314,6 +315,7 @@ def test_a_consumer_that_leaves_early_stops_the_thread():
     loader = Loader(corpus_of([9, 9]), 8, 2)
     batches = prefetch(loader, 0, None)
     next(batches)
+    time.sleep(0.5)  # by now the thread waits for room in its queue
     assert prefetching()
     began = time.monotonic()
     batches.close()  # type: ignore[attr-defined]
@@ -329,23 +331,23 @@ def test_a_consumer_that_leaves_early_stops_the_thread():
 
 
 def test_one_loader_serves_several_threads():
-    loader = Loader(corpus_of(random_lengths(300, 30)), 16, 4, chunk_documents=20)
-    expected = {
-        step: Loader(loader.corpus, 16, 4, chunk_documents=20).token_hash(step) for step in range(0, 90, 3)
-    }
-    wrong: list[int] = []
-
-    def read(seed: int) -> None:
-        for step in np.random.default_rng(seed).permutation(list(expected)).tolist():
-            if loader.token_hash(step) != expected[step]:
-                wrong.append(step)
-
+    """All threads reach for chunks that are not packed yet, again and again."""
+    corpus = corpus_of(random_lengths(300, 30))
+    plain = Loader(corpus, 16, 4, chunk_documents=5)
+    expected = [plain.token_hash(step) for step in range(60)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sys.setswitchinterval(interval)
-    assert not wrong
+    try:
+        for _ in range(5):
+            loader = Loader(corpus, 16, 4, chunk_documents=5)
+            together = threading.Barrier(4)
+
+            def read(shared: Loader, barrier: threading.Barrier) -> list[str]:
+                barrier.wait()
+                return [shared.token_hash(step) for step in range(60)]
+
+            with ThreadPoolExecutor(4) as pool:
+                futures = [pool.submit(read, loader, together) for _ in range(4)]
+            assert all(future.result() == expected for future in futures)
+    finally:
+        sys.setswitchinterval(interval)
