@@ -181,8 +181,16 @@ class Recipe:
         """
         body = dict(body)
         if body.pop("schema", None) != SCHEMA:
-            raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
-        parts = {"text": TextRecipe, "model": ModelRecipe, "optim": OptimRecipe, "train": TrainRecipe, "sft": SftRecipe}
+            raise ValueError(
+                f"this recipe was written by another version of quern (expected schema {SCHEMA})"
+            )
+        parts = {
+            "text": TextRecipe,
+            "model": ModelRecipe,
+            "optim": OptimRecipe,
+            "train": TrainRecipe,
+            "sft": SftRecipe,
+        }
         try:
             for name, part in parts.items():
                 body[name] = part(**body[name])
@@ -261,7 +269,8 @@ def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
         train,
         steps=steps,
         batch_tokens=batch_tokens,
-        micro_batch_tokens=train.micro_batch_tokens or min(batch_tokens, max(model.context, MICRO_BATCH_TOKENS)),
+        micro_batch_tokens=train.micro_batch_tokens
+        or min(batch_tokens, max(model.context, MICRO_BATCH_TOKENS)),
         warmup_steps=train.warmup_steps if train.warmup_steps is not None else min(40, steps // 20),
         eval_every=train.eval_every or max(1, steps // 10),
         save_every=train.save_every or max(1, steps // 10),
@@ -294,9 +303,16 @@ def _check(recipe: Recipe) -> None:
         f"text.vocab-size must lie between 300 and 1,048,576, not {vocab_size}",
     )
     packings = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing")
-    _refuse(train.packing not in packings, f"train.packing must be one of {', '.join(packings)}, not {train.packing}")
+    _refuse(
+        train.packing not in packings,
+        f"train.packing must be one of {', '.join(packings)}, not {train.packing}",
+    )
     _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
-    for name, value in [("train.steps", train.steps), ("train.minutes", train.minutes), ("sft.steps", sft.steps)]:
+    for name, value in [
+        ("train.steps", train.steps),
+        ("train.minutes", train.minutes),
+        ("sft.steps", sft.steps),
+    ]:
         _refuse(value is not None and value <= 0, f"{name} must be above 0, not {value}")
     _refuse(train.keep < 1, f"train.keep must be at least 1, not {train.keep}")
     _refuse(not 0 <= train.warmdown_share <= 1, "train.warmdown-share must lie between 0 and 1")
@@ -312,7 +328,9 @@ def _check_shape(model: ModelRecipe) -> None:
         set(model.windows) - set("SL") != set() or not model.windows,
         f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{model.windows}'",
     )
-    _refuse(model.head_dim % 2 != 0, f"model.head-dim must be even for rotary embeddings, not {model.head_dim}")
+    _refuse(
+        model.head_dim % 2 != 0, f"model.head-dim must be even for rotary embeddings, not {model.head_dim}"
+    )
     divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
     _refuse(
         model.kv_heads not in divisors,

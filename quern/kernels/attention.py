@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-
 def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None = None) -> Tensor:
     """Causal attention → (B, T, H, E), by the path that suits the device."""
     if window is not None and window >= q_BTHE.size(1):

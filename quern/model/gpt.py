@@ -83,7 +83,9 @@ class GPT(nn.Module):
         gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
         x_BTD = x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
         x0_BTD = x_BTD
-        rotary = rotary_table(context.positions(x_BTD), self.blocks[0].attention.head_dim, self.shape.rope_base)
+        rotary = rotary_table(
+            context.positions(x_BTD), self.blocks[0].attention.head_dim, self.shape.rope_base
+        )
         halfway, halfway_BTD = len(self.blocks) // 2, x_BTD
         for layer, block in enumerate(self.blocks):
             if layer == halfway:
@@ -153,5 +155,3 @@ def _group(name: str) -> str:
     if name.startswith(("smear", "backout")):
         return "smear"
     return name.split(".")[0]
-
-

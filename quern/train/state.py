@@ -34,7 +34,12 @@ class TrainState:
         return self.optimizer.state_tensors()
 
     def meta(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "guard": self.guard.state()}
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "guard": self.guard.state(),
+        }
 
     def restore(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         """Bit for bit what `tensors` and `meta` gave."""
