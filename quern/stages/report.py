@@ -164,7 +164,8 @@ def _sample(sample: dict[str, Any]) -> str:
         return f"{title}, a continuation (from ▸ on):\n\n{fenced(whole)}"
     messages = sample.get("messages")
     turns = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    turns.append({"role": "assistant", "content": sample.get("parts") or sample.get("text", "")})
+    if sample.get("parts") or sample.get("text"):
+        turns.append({"role": "assistant", "content": sample.get("parts") or sample.get("text")})
     lines = [f"{turn.get('role')}: {_spoken(turn.get('content'))}" for turn in turns if turn.get("content")]
     return f"{title}, a conversation:\n\n{fenced(chr(10).join(lines))}"
 

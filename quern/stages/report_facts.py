@@ -56,6 +56,7 @@ class Cell:
     value: float | None
     low: float | None
     high: float | None
+    count: int | None = None
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,13 @@ def score_setting(run: RunRecords) -> Table:
 
 
 def _cell(line: dict[str, Any]) -> Cell:
-    return Cell(finite(line.get("value")), finite(line.get("low")), finite(line.get("high")))
+    count = finite(line.get("count"))
+    return Cell(
+        finite(line.get("value")),
+        finite(line.get("low")),
+        finite(line.get("high")),
+        None if count is None else int(count),
+    )
 
 
 def flatten(record: dict[str, Any], prefix: str = "") -> Rows:

@@ -7,6 +7,7 @@ page's content security policy forbids scripts and any request, so that it stays
 import html
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,24 +120,26 @@ def _legend(stage: StageRecords) -> str:
 
 
 def _evaluation(run: RunRecords) -> str:
-    stages, rows = facts.score_stages(run), facts.score_rows(run)
-    shares = [row for row in rows if row.is_share]
-    others = [row for row in rows if not row.is_share]
-    head = "".join(f"<th>{esc(STAGE_TITLES.get(name, name))}</th>" for name in stages)
+    rows = facts.score_rows(run)
+    intro = (
+        "<p>Share of held-out questions answered correctly. The line on each bar is its 95% interval "
+        "(Wilson), the upright tick is what guessing gets.</p>"
+    )
     parts = []
-    if shares:
-        body = "".join(_share_row(row) for row in shares)
+    for title, before, chosen, show in (
+        ("Task", intro, [row for row in rows if row.is_share], _share_row),
+        ("Measure", "", [row for row in rows if not row.is_share], _other_row),
+    ):
+        if not chosen:
+            continue
+        # A stage that was not measured in this table gets no column of dashes.
+        names = facts.score_stages(run)
+        shown = [i for i in range(len(names)) if any(row.cells[i].value is not None for row in chosen)]
+        head = "".join(f"<th>{esc(STAGE_TITLES.get(names[i], names[i]))}</th>" for i in shown)
+        body = "".join(show(replace(row, cells=[row.cells[i] for i in shown])) for row in chosen)
         parts.append(
-            "<p>Share of held-out questions answered correctly. The line on each bar is its 95% interval "
-            "(Wilson), the upright tick is what guessing gets.</p>"
-            '<div class="scroll"><table class="scores"><thead><tr>'
-            f"<th>Task</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        )
-    if others:
-        body = "".join(_other_row(row) for row in others)
-        parts.append(
-            f'<div class="scroll"><table class="scores"><thead><tr><th>Measure</th>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>"
+            f'{before}<div class="scroll"><table class="scores"><thead><tr><th>{title}</th>{head}</tr>'
+            f"</thead><tbody>{body}</tbody></table></div>"
         )
     if parts:
         setting = facts.score_setting(run)
@@ -151,19 +154,21 @@ def _share_row(row: facts.ScoreRow) -> str:
     asked = f"{row.count:,} questions" if row.count is not None else ""
     label = " · ".join(text for text in (asked, chance) if text)
     last = len(row.cells) - 1
-    cells = "".join(_share_cell(cell, row.chance, index == last) for index, cell in enumerate(row.cells))
+    cells = "".join(_share_cell(cell, row, index == last) for index, cell in enumerate(row.cells))
     return f'<tr><th scope="row">{esc(row.task)}<small>{esc(label)}</small></th>{cells}</tr>'
 
 
-def _share_cell(cell: facts.Cell, chance: float | None, last: bool) -> str:
+def _share_cell(cell: facts.Cell, row: facts.ScoreRow, last: bool) -> str:
     if cell.value is None:
         return '<td class="none">–</td>'
     interval = tick = whisker = ""
     if cell.low is not None and cell.high is not None:
         interval = f"<small>{100 * cell.low:.0f}–{100 * cell.high:.0f}</small>"
         whisker = f'<i class="whisker" style="left:{_at(cell.low)};right:calc(100% - {_at(cell.high)})"></i>'
-    if chance is not None:
-        tick = f'<i class="tick" style="left:{_at(chance)}"></i>'
+    if cell.count not in (None, row.count):
+        interval += f"<small>of {cell.count}</small>"
+    if row.chance is not None:
+        tick = f'<i class="tick" style="left:{_at(row.chance)}"></i>'
     bar = f'<i class="bar" style="width:{_at(cell.value)}"></i>'
     kind = ' class="last"' if last else ""
     track = f'<span class="track">{bar}{tick}{whisker}</span>'

@@ -80,7 +80,7 @@ class StageRecords:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """`scores` keeps the latest line of each stage, task and metric."""
+    """`scores` keeps the latest line of each stage, task and metric, `samples` the latest of each prompt."""
 
     name: str
     folder: Path
@@ -111,7 +111,14 @@ def read_run(folder: Path) -> RunRecords:
     recipe = recipe or next((stage.recipe for stage in stages if stage.recipe), {})
     latest = {(line.get("stage"), line.get("task"), line.get("metric")): line for line in scores}
     return RunRecords(
-        folder.resolve().name, folder, run, recipe, stages, list(latest.values()), samples, notes
+        name=folder.resolve().name,
+        folder=folder,
+        run=run,
+        recipe=recipe,
+        stages=stages,
+        scores=list(latest.values()),
+        samples=_latest(samples),
+        notes=notes,
     )
 
 
@@ -129,6 +136,19 @@ def event_time(event: dict[str, Any]) -> str:
     """The event's time as text, to the second, or nothing."""
     text = next((str(event[key]) for key in EVENT_TIMES if event.get(key)), "")
     return text.replace("T", " ")[:19]
+
+
+def _latest(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last answer of each stage to each prompt: a run may be evaluated more than once."""
+    found: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        messages = sample.get("messages")
+        asked = messages
+        if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+            asked = [message for message in messages if message.get("role") != "assistant"]
+        key = json.dumps([sample.get("stage"), sample.get("kind"), sample.get("prompt"), asked])
+        found[key] = sample
+    return list(found.values())
 
 
 def _stage_folders(folder: Path) -> list[Path]:
@@ -152,7 +172,7 @@ def _read_stage(path: Path, folder: Path, notes: list[str]) -> StageRecords:
     return StageRecords(
         name=path.name,
         recipe=_read_object(path / "recipe.json", folder, notes),
-        metrics=[line for line in lines if "loss" in line or "tokens" in line],
+        metrics=[line for line in lines if "loss" in line or line not in validations],
         validations=validations,
         events=_read_lines(path / "events.jsonl", folder, notes),
     )

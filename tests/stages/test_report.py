@@ -228,6 +228,26 @@ def test_the_latest_evaluation_counts(tmp_path):
     assert "75%" in page.text
 
 
+def test_only_the_latest_answer_to_a_prompt_is_shown(tmp_path):
+    asked = {"role": "user", "content": "Who are you?"}
+    samples = [
+        {"stage": "sft", "kind": "chat", "messages": [asked, {"role": "assistant", "content": answer}]}
+        for answer in ("An older answer.", "A newer answer.")
+    ]
+    lines(tmp_path / "samples.jsonl", [*samples, samples[1] | {"stage": "pretrain"}, {"messages": [1]}])
+    _, page = report(tmp_path)
+    assert page.text.count("A newer answer.") == 2 and "older" not in page.text
+
+
+def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
+    score = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 200}
+    bpb = {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.5, "count": 10}
+    lines(tmp_path / "evaluate.jsonl", [bpb, score, score | {"stage": "untrained", "count": 50}])
+    _, page = report(tmp_path)
+    assert "–" not in page.text[page.text.index("Task") : page.text.index("How it was asked")]
+    assert "of 50" in page.text
+
+
 def test_a_long_run_makes_a_light_page(tmp_path):
     metrics = [
         {"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr": 1.0} for i in range(1, 20_001)
