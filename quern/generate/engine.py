@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quern.generate.cache import KVCache, decode
+from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.reply import Completion, Delta, Reply
 from quern.generate.sample import Sampling, draw, generator, sample
 from quern.machine import Machine
@@ -20,7 +21,6 @@ from quern.model.gpt import GPT
 from quern.text.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompt tokens, padding included, read in one forward pass
-SPAN = 64  # the part of the cache that a step looks at grows in steps of this
 
 
 class ContextOverflow(ValueError):
@@ -65,6 +65,17 @@ class Engine:
         self.machine = machine
         self.max_rows = max_rows
         self.context = int(model.shape.context or 0)
+        self._compiled = CompiledDecode(model, self.context) if machine.compile else None
+
+    def warm_up(self, rows: Sequence[int] = (1,)) -> None:
+        """Compiles the decode step for these numbers of rows; batches are then filled up to the next one.
+
+        It pays after some thousands of steps: for a server, not for a few questions. Where the machine does
+        not compile, nothing happens.
+        """
+        if self._compiled is not None:
+            for count in rows:
+                self._compiled.warm_up(count)
 
     def generate(
         self,
@@ -158,19 +169,42 @@ class Engine:
             left = [i for i, row in enumerate(rows) if row.reply.finish_reason is None]
             if not left:
                 return
-            if len(left) <= len(rows) // 2:
-                cache = cache.take(torch.tensor(left, device=device))
+            if self._seats(len(left)) <= self._seats(len(rows)) // 2:
+                cache = cache.take(self._filled_up(left, device))
                 rows, tokens = [rows[i] for i in left], [tokens[i] for i in left]
                 numbers = [numbers[i] for i in left]
-            longest = max(
-                row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason
-            )
-            slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
-            logits_BV = self._own(decode(self.model, cache, torch.tensor(tokens, device=device), slots_S))
+            logits_BV = self._decode(cache, rows, tokens)
+
+    def _decode(self, cache: KVCache, rows: list[Row], tokens: list[int]) -> Tensor:
+        """One token more for every row → logits (len(rows), V)."""
+        seats, device = len(cache.positions_B), cache.positions_B.device
+        tokens_B = torch.tensor(tokens + [0] * (seats - len(rows)), device=device)
+        # Finished rows may run on beyond this: what they see no longer matters.
+        longest = max(
+            row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason
+        )
+        slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
+        if self._compiled is not None and self._compiled.seats(len(rows)) is not None:
+            logits_BV = self._compiled(cache, tokens_B, slots_S)
+        else:
+            logits_BV = decode(self.model, cache, tokens_B, slots_S)
+        return self._own(logits_BV[: len(rows)])
+
+    def _seats(self, rows: int) -> int:
+        """How many rows are decoded for this many that are wanted."""
+        seats = None if self._compiled is None else self._compiled.seats(rows)
+        return rows if seats is None else seats
+
+    def _filled_up(self, rows: list[int], device: torch.device) -> Tensor:
+        """Row numbers, the first repeated until every seat is taken."""
+        return torch.tensor(rows + rows[:1] * (self._seats(len(rows)) - len(rows)), device=device)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], rows: list[Row]) -> tuple[KVCache, Tensor]:
         """Reads each prompt once, however many samples it has → the rows' cache and first logits."""
-        capacity = max(row.reply.prompt_tokens + row.reply.max_tokens for row in rows)
+        if self._compiled is not None and self._compiled.rows:
+            capacity = self._compiled.max_tokens
+        else:
+            capacity = max(row.reply.prompt_tokens + row.reply.max_tokens for row in rows)
         needed = sorted({row.prompt for row in rows})
         group_rows = max(1, PREFILL_TOKENS // max(len(prompts[p]) for p in needed))
         caches, hidden = [], []
@@ -182,10 +216,11 @@ class Engine:
             )
             caches.append(cache)
         cache, x_BD = KVCache.join(caches), torch.cat(hidden)
-        order = torch.tensor([needed.index(row.prompt) for row in rows], device=x_BD.device)
-        if order.tolist() != list(range(len(needed))):
-            cache, x_BD = cache.take(order), x_BD[order]
-        return cache, self._own(self.model.logits(x_BD))
+        order = [needed.index(row.prompt) for row in rows]
+        taken_B = self._filled_up(order, x_BD.device)
+        if taken_B.tolist() != list(range(len(needed))):
+            cache = cache.take(taken_B)
+        return cache, self._own(self.model.logits(x_BD[torch.tensor(order, device=x_BD.device)]))
 
     def _own(self, logits_BV: Tensor) -> Tensor:
         """Without the rows by which a model's vocabulary may be larger than the tokenizer's."""

@@ -157,7 +157,8 @@ def _refusal(error: ValidationError) -> ApiError:
         return ApiError(
             f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
         )
-    return ApiError(f"Invalid value for '{param}': {first['msg']}.", param=param, code="invalid_value")
+    where = f"for '{param}'" if param else "in the body"
+    return ApiError(f"Invalid value {where}: {first['msg']}.", param=param or None, code="invalid_value")
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Delta
+from quern.generate.reply import Completion, Delta
 from quern.serve.server import MAX_BODY_BYTES, create_app, host_name
 from quern.text.chat import render_prompt
 from tests.generate.toy import toy_engine
@@ -163,15 +164,16 @@ def test_calls_of_the_calculator_travel_as_parts(engine: Engine) -> None:
             start, end = tokens.special("<|tool_start|>"), tokens.special("<|tool_end|>")
             calls = [tokens.bos, start, *tokens.encode("1+1"), end]
             events = list(super().events(prompts, **arguments))
-            for kind, text in (("tool", "1+1"), ("output", "2"), ("text", "two")):
-                yield events[0]._replace(value=Delta(kind, text))
+            for piece in (Delta("tool", "1+1"), Delta("output", "2"), Delta("text", "two")):
+                yield events[0]._replace(value=piece)
             parts = [
                 {"type": "tool", "text": "1+1"},
                 {"type": "output", "text": "2"},
                 {"type": "text", "text": "two"},
             ]
             end_event = events[-1]
-            yield end_event._replace(value=_replaced(end_event.value, parts=parts, text="two", ids=calls))
+            assert isinstance(end_event.value, Completion)
+            yield end_event._replace(value=replace(end_event.value, parts=parts, text="two", ids=calls))
 
     calling = Calling(engine.model, engine.tokenizer, engine.machine)
     with running(create_app(calling, engine.tokenizer, NAME)) as base:
@@ -185,12 +187,6 @@ def test_calls_of_the_calculator_travel_as_parts(engine: Engine) -> None:
         assert {"parts": [{"type": "tool", "text": "1+1"}]} in deltas
         assert {"parts": [{"type": "output", "text": "2"}]} in deltas
         assert {"content": "two"} in deltas
-
-
-def _replaced(value: Any, **fields: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(value, **fields)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -237,11 +233,11 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
         ({"logprobs": True}, "Invalid value for 'logprobs'", "logprobs"),
         ({"presence_penalty": 1}, "Invalid value for 'presence_penalty'", "presence_penalty"),
         ({"model": 5}, "Invalid value for 'model'", "model"),
-        ({"\ud800": 5}, "Unknown parameter", "\ud800"),
+        ({"\ud800": 5}, "Invalid value in the body", None),
     ],
 )
 def test_bad_parameters_are_400s_that_name_them(
-    url: str, change: dict[str, Any], words: str, param: str
+    url: str, change: dict[str, Any], words: str, param: str | None
 ) -> None:
     check_error(post(url, ask(**change)), 400, words, param)
 
@@ -421,9 +417,11 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -
         assert blocks[-2] == "data: [DONE]" and "error" in json.loads(blocks[-3][6:])
         assert "secret" not in text
         check_error(post(base, ask()), 500, "failed on this request")
-        with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.APIError, match="failed on this request"):
-                list(client.chat.completions.create(model=NAME, messages=HELLO, stream=True))
+        with (
+            openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+            pytest.raises(openai.APIError, match="failed on this request"),
+        ):
+            list(client.chat.completions.create(model=NAME, messages=HELLO, stream=True))
         assert httpx.get(f"{base}/health").status_code == 200
 
 

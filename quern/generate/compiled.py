@@ -1,0 +1,86 @@
+"""The decode step compiled for fixed numbers of rows, with matrix products in the form that suits few rows on
+a CPU.
+
+A step of a small model is a few dozen operations of some microseconds, so what a call costs decides.
+Compiling is asked for (`warm_up`), never a surprise in the middle of a reply: it takes some 15 seconds for
+each number of rows. The length of the cache that is looked at stays symbolic. Weights are read where they
+are: a model may go on training.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from quern.generate.cache import KVCache, decode
+from quern.model.gpt import GPT
+
+SPAN = 64  # the part of the cache that a step looks at grows in steps of this
+MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
+
+
+class FewRows(TorchFunctionMode):
+    """While the step is traced for a CPU, writes three operations in a form that is faster there.
+
+    One row: the library's product of a bf16 matrix and a vector costs some 20 µs whatever its size, so it
+    becomes a plain sum, which the compiler turns into one loop over the weights. Several rows: with the
+    weights on the left (w · xᵀ) the library does not reorder them at every call. tanh through the logistic
+    function, whose exponential is several times faster; they agree within 2e-7.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.linear and not kwargs and (len(args) == 2 or args[2] is None):
+            x, weight = args[:2]
+            if x.numel() == x.shape[-1]:
+                return (x.unsqueeze(-2).float() * weight.float()).sum(-1).to(x.dtype)
+            return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
+        if func is torch.tanh:
+            return 2 * torch.sigmoid(2 * args[0]) - 1
+        return func(*args, **(kwargs or {}))
+
+
+def decode_few(model: GPT, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
+    """`decode` as FewRows has it."""
+    with FewRows():
+        return decode(model, cache, tokens_B, slots_S)
+
+
+class CompiledDecode:
+    """`decode` for the numbers of rows it has been warmed up for."""
+
+    def __init__(self, model: GPT, context: int):
+        on_cpu = model.embedding.weight.device.type == "cpu"
+        self.rows: list[int] = []
+        # One slot more than any step looks at: the two lengths never coincide, and one version serves all.
+        self.max_tokens = -(-context // SPAN) * SPAN + 1
+        self._model = model
+        self._step = torch.compile(decode_few if on_cpu else decode, fullgraph=True)
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int) -> None:
+        """Compiles the step for this number of rows, if it is not yet."""
+        if rows in self.rows:
+            return
+        cache = KVCache.for_model(self._model, rows, self.max_tokens)
+        device = cache.positions_B.device
+        slots_S = torch.arange(SPAN, device=device)
+        torch._dynamo.mark_dynamic(slots_S, 0)
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
+            self._step(self._model, cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S)
+        self.rows = sorted([*self.rows, rows])
+
+    def seats(self, rows: int) -> int | None:
+        """The least number of rows compiled for that holds `rows`; None if there is none."""
+        return next((seats for seats in self.rows if seats >= rows), None)
+
+    def __call__(self, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
+        return self._step(self._model, cache, tokens_B, slots_S)

@@ -1,0 +1,95 @@
+"""The compiled decode step against the plain one: same tokens, and one version for every length and cache."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from quern.generate.cache import KVCache, decode
+from quern.generate.compiled import CompiledDecode, FewRows
+from quern.generate.engine import Engine, pad
+from quern.machine import compile_problem
+from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
+
+pytestmark = pytest.mark.skipif(
+    compile_problem("cpu") is not None, reason="torch.compile does not work on this machine"
+)
+ROWS = (1, 3)
+CONTEXT = 150
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model = toy_model("SL", depth=2, context=CONTEXT, vocab_size=toy_tokenizer().vocab_size)
+    engine = Engine(model, toy_tokenizer(), replace(CPU, compile=True))
+    engine.warm_up(ROWS)
+    return engine
+
+
+def test_compiled_is_plain(engine: Engine, law: Callable[..., None]) -> None:
+    """Logits step by step over the whole context, ring wrapped, spans of 64, 128 and 192 slots."""
+    compiled = engine._compiled
+    assert isinstance(compiled, CompiledDecode) and compiled.rows == list(ROWS)
+    worst = 0.0
+    for rows in ROWS:
+        prompts = [[5] * (2 + 3 * row) for row in range(rows)]
+        with torch.inference_mode(), torch.compiler.set_stance("fail_on_recompile"):
+            caches = [KVCache.for_model(engine.model, rows, compiled.max_tokens) for _ in range(2)]
+            for cache in caches:
+                cache.prefill(engine.model, *pad(prompts, 0, torch.device("cpu")))
+            tokens_B = torch.arange(rows)
+            for step in range(CONTEXT - 10):
+                slots_S = torch.arange(-(-(12 + step) // 64) * 64)
+                plain_BV = decode(engine.model, caches[0], tokens_B, slots_S)
+                fast_BV = compiled(caches[1], tokens_B, slots_S)
+                worst = max(worst, float((plain_BV - fast_BV).abs().max()))
+                assert torch.equal(plain_BV.argmax(-1), fast_BV.argmax(-1))
+                tokens_B = plain_BV.argmax(-1)
+    law("compiled decode = plain decode: logits, fp32; greedy tokens equal", worst, "≤ 1e-5")
+    assert worst <= 1e-5
+
+
+def test_generation_never_compiles_again_and_does_not_change(engine: Engine) -> None:
+    """Batches smaller than, equal to and larger than what was compiled for, shrinking as rows finish."""
+    plain = Engine(engine.model, engine.tokenizer, CPU)
+    prompts = [[engine.tokenizer.bos, *range(60, 60 + 9 * row)] for row in range(5)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for count in (1, 2, 3, 5):
+            for temperature in (0.0, 1.0):
+                arguments = {"max_tokens": 110, "temperature": temperature, "seed": 2}
+                found = engine.generate(prompts[:count], **arguments)
+                assert found == plain.generate(prompts[:count], **arguments)
+
+
+def test_the_forms_for_few_rows_are_used_and_agree() -> None:
+    """The mode replaces each of its operations; what it puts there agrees within rounding."""
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(64, 48, bias=False).requires_grad_(False)
+    for rows in (1, 5):
+        x = torch.randn(rows, 1, 64, generator=generator)
+        seen: list[str] = []
+        with torch.no_grad(), Watching(seen), FewRows():
+            fast, capped = layer(x), torch.tanh(x)
+        assert "linear" not in seen and "tanh" not in seen
+        assert float((fast - layer(x)).abs().max()) <= 1e-6
+        assert float((capped - x.tanh()).abs().max()) <= 2e-7
+
+
+class Watching(TorchFunctionMode):
+    """Notes the names of the functions that reach torch."""
+
+    def __init__(self, seen: list[str]):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN201
+        self.seen.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_a_compiler_warming_up_does_nothing() -> None:
+    engine = toy_engine()
+    engine.warm_up((1, 8))
+    assert engine.generate([[5]], max_tokens=2)
