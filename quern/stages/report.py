@@ -47,7 +47,7 @@ def markdown(run: RunRecords) -> str:
     parts.append(_section("On what", data))
     parts.append(_section("How it learned", [_curves(stage) for stage in run.stages]))
     parts.append(_section("What it can do", _evaluation(run)))
-    parts.append(_section("What it says", [_sample(sample) for sample in run.samples]))
+    parts.append(_section("What it says", [_sample(sample) for sample in reversed(run.samples)]))
     header = ["time (UTC)", "event", "step", "details"]
     events = [
         f"### {inline(stage.title)}\n\n{_table(header, rows)}"

@@ -32,6 +32,12 @@ LABELS = {
     "too_long": "too long a conversation",
     "max_skips": "skips in a row allowed",
     "parameters": "parameters,",
+    "kaplan": "matrices and head",
+    "horizon_ratio": "tokens per parameter",
+    "log_every": "steps between records",
+    "eval_every": "steps between validations",
+    "save_every": "steps between saves",
+    "keep": "checkpoints kept",
     "seconds": "took",
     "git": "code",
     "dtype": "compute dtype",
@@ -190,9 +196,14 @@ def training_rows(stage: StageRecords) -> Rows:
 
 def data_rows(run: RunRecords) -> Rows:
     """Corpus, documents, bytes, packing, and the tokenizer."""
-    source = run.recipe.get("data")
-    rows: Rows = [("data", source)] if isinstance(source, str) else []
-    return [*rows, *flatten(_part(run, "data")), *flatten(_part(run, "tokenizer"), "tokenizer")]
+    data, source = _part(run, "data"), run.recipe.get("data")
+    rows: Rows = [("source", source)] if isinstance(source, str) and "source" not in data else []
+    rows += flatten(data)
+    # Whatever else the run says of what it learned from, such as packing, comes before the tokenizer.
+    for key in run.run:
+        if key not in ("command", "git", "machine", "versions", "model", "data", "tokenizer"):
+            rows += flatten(_part(run, key), _label(key))
+    return [*rows, *flatten(_part(run, "tokenizer"), "tokenizer")]
 
 
 def data_tables(run: RunRecords) -> list[Table]:

@@ -49,6 +49,6 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """0.8333 → 83%; below 10% one decimal is kept."""
+    """0.8333 → 83%; below 10% and close to 100% one decimal is kept."""
     value = 100 * share
-    return f"{value:.1f}%" if 0 < abs(value) < 9.95 else f"{value:.0f}%"
+    return f"{value:.1f}%" if 0 < abs(value) < 9.95 or 99 < value < 99.95 else f"{value:.0f}%"

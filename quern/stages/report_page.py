@@ -193,16 +193,23 @@ def _at(share: float) -> str:
 
 
 def _samples(run: RunRecords) -> str:
+    """The latest stage first; the untrained model's noise is folded away."""
     parts = []
-    for stage in dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples):
+    stages = list(dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples))[::-1]
+    for stage in stages:
         own = [sample for sample in run.samples if str(sample.get("stage", "")) == stage]
-        for title, drawn in (
-            ("Continuations", [_completion(s) for s in own if s.get("kind") != "chat"]),
-            ("Conversations", [_chat(s) for s in own if s.get("kind") == "chat"]),
-        ):
-            if drawn:
-                name = STAGE_TITLES.get(stage, stage)
-                parts.append(f"<h3>{title} <small>{esc(name)}</small></h3>{_folded(drawn)}")
+        name = esc(STAGE_TITLES.get(stage, stage))
+        drawn = "".join(
+            f"<h3>{title} <small>{name}</small></h3>{_folded(shown)}"
+            for title, shown in (
+                ("Conversations", [_chat(s) for s in own if s.get("kind") == "chat"]),
+                ("Continuations", [_completion(s) for s in own if s.get("kind") != "chat"]),
+            )
+            if shown
+        )
+        if stage == "untrained" and len(stages) > 1:
+            drawn = f"<details><summary>What the untrained model said</summary>{drawn}</details>"
+        parts.append(drawn)
     return "".join(parts)
 
 

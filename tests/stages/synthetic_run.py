@@ -64,7 +64,12 @@ RUN = {
         "fingerprint": "5d41402a",
         "train": {"documents": 40411, "tokens": 6_122_334},
         "val": {"documents": 822, "tokens": 255_120, "bytes": 1_001_346},
-        "packing": {"method": "best-fit", "utilisation": 1.0, "cropped_share": 0.0231, "padding_share": 0.0},
+    },
+    "packing": {
+        "method": "best-fit",
+        "utilisation": 0.9991,
+        "cropped_share": 0.0231,
+        "padding_share": 0.0009,
     },
     "tokenizer": {
         "vocabulary": 8192,
