@@ -1,0 +1,195 @@
+"""The chat page in a real browser, on a real server: sending, streaming, stopping, hostile text."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.generate.engine import Engine, Event
+from quern.generate.reply import Completion, Delta
+from quern.serve.server import create_app
+from quern.text.chat import render_prompt
+from tests.browser.chrome import Chrome, find_chrome
+from tests.generate.toy import toy_engine
+from tests.serve.running import running
+
+pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
+
+PAYLOADS = (
+    '<img src=x onerror="window.pwned=1">',
+    "<script>window.pwned=1</script>",
+    "<svg onload=window.pwned=1>",
+    "</div><iframe srcdoc='<script>parent.pwned=1</script>'></iframe>",
+    "<a href='javascript:window.pwned=1'>x</a>",
+    '&lt;b&gt; &amp; "quotes" `ticks` ${1+1} {{7*7}}',
+)
+DONE = "document.getElementById('stop').hidden && document.querySelectorAll('.waiting').length === 0"
+
+
+class Parrot(Engine):
+    """Says what it is told to, piece by piece, at a pace; everything before and after is the real thing."""
+
+    script: list[Delta] = []
+    seconds = 0.0
+    said = 0
+    failure: Exception | None = None
+
+    def events(self, prompts: Any, **arguments: Any) -> Iterator[Event]:
+        for piece in self.script:
+            time.sleep(self.seconds)
+            self.said += 1
+            yield Event(0, 0, piece)
+        if self.failure is not None:
+            raise self.failure
+        text = "".join(piece.text for piece in self.script if piece.kind == "text")
+        yield Event(0, 0, Completion([1] * len(self.script), text, "stop", [], len(prompts[0])))
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    browser = Chrome(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(autouse=True)
+def no_problems(chrome: Chrome) -> Iterator[None]:
+    chrome.problems.clear()
+    yield
+    assert chrome.problems == []
+
+
+def parrot() -> Parrot:
+    engine = toy_engine(context=512)
+    return Parrot(engine.model, engine.tokenizer, engine.machine)
+
+
+def say(chrome: Chrome, text: str) -> None:
+    chrome.run("document.getElementById('input').focus()")
+    chrome.type(text)
+    chrome.press_enter()
+
+
+def texts(chrome: Chrome, role: str) -> list[str]:
+    return chrome.run(f"[...document.querySelectorAll('.message.{role}')].map((box) => box.textContent)")
+
+
+def test_a_conversation_with_the_real_engine(chrome: Chrome) -> None:
+    engine = toy_engine(context=512)
+    with running(create_app(engine, engine.tokenizer, "toy model")) as url:
+        chrome.open(url)
+        chrome.wait("document.getElementById('model').textContent === 'toy model'")
+        chrome.run("document.getElementById('temperature').value = 0")
+        chrome.run("document.getElementById('limit').value = 30")
+        messages: list[Any] = []
+        for turn, text in enumerate(("Grüß dich 👋🏽", "und?")):
+            say(chrome, text)
+            chrome.wait(f"document.querySelectorAll('.user').length === {turn + 1} && {DONE}")
+            messages.append({"role": "user", "content": text})
+            expected = toy_engine(context=512).generate(
+                [render_prompt(engine.tokenizer, messages)], max_tokens=30, temperature=0
+            )[0][0]
+            messages.append({"role": "assistant", "content": [dict(part) for part in expected.parts]})
+            shown = texts(chrome, "assistant")
+            if expected.text:
+                assert shown[-1] == expected.text
+        assert texts(chrome, "user") == ["Grüß dich 👋🏽", "und?"]
+        chrome.run("document.getElementById('clear').click()")
+        assert chrome.run("document.querySelectorAll('.message').length") == 0
+
+
+def test_a_reply_streams_and_can_be_stopped(chrome: Chrome) -> None:
+    engine = parrot()
+    engine.script, engine.seconds = [Delta("text", f"{n} ") for n in range(400)], 0.03
+    with running(create_app(engine, engine.tokenizer, "parrot")) as url:
+        chrome.open(url)
+        say(chrome, "count")
+        chrome.wait("(document.querySelector('.assistant')?.textContent ?? '').startsWith('0 1 2 ')")
+        assert not chrome.run("document.getElementById('stop').hidden")
+        chrome.run("document.getElementById('stop').click()")
+        chrome.wait(DONE)
+        [shown] = texts(chrome, "assistant")
+        time.sleep(0.5)
+        before = engine.said
+        time.sleep(0.3)
+        assert engine.said == before < 400, "the server went on after Stop"
+        assert texts(chrome, "assistant") == [shown]
+        # What had been said stays in the conversation, which goes on.
+        engine.script, engine.seconds = [Delta("text", "fine")], 0.0
+        say(chrome, "and now?")
+        chrome.wait(f"document.querySelectorAll('.assistant').length === 2 && {DONE}")
+        assert texts(chrome, "assistant") == [shown, "fine"]
+
+
+def test_calls_of_the_calculator_are_shown_as_such(chrome: Chrome, tmp_path: Path) -> None:
+    engine = parrot()
+    engine.script = [
+        Delta("text", "Let me work it out. "),
+        Delta("tool", "123 "),
+        Delta("tool", "+ 456"),
+        Delta("output", "579"),
+        Delta("text", "\nSo Mira carries 579 sacks of flour to the mill."),
+    ]
+    with running(create_app(engine, engine.tokenizer, "quern-d4")) as url:
+        chrome.open(url)
+        say(chrome, "Mira has 123 sacks and gets 456 more. How many does she carry?")
+        chrome.wait(f"document.querySelectorAll('.tool').length === 2 && {DONE}")
+        spans = chrome.run("[...document.querySelectorAll('.tool')].map((span) => span.textContent)")
+        assert spans == ["123 + 456", "= 579"]
+        say(chrome, "Thank you!")
+        chrome.wait(f"document.querySelectorAll('.assistant').length === 2 && {DONE}")
+        for dark in (False, True):
+            for width, height in ((900, 640), (390, 760)):
+                path = tmp_path / f"{'dark' if dark else 'light'}-{width}.png"
+                chrome.screenshot(path, width=width, height=height, dark=dark)
+                assert path.stat().st_size > 5000
+                wide = chrome.run("document.documentElement.scrollWidth <= window.innerWidth")
+                assert wide, f"the page is wider than a window of {width} pixels"
+
+
+def test_hostile_text_is_only_ever_text(chrome: Chrome) -> None:
+    engine = parrot()
+    for payload in PAYLOADS:
+        engine.failure = None
+        engine.script = [Delta("text", payload[:5]), Delta("text", payload[5:]), Delta("tool", payload)]
+        with running(create_app(engine, engine.tokenizer, payload)) as url:
+            chrome.open(url)
+            chrome.wait("document.getElementById('model').textContent !== ''")
+            assert chrome.run("document.getElementById('model').textContent") == payload
+            say(chrome, payload)
+            chrome.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
+            assert texts(chrome, "user") == [payload]
+            assert texts(chrome, "assistant") == [payload + payload]
+            markup = "img, iframe, svg, script:not([src='/chat.js']), #conversation a"
+            assert chrome.run(f'document.querySelectorAll("{markup}").length') == 0
+            assert chrome.run("typeof window.pwned") == "undefined"
+
+
+def test_errors_are_told_and_the_message_comes_back(chrome: Chrome) -> None:
+    engine = parrot()
+    engine.script, engine.failure = [], RuntimeError("<img src=x onerror=window.pwned=1>")
+    with running(create_app(engine, engine.tokenizer, "broken")) as url:
+        chrome.open(url)
+        say(chrome, "hello?")
+        chrome.wait("document.querySelectorAll('.error').length === 1")
+        assert texts(chrome, "error") == ["The server failed on this request."]
+        assert chrome.run("document.getElementById('input').value") == "hello?"
+        engine.script, engine.failure = [Delta("text", "here")], None
+        chrome.press_enter()
+        chrome.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
+        assert texts(chrome, "assistant") == ["here"]
+
+
+def test_the_checks_would_notice(chrome: Chrome) -> None:
+    """Inserted markup is found by the same query, and the policy stops and reports its script."""
+    engine = parrot()
+    with running(create_app(engine, engine.tokenizer, "parrot")) as url:
+        chrome.open(url)
+        chrome.run(f"document.getElementById('conversation')['inner' + 'HTML'] = {PAYLOADS[0]!r}")
+        assert chrome.run("document.querySelectorAll('img').length") == 1
+        chrome.wait("new Promise((done) => setTimeout(() => done(true), 200))")
+        assert chrome.run("typeof window.pwned") == "undefined"
+        assert any("Content Security Policy" in problem for problem in chrome.problems)
+        chrome.problems.clear()
