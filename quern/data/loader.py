@@ -1,16 +1,22 @@
 """The loader: a batch is a pure function of (seed, step).
 
-Each epoch permutes the documents by (seed, epoch), cuts the permutation into chunks, packs a chunk into rows
-of context + 1 tokens and shuffles its rows. Rows of all epochs form one endless sequence, and step s takes
-rows s·batch_rows up to (s + 1)·batch_rows, so a batch may straddle epochs. Rank r of N reads rows r, r + N, …
-of that one global batch: neither the number of ranks nor accumulation changes what is trained on, and
-resuming needs no state.
+A document longer than a row of context + 1 tokens is cut into pieces, each BOS and up to `context` tokens; a
+shorter one is one piece. Pieces are places in the corpus, nothing is copied. Each epoch permutes all pieces
+by (seed, epoch), cuts the permutation into chunks, packs a chunk into rows and shuffles its rows. Rows of all
+epochs form one endless sequence, and step s takes rows s·batch_rows up to (s + 1)·batch_rows, so a batch may
+straddle epochs. Rank r of N reads rows r, r + N, … of that one global batch: neither the number of ranks nor
+accumulation changes what is trained on, and resuming needs no state.
 
-Packing runs lazily, a chunk at a time (about a million documents a second), and only the rows per chunk are
+Packing runs lazily, a chunk at a time (about a million pieces a second), and only the rows per chunk are
 remembered. Start-up and memory stay bounded; to resume deep in a run, the chunks before it are packed again.
 
-Documents without anything to learn in their first context + 1 tokens are left out. A row's first document is
-never cropped shorter than the row, so every row, hence every batch and micro-batch of any rank, has a target.
+Best-fit also keeps the tail of a piece it cuts to fill a row, so an epoch shows every token once. The BOS
+that starts a piece or a tail in mid-document is no target where masks say what to learn, and a BOS that
+follows a part of a document broken off before its end is never one: no document ended there.
+
+Pieces without anything to learn are left out. A row's first segment is never cut shorter than the row, so
+every row, hence every batch and micro-batch of any rank, has a target. With masks tails are not kept, as they
+might have nothing to learn and begin a row.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from quern.data.packing import METHODS, Packing, pack
 from quern.data.shards import Corpus
 
 CHUNKS_KEPT = 3  # a batch rarely touches more than two; the third lets a prefetch thread and a reader coexist
-NO_TARGET = np.iinfo(np.int32).max  # as index of a document's first target; documents are shorter than that
+TOO_LONG = ("split", "crop", "drop")
 
 
 @dataclass(frozen=True)
@@ -60,19 +66,24 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A packed chunk. document: each segment's, as index into the corpus; order: the rows, shuffled."""
+    """A packed chunk. Of each segment: source, the place in the corpus of the token whose slot it begins with
+    (BOS takes it); resumed, it begins in mid-document; broken, it ends there. order: the rows, shuffled."""
 
     packing: Packing
-    document: np.ndarray
+    source: np.ndarray
+    resumed: np.ndarray
+    broken: np.ndarray
     order: np.ndarray
 
 
 class Loader:
     """Batches of `batch_rows` (all ranks together) rows of `context` targets.
 
-    seed: ≥ 0. packing: one of packing.METHODS. too_long: "crop" keeps the head of a document longer than
-    context + 1 tokens, "drop" leaves it out; both are counted in `report`. buffer: see packing. bos: checked
-    against the corpus when given. chunk_documents: how many documents are packed at a time.
+    seed: ≥ 0. packing: one of packing.METHODS. too_long: what becomes of a document longer than context + 1
+    tokens. "split" cuts it into pieces that start with BOS, and best-fit keeps the tails it cuts off (unless
+    there are masks); "crop" keeps its head and "drop" leaves it out, and cut tails are discarded. `report`
+    counts all that. buffer: see packing. bos: checked against the corpus when given. chunk_documents: how
+    many pieces are packed at a time.
     """
 
     def __init__(
@@ -84,7 +95,7 @@ class Loader:
         packing: str = "best-fit",
         bos: int | None = None,
         *,
-        too_long: str = "crop",
+        too_long: str = "split",
         buffer: int = 1000,
         chunk_documents: int = 65536,
     ) -> None:
@@ -95,8 +106,8 @@ class Loader:
             raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
         if packing not in METHODS:
             raise ValueError(f"unknown packing {packing!r}; use one of: {', '.join(METHODS)}")
-        if too_long not in ("crop", "drop"):
-            raise ValueError(f"too_long must be 'crop' or 'drop', not {too_long!r}")
+        if too_long not in TOO_LONG:
+            raise ValueError(f"unknown too_long {too_long!r}; use one of: {', '.join(TOO_LONG)}")
         if bos is not None and bos != corpus.bos:
             raise ValueError(
                 f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}"
@@ -104,23 +115,32 @@ class Loader:
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
         self.packing, self.too_long, self.buffer = packing, too_long, buffer
         self._row_tokens = context + 1
-        without_target = _first_targets(corpus) >= self._row_tokens
+        self._keeps_tails = too_long == "split" and corpus.masks is None
         long = corpus.lengths > self._row_tokens
-        kept = ~without_target & ~long if too_long == "drop" else ~without_target
-        self._kept = np.flatnonzero(kept).astype(np.int32 if len(kept) < 1 << 31 else np.int64)
-        if not self._kept.size:
+        document, offset = _cut(corpus, context, whole=too_long != "split")
+        learns = _learns(corpus, document, offset, self._row_tokens)
+        kept = learns & ~long[document] if too_long == "drop" else learns
+        if not kept.any():
             raise ValueError(
-                f"nothing to learn: none of {corpus.num_documents:,} documents has a target within its first "
+                f"nothing to learn: none of {corpus.num_documents:,} documents has a target in a row of "
                 f"{self._row_tokens:,} tokens ({int(long.sum()):,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )
+        # Of each piece, in the corpus's order: its document and which token's place its BOS takes (0: its own).
+        self._document, self._offset = _narrow(document[kept]), _narrow(offset[kept])
+        learning = np.bincount(document[learns], minlength=corpus.num_documents) > 0
+        too_long_count = int((long & learning).sum())
+        in_pieces = int((self._lengths(slice(None)) - 1).sum())
         self._counts = {
             "documents": corpus.num_documents,
-            "documents_without_target": int(without_target.sum()),
-            "documents_too_long": int((long & ~without_target).sum()),
+            "documents_without_target": int((~learning).sum()),
+            "documents_too_long": too_long_count,
+            "documents_split": too_long_count if too_long == "split" else 0,
+            "pieces": len(self._document),
+            "left_out_share": 1 - in_pieces / int((corpus.lengths - 1).sum()),
         }
-        chunks = -(-len(self._kept) // chunk_documents)
-        self._bounds = np.arange(chunks + 1) * len(self._kept) // chunks
+        chunks = -(-len(self._document) // chunk_documents)
+        self._bounds = np.arange(chunks + 1) * len(self._document) // chunks
         self._row_ends: list[int] = []  # rows up to the end of each chunk, over all epochs
         self._chunks: dict[int, _Chunk] = {}  # most recently used last
         self._permutation: tuple[int, np.ndarray] | None = None
@@ -175,9 +195,18 @@ class Loader:
         return digest.hexdigest()
 
     def report(self) -> dict[str, float]:
-        """Counts over the corpus, and the packing's shares over the first chunk of the first epoch."""
+        """Counts over the corpus, and the packing's shares over the first chunk of the first epoch.
+
+        documents_too_long: longer than a row; documents_split: those of them that were cut. pieces: all that
+        an epoch packs, whole documents included. left_out_share: of the corpus's tokens but BOS, those in no
+        piece (without a target, or dropped). added_bos_share: slots that hold a BOS the corpus has not, where
+        a piece or a kept tail begins in mid-document. The rest: Packing.report, whose cropped_share is of the
+        tokens in pieces, or with "crop" of whole documents.
+        """
         _, chunk, _, _ = self._find(0)
-        return self._counts | chunk.packing.report()
+        packed = chunk.packing.report()
+        slots = chunk.packing.rows * self._row_tokens
+        return self._counts | packed | {"added_bos_share": np.count_nonzero(chunk.resumed) / slots}
 
     @property
     def _chunks_per_epoch(self) -> int:
@@ -209,14 +238,31 @@ class Loader:
         while len(self._chunks) > CHUNKS_KEPT:
             del self._chunks[next(iter(self._chunks))]
 
+    def _lengths(self, pieces: np.ndarray | slice) -> np.ndarray:
+        """Tokens of pieces, BOS included; with "crop" of whole documents, for `report` to see what is lost."""
+        rest = self.corpus.lengths[self._document[pieces]] - self._offset[pieces]
+        return np.minimum(rest, self._row_tokens) if self.too_long == "split" else rest
+
     def _make_chunk(self, index: int) -> _Chunk:
         epoch, part = divmod(index, self._chunks_per_epoch)
         if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, _generator(self.seed, epoch, 0).permutation(self._kept)
-        document = self._permutation[1][self._bounds[part] : self._bounds[part + 1]]
-        packing = pack(self.corpus.lengths[document], self._row_tokens, self.packing, self.buffer)
-        order = _generator(self.seed, epoch, 1 + part).permutation(packing.rows)
-        return _Chunk(packing, document[packing.document], order)
+            self._permutation = (
+                epoch,
+                _generator(self.seed, epoch, 0).permutation(_narrow(np.arange(len(self._document)))),
+            )
+        piece = self._permutation[1][self._bounds[part] : self._bounds[part + 1]]
+        packing = pack(
+            self._lengths(piece), self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails
+        )
+        piece = piece[packing.document]
+        document, start = self._document[piece], self._offset[piece] + packing.start
+        return _Chunk(
+            packing,
+            source=self.corpus.starts[document] + start,
+            resumed=start > 0,
+            broken=start + packing.length < self.corpus.lengths[document],
+            order=_generator(self.seed, epoch, 1 + part).permutation(packing.rows),
+        )
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
         """Copies rows (indices into chunk.order) to tokens and mask: (rows, row_tokens), contiguous."""
@@ -229,15 +275,18 @@ class Loader:
         ends = np.cumsum(length)
         row_starts = (ends - length)[before]  # in the sequence of all copied tokens
         at = ends - length + np.repeat(np.arange(len(rows)) * self._row_tokens - row_starts, counts)
-        source = self.corpus.starts[chunk.document[segment]] + chunk.packing.start[segment]
-        self.corpus.copy(tokens.reshape(-1), at, source, length)
-        filled = np.add.reduceat(length, before)
+        source = chunk.source[segment]
+        flat_tokens, flat_mask = tokens.reshape(-1), mask.reshape(-1)
+        self.corpus.copy(flat_tokens, at, source, length)
+        flat_tokens[at] = self.corpus.bos
         if self.corpus.masks is None:
-            mask[:] = np.arange(self._row_tokens) < filled[:, None]
+            mask[:] = np.arange(self._row_tokens) < np.add.reduceat(length, before)[:, None]
         else:
-            flat = mask.reshape(-1)
             for frm, to, count in zip(source.tolist(), at.tolist(), length.tolist(), strict=True):
-                flat[to : to + count] = self.corpus.masks[frm : frm + count]
+                flat_mask[to : to + count] = self.corpus.masks[frm : frm + count]
+            flat_mask[at[chunk.resumed[segment]]] = False  # here the mask is that of the token BOS replaced
+        following = (at + length)[chunk.broken[segment]]
+        flat_mask[following[following % self._row_tokens > 0]] = False
 
 
 def _generator(seed: int, epoch: int, use: int) -> np.random.Generator:
@@ -246,14 +295,30 @@ def _generator(seed: int, epoch: int, use: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, use))))
 
 
-def _first_targets(corpus: Corpus) -> np.ndarray:
-    """(documents,) int32: index of each document's first target, BOS apart; NO_TARGET where there is none."""
+def _cut(corpus: Corpus, context: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(document, offset) of consecutive pieces of up to `context` tokens after their BOS, int64 each.
+
+    A piece holds the document's tokens from offset + 1 on. A document of nothing but BOS has none. With
+    `whole` each document is a single piece.
+    """
+    counts = np.ones_like(corpus.lengths) if whole else -(-(corpus.lengths - 1) // context)
+    document = np.repeat(np.arange(corpus.num_documents), counts)
+    return document, (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * context
+
+
+def _learns(corpus: Corpus, document: np.ndarray, offset: np.ndarray, row_tokens: int) -> np.ndarray:
+    """(pieces,) bool: whether a piece's first row_tokens tokens hold a target; its BOS is none."""
+    length = np.minimum(corpus.lengths[document] - offset, row_tokens)
     if corpus.masks is None:
-        return np.where(corpus.lengths > 1, 1, NO_TARGET).astype(np.int32)
-    end = len(corpus.masks)
-    places = np.append(np.flatnonzero(corpus.masks), end)
-    first = places[np.searchsorted(places, corpus.starts + 1)]
-    return np.where(first < corpus.starts + corpus.lengths, first - corpus.starts, NO_TARGET).astype(np.int32)
+        return length > 1
+    source = corpus.starts[document] + offset
+    targets = np.flatnonzero(corpus.masks)
+    return np.searchsorted(targets, source + 1) < np.searchsorted(targets, source + length)
+
+
+def _narrow(indices: np.ndarray) -> np.ndarray:
+    """As int32 where that is wide enough: there is one for each piece of the corpus."""
+    return indices.astype(np.int32 if not indices.size or indices.max() < 1 << 31 else np.int64)
 
 
 def prefetch(
@@ -307,13 +372,10 @@ def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) ->
     """
     if context < 1 or rows < 1 or multiple < 1:
         raise ValueError(f"context ({context}), rows ({rows}) and multiple ({multiple}) must be at least 1")
-    targets = corpus.lengths - 1
-    counts = -(-targets // context)
-    document = np.repeat(np.arange(corpus.num_documents), counts)
+    document, offset = _cut(corpus, context)
     if not document.size:
         raise ValueError("nothing to evaluate: no document has a token after its BOS")
-    offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * context
-    length = np.minimum(context, targets[document] - offset)
+    length = np.minimum(context, corpus.lengths[document] - 1 - offset)
     by_length = np.argsort(-length, kind="stable")
     for at in range(0, len(by_length), rows):
         chosen = by_length[at : at + rows]

@@ -1,20 +1,22 @@
 """Packing: which documents share a row, decided from document lengths alone.
 
-A row holds `row_tokens` tokens (context + 1) and always starts at the head of a document, so it starts with
-BOS. A document is placed at most once; when it is cropped its head stays and its tail is discarded.
+A row holds `row_tokens` tokens (context + 1). Each document is placed as one segment, its head; when it is
+cropped the tail is discarded. Only best-fit can keep the tails instead (`keep_tails`): a tail goes back to
+the buffer as a document of its own, one token longer, as it too will start with BOS. Then nothing is lost.
 
     best-fit              keep a buffer of documents, place the longest one that fits the space left; when
-                          none fits, crop the shortest to fill the row. Only the very last row is padded.
+                          none fits, cut the shortest to fill the row. Only the very last row is padded.
     greedy-crop           documents in order, each cropped at the end of its row. Padded as above.
     greedy-pad            documents in order, a new row when the next one does not fit, the rest padded.
     first-fit-decreasing  longest first, each into the first row with room, the rest padded. Rows come out in
                           order of falling length: shuffle them before training.
 
 No method sees tokens, so packing is cheap enough to repeat on every resume. A document longer than a row
-counts as one of exactly row length: it then fits an empty row at once and can never clog the buffer.
+counts as one of exactly row length: it then fits an empty row at once and can never clog the buffer. What it
+has beyond that is lost with every method, so cut long documents into pieces first, as the loader does.
 
 Source: bin packing as in Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830),
-whose best-fit-decreasing pads where `best-fit` here crops.
+which too cuts long documents beforehand; its best-fit-decreasing pads where `best-fit` here cuts.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ METHODS = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing")
 class Packing:
     """Segments in row order: row r holds segments row_offsets[r] up to row_offsets[r + 1].
 
-    document, start, length: (segments,) int64; `document` indexes the lengths that were packed, `start` is
-    the first token taken (always 0, the head). row_offsets: (rows + 1,) int64. offered_tokens: all tokens
-    before cropping.
+    document, start, length: (segments,) int64; `document` indexes the lengths that were packed. A segment is
+    BOS and the document's tokens start + 1 … start + length - 1. At the head (start 0) that BOS is the
+    document's own; in a kept tail it stands in the place of the token before, the last of the part placed
+    earlier. row_offsets: (rows + 1,) int64. offered_tokens: all tokens before cropping, BOS apart.
     """
 
     row_tokens: int
@@ -48,31 +51,48 @@ class Packing:
         return len(self.row_offsets) - 1
 
     def report(self) -> dict[str, float]:
-        """Utilisation and padding as shares of all row slots, cropping as a share of all offered tokens."""
+        """Shares of what was packed.
+
+        utilisation, padding_share: of all row slots, those that hold a segment and those that hold none.
+        cropped_share: of all offered tokens but BOS, those in no segment. tails_kept: how many segments
+        resume a document that was cut, each at the cost of one slot for its BOS.
+        """
         slots = self.rows * self.row_tokens
-        placed = int(self.length.sum())
+        filled = int(self.length.sum())
+        placed = filled - len(self.length)
         return {
             "rows": self.rows,
-            "utilisation": placed / slots if slots else 0.0,
-            "padding_share": 1 - placed / slots if slots else 0.0,
+            "utilisation": filled / slots if slots else 0.0,
+            "padding_share": 1 - filled / slots if slots else 0.0,
             "cropped_share": 1 - placed / self.offered_tokens if self.offered_tokens else 0.0,
+            "tails_kept": int(np.count_nonzero(self.start)),
         }
 
 
-def pack(lengths: np.ndarray, row_tokens: int, method: str = "best-fit", buffer: int = 1000) -> Packing:
-    """Packs documents of these lengths (tokens, each ≥ 1), in this order, into rows of `row_tokens`.
+def pack(
+    lengths: np.ndarray,
+    row_tokens: int,
+    method: str = "best-fit",
+    buffer: int = 1000,
+    *,
+    keep_tails: bool = False,
+) -> Packing:
+    """Packs documents of these lengths (tokens with BOS, each ≥ 1), in this order, into rows of `row_tokens`.
 
-    `buffer` is the number of documents best-fit chooses from. Raises ValueError on lengths below 1 or an
-    unknown method. Deterministic: equal arguments give equal rows.
+    `buffer` is the number of documents best-fit chooses from. `keep_tails` lets best-fit keep what it cuts
+    off; no other method heeds it. Raises ValueError on lengths below 1, an unknown method, or rows too short
+    to hold BOS and a token of a tail. Deterministic: equal arguments give equal rows.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if row_tokens < 1 or buffer < 1:
         raise ValueError(f"row_tokens ({row_tokens}) and buffer ({buffer}) must be at least 1")
     if lengths.ndim != 1 or (lengths.size and lengths.min() < 1):
         raise ValueError("packing needs a flat list of document lengths, each at least 1 token")
+    if keep_tails and row_tokens < 2:
+        raise ValueError("keep_tails needs rows of at least 2 tokens: BOS and one token of a tail")
     capped = np.minimum(lengths, row_tokens)
     if method == "best-fit":
-        document, length, row_offsets = _best_fit(capped, row_tokens, buffer)
+        document, length, row_offsets = _best_fit(capped, row_tokens, buffer, keep_tails)
     elif method == "greedy-crop":
         document, length, row_offsets = _greedy_crop(capped, row_tokens)
     elif method == "greedy-pad":
@@ -81,13 +101,25 @@ def pack(lengths: np.ndarray, row_tokens: int, method: str = "best-fit", buffer:
         document, length, row_offsets = _first_fit_decreasing(capped, row_tokens)
     else:
         raise ValueError(f"unknown packing {method!r}; use one of: {', '.join(METHODS)}")
-    return Packing(row_tokens, document, np.zeros_like(document), length, row_offsets, int(lengths.sum()))
+    start = _starts(document, length) if keep_tails else np.zeros_like(document)
+    return Packing(row_tokens, document, start, length, row_offsets, int(lengths.sum()) - len(lengths))
 
 
 _Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # document, length, row_offsets
 
 
-def _best_fit(capped: np.ndarray, row_tokens: int, buffer: int) -> _Rows:
+def _starts(document: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Each segment's start: how many tokens, BOS apart, the same document's earlier segments hold."""
+    by_document = np.argsort(document, kind="stable")
+    held = length[by_document] - 1
+    before = np.cumsum(held) - held
+    first = np.diff(document[by_document], prepend=-1) != 0
+    start = np.empty_like(document)
+    start[by_document] = before - before[first][np.cumsum(first) - 1]
+    return start
+
+
+def _best_fit(capped: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool) -> _Rows:
     count = len(capped)
     # One integer per document, length above, reversed order below: a sorted list of them answers "the longest
     # that fits" by bisection, and among equal lengths gives the earliest document.
@@ -105,14 +137,19 @@ def _best_fit(capped: np.ndarray, row_tokens: int, buffer: int) -> _Rows:
         key = waiting.pop(fits - 1 if fits else 0)
         order.append(key)
         taken = key >> bits
+        if (
+            keep_tails and taken > space
+        ):  # the tail takes the document's place, BOS and all but what is placed
+            following = key - ((space - 1) << bits)
+        else:
+            following = next(incoming, None)
         if taken < space:
             space -= taken
-        else:  # exactly full, or cropped
+        else:  # exactly full, or cut
             taken = space
             space = row_tokens
             row_offsets.append(len(order))
         length.append(taken)
-        following = next(incoming, None)
         if following is not None:
             insort(waiting, following)
     if row_offsets[-1] != len(order):

@@ -63,9 +63,11 @@ def _blocks(T: int, window: int) -> list[tuple[int, int, int]]:
     """(first query, past the last query, first visible key) of each block of queries; window 0 is no window.
 
     Measured on CPUs with matrix units: small blocks skip more of what is masked, large ones run closer to the peak.
+    The last block comes first, since without a window it sees every key (`_Sum`).
     """
-    size = min(512, max(128, window // 2)) if window else 512
-    return [(i, min(T, i + size), max(0, i - window + 1) if window else 0) for i in range(0, T, size)]
+    size = min(256, max(128, window // 2)) if window else 256
+    starts = range(0, T, size)
+    return [(i, min(T, i + size), max(0, i - window + 1) if window else 0) for i in reversed(starts)]
 
 
 def _hide(scores_NTT: Tensor, first: int, last: int, low: int, window: int) -> None:
@@ -119,34 +121,38 @@ def attend_blocked_backward(
     groups = H // k_BKTE.size(1)
     q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
     grad = grad_BHTE.contiguous().flatten(0, 1)
-    dq, dk, dv = torch.empty_like(q), _Sum(k), _Sum(v)
+    blocks = _blocks(T, window)
+    dq, dk, dv = torch.empty_like(q), _Sum(k, len(blocks)), _Sum(v, len(blocks))
     offset = 0
-    for first, last, low in _blocks(T, window):
+    for first, last, low in blocks:
         shape = (B * H, last - first, last - low)
         p = kept[offset : offset + math.prod(shape)].view(shape)
         offset += math.prod(shape)
         dp = torch.bmm(grad[:, first:last], v[:, low:last].transpose(1, 2))
         ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-        ds *= E**-0.5
-        dq[:, first:last] = torch.bmm(ds, k[:, low:last])
-        dk.add(low, last, torch.bmm(ds.transpose(1, 2), q[:, first:last]))
+        empty = q.new_empty(B * H, last - first, E)
+        dq[:, first:last] = torch.baddbmm(empty, ds, k[:, low:last], beta=0, alpha=E**-0.5)
+        empty = q.new_empty(B * H, last - low, E)
+        scaled = torch.baddbmm(empty, ds.transpose(1, 2), q[:, first:last], beta=0, alpha=E**-0.5)
+        dk.add(low, last, scaled)
         dv.add(low, last, torch.bmm(p.transpose(1, 2), grad[:, first:last]))
     shape = (B, k_BKTE.size(1), groups, T, E)
     return dq.view(q_BHTE.shape), dk.result(shape), dv.result(shape)
 
 
 class _Sum:
-    """Sums pieces along the tokens in fp32; a single piece that covers them all is taken as it is."""
+    """Sums pieces along the tokens, in fp32 if there are more than two; a first one that covers all is taken as is."""
 
-    def __init__(self, like_NTE: Tensor) -> None:
+    def __init__(self, like_NTE: Tensor, pieces: int) -> None:
         self.like, self.total = like_NTE, None
+        self.dtype = torch.float32 if pieces > 2 else like_NTE.dtype
 
     def add(self, low: int, last: int, piece: Tensor) -> None:
+        if self.total is None and piece.shape == self.like.shape:
+            self.total = piece.to(self.dtype)
+            return
         if self.total is None:
-            if piece.shape == self.like.shape:
-                self.total = piece
-                return
-            self.total = torch.zeros(self.like.shape, dtype=torch.float32)
+            self.total = torch.zeros(self.like.shape, dtype=self.dtype)
         self.total[:, low:last] += piece
 
     def result(self, shape: tuple[int, ...]) -> Tensor:

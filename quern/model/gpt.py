@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from quern.kernels.embedding import embed
 from quern.model.attention import CausalSelfAttention
 from quern.model.context import Context
 from quern.model.layers import SquaredReluMLP, norm, rotary_table
@@ -79,7 +80,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
-        x_BTD = norm(self.embedding(tokens_BT))
+        x_BTD = norm(embed(tokens_BT, self.embedding.weight))
         gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
         x_BTD = x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
         x0_BTD = x_BTD
@@ -91,7 +92,7 @@ class GPT(nn.Module):
             if layer == halfway:
                 halfway_BTD = x_BTD
             key = str(layer)
-            value = self.value_embeddings[key](tokens_BT) if key in self.value_embeddings else None
+            value = embed(tokens_BT, self.value_embeddings[key].weight) if key in self.value_embeddings else None
             scales = self.residual_scales[layer], self.x0_scales[layer]
             x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, self.windows[layer], context)
         return norm(x_BTD - self.backout_scale * halfway_BTD)

@@ -16,14 +16,22 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(x.dtype)
 
 
+@torch.library.custom_op("quern::rotary_table", mutates_args=())
 def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864).
 
-    positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2).
+    positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2). An operator of its own, because the
+    compiler would otherwise take the cosines anew for every element of every layer.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     angles = positions.float()[..., None, None] * (base**-exponents)
     return angles.cos(), angles.sin()
+
+
+@rotary_table.register_fake
+def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, 1, head_dim // 2)
+    return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
 
 
 def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -86,6 +86,12 @@ class Zero2:
         for bucket in self.buckets:
             bucket.grads.zero_()
 
+    def drop_grads(self) -> None:
+        """Forgets all gradients, so that the next backward pass hands over its own instead of adding to zeros."""
+        for bucket in self.buckets:
+            for _, parameter in bucket.parameters:
+                parameter.grad = None
+
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients: fp32, 0-dim, one pass; not finite when any of them is not."""

@@ -58,7 +58,7 @@ def accumulate(
     tokens = int(batch.mask.sum())
     if tokens == 0:
         raise ValueError("a batch without a single target cannot train: check the data's masks")
-    state.optimizer.zero_grad()
+    state.optimizer.drop_grads()  # the first micro-batch's gradients are taken as they come
     loss = torch.zeros((), device=machine.device)
     for micro in batch.split(micro_batch_rows):
         inputs, targets, scale = to_device(micro, tokens, machine)
