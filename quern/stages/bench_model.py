@@ -1,0 +1,69 @@
+"""The reference model that training and generation are measured on, and what both need of it.
+
+The reference size: 4 layers, width 256, 4 heads, vocabulary 8,192, context 512, every window full: 37.7
+MFLOP a token in training. Weights and tokens are random: how fast a step is does not depend on what was
+learned.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quern.data.loader import Batch
+from quern.machine import Machine
+from quern.model.gpt import GPT
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
+from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
+from quern.train.state import build_model
+
+MICRO_BATCH_TOKENS = 4096
+
+
+def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Recipe:
+    """The reference recipe, resolved; quick: a tiny one."""
+    if quick:
+        model = ModelRecipe(width=32, heads=2, head_dim=16, vocab_size=512, context=64, windows="L")
+        depth, batch_tokens, micro = 2, 128, 128
+    else:
+        model = ModelRecipe(width=256, heads=4, vocab_size=8192, context=512, windows="L")
+        depth, micro = 4, min(batch_tokens, MICRO_BATCH_TOKENS)
+    train = TrainRecipe(batch_tokens=batch_tokens, micro_batch_tokens=micro, steps=1000)
+    return resolve(Recipe(make_model=GPT, name="reference", depth=depth, seed=seed, model=model, train=train))
+
+
+def random_batch(recipe: Recipe, seed: int) -> Batch:
+    """A global batch of random tokens, every target counted."""
+    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
+    assert context and batch_tokens and recipe.model.vocab_size
+    numbers = torch.Generator().manual_seed(seed)
+    rows = max(1, batch_tokens // context)
+    row_tokens = torch.randint(
+        recipe.model.vocab_size, (rows, context + 1), generator=numbers, dtype=torch.int32
+    )
+    tokens, targets = row_tokens[:, :-1].contiguous().numpy(), row_tokens[:, 1:].contiguous().numpy()
+    return Batch(tokens, targets, targets >= 0)
+
+
+def pair_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer of that size without training: the bytes, and as many pairs of bytes as there is room
+    for."""
+    room = vocab_size - 256 - len(SPECIAL_TOKENS)
+    return Tokenizer([bytes([i // 256, i % 256]) for i in range(room)])
+
+
+@torch.no_grad()
+def talking_model(recipe: Recipe, tokenizer: Tokenizer, machine: Machine) -> GPT:
+    """A random model that never says a special token: no reply ends early, and none calls a tool.
+
+    Its logits spread over the whole softcap, and those of the special tokens are zero, so that one of them
+    is drawn about once in a million tokens.
+    """
+    model = build_model(recipe, machine, recipe.seed)
+    numbers = machine.generator(recipe.seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            values = torch.empty(parameter.shape).normal_(0.0, parameter.size(-1) ** -0.5, generator=numbers)
+            parameter.copy_(values)
+    model.head.weight.mul_(model.head.weight.size(-1) ** 0.5)
+    model.head.weight[list(tokenizer.special_ids.values())] = 0
+    return model.eval()

@@ -1,0 +1,104 @@
+"""Benchmark of training at the reference size: tokens/s, MFU, start-up, peak memory.
+
+Rounds alternate between the machine's matmul peak (the best of a dozen large square products in the compute
+dtype) and a few optimizer steps, so that whatever slows the machine down meanwhile falls on both. A step is
+what the training loop times: forward, loss, backward, gradient norm and update of one global batch. The MFU
+of a round is its rate times the model's FLOPs per token (6 per matmul parameter, and attention without
+subtracting the causal half), over the mean of the peaks before and after it. Compilation is in the start-up
+figure only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+
+from quern.model.count import flops_per_token
+from quern.optim.schedule import Multipliers
+from quern.recipe import Recipe
+from quern.stages.bench_model import random_batch, reference
+from quern.stages.bench_record import Measure, Outcome, Setup, seconds_of
+from quern.stages.bench_start import Started, first_step
+from quern.stages.pretrain import compile_model, micro_batch_rows
+from quern.stages.start import measure_peak_flops
+from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import train_step
+
+ROUND_SECONDS = 2.5  # of steps; the peak takes a fraction of a second
+
+
+def train(setup: Setup) -> Outcome:
+    machine = setup.machine
+    recipe = reference(setup.quick, setup.seed, setup.batch_tokens)
+    starts = _starts(setup)
+    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
+    compile_model(state.model, machine)
+    for _ in range(3):
+        last = _step(state, recipe, setup)
+    steps = 2 if setup.quick else max(2, round(ROUND_SECONDS / last))
+    batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe.model)
+    assert batch_tokens
+    peaks, speeds, usage = [_peak(setup)], [], []
+    for _ in range(setup.rounds):
+        seconds = statistics.median(_step(state, recipe, setup) for _ in range(steps))
+        peaks.append(_peak(setup))
+        speeds.append(batch_tokens / seconds)
+        usage.append(100 * speeds[-1] * flops / statistics.mean(peaks[-2:]))
+    dtype = str(machine.dtype).removeprefix("torch.")
+    measures = [
+        Measure("training", "tokens/s", tuple(speeds)),
+        Measure("MFU", "%", tuple(usage), f"of the {dtype} matmul peak of its round"),
+        Measure("matmul peak", "TFLOP/s", tuple(peak / 1e12 for peak in peaks), dtype),
+        *starts,
+    ]
+    shape = recipe.model
+    settings = {
+        "layers": shape.depth,
+        "width": shape.width,
+        "heads": shape.heads,
+        "vocabulary": shape.vocab_size,
+        "context": shape.context,
+        "windows": shape.windows,
+        "batch_tokens": batch_tokens,
+        "micro_batch_tokens": recipe.train.micro_batch_tokens,
+        "MFLOP_per_token": round(flops / 1e6, 2),
+        "steps_per_round": steps,
+    }
+    return Outcome(measures, settings)
+
+
+def _step(state: TrainState, recipe: Recipe, setup: Setup) -> float:
+    """Seconds of one optimizer step on a fresh batch. Raises RuntimeError when it was skipped."""
+    batch, rows = random_batch(recipe, state.step), micro_batch_rows(recipe)
+    verdicts = []
+    seconds = seconds_of(
+        lambda: verdicts.append(
+            train_step(state, batch, Multipliers(), setup.machine, micro_batch_rows=rows).verdict
+        ),
+        setup.machine,
+    )
+    if verdicts != ["step"]:
+        raise RuntimeError("a step of the benchmark was not finite, so its time means nothing: report it")
+    return seconds
+
+
+def _peak(setup: Setup) -> float:
+    return measure_peak_flops(setup.machine, 256 if setup.quick else 2048)
+
+
+def _starts(setup: Setup) -> list[Measure]:
+    """A cold and a warm start, each in a process of its own; where nothing is compiled there is one kind
+    only."""
+    kinds = ("cold", "warm") if setup.machine.compile else ("eager",)
+    measures: list[Measure] = []
+    started: Started | None = None
+    with tempfile.TemporaryDirectory(prefix="quern-bench-") as cache:
+        for kind in kinds:
+            started = first_step(setup.machine, setup.seed, setup.quick, setup.batch_tokens, cache)
+            notes = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
+            measures.append(
+                Measure(f"start to first step, {kind}", "s", (started.first_step_seconds,), notes[kind])
+            )
+    if started is not None and started.peak_memory_bytes is not None:
+        measures.append(Measure("peak memory", "MB", (started.peak_memory_bytes / 1e6,), "of that process"))
+    return measures
