@@ -30,7 +30,7 @@ class TextRecipe:
     """Size of the built-in corpus when it is the data."""
     tinyworld_conversations: int = 12000
     """Conversations of the built-in world to fine-tune on."""
-    val_megabytes: float = 1.0
+    val_megabytes: float = 0.5
     """Text held out for validation when no validation source is given."""
 
 
@@ -279,17 +279,18 @@ def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
 
 MICRO_BATCH_TOKENS = 4096
 MINIMUM_STEPS = 2000
+MINIMUM_BATCH_TOKENS = 4096
 
 
 def batch_rule(horizon_tokens: float, context: int) -> int:
     """Tokens in a batch for a horizon: 2^round(log2(2^19 · (D / D_reference)^0.383)), and few enough for 2,000 steps.
 
     The power law was fitted from depth 12 to 26; on horizons of a few million tokens it would leave too few steps
-    to learn in, which is what the second bound repairs. At least one row of the context.
+    to learn in, which is what the second bound repairs. Not below 4,096, under which processors idle, nor one row.
     """
     fitted = REFERENCE_BATCH_TOKENS * (horizon_tokens / REFERENCE_HORIZON_TOKENS) ** 0.383
-    most = horizon_tokens / MINIMUM_STEPS
-    return max(context, 2 ** round(math.log2(max(1.0, min(fitted, most)))))
+    wanted = min(fitted, horizon_tokens / MINIMUM_STEPS)
+    return max(context, MINIMUM_BATCH_TOKENS, 2 ** round(math.log2(max(1.0, wanted))))
 
 
 def _check(recipe: Recipe) -> None:

@@ -1,0 +1,54 @@
+"""Embedding look-up whose backward pass on a CPU is the library's own scatter.
+
+The compiler turns the backward pass of an embedding into atomic additions, element by element, which on a CPU takes
+several times as long as the library's kernel. As a custom operator it is left alone. On other devices nothing changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+    """Rows of the weight: (B, T) integers → (B, T, D)."""
+    if weight_VD.device.type != "cpu":
+        return F.embedding(tokens_BT, weight_VD)
+    return _embed(tokens_BT, weight_VD)
+
+
+@torch.library.custom_op("quern::embed", mutates_args=())
+def _embed(tokens: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(tokens, weight)
+
+
+@_embed.register_fake
+def _(tokens: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(*tokens.shape, weight.size(1))
+
+
+@torch.library.custom_op("quern::embed_backward", mutates_args=())
+def _embed_backward(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
+
+
+@_embed_backward.register_fake
+def _(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    return grad.new_empty(rows, grad.size(-1))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    tokens, weight = inputs
+    ctx.save_for_backward(tokens)
+    ctx.rows = weight.size(0)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    (tokens,) = ctx.saved_tensors
+    return None, _embed_backward(grad.contiguous(), tokens, ctx.rows)
+
+
+_embed.register_autograd(_backward, setup_context=_save)
