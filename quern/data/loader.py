@@ -67,13 +67,15 @@ class Batch:
 @dataclass(frozen=True)
 class _Chunk:
     """A packed chunk. Of each segment: source, the place in the corpus of the token whose slot it begins with
-    (BOS takes it); resumed, it begins in mid-document; broken, it ends there. order: the rows, shuffled."""
+    (BOS takes it); resumed, it begins in mid-document; broken, it ends there. order: the rows, shuffled.
+    heads: how many pieces are a document's first."""
 
     packing: Packing
     source: np.ndarray
     resumed: np.ndarray
     broken: np.ndarray
     order: np.ndarray
+    heads: int
 
 
 class Loader:
@@ -126,7 +128,7 @@ class Loader:
                 f"{self._row_tokens:,} tokens ({int(long.sum()):,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )
-        # Of each piece, in the corpus's order: its document and which token's place its BOS takes (0: its own).
+        # Of each piece its document, and the index there of the token whose place BOS takes (0: BOS itself).
         self._document, self._offset = _narrow(document[kept]), _narrow(offset[kept])
         learning = np.bincount(document[learns], minlength=corpus.num_documents) > 0
         too_long_count = int((long & learning).sum())
@@ -199,14 +201,14 @@ class Loader:
 
         documents_too_long: longer than a row; documents_split: those of them that were cut. pieces: all that
         an epoch packs, whole documents included. left_out_share: of the corpus's tokens but BOS, those in no
-        piece (without a target, or dropped). added_bos_share: slots that hold a BOS the corpus has not, where
-        a piece or a kept tail begins in mid-document. The rest: Packing.report, whose cropped_share is of the
-        tokens in pieces, or with "crop" of whole documents.
+        piece (without a target, or dropped). added_bos_share: of all row slots, those with a BOS beyond each
+        document's own, which cutting adds. The rest: Packing.report, whose cropped_share is of the tokens in
+        pieces, or with "crop" of whole documents.
         """
         _, chunk, _, _ = self._find(0)
         packed = chunk.packing.report()
-        slots = chunk.packing.rows * self._row_tokens
-        return self._counts | packed | {"added_bos_share": np.count_nonzero(chunk.resumed) / slots}
+        added = len(chunk.source) - chunk.heads
+        return self._counts | packed | {"added_bos_share": added / (chunk.packing.rows * self._row_tokens)}
 
     @property
     def _chunks_per_epoch(self) -> int:
@@ -239,7 +241,7 @@ class Loader:
             del self._chunks[next(iter(self._chunks))]
 
     def _lengths(self, pieces: np.ndarray | slice) -> np.ndarray:
-        """Tokens of pieces, BOS included; with "crop" of whole documents, for `report` to see what is lost."""
+        """Tokens of pieces, BOS included; with "crop" of whole documents, so that what is lost counts."""
         rest = self.corpus.lengths[self._document[pieces]] - self._offset[pieces]
         return np.minimum(rest, self._row_tokens) if self.too_long == "split" else rest
 
@@ -254,6 +256,7 @@ class Loader:
         packing = pack(
             self._lengths(piece), self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails
         )
+        heads = int(np.count_nonzero(self._offset[piece] == 0))
         piece = piece[packing.document]
         document, start = self._document[piece], self._offset[piece] + packing.start
         return _Chunk(
@@ -262,6 +265,7 @@ class Loader:
             resumed=start > 0,
             broken=start + packing.length < self.corpus.lengths[document],
             order=_generator(self.seed, epoch, 1 + part).permutation(packing.rows),
+            heads=heads,
         )
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:

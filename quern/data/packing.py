@@ -36,7 +36,8 @@ class Packing:
     document, start, length: (segments,) int64; `document` indexes the lengths that were packed. A segment is
     BOS and the document's tokens start + 1 … start + length - 1. At the head (start 0) that BOS is the
     document's own; in a kept tail it stands in the place of the token before, the last of the part placed
-    earlier. row_offsets: (rows + 1,) int64. offered_tokens: all tokens before cropping, BOS apart.
+    earlier. row_offsets: (rows + 1,) int64. offered_documents: how many were packed; offered_tokens: theirs
+    before cropping, BOS apart.
     """
 
     row_tokens: int
@@ -44,6 +45,7 @@ class Packing:
     start: np.ndarray
     length: np.ndarray
     row_offsets: np.ndarray
+    offered_documents: int
     offered_tokens: int
 
     @property
@@ -54,8 +56,9 @@ class Packing:
         """Shares of what was packed.
 
         utilisation, padding_share: of all row slots, those that hold a segment and those that hold none.
-        cropped_share: of all offered tokens but BOS, those in no segment. tails_kept: how many segments
-        resume a document that was cut, each at the cost of one slot for its BOS.
+        cropped_share: of all offered tokens but BOS, those in no segment. tails_kept: how often a document
+        was cut and its tail kept, each time at the cost of one slot for another BOS (where a row has just one
+        slot left that BOS stands alone in it, and the tail is all the rest).
         """
         slots = self.rows * self.row_tokens
         filled = int(self.length.sum())
@@ -65,7 +68,7 @@ class Packing:
             "utilisation": filled / slots if slots else 0.0,
             "padding_share": 1 - filled / slots if slots else 0.0,
             "cropped_share": 1 - placed / self.offered_tokens if self.offered_tokens else 0.0,
-            "tails_kept": int(np.count_nonzero(self.start)),
+            "tails_kept": len(self.length) - self.offered_documents,
         }
 
 
@@ -102,7 +105,8 @@ def pack(
     else:
         raise ValueError(f"unknown packing {method!r}; use one of: {', '.join(METHODS)}")
     start = _starts(document, length) if keep_tails else np.zeros_like(document)
-    return Packing(row_tokens, document, start, length, row_offsets, int(lengths.sum()) - len(lengths))
+    offered = len(lengths), int(lengths.sum()) - len(lengths)
+    return Packing(row_tokens, document, start, length, row_offsets, *offered)
 
 
 _Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # document, length, row_offsets
@@ -137,12 +141,9 @@ def _best_fit(capped: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool
         key = waiting.pop(fits - 1 if fits else 0)
         order.append(key)
         taken = key >> bits
-        if (
-            keep_tails and taken > space
-        ):  # the tail takes the document's place, BOS and all but what is placed
-            following = key - ((space - 1) << bits)
-        else:
-            following = next(incoming, None)
+        # The tail of a cut document takes its place in the buffer: BOS and all that is not placed here.
+        cut = keep_tails and taken > space
+        following = key - ((space - 1) << bits) if cut else next(incoming, None)
         if taken < space:
             space -= taken
         else:  # exactly full, or cut

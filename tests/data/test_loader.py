@@ -49,7 +49,8 @@ def epoch_rows(loader: Loader, epoch: int) -> list[list[int]]:
 @pytest.mark.parametrize("chunk_documents", [7, 10_000])
 def test_rows_are_heads_of_documents_and_each_appears_once_an_epoch(packing, chunk_documents):
     lengths = random_lengths(60, 40)
-    loader = Loader(corpus_of(lengths), 24, 1, seed=3, packing=packing, chunk_documents=chunk_documents)
+    options = {"packing": packing, "too_long": "crop", "chunk_documents": chunk_documents}
+    loader = Loader(corpus_of(lengths), 24, 1, seed=3, **options)
     for epoch in range(3):
         seen: Counter[int] = Counter()
         alone = 0
@@ -65,6 +66,101 @@ def test_rows_are_heads_of_documents_and_each_appears_once_an_epoch(packing, chu
                 assert piece == document(index, lengths[index])[: len(piece)], "always a document's head"
                 seen[index] += 1
         assert max(seen.values()) == 1 and len(seen) + alone == len(lengths)
+
+
+def parts(row: list[int]) -> list[list[int]]:
+    """A row cut before each BOS."""
+    starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
+    return [row[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def full_rows(loader: Loader, epoch: int = 0) -> list[tuple[list[int], list[bool]]]:
+    """An epoch's rows of context + 1 tokens with their mask (BOS first), for batches of one row."""
+    steps = [s for s in range(5000) if loader.position(s)[0] == epoch]
+    batches = [loader.batch(s) for s in steps]
+    return [
+        ([*b.tokens[0, :1].tolist(), *b.targets[0].tolist()], [False, *b.mask[0].tolist()]) for b in batches
+    ]
+
+
+LONG_AND_SHORT = (
+    [700] * 3 + [25, 26, 49, 50] + random_lengths(60, 40)
+)  # rows of 25: many to cut, some just so
+
+
+@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("chunk_documents", [13, 10_000])
+def test_split_shows_every_token_once_an_epoch(packing, chunk_documents):
+    lengths = LONG_AND_SHORT
+    loader = Loader(
+        corpus_of(lengths), 24, 1, seed=3, packing=packing, chunk_documents=chunk_documents, buffer=5
+    )
+    everything = Counter(t for i, n in enumerate(lengths) for t in document(i, n)[1:])
+    held_back = 0
+    for epoch in range(2):
+        seen: Counter[int] = Counter()
+        for row, mask in full_rows(loader, epoch):
+            assert row[0] == BOS
+            at = 0
+            for part in parts(row):
+                assert (np.diff(part[1:]) == 1).all(), "consecutive tokens of one document"
+                assert all(mask[at + 1 : at + len(part)])
+                seen.update(part[1:])
+                at += len(part)
+                if at < len(row) and len(part) > 1 and any(row[at:]):
+                    ended = part[-1] % 1000 == lengths[part[-1] // 1000 - 1] - 1
+                    assert mask[at] == ended, "BOS is to be predicted where a document ended, nowhere else"
+                    held_back += not ended
+                if packing != "best-fit" and len(part) > 1:
+                    assert (part[1] % 1000 - 1) % 24 == 0, "pieces begin at multiples of the context"
+        assert seen == everything if packing != "greedy-crop" else seen < everything
+        assert set(seen.values()) == {1}
+    assert held_back > 0 or packing != "best-fit" or chunk_documents == 13, "the case must occur"
+
+
+@pytest.mark.parametrize("packing", METHODS)
+@pytest.mark.parametrize("too_long", ["split", "crop", "drop"])
+def test_the_report_is_what_the_batches_hold(packing, too_long):
+    """Counted from the tokens of a whole epoch, which is a single chunk here."""
+    lengths = LONG_AND_SHORT
+    loader = Loader(corpus_of(lengths), 24, 1, packing=packing, too_long=too_long, buffer=5)
+    report = loader.report()
+    rows_ = [row for row, _ in full_rows(loader)]
+    content = sum(t != BOS for row in rows_ for t in row)
+    long = [n for n in lengths if n > 25]
+    assert report["documents_too_long"] == len(long)
+    assert report["documents_split"] == (len(long) if too_long == "split" else 0)
+    dropped = sum(n - 1 for n in long) if too_long == "drop" else 0
+    total = sum(n - 1 for n in lengths)
+    assert report["left_out_share"] == pytest.approx(dropped / total)
+    assert report["cropped_share"] == pytest.approx(1 - content / (total - dropped), abs=1e-12)
+    assert report["rows"] == len(rows_)
+    padded = round(report["padding_share"] * len(rows_) * 25)
+    heads = len(lengths) - (len(long) if too_long == "drop" else 0)
+    bos = sum(t == BOS for row in rows_ for t in row)
+    assert report["added_bos_share"] * len(rows_) * 25 == pytest.approx(bos - padded - heads)
+    cut = sum(
+        -(-(n - 1) // 24) if too_long == "split" else 1 for n in lengths if n <= 25 or too_long != "drop"
+    )
+    assert report["pieces"] == cut
+    assert report["utilisation"] + report["padding_share"] == pytest.approx(1)
+    if packing in ("best-fit", "greedy-crop"):
+        assert padded <= 24, "only the last row is padded"
+    elif too_long != "split":
+        assert report["added_bos_share"] == pytest.approx(0)
+    if packing == "best-fit":
+        assert (report["cropped_share"] == 0) == (too_long == "split") == (report["tails_kept"] > 0)
+
+
+def test_a_book_is_read_in_rows_of_its_own():
+    """One document of a thousand rows: every row full, every token seen, in another order each epoch."""
+    loader = Loader(Corpus.from_arrays([[BOS, *range(1, 24_001)]]), 24, 1)
+    epochs = [[row for row, _ in full_rows(loader, epoch)] for epoch in range(2)]
+    for rows_ in epochs:
+        assert sorted(t for row in rows_ for t in row[1:]) == list(range(1, 24_001))
+        assert all(row[0] == BOS for row in rows_)
+    assert epochs[0] != epochs[1]
+    assert loader.report()["utilisation"] == 1 and loader.report()["tails_kept"] == 0
 
 
 def test_tokens_targets_and_mask_line_up():
@@ -121,7 +217,7 @@ def test_a_corpus_smaller_than_a_batch_repeats():
     ("options", "message"),
     [
         ({"packing": "bestfit"}, "best-fit, greedy-crop"),
-        ({"too_long": "split"}, "'crop' or 'drop'"),
+        ({"too_long": "halve"}, "split, crop, drop"),
         ({"context": 0}, "at least 1"),
         ({"batch_rows": 0}, "at least 1"),
         ({"bos": 7}, "BOS is 7"),
@@ -153,9 +249,10 @@ def conversations(count: int, seed: int = 0, longest: int = 60) -> tuple[Corpus,
 
 
 @pytest.mark.parametrize("packing", METHODS)
-def test_the_mask_follows_its_tokens(packing):
-    corpus, _, masks = conversations(80)
-    loader = Loader(corpus, 32, 2, packing=packing)
+@pytest.mark.parametrize("too_long", ["split", "crop"])
+def test_the_mask_follows_its_tokens(packing, too_long):
+    corpus, _, masks = conversations(80, longest=90)
+    loader = Loader(corpus, 32, 2, packing=packing, too_long=too_long)
     for step in range(60):
         batch = loader.batch(step)
         for target, counts in zip(
@@ -168,7 +265,7 @@ def test_the_mask_follows_its_tokens(packing):
 
 
 @pytest.mark.parametrize("packing", METHODS)
-@pytest.mark.parametrize("too_long", ["crop", "drop"])
+@pytest.mark.parametrize("too_long", ["split", "crop", "drop"])
 def test_no_row_is_without_a_target(packing, too_long):
     """Hence no batch, no micro-batch and no rank: a mean over no targets is NaN."""
     corpus, lengths, masks = conversations(200, seed=1)
@@ -179,7 +276,7 @@ def test_no_row_is_without_a_target(packing, too_long):
             assert all(part.mask.any() for part in loader.micro_batches(step, 1, rank, 3))
     report = loader.report()
     long = [n > 25 for n in lengths]
-    learns = [any(mask[:25]) for mask in masks]
+    learns = [any(mask if too_long == "split" else mask[:25]) for mask in masks]
     assert report["documents"] == 200
     assert report["documents_without_target"] == learns.count(False) > 0
     assert report["documents_too_long"] == sum(a and b for a, b in zip(long, learns, strict=True)) > 0
@@ -188,8 +285,9 @@ def test_no_row_is_without_a_target(packing, too_long):
     assert all(learns[i] for i in seen)
 
 
-def test_padding_methods_keep_whole_conversations():
-    corpus, lengths, masks = conversations(100, seed=2, longest=25)
+@pytest.mark.parametrize("longest", [25, 90])
+def test_padding_methods_learn_whole_conversations(longest):
+    corpus, lengths, masks = conversations(100, seed=2, longest=longest)
     loader = Loader(corpus, 24, 1, packing="first-fit-decreasing")
     learnt: Counter[int] = Counter()
     for step in (s for s in range(200) if loader.position(s)[0] == 0):
@@ -202,7 +300,10 @@ def test_padding_methods_keep_whole_conversations():
 def test_a_corpus_without_a_target_is_refused():
     for masks in ([[False] * 5, [False] * 9], [[True] + [False] * 4, [False] * 8 + [True]]):
         with pytest.raises(ValueError, match="nothing to learn: none of 2 documents"):
-            Loader(corpus_of([5, 9], masks), 7, 2)
+            Loader(corpus_of([5, 9], masks), 7, 2, too_long="crop")
+    with pytest.raises(ValueError, match="nothing to learn"):
+        Loader(corpus_of([5, 9], [[False] * 5, [True] + [False] * 8]), 7, 2)
+    assert Loader(corpus_of([5, 9], masks), 7, 1).batch(0).targets.tolist() == [[2008] + [BOS] * 6]
     with pytest.raises(ValueError, match="nothing to learn"):
         Loader(corpus_of([1, 1]), 7, 2)
     with pytest.raises(ValueError, match="2 are longer"):

@@ -37,6 +37,29 @@ def naive_best_fit(lengths: list[int], row_tokens: int, buffer: int) -> list[lis
     return rows
 
 
+def naive_keep_tails(lengths: list[int], row_tokens: int, buffer: int) -> list[list[tuple[int, list[int]]]]:
+    """Rows of (document, its places held), place 0 being BOS, which every segment repeats."""
+    left = [list(range(min(n, row_tokens))) for n in lengths]
+    waiting = list(range(len(lengths)))
+    rows: list[list[tuple[int, list[int]]]] = []
+    space = 0
+    while waiting:
+        if space == 0:
+            rows.append([])
+            space = row_tokens
+        fitting = [i for i in waiting[:buffer] if len(left[i]) <= space]
+        if fitting:
+            chosen = max(fitting, key=lambda i: (len(left[i]), -i))
+            waiting.remove(chosen)
+        else:  # cut it, and let it wait on with BOS and what is left
+            chosen = min(waiting[:buffer], key=lambda i: (len(left[i]), -i))
+        taken = left[chosen][:space]
+        left[chosen] = [0, *left[chosen][space:]]
+        rows[-1].append((chosen, taken))
+        space -= len(taken)
+    return rows
+
+
 def naive_greedy(lengths: list[int], row_tokens: int, crop: bool) -> list[list[tuple[int, int]]]:
     rows: list[list[tuple[int, int]]] = []
     space = 0
@@ -79,6 +102,36 @@ def test_equals_the_naive_packer(lengths, row_tokens, buffer):
         assert rows_of(pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer)) == rows, method
 
 
+def places_of(packing: Packing) -> list[list[tuple[int, list[int]]]]:
+    starts = iter(packing.start.tolist())
+    return [
+        [(i, [0, *range(start + 1, start + n)]) for (i, n), start in zip(row, starts, strict=False)]
+        for row in rows_of(packing)
+    ]
+
+
+@given(LENGTHS, st.integers(2, 30), st.integers(1, 20))
+def test_kept_tails_equal_the_naive_packer_and_lose_nothing(lengths, row_tokens, buffer):
+    packing = pack(np.array(lengths, dtype=np.int64), row_tokens, "best-fit", buffer, keep_tails=True)
+    rows = naive_keep_tails(lengths, row_tokens, buffer)
+    assert places_of(packing) == rows
+    held = sorted((i, place) for row in rows for i, places in row for place in places if place)
+    assert held == [(i, place) for i, n in enumerate(lengths) for place in range(1, min(n, row_tokens))]
+    assert all(sum(len(places) for _, places in row) == row_tokens for row in rows[:-1])
+    report = packing.report()
+    assert report["tails_kept"] == sum(map(len, rows)) - len(lengths)
+    if all(n <= row_tokens for n in lengths):
+        assert report["cropped_share"] == 0
+
+
+@given(LENGTHS, st.integers(2, 30), st.sampled_from(METHODS))
+def test_no_other_method_keeps_tails(lengths, row_tokens, method):
+    array = np.array(lengths, dtype=np.int64)
+    if method != "best-fit":
+        keeping = pack(array, row_tokens, method, keep_tails=True)
+        assert rows_of(keeping) == rows_of(pack(array, row_tokens, method)) and not keeping.start.any()
+
+
 @given(LENGTHS, st.integers(1, 30), st.sampled_from(METHODS))
 def test_every_document_once_heads_only_and_measured_shares(lengths, row_tokens, method):
     packing = pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer=7)
@@ -92,7 +145,10 @@ def test_every_document_once_heads_only_and_measured_shares(lengths, row_tokens,
     if rows:
         assert report["utilisation"] == pytest.approx(placed / (row_tokens * len(rows)))
         assert report["padding_share"] == pytest.approx(1 - report["utilisation"])
-        assert report["cropped_share"] == pytest.approx(1 - placed / sum(lengths))
+        assert report["tails_kept"] == 0
+    if any(n > 1 for n in lengths):
+        content = sum(n - 1 for row in rows for _, n in row)
+        assert report["cropped_share"] == pytest.approx(1 - content / sum(n - 1 for n in lengths))
     if method in ("best-fit", "greedy-crop"):
         assert all(sum(n for _, n in row) == row_tokens for row in rows[:-1]), (
             "only the last row may be padded"
@@ -111,7 +167,7 @@ def test_the_methods_rank_as_published():
     """As known from real corpora: best-fit crops less than greedy, first-fit pads next to nothing."""
     lengths = web_lengths()
     report = {method: pack(lengths, 2049, method).report() for method in METHODS}
-    unavoidable = np.maximum(lengths - 2049, 0).sum() / lengths.sum()
+    unavoidable = np.maximum(lengths - 2049, 0).sum() / (lengths - 1).sum()
     assert report["best-fit"]["utilisation"] > 0.9999 and report["greedy-crop"]["utilisation"] > 0.9999
     assert report["best-fit"]["cropped_share"] < 0.6 * report["greedy-crop"]["cropped_share"]
     assert (
@@ -140,4 +196,7 @@ def test_refusals():
         pack(np.array([3, 0]), 5)
     with pytest.raises(ValueError, match="at least 1"):
         pack(np.array([3]), 0)
-    assert pack(np.array([], dtype=np.int64), 5).rows == 0
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        pack(np.array([3]), 1, keep_tails=True)
+    for keep_tails in (False, True):
+        assert pack(np.array([], dtype=np.int64), 5, keep_tails=keep_tails).rows == 0

@@ -1,8 +1,11 @@
-"""Law: batches depend on (seed, step) alone; not on ranks, accumulation, resuming or how files are cut.
+"""Laws: batches depend on (seed, step) alone; not on ranks, accumulation, resuming or how files are cut. And
+an epoch holds every token of the corpus once, however long the documents.
 
 Each check is shown to catch a loader that breaks it (`Broken…`).
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from quern.data.shards import Corpus, ShardWriter
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
-STEPS = 40  # more than two epochs of the corpus below
+STEPS = 48  # more than two epochs of the corpus below
 FIELDS = ("tokens", "targets", "mask")
 
 Make = Callable[..., Loader]
@@ -24,7 +27,7 @@ Make = Callable[..., Loader]
 def documents() -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [
-        [BOS, *rng.integers(1, 500, n).tolist()] for n in rng.lognormal(2.5, 1.0, 400).astype(int).tolist()
+        [BOS, *rng.integers(1, 500, n).tolist()] for n in rng.lognormal(2.5, 1.0, 300).astype(int).tolist()
     ]
 
 
@@ -131,6 +134,38 @@ def test_shard_files(tmp_path: Path, law):
     law("batches from one shard, many shards and memory", differ, "hashes equal")
 
 
+def coverage_deviation(loader: Loader, docs: list[list[int]]) -> int:
+    """How many tokens (BOS apart) the first epoch shows too often or too seldom, by the pairs they stand in.
+
+    A pair is a token with the one before it; where a document was cut, BOS stands for the one before.
+    """
+    expected = Counter(t for doc in docs for t in doc[1:])
+    pairs = {p for doc in docs for p in itertools.pairwise(doc)}
+    seen: Counter[int] = Counter()
+    strange = 0
+    for step in range(loader.steps_per_epoch):
+        if loader.position(step)[0] == 0:
+            batch = loader.batch(step)
+            rows = np.concatenate([batch.tokens[:, :1], batch.targets], axis=1)
+            seen.update(rows[rows != BOS].tolist())
+            for row in rows.tolist():
+                strange += sum(p not in pairs for p in itertools.pairwise(row) if p[0] != BOS and p[1] != BOS)
+    wrong = (expected - seen).total() + (seen - expected).total()
+    return wrong + strange
+
+
+@pytest.mark.parametrize("chunk_documents", [90, 10_000])
+@pytest.mark.parametrize("packing", ["best-fit", "greedy-pad", "first-fit-decreasing"])
+def test_every_token_once(packing, chunk_documents, law):
+    docs = [*documents(), [BOS, *range(600, 3000)]]
+    loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, packing, chunk_documents=chunk_documents)
+    deviation = coverage_deviation(loader, docs)
+    assert deviation == 0
+    law(
+        "an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated"
+    )
+
+
 def test_hash_sees_every_field():
     loader = Loader(corpus("sft"), CONTEXT, BATCH_ROWS, SEED)
     other = Loader(corpus("pretraining"), CONTEXT, BATCH_ROWS, SEED)
@@ -160,6 +195,22 @@ class BrokenResume(Loader):
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         self.calls += 1
         return super().batch(self.calls, rank, ranks)
+
+
+class BrokenCut(Loader):
+    """Loses what best-fit cuts off, as packers that discard tails do."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self._keeps_tails = False
+
+
+def test_the_coverage_check_catches_lost_tokens():
+    docs = documents()
+    data = Corpus.from_arrays(docs)
+    assert coverage_deviation(BrokenCut(data, CONTEXT, 1, SEED), docs) > 0
+    assert coverage_deviation(Loader(data, CONTEXT, 1, SEED, too_long="crop"), docs) > 0
+    assert coverage_deviation(Loader(data, CONTEXT, 1, SEED), [*docs, docs[5]]) > 0
 
 
 def test_the_checks_catch_a_broken_loader(make):
