@@ -118,7 +118,7 @@ class TrainRecipe:
     """best-fit, greedy-crop, greedy-pad or first-fit-decreasing."""
     log_every: int = 10
     eval_every: int | None = None
-    """Steps between validations; a tenth of the run."""
+    """Steps between validations; an eighth of the run."""
     save_every: int | None = None
     """Steps between checkpoints; a tenth of the run."""
     keep: int = 2
@@ -135,8 +135,8 @@ class SftRecipe:
     steps: int | None = None
     """Optimizer steps; by default from epochs."""
     batch_tokens: int | None = None
-    lr_share: float = 0.3
-    """Peak rate as a share of pretraining's."""
+    lr_share: float = 0.6
+    """Peak rate as a share of what pretraining would use at this batch."""
     warmdown_share: float = 1.0
     too_long: str = "crop"
     """What happens to a conversation longer than the context: crop or drop."""
@@ -252,7 +252,11 @@ def resolve(recipe: Recipe) -> Recipe:
         else math.sqrt(batch_ratio) * REFERENCE_HORIZON_TOKENS / horizon_tokens,
         width_scale=optim.width_scale if optim.width_scale is not None else math.sqrt(768 / width),
     )
-    sft = replace(recipe.sft, batch_tokens=recipe.sft.batch_tokens or train.batch_tokens)
+    sft = replace(
+        recipe.sft,
+        batch_tokens=recipe.sft.batch_tokens
+        or min(train.batch_tokens, max(model.context or 0, SFT_BATCH_TOKENS)),
+    )
     return replace(recipe, text=text, model=model, optim=optim, train=train, sft=sft)
 
 
@@ -272,7 +276,7 @@ def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
         micro_batch_tokens=train.micro_batch_tokens
         or min(batch_tokens, max(model.context, MICRO_BATCH_TOKENS)),
         warmup_steps=train.warmup_steps if train.warmup_steps is not None else min(40, steps // 20),
-        eval_every=train.eval_every or max(1, steps // 10),
+        eval_every=train.eval_every or max(1, -(-steps // 8)),
         save_every=train.save_every or max(1, steps // 10),
     )
 
@@ -280,6 +284,7 @@ def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
 MICRO_BATCH_TOKENS = 4096
 MINIMUM_STEPS = 2000
 MINIMUM_BATCH_TOKENS = 4096
+SFT_BATCH_TOKENS = 4096  # conversations are few: larger batches would leave too few steps
 
 
 def batch_rule(horizon_tokens: float, context: int) -> int:

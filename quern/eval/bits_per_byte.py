@@ -81,10 +81,11 @@ def bits_per_byte(
 def batch_losses(
     model: nn.Module, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine
 ) -> np.ndarray:
-    """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B,
-    T).
+    """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B, T).
+
+    It runs eagerly: rows come in many lengths, and compiling for each would cost more than it saves.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
         losses = token_losses(model, model(tokens, CausalContext()), targets)

@@ -44,7 +44,7 @@ def cross_entropy(
     losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
     for start in range(0, x_ND.size(0), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
-        losses[part] = _losses(x_ND[part] @ weight_VD.T, targets_N[part], softcap)
+        losses[part] = cross_entropy_plain(x_ND[part], weight_VD, targets_N[part], softcap)
     return (losses * scale_N).sum(), losses
 
 
@@ -71,13 +71,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         return dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None
-
-
-@torch.compile(dynamic=False)
-def _losses(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    total = _exp(_tanh(logits_NV.float() / softcap), softcap).sum(-1)
-    at_target = logits_NV.gather(1, targets_N[:, None])[:, 0].float()
-    return torch.log(total) - softcap * _tanh(at_target / softcap)
 
 
 @torch.compile(dynamic=False)

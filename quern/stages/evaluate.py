@@ -73,7 +73,7 @@ def _score(
     say(f"evaluating: {name}")
     scores = []
     if name != "sft":  # of a chat model, bits per byte of plain text say little
-        batches = windows(prepared.val, context, rows=rows, multiple=context)
+        batches = windows(prepared.val, context, rows=rows)
         measured = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
         scores.append(measured.score("validation", loaded.tokenizer.vocab_size))
     engine = Engine(loaded.model, loaded.tokenizer, machine)

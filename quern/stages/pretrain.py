@@ -62,15 +62,17 @@ def run(
     recipe = fit_vocabulary(recipe, prepared)
     places.folder.mkdir(parents=True, exist_ok=True)
     prepared.tokenizer.save(places.folder / "tokenizer.json")
+    model = build_model(recipe, machine, recipe.seed)
+    compile_model(model, machine)
     if recipe.train.minutes is not None:
-        recipe = fit_minutes(recipe, machine, prepared.train, path, say)
+        recipe = fit_minutes(recipe, machine, model, prepared.train, path, say)
+        model.init_parameters(machine.generator(recipe.seed))
     if resume:
         refuse_other_recipe(recipe, path)
     loader = make_loader(recipe, prepared.train)
     facts = {**prepared.facts, "packing": {"method": recipe.train.packing, **loader.report()}}
     describe_run(recipe, machine, places, facts, command)
-    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
-    compile_model(state.model, machine)
+    state = build_state(recipe, machine, model)
     with open_folder(path, recipe, source, trackers) as folder:
         if resume and loop.resume(state, folder, say):
             say(f"resumed at step {state.step:,}")
@@ -140,8 +142,7 @@ def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Eva
     assert context
 
     def evaluate(state: TrainState) -> dict[str, Any]:
-        # One shape for all, so that nothing is compiled anew.
-        batches = windows(prepared.val, context, rows=rows, multiple=context)
+        batches = windows(prepared.val, context, rows=rows)
         score = bits_per_byte(state.model, batches, token_bytes, machine)
         return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
 
@@ -149,9 +150,9 @@ def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Eva
 
 
 def fit_minutes(
-    recipe: Recipe, machine: Machine, corpus: Corpus, path: Path, say: Callable[[str], None]
+    recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, path: Path, say: Callable[[str], None]
 ) -> Recipe:
-    """Replaces `minutes` by the steps that fit in, from the measured time of a model that is thrown away.
+    """Replaces `minutes` by the steps that fit in, from the measured time of a few steps; those change the model.
 
     The batch follows from the horizon, and the horizon from the batch and the speed: iterated until they agree. On
     resume the steps are those in the run's own recipe. recipe: resolved.
@@ -162,7 +163,7 @@ def fit_minutes(
         train = json.loads(written.read_text(encoding="utf-8"))["train"]
         steps, batch_tokens = train["steps"], train["batch_tokens"]
     else:
-        micro_seconds, update_seconds = _time_parts(recipe, machine, corpus)
+        micro_seconds, update_seconds = _time_parts(recipe, machine, model, corpus)
         micro_tokens = micro_batch_rows(recipe) * (recipe.model.context or 1)
         steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
         for _ in range(8):
@@ -175,13 +176,12 @@ def fit_minutes(
     keep = {"eval_every", "save_every", "warmup_steps"}
     unset = replace(recipe.train, steps=steps, batch_tokens=batch_tokens, **dict.fromkeys(keep, None))
     optim = replace(recipe.optim, lr_scale=None, decay_scale=None)
-    return resolve(replace(recipe, train=unset, optim=optim))
+    return resolve(replace(recipe, train=unset, optim=optim, sft=replace(recipe.sft, batch_tokens=None)))
 
 
-def _time_parts(recipe: Recipe, machine: Machine, corpus: Corpus) -> tuple[float, float]:
+def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
-    state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
-    compile_model(state.model, machine)
+    state = build_state(recipe, machine, model)
     assert recipe.model.context
     rows = micro_batch_rows(recipe)
     loader = Loader(corpus, recipe.model.context, rows, recipe.seed, recipe.train.packing)

@@ -5,6 +5,7 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -19,7 +20,7 @@ from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.model.count import flops_per_token
 from quern.optim.schedule import multipliers
-from quern.recipe import Recipe, resolve
+from quern.recipe import REFERENCE_BATCH_TOKENS, Recipe, resolve
 from quern.stages.places import Places
 from quern.stages.pretrain import compile_model, micro_batch_rows
 from quern.stages.progress import Meter
@@ -61,7 +62,8 @@ def run(
             f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first"
         )
     tensors, meta = checkpoint.load(base[0])
-    recipe = _follow(resolve(recipe), Recipe.from_json(meta["recipe"], make_model=recipe.make_model))
+    resolve(recipe)  # refuses bad values
+    recipe = _follow(recipe, Recipe.from_json(meta["recipe"], make_model=recipe.make_model))
     context = recipe.model.context
     assert context and recipe.sft.batch_tokens
     train_corpus, val_corpus = conversations(recipe, tokenizer, places.out)
@@ -107,10 +109,12 @@ def run(
 
 
 def _follow(recipe: Recipe, base: Recipe) -> Recipe:
-    """The base model's recipe, with this one's fine-tuning: shape and rates are those of the weights."""
-    assert base.optim.lr_scale is not None
-    optim = replace(base.optim, lr_scale=base.optim.lr_scale * recipe.sft.lr_share, matrix_decay=0.0)
-    sft = replace(recipe.sft, batch_tokens=base.sft.batch_tokens)
+    """The base model's recipe with this one's fine-tuning: the shape is that of the weights, the rates fit the batch."""
+    batch_tokens = recipe.sft.batch_tokens or base.sft.batch_tokens
+    assert batch_tokens
+    scale = recipe.sft.lr_share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
+    optim = replace(base.optim, lr_scale=scale, matrix_decay=0.0)
+    sft = replace(recipe.sft, batch_tokens=batch_tokens)
     return replace(base, optim=optim, sft=sft, conversations=recipe.conversations)
 
 

@@ -133,16 +133,18 @@ class _Window:
     def __init__(self) -> None:
         self.loss_sum = 0.0
         self.tokens = 0
+        self.positions = 0
         self.seconds = 0.0
 
     def add(self, result: StepResult, seconds: float) -> None:
         self.loss_sum += result.loss * result.tokens
         self.tokens += result.tokens
+        self.positions += result.positions
         self.seconds += seconds
 
 
 def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -> dict[str, Any]:
-    rate = window.tokens / window.seconds if window.seconds else None
+    rate = window.positions / window.seconds if window.seconds else None
     line = {
         "step": state.step,
         "tokens": state.tokens,

@@ -20,11 +20,13 @@ from quern.train.state import TrainState
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets; verdict: the guard's."""
+    """loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets; positions: all
+    that were computed, masked ones too; verdict: the guard's."""
 
     loss: float
     grad_norm: float
     tokens: int
+    positions: int
     verdict: str
 
 
@@ -48,7 +50,7 @@ def train_step(
         state.optimizer.step(state.step, multipliers)
     state.step += 1
     state.tokens += tokens
-    return StepResult(loss_value, norm_value, tokens, verdict)
+    return StepResult(loss_value, norm_value, tokens, batch.tokens.size, verdict)
 
 
 def accumulate(
