@@ -160,13 +160,20 @@ class PrefillContext:
 
     def _store(self, slots_BKRE: Tensor, new_BTKE: Tensor) -> None:
         """Puts into each slot the newest of the row's tokens that falls into it, if that is a new one."""
-        B, K, R, E = slots_BKRE.shape
+        B, _, R, _ = slots_BKRE.shape
+        T = new_BTKE.size(1)
+        if self._fresh and T <= R:
+            # Padding lands in slots that no query sees before a token of the row's own has taken them.
+            slots_BKRE[:, :, :T] = new_BTKE.transpose(1, 2)
+            return
         start_B1 = self._cache.positions_B[:, None]
         end_B1 = start_B1 + self._lengths_B[:, None]
         newest_BR = end_B1 - 1 - (end_B1 - 1 - torch.arange(R, device=start_B1.device)) % R
         index_BR = newest_BR - start_B1
-        gathered = new_BTKE.gather(1, index_BR.clamp(min=0)[:, :, None, None].expand(-1, -1, K, E))
-        slots_BKRE.copy_(torch.where((index_BR >= 0)[:, None, :, None], gathered.transpose(1, 2), slots_BKRE))
+        rows_B1 = torch.arange(B, device=start_B1.device)[:, None]
+        newest_BRKE = new_BTKE[rows_B1, index_BR.clamp(min=0)]
+        is_new = (index_BR >= 0)[:, None, :, None]
+        slots_BKRE.copy_(torch.where(is_new, newest_BRKE.transpose(1, 2), slots_BKRE))
 
 
 class DecodeContext:
@@ -224,4 +231,4 @@ def decode(model: GPT, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Ten
     """Appends a token to every row → fp32 logits (B, V) of the next. For slots_S see DecodeContext."""
     x_B1D = model(tokens_B[:, None], DecodeContext(cache, slots_S))
     cache.positions_B.add_(1)
-    return model.logits(x_B1D[:, 0])
+    return model.logits(x_B1D[:, 0]).contiguous()

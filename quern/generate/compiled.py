@@ -63,7 +63,8 @@ class CompiledDecode:
         # One slot more than any step looks at: the two lengths never coincide, and one version serves all.
         self.max_tokens = -(-context // SPAN) * SPAN + 1
         self._model = model
-        self._step = torch.compile(decode_few if on_cpu else decode, fullgraph=True)
+        # dynamic=False: numbers of rows stay apart; only what `warm_up` marks is symbolic.
+        self._step = torch.compile(decode_few if on_cpu else decode, fullgraph=True, dynamic=False)
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:

@@ -58,7 +58,7 @@ def draw(generators: Sequence[np.random.Generator], vocabulary: int) -> Tensor:
 def sample(logits_BV: Tensor, sampling: Sampling, uniform_BV: Tensor | None = None) -> Tensor:
     """Token ids (B,), int64, picked from fp32 logits (B, V) by numbers in [0, 1); greedy needs none."""
     if sampling.temperature == 0:
-        return logits_BV.argmax(-1)
+        return _argmax(logits_BV)
     if uniform_BV is None:
         raise ValueError(
             "sampling at a temperature above 0 needs the rows' numbers: pass draw(generators, V)"
@@ -75,7 +75,12 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_BV: Tensor | None = No
         cumulative = weights.cumsum(-1)
         weights = weights.masked_fill(cumulative - weights >= sampling.top_p * cumulative[:, -1:], 0)
     if candidates_BN is None:
-        return (weights / -uniform_BV.log()).argmax(-1)
+        return _argmax(weights / -uniform_BV.log())
     # A number belongs to a token, not to a rank: two nearly equal logits may swap ranks.
     best_B1 = (weights / -uniform_BV.gather(-1, candidates_BN).log()).argmax(-1, keepdim=True)
     return candidates_BN.gather(-1, best_B1).squeeze(-1)
+
+
+def _argmax(x_BV: Tensor) -> Tensor:
+    """The first largest of each row. On a CPU NumPy's is some ten times faster than torch's."""
+    return torch.from_numpy(x_BV.numpy().argmax(-1)) if x_BV.device.type == "cpu" else x_BV.argmax(-1)
