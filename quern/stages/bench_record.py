@@ -121,7 +121,7 @@ def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]]) -> dict[str,
     for turn in range(rounds + 1):
         for name in list(jobs)[:: 1 if turn % 2 == 0 else -1]:
             value = jobs[name]()
-            if True:
+            if turn:
                 taken[name].append(value)
     return {name: tuple(values) for name, values in taken.items()}
 
