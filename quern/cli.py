@@ -175,9 +175,7 @@ def load_recipe(name: str) -> tuple[Recipe, str | None]:
         return importlib.import_module(f"quern.recipes.{name}").RECIPE, None
     path = Path(name)
     if path.suffix != ".py" or not path.exists():
-        raise ValueError(
-            f"there is no recipe '{name}': use {', '.join(recipe_names())}, or the path of a .py file"
-        )
+        raise ValueError(f"there is no recipe '{name}': use {', '.join(recipe_names())}, or the path of a .py file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -330,9 +328,7 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 
     if options.prompt is not None:
         messages: list[Any] = [{"role": "user", "content": options.prompt}]
-        talk.ask(
-            engine, messages, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed, put=put
-        )
+        talk.ask(engine, messages, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed, put=put)
         put("\n")
         return 0
     talk.chat(

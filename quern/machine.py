@@ -137,9 +137,7 @@ def compile_problem(device_type: str) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.compile(probe, dynamic=False)(torch.ones(8, device=device_type))
-    except (
-        Exception
-    ) as error:  # whatever the toolchain raises: a missing compiler, a broken header, no Triton
+    except Exception as error:  # whatever the toolchain raises: a missing compiler, a broken header, no Triton
         return _first_line(error)
     return None
 

@@ -181,9 +181,7 @@ class Recipe:
         """
         body = dict(body)
         if body.pop("schema", None) != SCHEMA:
-            raise ValueError(
-                f"this recipe was written by another version of quern (expected schema {SCHEMA})"
-            )
+            raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
         parts = {
             "text": TextRecipe,
             "model": ModelRecipe,
@@ -254,8 +252,7 @@ def resolve(recipe: Recipe) -> Recipe:
     )
     sft = replace(
         recipe.sft,
-        batch_tokens=recipe.sft.batch_tokens
-        or min(train.batch_tokens, max(model.context or 0, SFT_BATCH_TOKENS)),
+        batch_tokens=recipe.sft.batch_tokens or min(train.batch_tokens, max(model.context or 0, SFT_BATCH_TOKENS)),
     )
     return replace(recipe, text=text, model=model, optim=optim, train=train, sft=sft)
 
@@ -273,8 +270,7 @@ def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
         train,
         steps=steps,
         batch_tokens=batch_tokens,
-        micro_batch_tokens=train.micro_batch_tokens
-        or min(batch_tokens, max(model.context, MICRO_BATCH_TOKENS)),
+        micro_batch_tokens=train.micro_batch_tokens or min(batch_tokens, max(model.context, MICRO_BATCH_TOKENS)),
         warmup_steps=train.warmup_steps if train.warmup_steps is not None else min(40, steps // 20),
         eval_every=train.eval_every or max(1, -(-steps // 8)),
         save_every=train.save_every or max(1, steps // 10),
@@ -334,9 +330,7 @@ def _check_shape(model: ModelRecipe) -> None:
         set(model.windows) - set("SL") != set() or not model.windows,
         f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{model.windows}'",
     )
-    _refuse(
-        model.head_dim % 2 != 0, f"model.head-dim must be even for rotary embeddings, not {model.head_dim}"
-    )
+    _refuse(model.head_dim % 2 != 0, f"model.head-dim must be even for rotary embeddings, not {model.head_dim}")
     divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
     _refuse(
         model.kv_heads not in divisors,

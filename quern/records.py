@@ -57,9 +57,7 @@ class StageFolder:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event: its kind, UTC time, and the fields."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = {"kind": kind, "time": now} | {
-            name: _strict(value, name, []) for name, value in fields.items()
-        }
+        line = {"kind": kind, "time": now} | {name: _strict(value, name, []) for name, value in fields.items()}
         _append(self._events, line)
 
     def write_recipe(self, recipe_json: dict[str, Any], source: str | None) -> None:
@@ -153,9 +151,7 @@ class WandbTracker:
             raise ImportError(
                 "Weights & Biases is not installed: pip install wandb, or leave this tracker out"
             ) from error
-        self._run = wandb.init(
-            project=project, name=run, id=run, resume="allow", dir=str(folder), config=recipe_json
-        )
+        self._run = wandb.init(project=project, name=run, id=run, resume="allow", dir=str(folder), config=recipe_json)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._run.log(_numbers(metrics), step=step)
@@ -191,9 +187,7 @@ def _strict(value: Any, name: str, bad: list[str]) -> Any:
         return None
     if value is None or isinstance(value, str | int | float):
         return value
-    raise TypeError(
-        f"{name} is a {type(value).__name__}: records take plain numbers, strings, lists and dicts"
-    )
+    raise TypeError(f"{name} is a {type(value).__name__}: records take plain numbers, strings, lists and dicts")
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
@@ -211,9 +205,7 @@ def _lines(file: Path) -> list[str]:
     """The whole lines of `file`, each with its newline; what follows the last newline is left out."""
     if not file.exists():
         return []
-    return [
-        line.decode("utf-8") for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
-    ]
+    return [line.decode("utf-8") for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _drop_torn_end(file: Path) -> None:

@@ -47,16 +47,12 @@ def map_tokens(path: Path, headerless: bool) -> Part:
             raise ValueError(f"{path} has version {version}; known are {sorted(VERSIONS)}")
         dtype = VERSIONS[version]
         if count < 1 or size != HEADER_BYTES + count * dtype.itemsize:
-            raise ValueError(
-                f"{path} is damaged: its header says {count:,} tokens, its size is {size:,} bytes"
-            )
+            raise ValueError(f"{path} is damaged: its header says {count:,} tokens, its size is {size:,} bytes")
         return Part(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), mapped)
     if not headerless:
         raise ValueError(f"{path} is damaged: it does not begin with the magic number {MAGIC}")
     if size % 2:
-        raise ValueError(
-            f"{path} is neither a token file with a header nor bare uint16: {size:,} bytes is odd"
-        )
+        raise ValueError(f"{path} is neither a token file with a header nor bare uint16: {size:,} bytes is odd")
     return Part(np.frombuffer(mapped, dtype="<u2"), mapped)
 
 
@@ -86,17 +82,13 @@ def check(path: Path, expected: dict[str, Any], verify: bool) -> None:
         sizes = f"{path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
         raise ValueError(f"{path} is damaged: {sizes}; prepare the data again")
     if verify and _sha256(path) != expected["sha256"]:
-        raise ValueError(
-            f"{path} is damaged or was swapped: its hash is not the manifest's; prepare the data again"
-        )
+        raise ValueError(f"{path} is damaged or was swapped: its hash is not the manifest's; prepare the data again")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing: the data was not prepared, or not to the end; prepare it again"
-        )
+        raise FileNotFoundError(f"{path} is missing: the data was not prepared, or not to the end; prepare it again")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

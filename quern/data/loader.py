@@ -26,7 +26,7 @@ import itertools
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,9 +111,7 @@ class Loader:
         if too_long not in TOO_LONG:
             raise ValueError(f"unknown too_long {too_long!r}; use one of: {', '.join(TOO_LONG)}")
         if bos is not None and bos != corpus.bos:
-            raise ValueError(
-                f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}"
-            )
+            raise ValueError(f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}")
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
         self.packing, self.too_long, self.buffer = packing, too_long, buffer
         self._row_tokens = context + 1
@@ -253,9 +251,7 @@ class Loader:
                 _generator(self.seed, epoch, 0).permutation(_narrow(np.arange(len(self._document)))),
             )
         piece = self._permutation[1][self._bounds[part] : self._bounds[part + 1]]
-        packing = pack(
-            self._lengths(piece), self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails
-        )
+        packing = pack(self._lengths(piece), self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails)
         heads = int(np.count_nonzero(self._offset[piece] == 0))
         piece = piece[packing.document]
         document, start = self._document[piece], self._offset[piece] + packing.start
@@ -327,7 +323,7 @@ def _narrow(indices: np.ndarray) -> np.ndarray:
 
 def prefetch(
     loader: Loader, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Batches of steps start … stop - 1 (endless without stop), made `depth` ahead in a thread.
 
     An error of the reader is raised here, in its turn. The thread ends when the iterator is closed or

@@ -71,9 +71,7 @@ def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("tra
     if manifest["fingerprint"] != fingerprint or not set(splits) <= set(manifest["splits"]):
         return False
     files = [file for split in splits for file in split_files(manifest["splits"][split])]
-    return all(
-        (folder / f["name"]).is_file() and (folder / f["name"]).stat().st_size == f["bytes"] for f in files
-    )
+    return all((folder / f["name"]).is_file() and (folder / f["name"]).stat().st_size == f["bytes"] for f in files)
 
 
 class ShardWriter:
@@ -95,9 +93,7 @@ class ShardWriter:
         bos: int,
         fingerprint: str,
     ) -> None:
-        self.dtype = np.dtype(
-            dtype if dtype is not None else np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        )
+        self.dtype = np.dtype(dtype if dtype is not None else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self.dtype = self.dtype.newbyteorder("<")
         if self.dtype not in VERSIONS.values():
             raise ValueError(f"shards hold uint16 or uint32, not {self.dtype}")
@@ -123,9 +119,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         try:
             if kind is None:
                 self.close()
@@ -136,9 +130,7 @@ class ShardWriter:
         """Appends one document, BOS first. Raises ValueError when an id is not in the vocabulary."""
         wide = np.asarray(ids, dtype=np.int64)
         if wide.ndim != 1 or not wide.size or wide[0] != self.bos:
-            raise ValueError(
-                f"document {self._documents} of {self.split} must start with BOS (id {self.bos})"
-            )
+            raise ValueError(f"document {self._documents} of {self.split} must start with BOS (id {self.bos})")
         if wide.min() < 0 or wide.max() >= self.vocab_size:
             wrong = int(wide[(wide < 0) | (wide >= self.vocab_size)][0])
             raise ValueError(
@@ -149,9 +141,7 @@ class ShardWriter:
             self._file = open(self._work / f"{self.split}-{len(self._files):05d}.bin", "wb")  # noqa: SIM115
             self._file.write(bytes(HEADER_BYTES))
         if self._tokens + wide.size >= 1 << 31:
-            raise ValueError(
-                "a shard holds fewer than 2**31 tokens; split the document or lower shard_tokens"
-            )
+            raise ValueError("a shard holds fewer than 2**31 tokens; split the document or lower shard_tokens")
         self._starts.append(self._tokens)
         self._file.write(wide.astype(self.dtype).tobytes())
         self._tokens += wide.size
@@ -267,9 +257,7 @@ class Corpus:
         return int(self.lengths.sum())
 
     @classmethod
-    def open(
-        cls, folder: str | Path, split: str, *, fingerprint: str | None = None, verify: bool = True
-    ) -> Corpus:
+    def open(cls, folder: str | Path, split: str, *, fingerprint: str | None = None, verify: bool = True) -> Corpus:
         """Opens a split of a prepared folder and checks it against the manifest.
 
         verify=False checks sizes and headers only, not the hashes (about a second per GB). Raises
@@ -295,9 +283,7 @@ class Corpus:
             first = np.load(folder / file["starts"]["name"], allow_pickle=False)
             ends = np.append(first[1:], len(part.tokens))
             if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or (ends <= first).any():
-                raise ValueError(
-                    f"{folder / file['name']} does not match its document starts; prepare it again"
-                )
+                raise ValueError(f"{folder / file['name']} does not match its document starts; prepare it again")
             parts.append(part)
             starts.append(first + base)
             lengths.append(ends - first)
@@ -316,9 +302,7 @@ class Corpus:
             part = map_tokens(path, headerless=True)
             first = find(part.tokens, bos)
             if not first.size:
-                raise ValueError(
-                    f"{path} never holds id {bos}, so no document starts in it; pass its own bos=…"
-                )
+                raise ValueError(f"{path} never holds id {bos}, so no document starts in it; pass its own bos=…")
             parts.append(part)
             starts.append(first + base)
             lengths.append(np.append(first[1:], len(part.tokens)) - first)
@@ -353,9 +337,7 @@ class Corpus:
         rest = int(self.lengths[document]) - start
         length = rest if length is None else length
         if start < 0 or not 0 <= length <= rest:
-            raise ValueError(
-                f"document {document} has {self.lengths[document]} tokens, not {start} + {length}"
-            )
+            raise ValueError(f"document {document} has {self.lengths[document]} tokens, not {start} + {length}")
         out = np.empty(length, dtype=np.int32)
         self.copy(out, np.zeros(1, np.int64), self.starts[[document]] + start, np.array([length]))
         return out
@@ -368,9 +350,7 @@ class Corpus:
         part = np.searchsorted(self._bases, source, side="right") - 1
         local = source - self._bases[part]
         arrays = [p.tokens for p in self._parts]
-        for which, frm, to, count in zip(
-            part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True
-        ):
+        for which, frm, to, count in zip(part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True):
             out[to : to + count] = arrays[which][frm : frm + count]
         self._touched_bytes += len(source) * FAULT_BYTES
         if self._touched_bytes > self.resident_bytes < self._mapped_bytes:

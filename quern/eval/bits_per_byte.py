@@ -56,9 +56,7 @@ class BitsPerByte:
         return Score(task, "bpb", self.bpb, None, None, self.bytes, self.uniform_bpb(vocab_size), bos=True)
 
 
-def bits_per_byte(
-    model: nn.Module, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine
-) -> BitsPerByte:
+def bits_per_byte(model: nn.Module, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine) -> BitsPerByte:
     """Measure `model` on `batches`; `token_bytes` (vocab_size,) says how many bytes each token id stands for.
 
     Losses are summed in float64, so that the number does not depend on how the rows were cut into batches.
@@ -78,9 +76,7 @@ def bits_per_byte(
     return BitsPerByte.of(nats, tokens, num_bytes)
 
 
-def batch_losses(
-    model: nn.Module, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine
-) -> np.ndarray:
+def batch_losses(model: nn.Module, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine) -> np.ndarray:
     """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B, T).
 
     It runs eagerly: rows come in many lengths, and compiling for each would cost more than it saves.

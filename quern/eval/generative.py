@@ -63,9 +63,7 @@ def generative(
             answer=question.answer,
             correct=bool(check(question, completion.text)),
         )
-        for question, completion in zip(
-            questions, _complete(engine, prompts, max_tokens, batch_rows), strict=True
-        )
+        for question, completion in zip(questions, _complete(engine, prompts, max_tokens, batch_rows), strict=True)
     ]
     scores = []
     for kind in dict.fromkeys(question.kind for question in questions):
@@ -82,9 +80,7 @@ def generative(
     return Graded(scores, replies)
 
 
-def _complete(
-    engine: Engine, prompts: list[list[int]], max_tokens: int, batch_rows: int
-) -> Iterator[Completion]:
+def _complete(engine: Engine, prompts: list[list[int]], max_tokens: int, batch_rows: int) -> Iterator[Completion]:
     """Greedy completions in the order of `prompts`. Prompts of like length share a batch: less padding."""
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     done: dict[int, Completion] = {}

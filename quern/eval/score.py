@@ -55,9 +55,7 @@ def wilson(correct: int, count: int, confidence: float = 0.95) -> tuple[float, f
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     # The ends are exact at 0 and at count; rounding must not push them past the share itself.
-    return (0.0 if correct == 0 else max(0.0, centre - half)), (
-        1.0 if correct == count else min(1.0, centre + half)
-    )
+    return (0.0 if correct == 0 else max(0.0, centre - half)), (1.0 if correct == count else min(1.0, centre + half))
 
 
 def accuracy(

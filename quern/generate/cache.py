@@ -35,9 +35,7 @@ class KVCache:
         """windows: for each layer, the tokens that a query sees, itself included; None is all of them."""
         self.max_tokens = max_tokens
         self.rings = [min(window or max_tokens, max_tokens) for window in windows]
-        self.keys_BKRE = [
-            torch.zeros(rows, kv_heads, r, head_dim, dtype=dtype, device=device) for r in self.rings
-        ]
+        self.keys_BKRE = [torch.zeros(rows, kv_heads, r, head_dim, dtype=dtype, device=device) for r in self.rings]
         self.values_BKRE = [torch.zeros_like(keys) for keys in self.keys_BKRE]
         self.last_BD = torch.zeros(rows, width, dtype=dtype, device=device)
         self.positions_B = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -78,12 +76,8 @@ class KVCache:
         joined = object.__new__(KVCache)
         joined.max_tokens, joined.rings = caches[0].max_tokens, caches[0].rings
         joined.filled = max(cache.filled for cache in caches)
-        joined.keys_BKRE = [
-            torch.cat(keys) for keys in zip(*(cache.keys_BKRE for cache in caches), strict=True)
-        ]
-        joined.values_BKRE = [
-            torch.cat(v) for v in zip(*(cache.values_BKRE for cache in caches), strict=True)
-        ]
+        joined.keys_BKRE = [torch.cat(keys) for keys in zip(*(cache.keys_BKRE for cache in caches), strict=True)]
+        joined.values_BKRE = [torch.cat(v) for v in zip(*(cache.values_BKRE for cache in caches), strict=True)]
         joined.last_BD = torch.cat([cache.last_BD for cache in caches])
         joined.positions_B = torch.cat([cache.positions_B for cache in caches])
         return joined
@@ -96,9 +90,7 @@ class KVCache:
         """
         T = tokens_BT.size(1)
         if self.filled + T > self.max_tokens:
-            raise ValueError(
-                f"the cache holds {self.max_tokens} tokens a row; {self.filled} + {T} do not fit"
-            )
+            raise ValueError(f"the cache holds {self.max_tokens} tokens a row; {self.filled} + {T} do not fit")
         x_BTD = model(tokens_BT, PrefillContext(self, lengths_B))
         self.positions_B += lengths_B
         self.filled += T
@@ -123,9 +115,7 @@ class PrefillContext:
         cache.last_BD = torch.where(self._lengths_B[:, None] > 0, last_BD, cache.last_BD)
         return shifted
 
-    def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
         """Padding is never masked: being to the right of every token that counts, none of them sees it."""
         cache = self._cache
         keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
@@ -195,9 +185,7 @@ class DecodeContext:
         self._cache.last_BD.copy_(x_BTD[:, 0])
         return before_B1D
 
-    def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
         cache = self._cache
         keys, values, ring = cache.keys_BKRE[layer], cache.values_BKRE[layer], cache.rings[layer]
         rows_B = torch.arange(len(keys), device=keys.device)

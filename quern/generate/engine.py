@@ -180,9 +180,7 @@ class Engine:
         seats, device = len(cache.positions_B), cache.positions_B.device
         tokens_B = torch.tensor(tokens + [0] * (seats - len(rows)), device=device)
         # Finished rows may run on beyond this: what they see no longer matters.
-        longest = max(
-            row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason
-        )
+        longest = max(row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason)
         slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
         if self._compiled is not None and self._compiled.seats(len(rows)) is not None:
             logits_BV = self._compiled(cache, tokens_B, slots_S)
@@ -211,9 +209,7 @@ class Engine:
         for first in range(0, len(needed), group_rows):
             group = [prompts[p] for p in needed[first : first + group_rows]]
             cache = KVCache.for_model(self.model, len(group), capacity)
-            hidden.append(
-                cache.prefill(self.model, *pad(group, self.tokenizer.bos, cache.positions_B.device))
-            )
+            hidden.append(cache.prefill(self.model, *pad(group, self.tokenizer.bos, cache.positions_B.device)))
             caches.append(cache)
         cache, x_BD = KVCache.join(caches), torch.cat(hidden)
         order = [needed.index(row.prompt) for row in rows]

@@ -60,9 +60,7 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_BV: Tensor | None = No
     if sampling.temperature == 0:
         return _argmax(logits_BV)
     if uniform_BV is None:
-        raise ValueError(
-            "sampling at a temperature above 0 needs the rows' numbers: pass draw(generators, V)"
-        )
+        raise ValueError("sampling at a temperature above 0 needs the rows' numbers: pass draw(generators, V)")
     candidates_BN: Tensor | None = None
     if 0 < sampling.top_k < logits_BV.shape[-1]:
         logits_BV, candidates_BN = logits_BV.topk(sampling.top_k, dim=-1)

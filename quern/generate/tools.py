@@ -61,9 +61,7 @@ def calculate(expression: str) -> str:
     too large to be worth computing.
     """
     if len(expression) > MAX_CHARACTERS:
-        raise ToolError(
-            f"the expression has {len(expression)} characters; the calculator takes {MAX_CHARACTERS}"
-        )
+        raise ToolError(f"the expression has {len(expression)} characters; the calculator takes {MAX_CHARACTERS}")
     text = expression.translate(_SIGNS).strip()
     if not _ALPHABET.fullmatch(text):
         raise ToolError("an expression holds numbers, + - * / // % ** and parentheses, nothing else")

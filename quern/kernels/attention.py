@@ -129,7 +129,7 @@ def attend_blocked_backward(
         p = kept[offset : offset + math.prod(shape)].view(shape)
         offset += math.prod(shape)
         dp = torch.bmm(grad[:, first:last], v[:, low:last].transpose(1, 2))
-        ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+        ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
         empty = q.new_empty(B * H, last - first, E)
         dq[:, first:last] = torch.baddbmm(empty, ds, k[:, low:last], beta=0, alpha=E**-0.5)
         empty = q.new_empty(B * H, last - low, E)

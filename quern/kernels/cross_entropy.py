@@ -106,9 +106,7 @@ def _tanh(y: Tensor) -> Tensor:
 def _exp(capped: Tensor, softcap: float) -> Tensor:
     """exp(softcap · capped) for |capped| ≤ 1: a Taylor polynomial of a small part, squared as often as needed."""
     squarings = max(0, math.ceil(math.log2(softcap / 0.5)))
-    value = _polynomial(
-        capped * (softcap / 2**squarings), tuple(1 / math.factorial(i) for i in range(7, -1, -1))
-    )
+    value = _polynomial(capped * (softcap / 2**squarings), tuple(1 / math.factorial(i) for i in range(7, -1, -1)))
     for _ in range(squarings):
         value = value * value
     return value

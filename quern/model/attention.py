@@ -21,9 +21,7 @@ GATE_RANGE = 3.0
 class CausalSelfAttention(nn.Module):
     """Reads its head counts off the projections' shapes, so that the same code runs on a shard of the heads."""
 
-    def __init__(
-        self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool
-    ) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = head_dim

@@ -21,9 +21,7 @@ class Context(Protocol):
         """Positions (1 or B, T) of the tokens, as integers on x's device."""
         ...
 
-    def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
         """Causal attention → (B, T, H, E); a query sees the last `window` tokens, itself included (None: all)."""
         ...
 
@@ -38,9 +36,7 @@ class CausalContext:
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]
 
-    def attend(
-        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
         return attend(q_BTHE, k_BTKE, v_BTKE, window)
 
     def previous(self, x_BTD: Tensor) -> Tensor:

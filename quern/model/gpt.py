@@ -8,6 +8,7 @@ windows. Initialisation and the grouping of parameters for the optimizer stand h
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,7 @@ class GPT(nn.Module):
         assert shape.depth and shape.width and shape.vocab_size and shape.kv_heads and shape.head_dim
         self.shape = shape
         self.windows = shape.window_sizes()
+        self.head_dim = shape.head_dim
         self.embedding = nn.Embedding(shape.vocab_size, shape.width)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
         self.value_embeddings = nn.ModuleDict(
@@ -84,15 +86,17 @@ class GPT(nn.Module):
         gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
         x_BTD = x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
         x0_BTD = x_BTD
-        rotary = rotary_table(
-            context.positions(x_BTD), self.blocks[0].attention.head_dim, self.shape.rope_base
-        )
+        rotary = rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
         halfway, halfway_BTD = len(self.blocks) // 2, x_BTD
         for layer, block in enumerate(self.blocks):
             if layer == halfway:
                 halfway_BTD = x_BTD
             key = str(layer)
-            value = embed(tokens_BT, self.value_embeddings[key].weight) if key in self.value_embeddings else None
+            value = (
+                embed(tokens_BT, cast(nn.Embedding, self.value_embeddings[key]).weight)
+                if key in self.value_embeddings
+                else None
+            )
             scales = self.residual_scales[layer], self.x0_scales[layer]
             x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, self.windows[layer], context)
         return norm(x_BTD - self.backout_scale * halfway_BTD)
@@ -110,17 +114,17 @@ class GPT(nn.Module):
         """
         depth, width = len(self.blocks), self.embedding.weight.size(1)
         bound = math.sqrt(3.0 / width)
-        values: dict[nn.Parameter, Tensor] = {}
+        values: dict[Tensor, Tensor] = {}
 
-        def uniform(p: nn.Parameter, low: float, high: float) -> None:
+        def uniform(p: Tensor, low: float, high: float) -> None:
             values[p] = torch.empty(p.shape).uniform_(low, high, generator=generator)
 
-        def normal(p: nn.Parameter, std: float) -> None:
+        def normal(p: Tensor, std: float) -> None:
             values[p] = torch.empty(p.shape).normal_(0.0, std, generator=generator)
 
         normal(self.embedding.weight, 0.8)
         normal(self.head.weight, 0.001)
-        for block in self.blocks:
+        for block in cast(list[Block], list(self.blocks)):
             for linear in (block.attention.query, block.attention.key, block.attention.value):
                 uniform(linear.weight, -bound, bound)
             values[block.attention.out.weight] = torch.zeros(block.attention.out.weight.shape)
@@ -128,8 +132,8 @@ class GPT(nn.Module):
             values[block.mlp.down.weight] = torch.zeros(block.mlp.down.weight.shape)
             if block.attention.value_gate is not None:
                 uniform(block.attention.value_gate.weight, 0.0, 0.02)
-        for embedding in self.value_embeddings.values():
-            uniform(embedding.weight, -bound, bound)
+        for embedding in self.value_embeddings.parameters():
+            uniform(embedding, -bound, bound)
         share = torch.arange(depth) / max(1, depth - 1)
         values[self.residual_scales] = 1.15 - 0.10 * share
         values[self.x0_scales] = 0.20 - 0.15 * share

@@ -60,9 +60,7 @@ def multipliers(
 ) -> Multipliers:
     """All three at once, with Muon's momentum on the same warm-down as the rates."""
     return Multipliers(
-        lr=learning_rate(
-            step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr
-        ),
+        lr=learning_rate(step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr),
         momentum=muon_momentum(step, steps, warmdown_share=warmdown_share),
         decay=weight_decay(step, steps),
     )

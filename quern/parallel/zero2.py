@@ -73,9 +73,7 @@ class Zero2:
         """One update from the gradients at hand. step: how many updates were made before this one."""
         self._gather_grads()
         for bucket in self.buckets:
-            scalars = bucket.rule.scalars(
-                step + 1, bucket.lr * multipliers.lr, multipliers.momentum, multipliers.decay
-            )
+            scalars = bucket.rule.scalars(step + 1, bucket.lr * multipliers.lr, multipliers.momentum, multipliers.decay)
             if self.compile:  # as tensors: a changed Python number would compile the update anew
                 scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
             bucket.update(bucket.masters, bucket.grads, bucket.state, scalars, out=bucket.out)
@@ -181,9 +179,7 @@ def _buckets(group: Group, dtype_ns: torch.dtype, compile: bool) -> list[Bucket]
 
 
 @torch.no_grad()
-def _bucket(
-    group: Group, parameters: list[tuple[str, Parameter]], dtype_ns: torch.dtype, compile: bool
-) -> Bucket:
+def _bucket(group: Group, parameters: list[tuple[str, Parameter]], dtype_ns: torch.dtype, compile: bool) -> Bucket:
     first = parameters[0][1]
     if group.rule.stacked:
         params = first.new_empty(len(parameters), *first.shape)
@@ -201,9 +197,7 @@ def _bucket(
     if compile:  # dynamic: one compilation serves all sizes
         update = torch.compile(update, dynamic=True)
     state = group.rule.init_state(masters)
-    return Bucket(
-        group.rule, group.lr, parameters, views, params, grads, views(grads), masters, state, update
-    )
+    return Bucket(group.rule, group.lr, parameters, views, params, grads, views(grads), masters, state, update)
 
 
 def _unstack(buffer: Tensor) -> list[Tensor]:

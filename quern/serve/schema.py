@@ -33,9 +33,7 @@ class ApiError(Exception):
     ):
         super().__init__(message)
         self.status = status
-        self.body = {
-            "error": {"message": message, "type": kind, "param": param, "code": code, **(extra or {})}
-        }
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **(extra or {})}}
 
 
 class _Strict(BaseModel):
@@ -154,9 +152,7 @@ def _refusal(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
-        return ApiError(
-            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-        )
+        return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     where = f"for '{param}'" if param else "in the body"
     return ApiError(f"Invalid value {where}: {first['msg']}.", param=param or None, code="invalid_value")
 

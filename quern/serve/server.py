@@ -42,8 +42,7 @@ PAGE = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 SECURITY_HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
@@ -91,9 +90,7 @@ class Frontier:
 
         host = Headers(scope=scope).get("host", "")
         if self._hosts is not None and host_name(host) not in self._hosts:
-            error = ApiError(
-                f"This server does not answer for the host {host!r}.", status=403, code="foreign_host"
-            )
+            error = ApiError(f"This server does not answer for the host {host!r}.", status=403, code="foreign_host")
             return await error_response(error)(scope, receive, send_with_headers)
         await self._app(scope, receive, send_with_headers)
 
@@ -203,9 +200,7 @@ async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: 
         messages = [message.message() for message in request.messages]
         prompt = await asyncio.to_thread(render_prompt, tokenizer, messages)
     except ValueError as error:
-        raise ApiError(
-            f"Invalid value for 'messages': {error}.", param="messages", code="invalid_value"
-        ) from None
+        raise ApiError(f"Invalid value for 'messages': {error}.", param="messages", code="invalid_value") from None
     if len(prompt) >= engine.context:
         raise ApiError(
             f"This model's context holds {engine.context} tokens; the messages already take {len(prompt)}. "

@@ -25,9 +25,7 @@ from quern.stages.bench_quality import quality
 from quern.stages.bench_record import Material, Outcome, Setup, load_average, record, table, versions, write
 from quern.stages.bench_train import train
 
-What = Literal[
-    "tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "quality"
-]
+What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "quality"]
 
 BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
     "tokenizer": tokenizer,
@@ -109,9 +107,7 @@ def refuse(options: Options) -> None:
     if options.megabytes <= 0 or options.minutes <= 0:
         raise ValueError("--megabytes and --minutes must be above 0")
     if options.batch_tokens < 512 or options.batch_tokens % 512:
-        raise ValueError(
-            f"--batch-tokens must be a multiple of the 512 tokens of a row, not {options.batch_tokens}"
-        )
+        raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {options.batch_tokens}")
     if "quality" in options.what and (options.train is None or options.val is None):
         raise ValueError("quality needs text: give --train and --val, each a file or a folder")
     for path in (options.data, options.train, options.val):

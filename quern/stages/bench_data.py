@@ -33,9 +33,7 @@ def tokenizer(setup: Setup) -> Outcome:
     """Training: reading, splitting, counting and merging; MB/s of the text it was given."""
     material = setup.material
     texts, vocab_size = material.texts, material.vocab_size
-    taken = alternate(
-        setup.rounds, {"train": lambda: seconds_of(lambda: Tokenizer.train(texts, vocab_size))}
-    )["train"]
+    taken = alternate(setup.rounds, {"train": lambda: seconds_of(lambda: Tokenizer.train(texts, vocab_size))})["train"]
     reached = material.tokenizer.vocab_size
     return Outcome(
         [
@@ -100,9 +98,7 @@ def packing(setup: Setup) -> Outcome:
         loaded = steps * BATCH_ROWS * (CONTEXT + 1)
         for method in METHODS:
             note = ", ".join(f"{key} {share:.4f}" for key, share in settings[name][method].items())
-            measures.append(
-                Measure(f"{name}: pack, {method}", "tokens/s", rates(tokens, taken[method]), note)
-            )
+            measures.append(Measure(f"{name}: pack, {method}", "tokens/s", rates(tokens, taken[method]), note))
         measures.append(Measure(f"{name}: pack and load, best-fit", "tokens/s", rates(loaded, taken["load"])))
     return Outcome(measures, settings)
 

@@ -25,13 +25,9 @@ def prefill(setup: Setup) -> Outcome:
     """Prompts read, up to the first token of each reply; tokens of prompts per second."""
     length = 16 if setup.quick else PREFILL_PROMPT_TOKENS
     engine = _engine(setup)
-    jobs: dict[str, Callable[[], float]] = {
-        str(rows): _reply_job(engine, setup, rows, length, 1, 1.0) for rows in ROWS
-    }
+    jobs: dict[str, Callable[[], float]] = {str(rows): _reply_job(engine, setup, rows, length, 1, 1.0) for rows in ROWS}
     taken = alternate(setup.rounds, jobs)
-    measures = [
-        Measure(f"prefill, batch {rows}", "tokens/s", rates(rows * length, taken[str(rows)])) for rows in ROWS
-    ]
+    measures = [Measure(f"prefill, batch {rows}", "tokens/s", rates(rows * length, taken[str(rows)])) for rows in ROWS]
     return Outcome(measures, {"prompt_tokens": length})
 
 

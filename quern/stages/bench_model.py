@@ -37,9 +37,7 @@ def random_batch(recipe: Recipe, seed: int) -> Batch:
     assert context and batch_tokens and recipe.model.vocab_size
     numbers = torch.Generator().manual_seed(seed)
     rows = max(1, batch_tokens // context)
-    row_tokens = torch.randint(
-        recipe.model.vocab_size, (rows, context + 1), generator=numbers, dtype=torch.int32
-    )
+    row_tokens = torch.randint(recipe.model.vocab_size, (rows, context + 1), generator=numbers, dtype=torch.int32)
     tokens, targets = row_tokens[:, :-1].contiguous().numpy(), row_tokens[:, 1:].contiguous().numpy()
     return Batch(tokens, targets, targets >= 0)
 

@@ -50,14 +50,10 @@ def quality(
         seed=seed,
         train=TrainRecipe(minutes=minutes),
     )
-    command = (
-        f"quern bench quality --train {train} --val {val} --minutes {minutes:g} --depth {depth} --seed {seed}"
-    )
+    command = f"quern bench quality --train {train} --val {val} --minutes {minutes:g} --depth {depth} --seed {seed}"
     code = pretrain.run(recipe, machine, places, resume=False, source=None, command=command, say=say)
     if code:
-        raise RuntimeError(
-            f"training ended with code {code}, so there is nothing to score: see {places.folder}"
-        )
+        raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {places.folder}")
     loaded = load(places, machine, say, "pretrain")
     prepared = prepare(loaded.recipe, out, say)
     rows = pretrain.micro_batch_rows(loaded.recipe)
@@ -80,9 +76,7 @@ def quality(
     }
     tokens = max(line.get("tokens", 0) for line in lines)
     measures = [
-        Measure(
-            "validation", "bits/byte", (score.bpb,), f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes"
-        ),
+        Measure("validation", "bits/byte", (score.bpb,), f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes"),
         Measure("validation", "nats/token", (score.nats_per_token,)),
         Measure("time in steps", "s", (spent,), f"{loaded.step:,} steps"),
         Measure("trained on", "tokens", (tokens,)),

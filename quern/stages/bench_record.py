@@ -161,8 +161,7 @@ def table(measures: Sequence[Measure]) -> list[str]:
     ]
     name, median, unit, spread = (max((len(row[i]) for row in rows), default=0) for i in range(4))
     return [
-        f"  {row[0]:{name}}  {row[1]:>{median}} {row[2]:{unit}}  {row[3]:>{spread}}  {row[4]}".rstrip()
-        for row in rows
+        f"  {row[0]:{name}}  {row[1]:>{median}} {row[2]:{unit}}  {row[3]:>{spread}}  {row[4]}".rstrip() for row in rows
     ]
 
 
@@ -170,8 +169,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns, right-aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [head, *rows]
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
     ]
 
 

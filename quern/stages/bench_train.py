@@ -72,9 +72,7 @@ def _step(state: TrainState, recipe: Recipe, setup: Setup) -> float:
     batch, rows = random_batch(recipe, state.step), micro_batch_rows(recipe)
     verdicts = []
     seconds = seconds_of(
-        lambda: verdicts.append(
-            train_step(state, batch, Multipliers(), setup.machine, micro_batch_rows=rows).verdict
-        ),
+        lambda: verdicts.append(train_step(state, batch, Multipliers(), setup.machine, micro_batch_rows=rows).verdict),
         setup.machine,
     )
     if verdicts != ["step"]:
@@ -96,9 +94,7 @@ def _starts(setup: Setup) -> list[Measure]:
         for kind in kinds:
             started = first_step(setup.machine, setup.seed, setup.quick, setup.batch_tokens, cache)
             notes = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
-            measures.append(
-                Measure(f"start to first step, {kind}", "s", (started.first_step_seconds,), notes[kind])
-            )
+            measures.append(Measure(f"start to first step, {kind}", "s", (started.first_step_seconds,), notes[kind]))
     if started is not None and started.peak_memory_bytes is not None:
         measures.append(Measure("peak memory", "MB", (started.peak_memory_bytes / 1e6,), "of that process"))
     return measures

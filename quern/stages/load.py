@@ -45,9 +45,7 @@ def load(
         callables = {"make_model": make_model} if make_model else {}
         recipe = Recipe.from_json(meta["recipe"], **callables)
         if meta["tokenizer"] != tokenizer.fingerprint:
-            raise ValueError(
-                f"{found[0]} was trained with another tokenizer than {places.folder / 'tokenizer.json'}"
-            )
+            raise ValueError(f"{found[0]} was trained with another tokenizer than {places.folder / 'tokenizer.json'}")
         model = build_model(recipe, machine, None)
         load_weights(model, weights_of(tensors))
         return Loaded(model.eval(), tokenizer, recipe, name, meta["state"]["step"])

@@ -27,9 +27,7 @@ class Places:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
-            raise ValueError(
-                f"'{self.run}' cannot name a run: use letters, digits, dots, dashes and underscores"
-            )
+            raise ValueError(f"'{self.run}' cannot name a run: use letters, digits, dots, dashes and underscores")
 
     @property
     def folder(self) -> Path:
@@ -45,9 +43,7 @@ class Places:
         """The run's tokenizer. Raises FileNotFoundError naming the runs that there are."""
         path = self.folder / "tokenizer.json"
         if not path.exists():
-            raise FileNotFoundError(
-                f"there is no run '{self.run}' with a tokenizer under {self.out}: {self.known()}"
-            )
+            raise FileNotFoundError(f"there is no run '{self.run}' with a tokenizer under {self.out}: {self.known()}")
         return Tokenizer.load(path)
 
     def known(self) -> str:

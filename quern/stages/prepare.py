@@ -66,9 +66,7 @@ def open_source(recipe: Recipe, out: Path) -> Source:
         else:
             texts = (text for text, _ in read(path))
             yield from (
-                text
-                for held_out, text in _hold_out(texts, recipe.text.val_megabytes)
-                if held_out == (split == "val")
+                text for held_out, text in _hold_out(texts, recipe.text.val_megabytes) if held_out == (split == "val")
             )
 
     return Source(path.stem or "data", fingerprint(*marks), documents)
@@ -76,9 +74,7 @@ def open_source(recipe: Recipe, out: Path) -> Source:
 
 def _tinyworld(recipe: Recipe) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
-    sample = "".join(
-        islice(tinyworld.documents(recipe.seed, 0.2, "train"), 200)
-    )  # changes with the generator
+    sample = "".join(islice(tinyworld.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
     def documents(split: str) -> Iterator[str]:
         return tinyworld.documents(recipe.seed, sizes[split], split)
@@ -172,9 +168,7 @@ def _tokenize(
 ) -> None:
     start, tokens, size, count = time.monotonic(), 0, 0, 0
     with (
-        ShardWriter(
-            folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark
-        ) as writer,
+        ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
         Meter(f"tokenizing {split}", None, "documents") as meter,
     ):
         texts = (text for text in source.read(split) if text)
@@ -186,16 +180,12 @@ def _tokenize(
             count += len(batch)
             meter.at(count, f"{tokens / 1e6:.1f}M tokens")
         if count == 0:
-            raise ValueError(
-                f"the {split} text of '{source.name}' is empty: give more text, or --val for validation"
-            )
+            raise ValueError(f"the {split} text of '{source.name}' is empty: give more text, or --val for validation")
     seconds = time.monotonic() - start
     say(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
 
 
-def _facts(
-    recipe: Recipe, source: Source, tokenizer: Tokenizer, train: Corpus, val: Corpus
-) -> dict[str, Any]:
+def _facts(recipe: Recipe, source: Source, tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
     if recipe.data == "tinyworld":
         samples = tinyworld.kinds_of_text(recipe.seed)
     else:

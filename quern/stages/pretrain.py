@@ -170,9 +170,7 @@ def fit_minutes(
             step_seconds = micro_seconds * batch_tokens / micro_tokens + update_seconds
             steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
             batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
-        say(
-            f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine"
-        )
+        say(f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine")
     keep = {"eval_every", "save_every", "warmup_steps"}
     unset = replace(recipe.train, steps=steps, batch_tokens=batch_tokens, **dict.fromkeys(keep, None))
     optim = replace(recipe.optim, lr_scale=None, decay_scale=None)

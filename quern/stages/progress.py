@@ -48,9 +48,7 @@ class Meter:
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
             )
-            self.bar = Progress(
-                *columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True
-            )
+            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
             self.bar.add_task(f"{self.title} ({self.unit})", total=self.total, note=note)
             self.bar.start()
         self.bar.update(self.bar.tasks[0].id, completed=done, note=note)

@@ -56,9 +56,7 @@ def markdown(run: RunRecords) -> str:
     ]
     parts.append(_section("What happened", events))
     line = facts.command(run)
-    parts.append(
-        _section("How to repeat it", [fenced(line, "sh") if line else "", _rows(facts.repeat_rows(run))])
-    )
+    parts.append(_section("How to repeat it", [fenced(line, "sh") if line else "", _rows(facts.repeat_rows(run))]))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -114,11 +112,7 @@ def _curves(stage: StageRecords) -> str:
         values = stage.column(key)[1]
         if len(values) > 1:
             rows.append([name, number(values[0]), sparkline(values), number(values[-1])])
-    return (
-        f"### {inline(stage.title)}\n\n{_table(['curve', 'first', 'over the steps', 'last'], rows)}"
-        if rows
-        else ""
-    )
+    return f"### {inline(stage.title)}\n\n{_table(['curve', 'first', 'over the steps', 'last'], rows)}" if rows else ""
 
 
 def _evaluation(run: RunRecords) -> list[str]:

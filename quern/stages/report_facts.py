@@ -277,9 +277,7 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
         count = finite(last.get("count"))
         cells = [_cell(lines.get(name, {})) for name in stages]
         rows.append(
-            ScoreRow(
-                task, metric, int(count) if count is not None else None, finite(last.get("chance")), cells
-            )
+            ScoreRow(task, metric, int(count) if count is not None else None, finite(last.get("chance")), cells)
         )
     return rows
 

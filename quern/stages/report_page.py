@@ -34,9 +34,7 @@ def page(run: RunRecords) -> str:
     ]
     shown = [section for section in sections if section[2]]
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown)
-    body = "".join(
-        f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in shown
-    )
+    body = "".join(f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in shown)
     notes = "".join(f'<p class="note">{esc(note)}</p>' for note in run.notes)
     css = STYLE.read_text(encoding="utf-8")
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -58,9 +56,7 @@ def esc(value: Any) -> str:
 
 
 def _tiles(run: RunRecords) -> str:
-    items = "".join(
-        f"<div><dd>{esc(value)}</dd><dt>{esc(label)}</dt></div>" for label, value in facts.tiles(run)
-    )
+    items = "".join(f"<div><dd>{esc(value)}</dd><dt>{esc(label)}</dt></div>" for label, value in facts.tiles(run))
     return f'<dl class="tiles">{items}</dl>' if items else ""
 
 
@@ -143,9 +139,7 @@ def _evaluation(run: RunRecords) -> str:
         )
     if parts:
         setting = facts.score_setting(run)
-        parts.append(
-            f"<details><summary>{setting.title}</summary>{_table(setting.header, setting.rows)}</details>"
-        )
+        parts.append(f"<details><summary>{setting.title}</summary>{_table(setting.header, setting.rows)}</details>")
     return "".join(parts)
 
 
@@ -182,8 +176,7 @@ def _other_row(row: facts.ScoreRow) -> str:
         label += f" · guessing {number(row.chance)}"
     name = f"{row.task}, bits per byte" if row.metric == "bpb" else f"{row.task}, {row.metric}"
     cells = "".join(
-        '<td class="none">–</td>' if cell.value is None else f"<td><b>{cell.value:.4g}</b></td>"
-        for cell in row.cells
+        '<td class="none">–</td>' if cell.value is None else f"<td><b>{cell.value:.4g}</b></td>" for cell in row.cells
     )
     return f'<tr><th scope="row">{esc(name)}<small>{esc(label)}</small></th>{cells}</tr>'
 
@@ -228,11 +221,7 @@ def _chat(sample: dict[str, Any]) -> str:
     messages = sample.get("messages")
     messages = messages if isinstance(messages, list) else []
     reply = sample.get("parts") or sample.get("text", "")
-    turns = [
-        _bubble(message.get("role"), message.get("content"))
-        for message in messages
-        if isinstance(message, dict)
-    ]
+    turns = [_bubble(message.get("role"), message.get("content")) for message in messages if isinstance(message, dict)]
     return f'<div class="chat">{"".join(turns)}{_bubble("assistant", reply) if reply else ""}</div>'
 
 

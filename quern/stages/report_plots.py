@@ -115,18 +115,14 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             axes.plot(xs_drawn, ys_drawn, color=FAINT, linewidth=1)
             axes.plot(*thin(xs, running_mean(ys)), color=ACCENT, linewidth=1.6)
         else:
-            axes.plot(
-                xs_drawn, ys_drawn, color=ACCENT, linewidth=1.6, marker="o" if curve.points else None, ms=3
-            )
+            axes.plot(xs_drawn, ys_drawn, color=ACCENT, linewidth=1.6, marker="o" if curve.points else None, ms=3)
         axes.plot(xs[-1], running_mean(ys)[-1] if curve.smooth else ys[-1], "o", color=ACCENT, ms=4.5)
         if curve.log:
             _log_axis(axes, min(ys), max(ys))
         else:
             axes.set_ylim(0, max(ys) * 1.08 if max(ys) > 0 else None)
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-            axes.yaxis.set_major_formatter(
-                FuncFormatter(lambda y, _: percent(y) if curve.share else human(y))
-            )
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: percent(y) if curve.share else human(y)))
         axes.set_xlim(0, max(xs) * 1.02)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=curve.against != "seconds"))
         if curve.against == "seconds":

@@ -156,9 +156,7 @@ def _stage_folders(folder: Path) -> list[Path]:
         return []
     known = list(STAGE_TITLES)
     found = [path for path in folder.iterdir() if path.is_dir() and _is_stage(path)]
-    return sorted(
-        found, key=lambda path: (known.index(path.name) if path.name in known else len(known), path.name)
-    )
+    return sorted(found, key=lambda path: (known.index(path.name) if path.name in known else len(known), path.name))
 
 
 def _is_stage(path: Path) -> bool:

@@ -58,9 +58,7 @@ def run(
     tokenizer = places.tokenizer()
     base = checkpoint.latest(places.checkpoints("pretrain"), say)
     if base is None:
-        raise FileNotFoundError(
-            f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first"
-        )
+        raise FileNotFoundError(f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first")
     tensors, meta = checkpoint.load(base[0])
     resolve(recipe)  # refuses bad values
     recipe = _follow(recipe, Recipe.from_json(meta["recipe"], make_model=recipe.make_model))
@@ -68,9 +66,7 @@ def run(
     assert context and recipe.sft.batch_tokens
     train_corpus, val_corpus = conversations(recipe, tokenizer, places.out)
     rows = max(1, recipe.sft.batch_tokens // context)
-    loader = Loader(
-        train_corpus, context, rows, recipe.seed, "first-fit-decreasing", too_long=recipe.sft.too_long
-    )
+    loader = Loader(train_corpus, context, rows, recipe.seed, "first-fit-decreasing", too_long=recipe.sft.too_long)
     steps = recipe.sft.steps or max(1, round(loader.steps_per_epoch * recipe.sft.epochs))
     recipe = replace(recipe, sft=replace(recipe.sft, steps=steps))
     if resume:

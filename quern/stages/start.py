@@ -33,9 +33,7 @@ def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12) ->
     return 2 * size**3 / best
 
 
-def describe_run(
-    recipe: Recipe, machine: Machine, places: Places, facts: dict[str, Any], command: str
-) -> None:
+def describe_run(recipe: Recipe, machine: Machine, places: Places, facts: dict[str, Any], command: str) -> None:
     """Writes run.json: how the run was started, on what, with what."""
     places.write(
         "run.json",
@@ -72,9 +70,7 @@ def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
 def _flat(body: dict[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in body.items():
-        flat.update(
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: repr(value)}
-        )
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: repr(value)})
     return flat
 
 

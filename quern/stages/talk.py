@@ -26,11 +26,7 @@ def ask(
     reply: Message = {"role": "assistant", "content": ""}
     for event in engine.events([prompt], max_tokens=max_tokens, sampling=sampling, seed=seed):
         if isinstance(event.value, Delta):
-            put(
-                event.value.text
-                if event.value.kind == "text"
-                else f"[{event.value.kind}: {event.value.text}] "
-            )
+            put(event.value.text if event.value.kind == "text" else f"[{event.value.kind}: {event.value.text}] ")
         else:
             reply = {"role": "assistant", "content": list(event.value.parts)}
     return reply
@@ -57,9 +53,7 @@ def chat(
         if messages[:-1] and len(render_prompt(engine.tokenizer, messages)) >= engine.context:
             put(f"(the conversation is longer than the model's {engine.context} tokens: it begins anew)\n")
             messages = messages[-1:]
-        messages.append(
-            ask(engine, messages, max_tokens=max_tokens, sampling=sampling, seed=seed + turn, put=put)
-        )
+        messages.append(ask(engine, messages, max_tokens=max_tokens, sampling=sampling, seed=seed + turn, put=put))
         put("\n")
         turn += 1
 

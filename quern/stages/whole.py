@@ -51,9 +51,7 @@ def sample_chat(places: Places) -> list[str]:
         for message in sample.get("messages", []):
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            spoken = " ".join(
-                p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}]" for p in parts
-            )
+            spoken = " ".join(p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}]" for p in parts)
             lines.append(f"{'you  ' if message['role'] == 'user' else 'quern'} │ {spoken}")
         lines.append("")
     return lines

@@ -204,8 +204,7 @@ def download(
             farthest = max(farthest, size)
             if failures >= tries:
                 raise OSError(
-                    f"cannot fetch {url}: {error} (tried {tries} times). Run it again to go on from "
-                    f"{size:,} bytes"
+                    f"cannot fetch {url}: {error} (tried {tries} times). Run it again to go on from {size:,} bytes"
                 ) from error
             pause = max(error.pause_seconds, pause_seconds * 2 ** (failures - 1))
             time.sleep(min(pause, LONGEST_PAUSE_SECONDS))

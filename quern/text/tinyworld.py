@@ -123,9 +123,7 @@ class Question:
 def _fact_question(pen: Pen) -> Question:
     character, relation = pen.someone(), pen.pick(RELATIONS)
     text = pen.pick(HELD_OUT_QUESTIONS[relation]).format_map(FIELDS[character.name])
-    return Question(
-        "facts", [{"role": "user", "content": text}], character.fact(relation), None, blind_guess(relation)
-    )
+    return Question("facts", [{"role": "user", "content": text}], character.fact(relation), None, blind_guess(relation))
 
 
 def questions(seed: int, kind: str, count: int) -> list[Question]:
@@ -146,9 +144,7 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
         if text not in found:
             found[text], last_new = question, index
         elif index - last_new > 2000:
-            raise ValueError(
-                f"there are only {len(found)} questions of kind {kind!r}: ask for fewer than {count}"
-            )
+            raise ValueError(f"there are only {len(found)} questions of kind {kind!r}: ask for fewer than {count}")
         index += 1
     return list(found.values())
 

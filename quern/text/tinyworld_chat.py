@@ -177,9 +177,7 @@ def story_on_request(pen: Pen) -> Exchange:
 def _list_home(pen: Pen) -> Exchange:
     home = pen.pick(tuple(HOMES))
     names = [character.name for character in CAST if character.home == home]
-    question = pen.pick(
-        ("Who lives in {home}?", "Which animals live in {home}?", "List everyone who lives in {home}.")
-    )
+    question = pen.pick(("Who lives in {home}?", "Which animals live in {home}?", "List everyone who lives in {home}."))
     return exchange(question.format(home=home), f"In {home} live {joined(names)}.")
 
 

@@ -124,9 +124,7 @@ def _make_cast() -> tuple[Character, ...]:
     for left, right in zip(pairs[0::2], pairs[1::2], strict=True):
         friend[names[left]], friend[names[right]] = names[right], names[left]
     count = len(people)
-    columns = [
-        _dealt(v, count, rng) for v in (KINDS, list(HOMES), list(WORKS), FOODS, COLOURS, HOBBIES, TREASURES)
-    ]
+    columns = [_dealt(v, count, rng) for v in (KINDS, list(HOMES), list(WORKS), FOODS, COLOURS, HOBBIES, TREASURES)]
     cast = []
     for (name, she), kind, home, work, food, colour, hobby, treasure in zip(people, *columns, strict=True):
         cast.append(Character(name, she, kind, home, work, friend[name], food, colour, hobby, treasure))
@@ -161,9 +159,7 @@ def fields(character: Character, prefix: str = "") -> dict[str, str]:
     does, place, things = WORKS[character.work]
     friend = CHARACTERS[character.friend]
     words = {relation: character.fact(relation) for relation in RELATIONS}
-    he, him, his, himself = (
-        ("she", "her", "her", "herself") if character.she else ("he", "him", "his", "himself")
-    )
+    he, him, his, himself = ("she", "her", "her", "herself") if character.she else ("he", "him", "his", "himself")
     words |= {"name": character.name, "he": he, "him": him, "his": his, "himself": himself}
     words |= {"He": upper_first(he), "His": upper_first(his), "a_kind": a(character.kind)}
     words |= {
@@ -182,9 +178,7 @@ def fields(character: Character, prefix: str = "") -> dict[str, str]:
 
 
 FIELDS: Mapping[str, Mapping[str, str]] = {character.name: fields(character) for character in CAST}
-OTHER_FIELDS: Mapping[str, Mapping[str, str]] = {
-    character.name: fields(character, "o_") for character in CAST
-}
+OTHER_FIELDS: Mapping[str, Mapping[str, str]] = {character.name: fields(character, "o_") for character in CAST}
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 

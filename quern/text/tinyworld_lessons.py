@@ -84,9 +84,7 @@ def questions_and_answers(pen: Pen) -> str:
         if several:
             character = pen.someone()
         gap = "\n" if label[0] else " "
-        text.append(
-            f"{label[0]}{pen.ask(character, relation)}{gap}{label[1]}{pen.answer(character, relation)}"
-        )
+        text.append(f"{label[0]}{pen.ask(character, relation)}{gap}{label[1]}{pen.answer(character, relation)}")
     return "\n".join(text)
 
 
@@ -165,9 +163,7 @@ def catalogue(pen: Pen) -> str:
             text.append(f"{title}: {joined(words)}.")
         else:
             bare = category in WITHOUT_ARTICLE
-            text.append(
-                " ".join(f"{upper_first(word if bare else a(word))} is {a(category)}." for word in words[:3])
-            )
+            text.append(" ".join(f"{upper_first(word if bare else a(word))} is {a(category)}." for word in words[:3]))
     return ("\n\n" if style == 0 else "\n").join(text)
 
 
@@ -193,17 +189,13 @@ def errands(pen: Pen) -> str:
     if pen.maybe(0.5):
         count = 3 + pen.below(5)
         adjectives, things = pen.rng.sample(ADJECTIVES, count), pen.rng.sample(THINGS, count)
-        items = [
-            f"- {2 + pen.below(11)} {one} {thing}" for one, thing in zip(adjectives, things, strict=True)
-        ]
+        items = [f"- {2 + pen.below(11)} {one} {thing}" for one, thing in zip(adjectives, things, strict=True)]
         title = "{name} the {work} goes to the market in {home} and needs:"
         return "\n".join([title.format_map(words), *items, "and {food}, of course.".format_map(words)])
     first, count = pen.below(7), 3 + pen.below(5)
     doings = pen.rng.sample(DOINGS, count)
     days = [f"On {plots.DAYS[(first + day) % 7]} {words['he']} {doing}." for day, doing in enumerate(doings)]
-    title = pen.pick(
-        ("A week in the life of {name}, {a_kind}:", "What {name} the {work} of {home} did last week:")
-    )
+    title = pen.pick(("A week in the life of {name}, {a_kind}:", "What {name} the {work} of {home} did last week:"))
     return title.format_map(words) + ("\n" if pen.maybe(0.5) else " ") + " ".join(days)
 
 

@@ -9,9 +9,7 @@ Pure text, no logic; tinyworld_prose.py tells the stories.
 from quern.text.tinyworld_facts import lines
 
 DAYS = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
-MONTHS = tuple(
-    "January February March April May June July August September October November December".split()
-)
+MONTHS = tuple("January February March April May June July August September October November December".split())
 SEASONS = ("spring", "summer", "autumn", "winter")
 WEATHER = tuple("rainy sunny windy foggy cloudy frosty warm cold bright misty stormy".split())
 TIMES = ("morning", "afternoon", "evening", "night")

@@ -37,9 +37,7 @@ def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
     """The statements that begin with the name and use it once, told with a pronoun instead."""
     once = [template for template in templates if template.count("{name}") == 1]
     told = [t.replace("{name}'s", "{His}") for t in once if t.startswith("{name}'s")]
-    return tuple(
-        told + [t.replace("{name}", "{He}") for t in once if t.startswith("{name} ") and " and {" not in t]
-    )
+    return tuple(told + [t.replace("{name}", "{He}") for t in once if t.startswith("{name} ") and " and {" not in t])
 
 
 PRONOUN_STATEMENTS = {relation: _with_pronoun(STATEMENTS[relation]) for relation in RELATIONS}
@@ -123,9 +121,7 @@ def _fits(scenes: str, hero: Character, other: Character) -> bool:
     if "{friend" in scenes and other.name == hero.friend:
         return False
     return not any(
-        hero.fact(relation) == other.fact(relation)
-        and f"{{{relation}}}" in scenes
-        and f"{{o_{relation}}}" in scenes
+        hero.fact(relation) == other.fact(relation) and f"{{{relation}}}" in scenes and f"{{o_{relation}}}" in scenes
         for relation in ("food", "colour", "hobby", "treasure")
     )
 
@@ -232,11 +228,7 @@ def dialogue(pen: Pen) -> str:
     teller = pen.other(asker)
     words = {**FIELDS[asker.name], **OTHER_FIELDS[teller.name], **pen.chance_fields()}
     script = pen.maybe(0.4)
-    text = (
-        []
-        if script
-        else ["On a {weather} {time} {name} the {kind} met {o_name} at {spot}.".format_map(words)]
-    )
+    text = [] if script else ["On a {weather} {time} {name} the {kind} met {o_name} at {spot}.".format_map(words)]
     if pen.maybe(0.6):
         greeting = pen.pick(GREETINGS)
         text.append(f"{asker.name}: {greeting}" if script else f'"{greeting}" said {asker.name}.')
@@ -334,9 +326,7 @@ def comparison(pen: Pen) -> str:
         words = {**FIELDS[one.name], **OTHER_FIELDS[other.name]}
         if one.fact(relation) == other.fact(relation):
             tail = pen.pick(TAILS[relation]).format_map(words)
-            text.append(
-                f"{one.name} {tail}, and so {'is' if tail.startswith('is ') else 'does'} {other.name}."
-            )
+            text.append(f"{one.name} {tail}, and so {'is' if tail.startswith('is ') else 'does'} {other.name}.")
             continue
         first = pen.pick(TAILS[relation]).format_map(FIELDS[one.name])
         second = pen.pick(TAILS[relation]).format_map(FIELDS[other.name])

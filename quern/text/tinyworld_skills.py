@@ -173,9 +173,7 @@ def word_problem(pen: Pen, held_out: bool = False) -> Task:
             break
     sign, problem, reply = PROBLEMS[pen.below(len(PROBLEMS))]
     operator = "/" if sign == ":" else sign
-    left, right = operands(
-        pen, held_out, operator, pen.pick((20, 50, 99, 99, 300)) if operator in "+-" else 40
-    )
+    left, right = operands(pen, held_out, operator, pen.pick((20, 50, 99, 99, 300)) if operator in "+-" else 40)
     words = {**FIELDS[character.name], **OTHER_FIELDS[pen.other(character).name], "things": things}
     words |= {"left": str(left), "right": str(right), "result": str(result_of(left, operator, right))}
     words["day"] = pen.pick(plots.DAYS)
@@ -288,9 +286,7 @@ CATEGORY_NAMES = tuple(CATEGORIES)
 CATEGORY_MEMBERS = tuple(CATEGORIES.values())
 CATEGORY_QUESTIONS = lines("[Which of these|Which one|Which word here] is {category}?")
 HELD_OUT_CATEGORY_QUESTIONS = ("Find {category} in this list.", "Which of the four is {category}?")
-LARGEST_QUESTIONS = lines(
-    "[Which|What] number is the [largest|biggest]?\nWhich of these numbers is the largest?"
-)
+LARGEST_QUESTIONS = lines("[Which|What] number is the [largest|biggest]?\nWhich of these numbers is the largest?")
 HELD_OUT_LARGEST_QUESTIONS = (
     "Find the largest number in this list.",
     "Which of the four numbers is the biggest?",
@@ -310,9 +306,7 @@ def choice_task(pen: Pen, held_out: bool = False) -> Task:
         wrong = [value for value in VALUES[relation] if value not in (right, character.name)]
     elif kind < 0.85:
         category = pen.pick(CATEGORY_NAMES)
-        stem = pen.pick(HELD_OUT_CATEGORY_QUESTIONS if held_out else CATEGORY_QUESTIONS).format(
-            category=category
-        )
+        stem = pen.pick(HELD_OUT_CATEGORY_QUESTIONS if held_out else CATEGORY_QUESTIONS).format(category=category)
         group, members = CATEGORIES[category]
         right = pen.pick(members)
         wrong = [pen.pick(words) for other, words in pen.rng.sample(CATEGORY_MEMBERS, 14) if other != group]
@@ -324,9 +318,7 @@ def choice_task(pen: Pen, held_out: bool = False) -> Task:
     options = [right, *pen.rng.sample(wrong, 3)]
     pen.rng.shuffle(options)
     answer = LETTERS[options.index(right)]
-    question = "\n".join(
-        [stem, *(f"{letter}) {option}" for letter, option in zip(LETTERS, options, strict=True))]
-    )
+    question = "\n".join([stem, *(f"{letter}) {option}" for letter, option in zip(LETTERS, options, strict=True))])
     return Task("choice", question, answer, answer, choices=LETTERS, chance=1 / len(LETTERS))
 
 

@@ -120,8 +120,7 @@ class Tokenizer:
         notes = []
         if reached < vocab_size:
             notes.append(
-                f"The corpus has too few different words for {vocab_size:,} tokens: the vocabulary has "
-                f"{reached:,}."
+                f"The corpus has too few different words for {vocab_size:,} tokens: the vocabulary has {reached:,}."
             )
         return cls(merges, pattern, notes=notes)
 
@@ -175,9 +174,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
         """`encode` of each text, on several threads."""
-        return self._encoding.encode_ordinary_batch(
-            [well_formed(text) for text in texts], num_threads=threads
-        )
+        return self._encoding.encode_ordinary_batch([well_formed(text) for text in texts], num_threads=threads)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes the ids stand for, joined; a special token stands for its name."""

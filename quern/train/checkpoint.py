@@ -115,9 +115,7 @@ def verify(path: Path) -> dict[str, Any]:
     # The reader takes every safetensors file that it finds, so a foreign one must not pass.
     foreign = {file.name for file in path.glob("*.safetensors")} - set(manifest["files"])
     if foreign:
-        raise CheckpointError(
-            f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them"
-        )
+        raise CheckpointError(f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them")
     for name, expected in manifest["files"].items():
         try:
             found = _describe(path / name)
@@ -246,9 +244,7 @@ def _clean(folder: Path, at: Callable[[str], None]) -> None:
                 os.rename(path, final)
 
 
-def _write_error(
-    folder: Path, step: int, tensors: dict[str, torch.Tensor], error: OSError
-) -> CheckpointError:
+def _write_error(folder: Path, step: int, tensors: dict[str, torch.Tensor], error: OSError) -> CheckpointError:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
@@ -320,9 +316,7 @@ def _require_plain_json(meta: dict[str, Any]) -> None:
     except (TypeError, ValueError) as error:
         raise ValueError(f"meta must be plain JSON: {error}") from error
     if not same:
-        raise ValueError(
-            "meta must read back equal: use string keys and lists, not tuples or numbers as keys"
-        )
+        raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
 
 
 def _fsync(path: Path) -> None:

@@ -167,7 +167,5 @@ def _diverged(state: TrainState, folder: StageFolder, say: Callable[[str], None]
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"
     folder.event("stop", step=state.step, reason=reason)
-    say(
-        f"stopped at step {state.step}: {reason}. Lower the learning rate (--optim.lr-scale) and resume from there."
-    )
+    say(f"stopped at step {state.step}: {reason}. Lower the learning rate (--optim.lr-scale) and resume from there.")
     return EXIT_DIVERGED

@@ -53,9 +53,7 @@ def train_step(
     return StepResult(loss_value, norm_value, tokens, batch.tokens.size, verdict)
 
 
-def accumulate(
-    state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int
-) -> tuple[torch.Tensor, int]:
+def accumulate(state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int) -> tuple[torch.Tensor, int]:
     """Leaves the batch's gradients in the optimizer's buffers → (mean loss, 0-dim; valid targets)."""
     tokens = int(batch.mask.sum())
     if tokens == 0:
@@ -70,9 +68,7 @@ def accumulate(
     return loss, tokens
 
 
-def to_device(
-    batch: Batch, valid_targets: int, machine: Machine
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def to_device(batch: Batch, valid_targets: int, machine: Machine) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """→ tokens, targets (B, T) int64 and scale (B, T) fp32 = mask · weight / valid_targets, on the device."""
     scale = batch.mask.astype(np.float32)
     if batch.weight is not None:
