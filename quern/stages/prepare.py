@@ -54,7 +54,8 @@ def open_source(recipe: Recipe, out: Path) -> Source:
         if recipe.data not in hub.DATASETS:
             sets = ", ".join(hub.DATASETS)
             raise FileNotFoundError(
-                f"--data {recipe.data}: there is no such file, folder or data set; use tinyworld, a path, or one of {sets}"
+                f"--data {recipe.data}: there is no such file, folder or data set; "
+                f"use tinyworld, a path, or one of {sets}"
             )
         folder = hub.prefetch(recipe.data, out / "downloads")
         path, val = folder / "train", val or folder / "val"

@@ -105,7 +105,7 @@ def run(
 
 
 def _follow(recipe: Recipe, base: Recipe) -> Recipe:
-    """The base model's recipe with this one's fine-tuning: the shape is that of the weights, the rates fit the batch."""
+    """The base model's recipe with this one's fine-tuning: the weights' shape, and rates that fit the batch."""
     batch_tokens = recipe.sft.batch_tokens or base.sft.batch_tokens
     assert batch_tokens
     scale = recipe.sft.lr_share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)

@@ -1,4 +1,4 @@
-"""The benchmarks: what they count, how they take turns, what they write and refuse; never how fast a thing is."""
+"""The benchmarks: what they count, how they take turns, what they write and refuse; never how fast they are."""
 
 import json
 import math
@@ -10,6 +10,7 @@ import torch
 
 from quern.generate.engine import Engine
 from quern.machine import Machine
+from quern.model.context import CausalContext
 from quern.model.count import flops_per_token
 from quern.stages import bench
 from quern.stages.bench_data import shards
@@ -97,7 +98,12 @@ def test_the_untrained_tokenizer_has_its_size_and_works() -> None:
 def test_no_reply_of_the_talking_model_ends_early() -> None:
     recipe = reference(quick=True, seed=3)
     tokenizer = pair_tokenizer(512)
-    engine = Engine(talking_model(recipe, tokenizer, CPU), tokenizer, CPU)
+    model = talking_model(recipe, tokenizer, CPU)
+    with torch.inference_mode():
+        tokens = torch.from_numpy(random_batch(recipe, 0).tokens).long()
+        shares = model.logits(model(tokens, CausalContext())).softmax(-1)
+    assert float(shares[..., list(tokenizer.special_ids.values())].sum(-1).max()) < 1e-5
+    engine = Engine(model, tokenizer, CPU)
     for temperature in (0.0, 1.0):
         done = engine.generate([[tokenizer.bos, 1, 2]] * 16, max_tokens=60, temperature=temperature, seed=1)
         assert [len(row[0].ids) for row in done] == [60] * 16
