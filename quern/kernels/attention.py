@@ -60,14 +60,15 @@ def _attend_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | N
 
 
 def _blocks(T: int, window: int) -> list[tuple[int, int, int]]:
-    """(first query, past the last query, first visible key) of each block of queries; window 0 is no window.
+    """(first query, past the last query, first key read) of each block of queries; window 0 is no window.
 
-    Measured on CPUs with matrix units: small blocks skip more of what is masked, large ones run closer to the peak.
-    The last block comes first, since without a window it sees every key (`_Sum`).
+    Measured on CPUs with matrix units: small blocks skip more of what is masked, large ones run closer to the peak,
+    and keys are read from a multiple of 64 on, since unaligned operands halve the speed of a product. The last block
+    comes first, because without a window it sees every key (`_Sum`).
     """
     size = min(256, max(128, window // 2)) if window else 256
-    starts = range(0, T, size)
-    return [(i, min(T, i + size), max(0, i - window + 1) if window else 0) for i in reversed(starts)]
+    starts = reversed(range(0, T, size))
+    return [(i, min(T, i + size), max(0, i - window + 1) // 64 * 64 if window else 0) for i in starts]
 
 
 def _hide(scores_NTT: Tensor, first: int, last: int, low: int, window: int) -> None:

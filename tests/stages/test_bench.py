@@ -1,4 +1,4 @@
-"""The benchmarks: what they count, how they take turns, what they write and refuse; never how fast they are."""
+"""The benchmarks: what they count, how they take turns, what they write and refuse; never how fast it is."""
 
 import json
 import math
@@ -102,7 +102,7 @@ def test_no_reply_of_the_talking_model_ends_early() -> None:
     with torch.inference_mode():
         tokens = torch.from_numpy(random_batch(recipe, 0).tokens).long()
         shares = model.logits(model(tokens, CausalContext())).softmax(-1)
-    assert float(shares[..., list(tokenizer.special_ids.values())].sum(-1).max()) < 1e-5
+    assert float(shares[..., list(tokenizer.special_ids.values())].sum(-1).max()) < 1e-4
     engine = Engine(model, tokenizer, CPU)
     for temperature in (0.0, 1.0):
         done = engine.generate([[tokenizer.bos, 1, 2]] * 16, max_tokens=60, temperature=temperature, seed=1)
