@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(STAMP)
-	$(BIN)/quern run --run quickstart
+	$(BIN)/quern run --run quickstart --train.minutes 4.5
 	@echo
 	@echo "The report:         out/runs/quickstart/report.html"
 	@echo "Talk to the model:  $(BIN)/quern chat --run quickstart"

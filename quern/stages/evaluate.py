@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from quern.data.loader import windows
@@ -17,6 +19,7 @@ from quern.stages.places import STAGES, Places
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import micro_batch_rows
 from quern.text.chat import Message, render_prompt
+from quern.text.documents import read_conversations
 from quern.train import checkpoint
 from quern.train.state import build_model
 
@@ -27,9 +30,11 @@ OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "
 CHATS: tuple[tuple[str, ...], ...] = (
     ("Who are you?",),
     ("What is 384 + 527?",),
-    ("How do you spell garden?", "And how many letters does it have?"),
-    ("Tell me a short story.",),
+    ("Where does Barnaby live?", "And what kind of animal is he?"),
+    ("How do you spell garden?",),
+    ("Tell me a story about Agatha.",),
 )
+SHOWN_CHATS = len(CHATS)
 
 
 def run(
@@ -106,7 +111,16 @@ def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
             {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
             for prompt, row in zip(OPENINGS, done, strict=True)
         ]
-    return [{"stage": name, "kind": "chat", "messages": converse(engine, chat)} for chat in CHATS]
+    return [{"stage": name, "kind": "chat", "messages": converse(engine, chat)} for chat in chats(recipe)]
+
+
+def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
+    """Questions to show: of the built-in world, or the openings of held-out conversations."""
+    if recipe.conversations is None or not Path(recipe.conversations).exists():
+        return CHATS
+    first = islice(read_conversations(recipe.conversations), SHOWN_CHATS)  # held out (stages/sft.py)
+    asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in first]
+    return [(text,) for text in asked if isinstance(text, str)]
 
 
 def converse(engine: Engine, questions: tuple[str, ...]) -> list[Message]:

@@ -47,7 +47,7 @@ def run(
 def sample_chat(places: Places) -> list[str]:
     """The chats of the last evaluation, as lines for the terminal."""
     lines = []
-    for sample in read_run(places.folder).samples[-len(evaluate.CHATS) :]:
+    for sample in read_run(places.folder).samples[-evaluate.SHOWN_CHATS :]:
         for message in sample.get("messages", []):
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
