@@ -141,7 +141,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return VERBS[verb](verb, rest) or 0
-    except (ValueError, FileNotFoundError, OSError, RuntimeError, ImportError) as error:
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written was left behind", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         if machines.environment().get("QUERN_TRACEBACK"):
             raise
         print(f"quern {verb}: {error}", file=sys.stderr)

@@ -57,7 +57,7 @@ def open_source(recipe: Recipe, out: Path) -> Source:
                 f"--data {recipe.data}: there is no such file, folder or data set; "
                 f"use tinyworld, a path, or one of {sets}"
             )
-        folder = hub.prefetch(recipe.data, out / "downloads")
+        folder = fetch(recipe.data, out)
         path, val = folder / "train", val or folder / "val"
     marks = [str(recipe.text.val_megabytes), *_marks(path), "val", *(_marks(val) if val else [])]
 
@@ -71,6 +71,12 @@ def open_source(recipe: Recipe, out: Path) -> Source:
             )
 
     return Source(path.stem or "data", fingerprint(*marks), documents)
+
+
+def fetch(name: str, out: Path) -> Path:
+    """A public data set's folder, fetched if it is not there."""
+    with Meter(f"fetching {name}", None, "MB of this file") as meter:
+        return hub.prefetch(name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file))
 
 
 def _tinyworld(recipe: Recipe) -> Source:

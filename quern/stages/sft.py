@@ -22,6 +22,7 @@ from quern.model.count import flops_per_token
 from quern.optim.schedule import multipliers
 from quern.recipe import REFERENCE_BATCH_TOKENS, Recipe, resolve
 from quern.stages.places import Places
+from quern.stages.prepare import fetch
 from quern.stages.pretrain import compile_model, micro_batch_rows
 from quern.stages.progress import Meter
 from quern.stages.start import measure_peak_flops, open_folder, refuse_other_recipe, show_training
@@ -128,7 +129,7 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer, out: Path) -> tuple[Corp
     else:
         source = recipe.conversations
         if source in hub.DATASETS and not Path(source).exists():
-            source = str(hub.prefetch(source, out / "downloads") / "train")
+            source = str(fetch(source, out) / "train")
         every = list(read_conversations(source))
         if len(every) < 2:
             raise ValueError(f"{source} holds {len(every)} conversations: fine-tuning needs at least 2")
