@@ -47,7 +47,7 @@ def train_step(
     if verdict == "step":
         if clip_norm is not None:
             state.optimizer.clip_grads(clip_norm, norm)
-        state.optimizer.step(state.step, multipliers)
+        state.optimizer.step(state.step - state.guard.skips, multipliers)
     state.step += 1
     state.tokens += tokens
     return StepResult(loss_value, norm_value, tokens, batch.tokens.size, verdict)
