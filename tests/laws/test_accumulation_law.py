@@ -1,0 +1,133 @@
+"""Law: micro-batches of any size = one batch: loss, every gradient, one update; whatever the masks.
+
+Each of the mistakes that have been made elsewhere is shown to miss the bar: the mean of micro-batch means, division
+by their number, gradients cleared between them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quern.data.loader import Batch
+from quern.model.loss import loss_sum
+from quern.optim.schedule import Multipliers
+from quern.train.state import TrainState
+from quern.train.step import accumulate, to_device, train_step
+from tests.train.toy import CPU, ROWS, eager, toy_loader, toy_state
+
+__all__ = ["eager"]  # a fixture
+pytestmark = pytest.mark.usefixtures("eager")
+
+BAR = 1e-5
+Law = Callable[[str, float | int | str, str], None]
+Accumulate = Callable[[TrainState, Batch, int], torch.Tensor]
+
+
+def batch_of(kind: str) -> Batch:
+    """full; uneven: rows hold one to all of their targets; weighted: those with signed weights; sft: the loader's."""
+    if kind == "sft":
+        return toy_loader(masked=True).batch(3)
+    batch = toy_loader().batch(0)
+    if kind == "full":
+        return batch
+    rng = np.random.default_rng(5)
+    mask = np.zeros_like(batch.mask)
+    for row, count in enumerate((1, 16, 2, 9, 0, 16, 5, 1)):  # also a row, hence a micro-batch, without any
+        mask[row, rng.permutation(16)[:count]] = True
+    weight = rng.normal(size=mask.shape).astype(np.float32) if kind == "weighted" else None
+    return replace(batch, mask=mask, weight=weight)
+
+
+def ours(state: TrainState, batch: Batch, rows: int) -> torch.Tensor:
+    return accumulate(state, batch, CPU, rows)[0]
+
+
+def deviation(accumulate: Accumulate, kind: str, rows: int) -> tuple[float, float, float]:
+    """Relative differences of (loss, the worst gradient, the worst weight after one update) from the whole batch."""
+    batch = batch_of(kind)
+    results = []
+    for path, size in ((ours, ROWS), (accumulate, rows)):
+        state = toy_state()
+        loss = path(state, batch, size)
+        state.optimizer.grad_norm()
+        grads = {name: p.grad.clone() for name, p in state.model.named_parameters()}
+        state.optimizer.step(0, Multipliers())
+        results.append((loss, grads, {name: p.detach() for name, p in state.model.named_parameters()}))
+    (loss, grads, weights), (loss_n, grads_n, weights_n) = results
+    return (
+        abs(float(loss_n - loss)) / abs(float(loss)),
+        max(((grads_n[name] - g).norm() / g.norm()).item() for name, g in grads.items()),
+        max(((weights_n[name] - w).norm() / w.norm()).item() for name, w in weights.items()),
+    )
+
+
+@pytest.mark.parametrize("kind", ["full", "uneven", "weighted", "sft"])
+def test_accumulated_is_whole(kind: str, law: Law) -> None:
+    worst = [0.0, 0.0, 0.0]
+    for rows in (1, 2, 3, 5):
+        worst = [max(pair) for pair in zip(worst, deviation(ours, kind, rows), strict=True)]
+    for name, value in zip(("loss", "every gradient", "the weights after one update"), worst, strict=True):
+        law(f"accumulation N = 1: {name}", value, f"≤ {BAR:g} relative, fp32")
+    assert max(worst) <= BAR, worst
+
+
+def test_the_whole_step_is_the_same(law: Law) -> None:
+    """Through `train_step`, with clipping, over three steps: what is reported and where the weights go."""
+    runs = []
+    for rows in (ROWS, 1):
+        state, loader = toy_state(), toy_loader(masked=True)
+        results = [
+            train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=rows, clip_norm=0.05)
+            for step in range(3)
+        ]
+        runs.append((results, state))
+    (whole, state), (parts, other) = runs
+    for one, many in zip(whole, parts, strict=True):
+        assert many.loss == pytest.approx(one.loss, rel=BAR)
+        assert many.grad_norm == pytest.approx(one.grad_norm, rel=BAR)
+        assert (many.tokens, many.verdict) == (one.tokens, one.verdict)
+    weights = [torch.cat([p.flatten() for p in s.model.parameters()]) for s in (state, other)]
+    worst = ((weights[1] - weights[0]).norm() / weights[0].norm()).item()
+    law("accumulation N = 1: weights after three clipped steps", worst, f"≤ {BAR:g} relative, fp32")
+    assert worst <= BAR
+
+
+def broken(mistake: str) -> Accumulate:
+    """Accumulation with one of the mistakes that have been made."""
+
+    def path(state: TrainState, batch: Batch, rows: int) -> torch.Tensor:
+        micros = list(batch.split(rows))
+        state.optimizer.drop_grads()
+        loss = torch.zeros(())
+        for micro in micros:
+            if mistake == "cleared between micro-batches":
+                state.optimizer.drop_grads()
+            valid = int(batch.mask.sum())
+            if mistake == "mean of means":
+                valid = max(1, int(micro.mask.sum())) * len(micros)
+            total, _ = loss_sum(state.model, *to_device(micro, valid, CPU))
+            if mistake == "divided once more":
+                total = total / len(micros)
+            total.backward()
+            loss += total.detach()
+        return loss
+
+    return path
+
+
+@pytest.mark.parametrize("mistake", ["cleared between micro-batches", "mean of means", "divided once more"])
+def test_the_check_can_fail(mistake: str) -> None:
+    loss, gradient, _ = deviation(broken(mistake), "uneven", 2)
+    assert gradient > 1000 * BAR
+    assert loss > 100 * BAR or mistake == "cleared between micro-batches"
+    assert max(deviation(broken("none"), "uneven", 2)) <= BAR
+
+
+def test_what_a_normalising_optimizer_hides_shows_in_the_gradients() -> None:
+    """A gradient too large by a factor moves the weights almost as before: why gradients are compared, and not
+    only updates."""
+    loss, gradient, _ = deviation(broken("divided once more"), "full", 2)
+    assert gradient == pytest.approx(0.75, rel=1e-3) and loss == pytest.approx(0.75, rel=1e-3)

@@ -1,0 +1,272 @@
+"""The model against the same mathematics written over again in NumPy; what it may see; how it starts."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quern.model.attention import GATE_CHANNELS, GATE_RANGE, QK_SCALE
+from quern.model.context import CausalContext
+from quern.model.gpt import GPT, SMEAR_CHANNELS
+from quern.model.loss import loss_sum
+from quern.optim.schedule import Multipliers
+from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.train.step import train_step
+from tests.train.toy import CPU, eager, toy_loader, toy_recipe, toy_state
+
+__all__ = ["eager"]  # a fixture
+pytestmark = pytest.mark.usefixtures("eager")
+
+SHAPE = ModelRecipe(depth=3, width=32, head_dim=8, heads=4, kv_heads=2, context=24, vocab_size=53)
+
+
+def random_model(shape: ModelRecipe = SHAPE, windows: list[int | None] | None = None) -> GPT:
+    """Every parameter random: no path through the model is silent."""
+    model = GPT(shape)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = parameter.size(-1) ** -0.5 if parameter.dim() == 2 else 0.5
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+    model.windows = windows or model.windows
+    return model
+
+
+def tokens(B: int = 2, T: int = 24, V: int = 53) -> torch.Tensor:
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(T))
+
+
+# An independent oracle --------------------------------------------------------------------------------------
+
+
+def in_numpy(model: GPT, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states and logits of one row, in float64, one query and one head at a time."""
+    p = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
+    shape, depth = model.shape, len(model.blocks)
+    E, T = shape.head_dim, len(ids)
+    assert E is not None
+
+    def rms(x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+    def sigmoid(x: np.ndarray) -> np.ndarray:
+        return 1 / (1 + np.exp(-x))
+
+    def turned(x: np.ndarray, position: int) -> np.ndarray:
+        """Rotary: the pair (i, i + E/2) as a complex number, times e^(-i · angle)."""
+        angle = position * shape.rope_base ** (-np.arange(0, E, 2) / E)
+        z = (x[: E // 2] + 1j * x[E // 2 :]) * np.exp(-1j * angle)
+        return QK_SCALE * rms(np.concatenate([z.real, z.imag]))
+
+    x = rms(p["embedding.weight"][ids])
+    gate = sigmoid(x[:, :SMEAR_CHANNELS] @ p["smear_gate.weight"].T)
+    x = x + p["smear_scale"] * gate * np.vstack([np.zeros_like(x[:1]), x[:-1]])
+    x0, halfway = x, x
+    for layer in range(depth):
+        if layer == depth // 2:
+            halfway = x
+        x = p["residual_scales"][layer] * x + p["x0_scales"][layer] * x0
+        name, h = f"blocks.{layer}.attention", rms(x)
+        q, k, v = (h @ p[f"{name}.{part}.weight"].T for part in ("query", "key", "value"))
+        heads, kv_heads = q.shape[1] // E, k.shape[1] // E
+        v = v.reshape(T, kv_heads, E)
+        if layer % 2 == (depth - 1) % 2:
+            opening = GATE_RANGE * sigmoid(h[:, :GATE_CHANNELS] @ p[f"{name}.value_gate.weight"].T)
+            v = v + opening[:, :, None] * p[f"value_embeddings.{layer}.weight"][ids].reshape(T, kv_heads, E)
+        y, window = np.zeros((T, heads, E)), model.windows[layer] or T
+        for t in range(T):
+            for head in range(heads):
+                kv = head // (heads // kv_heads)
+                seen = range(max(0, t - window + 1), t + 1)
+                query = turned(q[t, head * E : (head + 1) * E], t)
+                keys = np.stack([turned(k[s, kv * E : (kv + 1) * E], s) for s in seen])
+                weights = np.exp(keys @ query / math.sqrt(E))
+                y[t, head] = weights / weights.sum() @ v[seen, kv]
+        x = x + y.reshape(T, -1) @ p[f"{name}.out.weight"].T
+        up = np.maximum(rms(x) @ p[f"blocks.{layer}.mlp.up.weight"].T, 0) ** 2
+        x = x + up @ p[f"blocks.{layer}.mlp.down.weight"].T
+    x = rms(x - p["backout_scale"] * halfway)
+    return x, shape.softcap * np.tanh(x @ p["head.weight"].T / shape.softcap)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, depth=1, kv_heads=1),
+        replace(SHAPE, depth=4, windows="SL", softcap=5.0, width=48),
+    ],
+)
+def test_forward_is_the_same_model_in_numpy(shape: ModelRecipe) -> None:
+    model, ids = random_model(shape), tokens()
+    x_BTD = model(ids, CausalContext())
+    logits = model.logits(x_BTD)
+    assert logits.dtype == torch.float32 and logits.shape == (2, 24, 53)
+    for row in range(2):
+        hidden, expected = in_numpy(model, ids[row].numpy())
+        assert np.abs(x_BTD[row].detach().numpy() - hidden).max() <= 2e-5
+        assert np.abs(logits[row].detach().numpy() - expected).max() <= 5e-5
+
+
+# What it may see --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [[None] * 3, [3] * 3, [1, 5, 2]])
+def test_a_token_reaches_exactly_as_far_as_the_windows_allow(windows: list[int | None]) -> None:
+    """Nothing before it changes in a single bit, nor does anything past the windows; all in between does."""
+    model, ids = random_model(windows=windows), tokens()
+    at = 7
+    other = ids.clone()
+    other[:, at] = (ids[:, at] + 1) % 53
+    before, after = (model(x, CausalContext()) for x in (ids, other))
+    # Each layer carries window - 1 tokens further; the smear, before them all, carries one.
+    reach = 24 if windows[0] is None else at + 1 + sum(w - 1 for w in windows if w)
+    changed = [t for t in range(24) if not torch.equal(before[:, t], after[:, t])]
+    assert changed == list(range(at, min(24, reach + 1)))
+
+
+def test_rows_do_not_meet_and_length_does_not_matter() -> None:
+    model, ids = random_model(), tokens(B=3)
+    whole = model(ids, CausalContext())
+    for row in range(3):
+        alone = model(ids[row : row + 1, :15], CausalContext())
+        assert (whole[row : row + 1, :15] - alone).abs().max() <= 1e-5
+
+
+def test_window_pattern_ends_long_and_a_short_one_is_a_quarter() -> None:
+    shape = replace(SHAPE, depth=6, context=24, windows="SSSL")
+    assert GPT(shape).windows == [6, 6, 6, None, 6, None]
+    assert GPT(replace(shape, windows="L")).windows == [None] * 6
+    assert GPT(replace(shape, windows="S", depth=2, context=3)).windows == [1, None]
+
+
+def test_logits_never_leave_the_softcap() -> None:
+    model = random_model()
+    with torch.no_grad():
+        model.head.weight.mul_(1000)
+    logits = model.logits(model(tokens(), CausalContext()))
+    assert 14.9 < logits.abs().max() <= 15.0
+
+
+def test_bf16_stays_near_fp32() -> None:
+    model, ids = random_model(), tokens()
+    exact = model(ids, CausalContext())
+    low = model.to(torch.bfloat16)(ids, CausalContext())
+    assert low.dtype == torch.bfloat16
+    assert ((low.float() - exact).norm() / exact.norm()).item() < 0.03
+
+
+# How it starts ----------------------------------------------------------------------------------------------
+
+
+def initialised(seed: int, shape: ModelRecipe = SHAPE) -> GPT:
+    model = GPT(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    model.init_parameters(CPU.generator(seed))
+    return model
+
+
+def test_same_seed_same_weights_whatever_else_was_drawn() -> None:
+    torch.manual_seed(1)
+    first = initialised(5).state_dict()
+    torch.manual_seed(2)
+    torch.rand(7)
+    second, other = initialised(5).state_dict(), initialised(6).state_dict()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.isfinite(value).all(), f"{name} was left uninitialised"
+        assert torch.equal(value, second[name]), name
+    drawn = {name for name in first if not torch.equal(first[name], other[name])}
+    constant = {n for n in first if "scale" in n or n.endswith(("attention.out.weight", "mlp.down.weight"))}
+    assert drawn == first.keys() - constant
+
+
+def test_initial_spread_of_every_matrix() -> None:
+    recipe = resolve(Recipe(make_model=GPT, depth=4))
+    width = recipe.model.width
+    assert width == 256
+    weights = initialised(0, recipe.model).state_dict()
+    std = {
+        "embedding": 0.8,
+        "head": 0.001,
+        "query": width**-0.5,
+        "key": width**-0.5,
+        "value": width**-0.5,
+        "up": 0.4 * width**-0.5,
+        "out": 0.0,
+        "down": 0.0,
+        "value_embeddings": width**-0.5,
+    }
+    for name, value in weights.items():
+        part = name.split(".")[0] if not name.startswith("blocks") else name.split(".")[-2]
+        if part in std:
+            assert value.std().item() == pytest.approx(std[part], rel=0.02), name
+            assert abs(value.mean().item()) <= 0.02 * std[part], name
+        elif part in ("value_gate", "smear_gate"):
+            assert value.min() >= 0 and value.max() <= 0.02 and value.std() > 0, name
+    assert weights["smear_scale"] == 0 and weights["backout_scale"] == pytest.approx(0.2)
+    assert weights["residual_scales"].tolist() == pytest.approx([1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05])
+    assert weights["x0_scales"].tolist() == pytest.approx([0.2, 0.15, 0.1, 0.05])
+
+
+@pytest.mark.parametrize("vocabulary", [53, 8192])
+def test_the_first_loss_is_that_of_a_uniform_guess(vocabulary: int) -> None:
+    model = initialised(0, replace(SHAPE, vocab_size=vocabulary))
+    ids = tokens(V=vocabulary)
+    total, losses = loss_sum(model, ids, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))
+    assert total.item() == pytest.approx(math.log(vocabulary), abs=2e-3)
+    assert (losses - math.log(vocabulary)).abs().max() < 0.1
+
+
+def test_a_parameter_without_initial_value_is_named() -> None:
+    class Forgetful(GPT):
+        def __init__(self, shape: ModelRecipe) -> None:
+            super().__init__(shape)
+            self.forgotten = torch.nn.Parameter(torch.empty(3))
+
+    with pytest.raises(ValueError, match="no initial value is given for forgotten: add it to init_parameters"):
+        Forgetful(SHAPE).init_parameters(CPU.generator(0))
+
+
+def test_every_parameter_receives_a_gradient_once_the_zero_projections_have_moved() -> None:
+    recipe = toy_recipe()
+    state, loader = toy_state(recipe, moved=0.0), toy_loader()
+    named = dict(state.model.named_parameters())
+
+    def silent() -> set[str]:
+        return {name for name, p in named.items() if p.grad is None or p.grad.count_nonzero() == 0}
+
+    train_step(state, loader.batch(0), Multipliers(), CPU, micro_batch_rows=8)
+    # What lies before a projection of zeros hears nothing yet; a bound on the silence, so that it is no habit.
+    at_first = silent()
+    assert at_first <= {
+        name
+        for name in named
+        if name.startswith(("blocks.", "value_embeddings."))
+        and not name.endswith(("attention.out.weight", "mlp.down.weight"))
+        or name == "smear_gate.weight"
+    }
+    for step in (1, 2):
+        train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=8)
+    assert silent() == set()
+
+
+def test_every_parameter_moves_in_training() -> None:
+    state, loader = toy_state(toy_recipe(), moved=0.0), toy_loader()
+    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    for step in range(3):
+        train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=8)
+    unmoved = [name for name, p in state.model.named_parameters() if torch.equal(p, before[name])]
+    assert unmoved == []
+
+
+def test_parameter_groups_hold_each_parameter_once() -> None:
+    model = GPT(SHAPE)
+    reported = [name for members in model.parameter_groups().values() for name, _ in members]
+    assert sorted(reported) == sorted(name for name, _ in model.named_parameters())
+    matrices = model.parameter_groups()["matrices"]
+    assert all(parameter.dim() == 2 for _, parameter in matrices) and len(matrices) == 6 * 3

@@ -1,0 +1,122 @@
+"""What `detect` decides and says; the fallback without a compiler is a real process that has none."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.machine import Machine, compile_problem, detect, matmul_seconds, on_terminal
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():  # type: ignore[no-untyped-def]
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.compiler.set_stance("default")
+
+
+def test_every_decision_can_be_overridden() -> None:
+    machine = detect("cpu", "bf16", compile=False, threads=2)
+    assert machine == Machine(torch.device("cpu"), torch.bfloat16, False, 2, ())
+    assert torch.get_num_threads() == 2
+    assert detect("cpu", "fp32", compile=False, threads=1).dtype == torch.float32
+
+
+def test_wrong_overrides_name_the_valid_values() -> None:
+    with pytest.raises(ValueError, match="device 'tpu' is not available here: use one of .*cpu"):
+        detect("tpu", compile=False)
+    with pytest.raises(ValueError, match="unknown dtype 'fp16': use one of bf16, fp32"):
+        detect("cpu", "fp16", compile=False)
+    with pytest.raises(ValueError, match="threads must be at least 1, not 0"):
+        detect("cpu", "fp32", compile=False, threads=0)
+
+
+def test_bf16_is_chosen_on_a_cpu_only_where_it_is_measured_faster() -> None:
+    """The decision is a measurement; where it is clear on this machine, `detect` must agree with it."""
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        pytest.skip("this machine has more than a CPU")
+    ratios = [matmul_seconds(torch.float32) / matmul_seconds(torch.bfloat16) for _ in range(3)]
+    chosen = detect(compile=False).dtype
+    if min(ratios) > 2:
+        assert chosen == torch.bfloat16
+    elif max(ratios) < 1:
+        assert chosen == torch.float32
+
+
+def test_without_compile_nothing_is_compiled_not_even_what_is_decorated() -> None:
+    calls = []
+
+    @torch.compile(backend=lambda graph, inputs: calls.append(graph) or graph.forward)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    detect("cpu", "fp32", compile=False, threads=1)
+    assert double(torch.ones(2)).tolist() == [2, 2] and calls == []
+    torch.compiler.set_stance("default")
+    assert double(torch.ones(2)).tolist() == [2, 2] and len(calls) == 1
+
+
+def test_description_is_json_and_says_what_a_record_needs() -> None:
+    described = detect("cpu", "bf16", compile=False, threads=1).describe()
+    assert json.loads(json.dumps(described)) == described
+    assert described["dtype"] == "bfloat16" and described["device"] == "cpu" and described["threads"] == 1
+    assert described["torch"] == torch.__version__ and described["compiled"] is False
+    assert described["processor"]
+
+
+def test_initial_weights_do_not_depend_on_the_device_or_on_other_draws() -> None:
+    machine = detect("cpu", "fp32", compile=False)
+    torch.manual_seed(4)
+    first = torch.rand(5, generator=machine.generator(9))
+    torch.manual_seed(5)
+    assert machine.generator(9).device.type == "cpu"
+    assert torch.equal(torch.rand(5, generator=machine.generator(9)), first)
+
+
+def test_mps_does_not_compile_and_output_to_a_file_is_no_terminal() -> None:
+    assert compile_problem("mps") is not None
+    assert on_terminal() is False  # pytest captures
+
+
+BROKEN_COMPILER = """
+import json
+import torch
+from quern.machine import detect
+from quern.kernels.cross_entropy import cross_entropy
+machine = detect("cpu", "fp32", compile=True, threads=1)
+x, w = torch.ones(4, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
+loss, _ = cross_entropy(x, w, torch.zeros(4, dtype=torch.long), torch.ones(4), 15.0)
+loss.backward()
+print(json.dumps([machine.compile, machine.notes, x.grad is not None]))
+"""
+
+
+def test_without_a_compiler_it_says_so_in_one_line_and_runs_eagerly(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "CXX": str(tmp_path / "no-such-compiler"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_COMPILER],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    compiles, notes, has_gradient = json.loads(done.stdout.splitlines()[-1])
+    assert compiles is False and has_gradient is True
+    (note,) = notes
+    assert note.startswith("torch.compile does not work here (") and note.endswith("which is slower")
+    assert "\n" not in note
+    assert done.stderr.strip() == ""

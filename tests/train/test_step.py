@@ -1,0 +1,231 @@
+"""One optimizer step: what counts, what is clipped, and what a step that is not finite leaves behind: nothing."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quern.data.loader import Batch, Loader
+from quern.data.shards import Corpus
+from quern.kernels.cross_entropy import cross_entropy_plain
+from quern.model.context import CausalContext
+from quern.model.loss import loss_sum
+from quern.optim.schedule import Multipliers
+from quern.text import tinyworld
+from quern.text.chat import Message, render
+from quern.text.tokenizer import Tokenizer
+from quern.train.state import TrainState
+from quern.train.step import accumulate, to_device, train_step
+from tests.train.toy import (
+    CONTEXT,
+    CPU,
+    ROWS,
+    differing,
+    eager,
+    poisoned,
+    snapshot,
+    toy_loader,
+    toy_plan,
+    toy_recipe,
+    toy_state,
+)
+
+__all__ = ["eager"]  # a fixture
+pytestmark = pytest.mark.usefixtures("eager")
+
+Law = Callable[[str, float | int | str, str], None]
+
+
+def step(state: TrainState, batch: Batch, clip_norm: float | None = None, max_rows: int = 3):  # type: ignore[no-untyped-def]
+    return train_step(state, batch, Multipliers(), CPU, micro_batch_rows=max_rows, clip_norm=clip_norm)
+
+
+# The loss and its gradients ---------------------------------------------------------------------------------
+
+
+def test_loss_is_the_mean_over_valid_targets_and_gradients_are_autograds() -> None:
+    batch = toy_loader(masked=True).batch(2)
+    assert 0 < batch.mask.sum() < batch.mask.size
+    state, twin = toy_state(), toy_state()
+    loss, tokens = accumulate(state, batch, CPU, 3)
+    state.optimizer.grad_norm()
+    x_BTD = twin.model(torch.from_numpy(batch.tokens).long(), CausalContext())
+    targets = torch.from_numpy(batch.targets).long().flatten()
+    losses = cross_entropy_plain(x_BTD.flatten(0, 1), twin.model.head.weight, targets, twin.model.shape.softcap)
+    expected = losses[torch.from_numpy(batch.mask).flatten()].mean()
+    expected.backward()
+    assert tokens == batch.mask.sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for (name, p), other in zip(state.model.named_parameters(), twin.model.parameters(), strict=True):
+        assert ((p.grad - other.grad).norm() / other.grad.norm()).item() <= 5e-5, name
+
+
+def test_scale_is_mask_times_weight_over_the_global_count() -> None:
+    batch = toy_loader(masked=True).batch(0)
+    weight = np.linspace(-1, 2, batch.mask.size, dtype=np.float32).reshape(batch.mask.shape)
+    _, _, scale = to_device(replace(batch, weight=weight), 50, CPU)
+    assert scale.dtype == torch.float32
+    assert np.array_equal(scale.numpy(), np.where(batch.mask, weight / np.float32(50), np.float32(0)))
+
+
+def test_a_batch_without_a_single_target_is_refused_before_anything_moves() -> None:
+    state, batch = toy_state(), toy_loader().batch(0)
+    before = snapshot(state)
+    with pytest.raises(ValueError, match="a batch without a single target cannot train: check the data's masks"):
+        step(state, replace(batch, mask=np.zeros_like(batch.mask)))
+    assert differing(snapshot(state), before) == [] and state.step == 0
+
+
+def gradient_of_hidden_states(batch: Batch, tokens: int) -> np.ndarray:
+    """(B, T): the largest gradient that reaches the head's input at each place."""
+    state = toy_state(toy_recipe({"vocab_size": 400, "context": batch.tokens.shape[1]}))
+    kept = []
+
+    def keep(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    state.model.register_forward_hook(keep)
+    loss_sum(state.model, *to_device(batch, tokens, CPU))[0].backward()
+    return kept[0].grad.abs().amax(-1).numpy()
+
+
+def learned(message: Message) -> str:
+    """What the model must learn of an assistant's message: its words and its calls, not what a tool put out."""
+    content = message["content"]
+    spoken = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    words = {part["text"]: part["type"] for part in spoken if part["type"] != "output"}
+    return "".join(f"<|tool_start|>{text}<|tool_end|>" if kind == "tool" else text for text, kind in words.items())
+
+
+def test_prompts_give_exactly_no_gradient_in_fine_tuning(law: Law) -> None:
+    """Conversations of the built-in world, rendered, packed and batched as fine-tuning does."""
+    talks = list(tinyworld.conversations(0, 30, "train"))
+    tokenizer = Tokenizer.train([str(message["content"]) for talk in talks for message in talk], 400)
+    pairs = [render(tokenizer, talk) for talk in talks]
+    replies = {learned(message) for talk in talks for message in talk if message["role"] == "assistant"}
+    corpus = Corpus.from_arrays([ids for ids, _ in pairs], [mask for _, mask in pairs])
+    loader = Loader(corpus, 512, 2, 0, "first-fit-decreasing")
+    worst = 0.0
+    for index in range(3):
+        batch = loader.batch(index)
+        assert 0 < batch.mask.sum() < batch.mask.size
+        gradient = gradient_of_hidden_states(batch, int(batch.mask.sum()))
+        worst = max(worst, float(gradient[~batch.mask].max()))
+        assert (gradient[batch.mask] > 0).all()
+        # The mask stands on what the assistant says and calls, not one token beside it.
+        for row, mask in zip(batch.targets, batch.mask, strict=True):
+            *whole, rest = tokenizer.decode(row[mask].tolist()).split("<|assistant_end|>")
+            assert whole and set(whole) <= replies and rest == ""
+        # A mask that got lost would be seen.
+        lost = replace(batch, mask=np.ones_like(batch.mask))
+        assert gradient_of_hidden_states(lost, lost.mask.size)[~batch.mask].min() > 0
+    law("gradient at masked targets (prompts, tool outputs, padding)", worst, "0")
+    assert worst == 0
+
+
+# Clipping ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_gradient_norm_and_clipping_are_torchs_over_the_whole_batch(rows: int) -> None:
+    batch, state, twin = toy_loader().batch(0), toy_state(), toy_state()
+    loss_sum(twin.model, *to_device(batch, int(batch.mask.sum()), CPU))[0].backward()
+    norm = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.01)
+    result = step(state, batch, clip_norm=0.01, max_rows=rows)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5) and result.grad_norm > 0.02
+    for (name, p), other in zip(state.model.named_parameters(), twin.model.parameters(), strict=True):
+        assert ((p.grad - other.grad).norm() / other.grad.norm()).item() <= 2e-5, name
+
+
+def test_a_norm_below_the_limit_changes_nothing() -> None:
+    batch, clipped, free = toy_loader().batch(0), toy_state(), toy_state()
+    step(clipped, batch, clip_norm=1e6)
+    step(free, batch)
+    assert differing(snapshot(clipped), snapshot(free)) == []
+
+
+# Steps that are not finite ----------------------------------------------------------------------------------
+
+
+def make_one_gradient(state: TrainState, name: str, value: float) -> None:
+    """One entry of one parameter's gradient becomes `value` from now on; the loss stays finite."""
+    parameter = dict(state.model.named_parameters())[name]
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = value
+        return grad
+
+    handle = parameter.register_hook(spoil)
+    state.model.spoiled = handle  # so that a test can put it right again
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("row", [0, ROWS - 1])  # in the first micro-batch, in the last
+def test_a_loss_that_is_not_finite_leaves_no_trace_and_the_next_step_is_taken(value: float, row: int, law: Law) -> None:
+    loader = toy_loader()
+    state, never = toy_state(), toy_state()
+    for other in (state, never):
+        step(other, loader.batch(0))
+    before = snapshot(state)
+    result = step(state, poisoned(loader.batch(1), value, row))
+    assert result.verdict == "skip" and not math.isfinite(result.loss)
+    left = differing(snapshot(state), before)
+    law("a step that is not finite: tensors changed", len(left), "0")
+    assert left == []
+    assert (state.step, state.guard.skips, state.guard.skips_in_row) == (2, 1, 1)
+    after, clean = step(state, loader.batch(2)), step(never, loader.batch(2))
+    assert after.verdict == "step" and state.guard.skips_in_row == 0
+    assert (after.loss, after.grad_norm) == (clean.loss, clean.grad_norm)
+    # As if the skipped step had never been: moments, bias corrections and all.
+    assert differing(snapshot(state), snapshot(never)) == []
+
+
+@pytest.mark.parametrize("name", ["head.weight", "blocks.0.mlp.up.weight", "smear_scale", "embedding.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_gradient_that_is_not_finite_is_enough(name: str, value: float) -> None:
+    loader, state = toy_loader(), toy_state()
+    before = snapshot(state)
+    make_one_gradient(state, name, value)
+    result = step(state, loader.batch(0))
+    assert result.verdict == "skip" and math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
+    assert differing(snapshot(state), before) == []
+    state.model.spoiled.remove()
+    assert step(state, loader.batch(1)).verdict == "step"
+    assert differing(snapshot(state), before) != []
+
+
+def test_clipping_does_not_spread_what_is_not_finite() -> None:
+    loader, state = toy_loader(), toy_state()
+    before = snapshot(state)
+    assert step(state, poisoned(loader.batch(0)), clip_norm=0.1).verdict == "skip"
+    assert differing(snapshot(state), before) == []
+
+
+def test_the_check_for_traces_can_fail() -> None:
+    """A loop that looks at nothing before it updates."""
+    loader, state = toy_loader(), toy_state()
+    before = snapshot(state)
+    accumulate(state, poisoned(loader.batch(0)), CPU, 3)
+    state.optimizer.step(0, Multipliers())
+    assert differing(snapshot(state), before) != []
+
+
+def test_too_many_in_a_row_say_stop_and_change_nothing() -> None:
+    loader, state = toy_loader(), toy_state(toy_recipe(max_skips=2))
+    before = snapshot(state)
+    verdicts = [step(state, poisoned(loader.batch(0))).verdict for _ in range(3)]
+    assert verdicts == ["skip", "skip", "stop"]
+    assert differing(snapshot(state), before) == []
+
+
+def test_what_a_step_reports() -> None:
+    loader, state = toy_loader(masked=True), toy_state()
+    results = [step(state, loader.batch(index)) for index in range(3)]
+    assert [r.tokens for r in results] == [int(loader.batch(index).mask.sum()) for index in range(3)]
+    assert state.tokens == sum(r.tokens for r in results) and state.step == 3
+    assert toy_plan().steps > 3 and results[0].tokens < CONTEXT * ROWS
