@@ -354,6 +354,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     engine, loaded = open_engine(options, source)
     name = f"quern-{options.where.run}"
     say(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{options.port}")
+    engine.warm_up()
     serve(engine, loaded.tokenizer, name, options.host, options.port)
     return 0
 
