@@ -57,6 +57,8 @@ class Options:
     seed: int = 0
     batch_tokens: int = MICRO_BATCH_TOKENS
     """`train`: tokens of one optimizer step, in micro-batches of 4,096."""
+    start: bool = True
+    """`train`: also the start-up time and peak memory of fresh processes, which takes longest."""
     data: Path | None = None
     """Text for tokenizer, encode and packing: a file or a folder. Default: the built-in world."""
     megabytes: float = 8.0
@@ -121,7 +123,16 @@ def prepare(options: Options, say: Callable[[str], None]) -> Setup:
         say(note)
     megabytes, vocab_size = (0.2, 512) if options.quick else (options.megabytes, 8192)
     material = Material(options.seed, megabytes, vocab_size, options.data)
-    return Setup(machine, options.seed, options.rounds, options.quick, options.batch_tokens, material, say)
+    return Setup(
+        machine,
+        options.seed,
+        options.rounds,
+        options.quick,
+        options.batch_tokens,
+        options.start,
+        material,
+        say,
+    )
 
 
 def introduce(setup: Setup) -> None:

@@ -33,13 +33,16 @@ PACKAGES = ("torch", "numpy", "tiktoken", "rustbpe")
 @dataclass(frozen=True)
 class Setup:
     """machine: what computes; rounds: how often each figure is taken; quick: tiny sizes, whose figures mean
-    nothing; batch_tokens: tokens of one optimizer step in `train`; say: takes lines for the user."""
+    nothing; batch_tokens: tokens of one optimizer step in `train`; start: whether `train` also measures
+    starts; say: takes lines for the user.
+    """
 
     machine: Machine
     seed: int
     rounds: int
     quick: bool
     batch_tokens: int
+    start: bool
     material: Material
     say: Callable[[str], None]
 

@@ -30,12 +30,12 @@ ROUND_SECONDS = 2.5  # of steps; the peak takes a fraction of a second
 def train(setup: Setup) -> Outcome:
     machine = setup.machine
     recipe = reference(setup.quick, setup.seed, setup.batch_tokens)
-    starts = _starts(setup)
+    starts = _starts(setup) if setup.start else []
     state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
     compile_model(state.model, machine)
-    for _ in range(3):
-        last = _step(state, recipe, setup)
-    steps = 2 if setup.quick else max(2, round(ROUND_SECONDS / last))
+    _step(state, recipe, setup)  # compiles
+    usual = min(_step(state, recipe, setup) for _ in range(3))
+    steps = 2 if setup.quick else max(3, round(ROUND_SECONDS / usual))
     batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe.model)
     assert batch_tokens
     peaks, speeds, usage = [_peak(setup)], [], []

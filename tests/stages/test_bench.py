@@ -165,6 +165,12 @@ def test_training_reports_speed_against_the_peak_of_its_rounds(tmp_path: Path, s
     assert 50 < by_name["peak memory"][0] < 8000
 
 
+def test_starts_can_be_left_out(tmp_path: Path, said: list[str]) -> None:
+    assert bench.main(["train", *QUICK, "--no-start", "--out", str(tmp_path)], said.append) == 0
+    names = [m["name"] for m in records(tmp_path)["train"]["measures"]]
+    assert names == ["training", "MFU", "matmul peak"]
+
+
 def test_a_start_that_fails_says_why() -> None:
     nowhere = Machine(torch.device("meta"), torch.float32, compile=False, threads=1)
     with pytest.raises(RuntimeError, match="device 'meta' is not available here"):
@@ -182,9 +188,7 @@ def test_quality_counts_every_byte_once(tmp_path: Path, said: list[str]) -> None
     assert bench.main(["quality", *arguments, *settings, "--out", str(tmp_path)], said.append) == 0
     body = records(tmp_path)["quality"]
     size = sum(len(text.encode("utf-8")) for text in texts[:40])
-    assert (
-        body["settings"]["validation_bytes_counted"] == body["settings"]["validation_bytes_of_text"] == size
-    )
+    assert body["settings"]["validation_bytes_counted"] == body["settings"]["validation_bytes_of_text"] == size
     scored = next(m for m in body["measures"] if m["unit"] == "bits/byte")
     nats = next(m for m in body["measures"] if m["unit"] == "nats/token")
     tokens = body["settings"]["validation_tokens"]
