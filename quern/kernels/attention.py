@@ -27,7 +27,7 @@ def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None = 
     if q_BTHE.device.type != "cpu":
         return _attend_sdpa(q_BTHE, k_BTKE, v_BTKE, window)
     q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
-    return attend_blocked(q_BHTE, k_BKTE, v_BKTE, window or 0)[0].transpose(1, 2)
+    return attend_blocked(q_BHTE, k_BKTE, v_BKTE, window or 0, kept_elements(q_BHTE, window or 0))[0].transpose(1, 2)
 
 
 def attend_plain(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None = None) -> Tensor:
@@ -85,16 +85,27 @@ def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
     return (x_BKTE.repeat_interleave(groups, dim=1) if groups > 1 else x_BKTE).flatten(0, 1)
 
 
+def kept_elements(q_BHTE: Tensor, window: int) -> int:
+    """How many probabilities the blocked path keeps."""
+    B, H, T, _ = q_BHTE.shape
+    return B * H * sum((last - first) * (last - low) for first, last, low in _blocks(T, window))
+
+
 @torch.library.custom_op("quern::attend_blocked", mutates_args=())
-def attend_blocked(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """The blocked path on contiguous (B, H, T, E); window 0 is no window. Returns y and the probabilities, flat."""
+def attend_blocked(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int, kept_elements: int
+) -> tuple[Tensor, Tensor]:
+    """The blocked path on contiguous (B, H, T, E); window 0 is no window. Returns y and the probabilities, flat.
+
+    kept_elements: `kept_elements(q, window)`. It is handed in so that it stands in the compiled graph: the compiler's
+    cache on disk knows a graph by its arguments, and would otherwise outlive a change of the blocks.
+    """
     B, H, T, E = q_BHTE.shape
     groups = H // k_BKTE.size(1)
     q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
-    blocks = _blocks(T, window)
-    kept = q.new_empty(B * H * sum((last - first) * (last - low) for first, last, low in blocks))
+    kept = q.new_empty(kept_elements)
     y, offset = torch.empty_like(q), 0
-    for first, last, low in blocks:
+    for first, last, low in _blocks(T, window):
         # The scale stands in the product, whose accumulation is fp32, so that no rounding is added.
         empty = q.new_empty(B * H, last - first, last - low)
         scores = torch.baddbmm(empty, q[:, first:last], k[:, low:last].transpose(1, 2), beta=0, alpha=E**-0.5)
@@ -107,10 +118,8 @@ def attend_blocked(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int) 
 
 
 @attend_blocked.register_fake
-def _(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    B, H, T, _ = q_BHTE.shape
-    size = sum((last - first) * (last - low) for first, last, low in _blocks(T, window))
-    return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(B * H * size)
+def _(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int, kept_elements: int) -> tuple[Tensor, Tensor]:
+    return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(kept_elements)
 
 
 @torch.library.custom_op("quern::attend_blocked_backward", mutates_args=())
@@ -170,15 +179,15 @@ def _(
     return q_BHTE.new_empty(q_BHTE.shape), k_BKTE.new_empty(k_BKTE.shape), v_BKTE.new_empty(v_BKTE.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.window = inputs
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, int], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.window, _ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, output[1])
 
 
 def _backward(ctx: Any, grad_y: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, kept = ctx.saved_tensors
-    return *attend_blocked_backward(grad_y, q, k, v, kept, ctx.window), None
+    return *attend_blocked_backward(grad_y, q, k, v, kept, ctx.window), None, None
 
 
 attend_blocked.register_autograd(_backward, setup_context=_save)

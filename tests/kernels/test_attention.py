@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention import attend, attend_blocked, attend_plain
+from quern.kernels.attention import attend, attend_blocked, attend_plain, kept_elements
 
 
 def inputs(T: int, heads: int = 4, kv_heads: int = 2, E: int = 8, B: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,4 +106,4 @@ def test_inputs_need_not_be_contiguous() -> None:
 def test_the_operator_keeps_torchs_contract(window: int) -> None:
     """Schema, shapes under the compiler's fake tensors, and the registration of its gradient."""
     turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs(300, E=4)]
-    torch.library.opcheck(attend_blocked, (*turned, window))
+    torch.library.opcheck(attend_blocked, (*turned, window, kept_elements(turned[0], window)))
