@@ -24,8 +24,7 @@ FLAGS = (
 ).split()
 # The browser reads commands from descriptor 3 and writes to 4; this puts the pipe's ends there.
 LAUNCH = (
-    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); "
-    "os.execv(sys.argv[3], sys.argv[3:])"
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
 
 
@@ -120,9 +119,7 @@ class Chrome:
     def wait(self, condition: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not self.run(condition):
-            assert time.monotonic() < deadline, (
-                f"still waiting for: {condition}\n{self.run('document.body.innerText')}"
-            )
+            assert time.monotonic() < deadline, f"still waiting for: {condition}\n{self.run('document.body.innerText')}"
             time.sleep(0.02)
 
     def type(self, text: str) -> None:

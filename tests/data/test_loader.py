@@ -78,23 +78,17 @@ def full_rows(loader: Loader, epoch: int = 0) -> list[tuple[list[int], list[bool
     """An epoch's rows of context + 1 tokens with their mask (BOS first), for batches of one row."""
     steps = [s for s in range(5000) if loader.position(s)[0] == epoch]
     batches = [loader.batch(s) for s in steps]
-    return [
-        ([*b.tokens[0, :1].tolist(), *b.targets[0].tolist()], [False, *b.mask[0].tolist()]) for b in batches
-    ]
+    return [([*b.tokens[0, :1].tolist(), *b.targets[0].tolist()], [False, *b.mask[0].tolist()]) for b in batches]
 
 
-LONG_AND_SHORT = (
-    [700] * 3 + [25, 26, 49, 50] + random_lengths(60, 40)
-)  # rows of 25: many to cut, some just so
+LONG_AND_SHORT = [700] * 3 + [25, 26, 49, 50] + random_lengths(60, 40)  # rows of 25: many to cut, some just so
 
 
 @pytest.mark.parametrize("packing", METHODS)
 @pytest.mark.parametrize("chunk_documents", [13, 10_000])
 def test_split_shows_every_token_once_an_epoch(packing, chunk_documents):
     lengths = LONG_AND_SHORT
-    loader = Loader(
-        corpus_of(lengths), 24, 1, seed=3, packing=packing, chunk_documents=chunk_documents, buffer=5
-    )
+    loader = Loader(corpus_of(lengths), 24, 1, seed=3, packing=packing, chunk_documents=chunk_documents, buffer=5)
     everything = Counter(t for i, n in enumerate(lengths) for t in document(i, n)[1:])
     held_back = 0
     for epoch in range(2):
@@ -139,9 +133,7 @@ def test_the_report_is_what_the_batches_hold(packing, too_long):
     heads = len(lengths) - (len(long) if too_long == "drop" else 0)
     bos = sum(t == BOS for row in rows_ for t in row)
     assert report["added_bos_share"] * len(rows_) * 25 == pytest.approx(bos - padded - heads)
-    cut = sum(
-        -(-(n - 1) // 24) if too_long == "split" else 1 for n in lengths if n <= 25 or too_long != "drop"
-    )
+    cut = sum(-(-(n - 1) // 24) if too_long == "split" else 1 for n in lengths if n <= 25 or too_long != "drop")
     assert report["pieces"] == cut
     assert report["utilisation"] + report["padding_share"] == pytest.approx(1)
     if packing in ("best-fit", "greedy-crop"):
@@ -255,9 +247,7 @@ def test_the_mask_follows_its_tokens(packing, too_long):
     loader = Loader(corpus, 32, 2, packing=packing, too_long=too_long)
     for step in range(60):
         batch = loader.batch(step)
-        for target, counts in zip(
-            batch.targets.reshape(-1).tolist(), batch.mask.reshape(-1).tolist(), strict=True
-        ):
+        for target, counts in zip(batch.targets.reshape(-1).tolist(), batch.mask.reshape(-1).tolist(), strict=True):
             if target == BOS:
                 assert not counts
             else:
@@ -362,9 +352,7 @@ def test_windows_honour_masks():
 
 def test_validation_does_not_depend_on_the_training_shards(tmp_path: Path):
     def write(folder: Path, split: str, count: int, shard_tokens: int) -> None:
-        with ShardWriter(
-            folder, split, None, shard_tokens, vocab_size=60_000, bos=BOS, fingerprint="f"
-        ) as writer:
+        with ShardWriter(folder, split, None, shard_tokens, vocab_size=60_000, bos=BOS, fingerprint="f") as writer:
             for index in range(count):
                 writer.add(document(index, 20))
 

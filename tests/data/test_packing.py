@@ -26,10 +26,7 @@ def naive_best_fit(lengths: list[int], row_tokens: int, buffer: int) -> list[lis
             space = row_tokens
         size = {i: min(lengths[i], row_tokens) for i in waiting[:buffer]}
         fitting = [i for i in size if size[i] <= space]
-        if fitting:
-            chosen = max(fitting, key=lambda i: (size[i], -i))
-        else:
-            chosen = min(size, key=lambda i: (size[i], -i))
+        chosen = max(fitting, key=lambda i: (size[i], -i)) if fitting else min(size, key=lambda i: (size[i], -i))
         taken = min(size[chosen], space)
         rows[-1].append((chosen, taken))
         space -= taken
@@ -150,13 +147,9 @@ def test_every_document_once_heads_only_and_measured_shares(lengths, row_tokens,
         content = sum(n - 1 for row in rows for _, n in row)
         assert report["cropped_share"] == pytest.approx(1 - content / sum(n - 1 for n in lengths))
     if method in ("best-fit", "greedy-crop"):
-        assert all(sum(n for _, n in row) == row_tokens for row in rows[:-1]), (
-            "only the last row may be padded"
-        )
+        assert all(sum(n for _, n in row) == row_tokens for row in rows[:-1]), "only the last row may be padded"
     else:
-        assert all(n == min(lengths[i], row_tokens) for row in rows for i, n in row), (
-            "padding methods never crop"
-        )
+        assert all(n == min(lengths[i], row_tokens) for row in rows for i, n in row), "padding methods never crop"
 
 
 def web_lengths(count: int = 20_000) -> np.ndarray:
@@ -170,9 +163,7 @@ def test_the_methods_rank_as_published():
     unavoidable = np.maximum(lengths - 2049, 0).sum() / (lengths - 1).sum()
     assert report["best-fit"]["utilisation"] > 0.9999 and report["greedy-crop"]["utilisation"] > 0.9999
     assert report["best-fit"]["cropped_share"] < 0.6 * report["greedy-crop"]["cropped_share"]
-    assert (
-        report["first-fit-decreasing"]["padding_share"] < 0.01 < 0.1 < report["greedy-pad"]["padding_share"]
-    )
+    assert report["first-fit-decreasing"]["padding_share"] < 0.01 < 0.1 < report["greedy-pad"]["padding_share"]
     for method in ("greedy-pad", "first-fit-decreasing"):
         assert report[method]["cropped_share"] == pytest.approx(unavoidable)
 

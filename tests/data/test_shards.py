@@ -21,9 +21,7 @@ def documents(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def write(folder: Path, split: str, docs: list[list[int]], mark: str = "a", **options: Any) -> None:
-    with ShardWriter(
-        folder, split, **({"vocab_size": 500, "bos": BOS, "fingerprint": mark} | options)
-    ) as writer:
+    with ShardWriter(folder, split, **({"vocab_size": 500, "bos": BOS, "fingerprint": mark} | options)) as writer:
         for document in docs:
             writer.add(document)
 

@@ -37,9 +37,7 @@ def test_scores_follow_the_check_and_the_kinds(engine):
     for score, replies in zip(graded.scores, (graded.replies[:5], graded.replies[5:]), strict=True):
         assert [reply.correct for reply in replies] == [
             short(question, reply.text)
-            for question, reply in zip(
-                asked()[:5] if score.task == "toy/facts" else asked()[5:], replies, strict=True
-            )
+            for question, reply in zip(asked()[:5] if score.task == "toy/facts" else asked()[5:], replies, strict=True)
         ]
         assert score.value == sum(reply.correct for reply in replies) / 5
         assert (score.count, score.bos, score.shots) == (5, True, 0)
@@ -87,9 +85,7 @@ def test_the_letter_picked_is_the_likeliest(engine):
         assert question.choices is not None
         prompt = render_prompt(engine.tokenizer, question.messages)
         nats = [
-            continuation_nats(
-                engine.model, [(prompt, engine.tokenizer.encode(letter))], CPU, context=CONTEXT
-            )[0]
+            continuation_nats(engine.model, [(prompt, engine.tokenizer.encode(letter))], CPU, context=CONTEXT)[0]
             for letter in question.choices
         ]
         assert reply.text == question.choices[int(np.argmin(nats))]

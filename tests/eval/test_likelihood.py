@@ -74,9 +74,7 @@ def test_choice_interval_chance_and_lengths(model):
     for _ in range(12):
         texts = tuple("x" * int(n) for n in rng.integers(1, 7, 4))
         ids = tuple(rng.integers(0, 99, len(text)).tolist() for text in texts)
-        items.append(
-            MultipleChoice("toy", [BOS, *rng.integers(0, 99, 5).tolist()], texts, ids, int(rng.integers(4)))
-        )
+        items.append(MultipleChoice("toy", [BOS, *rng.integers(0, 99, 5).tolist()], texts, ids, int(rng.integers(4))))
     picks = {}
     for length in (whole, per_token):
         score, picks[length] = multiple_choice(

@@ -8,9 +8,7 @@ from scipy.stats import binomtest
 from quern.eval.score import Score, accuracy, prompt_hash, wilson
 
 
-@pytest.mark.parametrize(
-    ("correct", "count"), [(0, 1), (1, 1), (0, 200), (200, 200), (3, 7), (91, 200), (5, 1000)]
-)
+@pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 200), (200, 200), (3, 7), (91, 200), (5, 1000)])
 @pytest.mark.parametrize("confidence", [0.95, 0.5])
 def test_wilson_equals_scipy(correct, count, confidence):
     expected = binomtest(correct, count).proportion_ci(confidence, method="wilson")
@@ -25,9 +23,7 @@ def test_wilson_of_nothing_and_of_nonsense():
 
 
 def test_accuracy_says_what_was_asked():
-    score = accuracy(
-        "sums", [True, False, True, True], [0.0, 0.5, 0.25, 0.25], [[9, 1], [9, 2]], bos=9, shots=2
-    )
+    score = accuracy("sums", [True, False, True, True], [0.0, 0.5, 0.25, 0.25], [[9, 1], [9, 2]], bos=9, shots=2)
     assert (score.value, score.count, score.chance, score.bos, score.shots) == (0.75, 4, 0.25, True, 2)
     assert score.low is not None and score.high is not None and score.low < 0.75 < score.high
     assert not accuracy("sums", [True], [0.0], [[1, 9]], bos=9).bos

@@ -51,9 +51,7 @@ def test_a_reply_ends_at_max_tokens_or_where_the_context_ends() -> None:
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
     engine = toy_engine(context=32)
     for length in (32, 100):
-        with pytest.raises(
-            ContextOverflow, match=f"has {length} tokens and the model's context holds 32.* 31 tokens"
-        ):
+        with pytest.raises(ContextOverflow, match=f"has {length} tokens and the model's context holds 32.* 31 tokens"):
             engine.generate([[BOS], [BOS] * length])
 
 
@@ -90,9 +88,7 @@ def test_a_vocabulary_padded_in_the_model_is_never_drawn_from() -> None:
 
 def test_seeds() -> None:
     engine = toy_engine()
-    ids = [
-        [c.ids for c in engine.generate([[BOS, 7]], samples=2, max_tokens=9, seed=s)[0]] for s in (1, 1, 2)
-    ]
+    ids = [[c.ids for c in engine.generate([[BOS, 7]], samples=2, max_tokens=9, seed=s)[0]] for s in (1, 1, 2)]
     assert ids[0] == ids[1] != ids[2]
     assert ids[0][0] != ids[0][1]
 

@@ -10,9 +10,7 @@ from tests.generate.toy import toy_tokenizer
 TOKENIZER = toy_tokenizer()
 
 
-def feed(
-    ids: list[int], stop: tuple[str, ...] = (), max_tokens: int = 10_000
-) -> tuple[list[Delta], Completion]:
+def feed(ids: list[int], stop: tuple[str, ...] = (), max_tokens: int = 10_000) -> tuple[list[Delta], Completion]:
     """Pushes what the row would hold: forced tokens are chosen over the given ones."""
     reply = Reply(TOKENIZER, 1, max_tokens, stop)
     deltas: list[Delta] = []

@@ -58,11 +58,7 @@ NUMBERS = st.one_of(
 )
 
 
-@given(
-    st.recursive(
-        NUMBERS, lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(_join), max_leaves=6
-    )
-)
+@given(st.recursive(NUMBERS, lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(_join), max_leaves=6))
 def test_values_are_those_of_exact_fractions(expression: str) -> None:
     """The oracle: the same text evaluated by Python over Fraction literals, and rounded to ten digits."""
     try:
@@ -153,9 +149,7 @@ def test_refusals_name_the_reason() -> None:
 
 
 @given(
-    st.one_of(
-        st.text(max_size=60), st.text("0123456789.,+-*/%() ", max_size=200), st.text("9*/-(). ", max_size=200)
-    )
+    st.one_of(st.text(max_size=60), st.text("0123456789.,+-*/%() ", max_size=200), st.text("9*/-(). ", max_size=200))
 )
 def test_any_text_gives_a_plain_number_or_an_error(expression: str) -> None:
     try:
@@ -212,11 +206,8 @@ def test_marks_out_of_place_do_nothing() -> None:
     tokenizer = toy_tokenizer()
     state = ToolState(tokenizer)
     marks = [
-        tokenizer.special(name)
-        for name in ("<|tool_end|>", "<|output_end|>", "<|output_start|>", "<|user_start|>")
+        tokenizer.special(name) for name in ("<|tool_end|>", "<|output_end|>", "<|output_start|>", "<|user_start|>")
     ]
     assert not any(push_all(state, marks)) and state.kind == "text"
     # Text that merely spells the marks is text.
-    assert (
-        not any(push_all(state, tokenizer.encode("<|tool_start|>1+1<|tool_end|>"))) and state.kind == "text"
-    )
+    assert not any(push_all(state, tokenizer.encode("<|tool_start|>1+1<|tool_end|>"))) and state.kind == "text"

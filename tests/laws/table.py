@@ -40,9 +40,7 @@ def rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
     for (test, law), same in sorted(found.items()):
         bars = {record["bar"] for record in same}
         if len(bars) > 1:
-            raise ValueError(
-                f"{test}: {law!r} is recorded with several bars, {sorted(bars)}; name it by its case"
-            )
+            raise ValueError(f"{test}: {law!r} is recorded with several bars, {sorted(bars)}; name it by its case")
         numbers = [record["deviation"] for record in same if not isinstance(record["deviation"], str)]
         words = sorted({record["deviation"] for record in same if isinstance(record["deviation"], str)})
         shown = ([show(max(numbers))] if numbers else []) + words

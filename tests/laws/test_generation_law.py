@@ -84,9 +84,7 @@ def cached(
     return logits_BNV.argmax(-1).tolist(), logits_BNV
 
 
-def deviation(
-    model: GPT, lengths: tuple[int, ...] = LENGTHS, steps: int = 11, chunk: int | None = None
-) -> float:
+def deviation(model: GPT, lengths: tuple[int, ...] = LENGTHS, steps: int = 11, chunk: int | None = None) -> float:
     """Largest difference of a logit between the two ways; infinite if a greedy token differs."""
     prompts = rows(lengths)
     tokens, logits_BNV = cached(model, prompts, steps, chunk)
@@ -111,9 +109,7 @@ def test_cached_is_uncached(name: str, law: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 13])
-@pytest.mark.parametrize(
-    "name", ["SSSL", "window 1", "window 2", "window longer than the rows", "one key head"]
-)
+@pytest.mark.parametrize("name", ["SSSL", "window 1", "window 2", "window longer than the rows", "one key head"])
 def test_prefill_in_pieces_is_prefill_at_once(name: str, chunk: int, law: Callable[..., None]) -> None:
     found = deviation(build(PATTERNS[name]), steps=4, chunk=chunk)
     law("prefill in pieces = at once: logits, fp32; greedy tokens equal", found, "≤ 1e-5")
@@ -138,9 +134,7 @@ def test_batched_is_alone(temperature: float, law: Callable[..., None]) -> None:
     engine = toy_engine()
     prompts = rows((1, 5, 30, 12, 60, 63, 2))
     together = engine.generate(prompts, samples=3, max_tokens=24, temperature=temperature, seed=7)
-    alone = [
-        engine.generate([p], samples=3, max_tokens=24, temperature=temperature, seed=7)[0] for p in prompts
-    ]
+    alone = [engine.generate([p], samples=3, max_tokens=24, temperature=temperature, seed=7)[0] for p in prompts]
     assert together == alone
     reordered = engine.generate(prompts[::-1], samples=3, max_tokens=24, temperature=temperature, seed=7)
     assert reordered[::-1] == alone

@@ -26,9 +26,7 @@ Make = Callable[..., Loader]
 
 def documents() -> list[list[int]]:
     rng = np.random.default_rng(0)
-    return [
-        [BOS, *rng.integers(1, 500, n).tolist()] for n in rng.lognormal(2.5, 1.0, 300).astype(int).tolist()
-    ]
+    return [[BOS, *rng.integers(1, 500, n).tolist()] for n in rng.lognormal(2.5, 1.0, 300).astype(int).tolist()]
 
 
 def masked(docs: list[list[int]]) -> list[np.ndarray]:
@@ -161,9 +159,7 @@ def test_every_token_once(packing, chunk_documents, law):
     loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, packing, chunk_documents=chunk_documents)
     deviation = coverage_deviation(loader, docs)
     assert deviation == 0
-    law(
-        "an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated"
-    )
+    law("an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated")
 
 
 def test_hash_sees_every_field():

@@ -91,9 +91,7 @@ def polar_factor(x: np.ndarray) -> np.ndarray:
 
 def with_spectrum(rows: int, columns: int, values: np.ndarray, seed: int = 0) -> np.ndarray:
     """A random matrix with these singular values."""
-    left, _, right = np.linalg.svd(
-        np.random.default_rng(seed).normal(size=(rows, columns)), full_matrices=False
-    )
+    left, _, right = np.linalg.svd(np.random.default_rng(seed).normal(size=(rows, columns)), full_matrices=False)
     return (left * values) @ right
 
 
@@ -147,9 +145,7 @@ def response(orthogonalize: Callable[..., torch.Tensor], values: np.ndarray) -> 
 
 def test_the_bands_that_five_steps_reach(law: Callable[..., None]) -> None:
     polar = response(polar_express, np.geomspace(1e-3, 1 - 1e-9, 4000))
-    law(
-        "Polar Express, 5 steps, inputs from 0.001", f"{polar.min():.3f} to {polar.max():.3f}", "0.84 to 1.15"
-    )
+    law("Polar Express, 5 steps, inputs from 0.001", f"{polar.min():.3f} to {polar.max():.3f}", "0.84 to 1.15")
     assert polar.min() >= 0.84 and polar.max() <= 1.15
     quintic = response(newton_schulz, np.geomspace(1e-2, 1 - 1e-9, 4000))
     law(
@@ -226,9 +222,7 @@ def muon_deviation(skip: str = "", constants: Mapping[str, Any] = MUON) -> float
 
 def test_muon_is_the_papers_formulas_with_an_svd(law: Callable[..., None]) -> None:
     worst = muon_deviation()
-    law(
-        "Muon, 5 updates = NumPy with the SVD polar factor", worst, f"≤ {MUON_BAR:g} relative, fp64, 30 steps"
-    )
+    law("Muon, 5 updates = NumPy with the SVD polar factor", worst, f"≤ {MUON_BAR:g} relative, fp64, 30 steps")
     assert worst <= MUON_BAR
 
 

@@ -64,9 +64,7 @@ def test_empty_groups_are_left_out() -> None:
 def test_a_forgotten_parameter_is_named() -> None:
     model = reported()
     with pytest.raises(ValueError, match="in no group: forgotten.weight"):
-        make_groups(
-            model, OptimRecipe(), [*everything(model), ("forgotten.weight", Parameter(torch.ones(1)))]
-        )
+        make_groups(model, OptimRecipe(), [*everything(model), ("forgotten.weight", Parameter(torch.ones(1)))])
 
 
 def test_a_parameter_in_two_groups_is_named() -> None:

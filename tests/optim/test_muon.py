@@ -102,9 +102,7 @@ def test_caution_decays_only_where_the_update_shrinks_the_weight() -> None:
 def test_the_step_has_an_orthogonal_matrixs_norm_however_far_the_iteration_came(
     rows: int, columns: int, steps: int
 ) -> None:
-    change = updated(random(1, rows, columns), steps=steps, weight_decay=0.0) - random(
-        1, rows, columns, seed=9
-    )
+    change = updated(random(1, rows, columns), steps=steps, weight_decay=0.0) - random(1, rows, columns, seed=9)
     expected = 0.1 * max(1, rows / columns) ** 0.5 * min(rows, columns) ** 0.5
     assert change.norm().item() == pytest.approx(expected, rel=1e-4)
 

@@ -86,9 +86,7 @@ def test_elementwise_groups_are_torchs_adamw() -> None:
         rule = AdamW(c["betas"], c["eps"], c["weight_decay"])
         groups.append(Group(f"half {i}", rule, tuple(halves[0][i::2]), c["lr"]))
     optimizer = Zero2(groups)
-    oracle = torch.optim.AdamW(
-        [{"params": [p for _, p in halves[1][i::2]], **c} for i, c in enumerate(constants)]
-    )
+    oracle = torch.optim.AdamW([{"params": [p for _, p in halves[1][i::2]], **c} for i, c in enumerate(constants)])
     for step in range(20):
         for model in (ours, theirs):
             model.loss(step).backward()
@@ -203,9 +201,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     model = toy()
     optimizer = driver(model)
     (model.embedding.sum() + model.head.sum()).backward()
-    with pytest.raises(
-        ValueError, match="no gradient reached up.0, up.1, up.2, down.0, .*, scales: run backward"
-    ):
+    with pytest.raises(ValueError, match="no gradient reached up.0, up.1, up.2, down.0, .*, scales: run backward"):
         optimizer.grad_norm()
 
 

@@ -75,9 +75,7 @@ def test_health(url: str) -> None:
 
 
 def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine) -> None:
-    answer = client.chat.completions.create(
-        model=NAME, messages=HELLO, seed=5, max_tokens=20, temperature=0.9
-    )
+    answer = client.chat.completions.create(model=NAME, messages=HELLO, seed=5, max_tokens=20, temperature=0.9)
     prompt = render_prompt(engine.tokenizer, HELLO)
     [[expected]] = toy_engine(context=CONTEXT).generate([prompt], max_tokens=20, seed=5, temperature=0.9)
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
@@ -246,9 +244,7 @@ def test_a_missing_parameter(url: str) -> None:
     check_error(post(url, {"messages": HELLO}), 400, "Missing required parameter: 'model'", "model")
 
 
-@pytest.mark.parametrize(
-    "known", [{"user": "me"}, {"logit_bias": {}}, {"presence_penalty": 0}, {"stop": None}]
-)
+@pytest.mark.parametrize("known", [{"user": "me"}, {"logit_bias": {}}, {"presence_penalty": 0}, {"stop": None}])
 def test_parameters_that_ask_for_nothing_are_accepted(url: str, known: dict[str, Any]) -> None:
     assert post(url, ask(**known)).status_code == 200
 

@@ -160,8 +160,7 @@ def _stage(folder: Path, rng: random.Random, steps: int, start: float, end: floa
         {"kind": "compile", "time": "2026-03-01T10:00:14Z", "step": 0, "seconds": 13.7},
     ]
     events += [
-        {"kind": "save", "time": f"2026-03-01T10:0{i}:00Z", "step": 150 * i, "seconds": 0.4}
-        for i in range(1, 5)
+        {"kind": "save", "time": f"2026-03-01T10:0{i}:00Z", "step": 150 * i, "seconds": 0.4} for i in range(1, 5)
     ]
     if val:
         events += [

@@ -92,9 +92,7 @@ def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
     assert not re.search(r"<svg.*?#[0-9a-f]{6}.*?</svg>", text, re.DOTALL)
 
 
-HOSTILE = (
-    "</pre></style><script>alert(1)</script><img src=x onerror=alert(1)>\"'`javascript:&lt; \x00\x1b ``` |"
-)
+HOSTILE = "</pre></style><script>alert(1)</script><img src=x onerror=alert(1)>\"'`javascript:&lt; \x00\x1b ``` |"
 
 
 def hostile_run(folder: Path) -> Path:
@@ -249,9 +247,7 @@ def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
 
 
 def test_a_long_run_makes_a_light_page(tmp_path):
-    metrics = [
-        {"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr": 1.0} for i in range(1, 20_001)
-    ]
+    metrics = [{"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr": 1.0} for i in range(1, 20_001)]
     lines(tmp_path / "pretrain" / "metrics.jsonl", metrics)
     build(tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
@@ -264,9 +260,7 @@ def test_two_builds_are_the_same_bytes(tmp_path):
 
 
 def test_markdown_escapes():
-    assert inline("a|b\n<b>*x*_y_`z`[l](u) & #") == (
-        "a\\|b &lt;b&gt;\\*x\\*\\_y\\_\\`z\\`\\[l\\](u) &amp; \\#"
-    )
+    assert inline("a|b\n<b>*x*_y_`z`[l](u) & #") == ("a\\|b &lt;b&gt;\\*x\\*\\_y\\_\\`z\\`\\[l\\](u) &amp; \\#")
     assert fenced("x ```` y").startswith("`````text\n") and fenced("x").startswith("```text\n")
 
 

@@ -86,9 +86,7 @@ def test_the_prompt_is_the_start_of_the_rendering(tokenizer: Tokenizer) -> None:
 
 def test_empty_contents_are_rendered(tokenizer: Tokenizer) -> None:
     ids, mask = render(tokenizer, [{"role": "user", "content": ""}, {"role": "assistant", "content": []}])
-    assert tokenizer.decode(ids.tolist()) == (
-        "<|bos|><|user_start|><|user_end|><|assistant_start|><|assistant_end|>"
-    )
+    assert tokenizer.decode(ids.tolist()) == ("<|bos|><|user_start|><|user_end|><|assistant_start|><|assistant_end|>")
     assert mask.tolist() == [False] * 4 + [True]
 
 
@@ -179,9 +177,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "message"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_conversation_is_refused_with_what_to_do(
-    tokenizer: Tokenizer, messages: Any, message: str
-) -> None:
+def test_a_wrong_conversation_is_refused_with_what_to_do(tokenizer: Tokenizer, messages: Any, message: str) -> None:
     for check in (validate, lambda m: render(tokenizer, m), lambda m: render_prompt(tokenizer, m)):
         with pytest.raises(ValueError, match=re.escape(message)):
             check(messages)

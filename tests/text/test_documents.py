@@ -38,9 +38,7 @@ def folder(tmp_path: Path) -> Path:
     (root / "b.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
     (root / "c.txt.zst").write_bytes(zstd(TEXTS[2].encode()))
     (root / "d.jsonl").write_bytes(json_lines(TEXTS[:3]) + b"\n  \n" + json_lines(TEXTS[3:]).rstrip(b"\n"))
-    (root / "e.jsonl.gz").write_bytes(
-        gzip.compress(json_lines(TEXTS[:2])) + gzip.compress(json_lines(TEXTS[2:]))
-    )
+    (root / "e.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:2])) + gzip.compress(json_lines(TEXTS[2:])))
     (root / "f.jsonl.zst").write_bytes(zstd(json_lines(TEXTS)) + zstd(json_lines(["", "last"])))
     write_parquet(root / "sub" / "g.parquet", [*TEXTS, None, "", *TEXTS])
     for unread in (".hidden/x.txt", ".secret.txt", "notes.md", "half.parquet.part"):

@@ -82,9 +82,7 @@ def test_same_arguments_same_bytes_whatever_the_hash_seed():
     digests = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         digests.add(done.stdout)
     assert len(digests) == 1
 
@@ -154,9 +152,7 @@ def test_the_cast_can_be_judged_by_words_alone():
 
 def test_the_prose_is_well_formed(train_text):
     for text in train_text:
-        assert (
-            "{" not in text and "}" not in text and "[" not in text and "  " not in text.replace("\n  ", "")
-        )
+        assert "{" not in text and "}" not in text and "[" not in text and "  " not in text.replace("\n  ", "")
         assert not re.search(
             r"(?<!letter )(?<!many )\ba [aeiou]\w|\ban (?!hour)[^aeiou]| \.|\.\.|\b1 times|\s$", text
         ), text
@@ -173,9 +169,7 @@ def test_documents_vary(documents):
         for sentence in sentences(text):
             if not re.search(r"\d|-", sentence):
                 forms.add(
-                    " ".join(
-                        "_" if word in facts or word.title() in facts else word for word in sentence.split()
-                    )
+                    " ".join("_" if word in facts or word.title() in facts else word for word in sentence.split())
                 )
     assert len(forms) > 5000
 
@@ -195,9 +189,7 @@ def test_conversations_are_valid_and_vary(conversations):
     assert len({repr(messages) for messages in conversations}) > 0.8 * len(conversations)
     assert sum(share for share, _ in EXCHANGES) == 100
     assert max(len(messages) for messages in conversations) >= 6
-    replies = [
-        spoken(messages[-1]) for messages in conversations if "who are you" in spoken(messages[-2]).lower()
-    ]
+    replies = [spoken(messages[-1]) for messages in conversations if "who are you" in spoken(messages[-2]).lower()]
     assert len(replies) > 20 and all(reply.startswith("I am quern, ") for reply in replies)
 
 
@@ -256,9 +248,7 @@ def test_no_held_out_operands_in_training(train_text, questions):
     for question in questions["sums"] + questions["word_problems"]:
         left, right = map(int, re.findall(r"\d+", spoken(question.messages[0])))
         signs = [sign for sign, result in results.items() if result(left, right) == int(question.answer)]
-        assert any(
-            sum_is_held_out(left, sign, right) and (left, sign, right) not in trained for sign in signs
-        )
+        assert any(sum_is_held_out(left, sign, right) and (left, sign, right) not in trained for sign in signs)
 
 
 def test_held_out_words_are_spelled_in_documents_and_never_counted(documents, conversations):
@@ -278,9 +268,7 @@ def test_held_out_words_are_spelled_in_documents_and_never_counted(documents, co
 def test_a_quarter_of_the_facts_is_never_asked_in_conversations(conversations):
     asked = [(c.name, r) for c in CAST for r in RELATIONS if is_asked_in_conversations(c.name, r)]
     assert 0.65 < len(asked) / (len(CAST) * len(RELATIONS)) < 0.85
-    said = {
-        spoken(message) for messages in conversations for message in messages if message["role"] == "user"
-    }
+    said = {spoken(message) for messages in conversations for message in messages if message["role"] == "user"}
     for character in CAST:
         for relation in RELATIONS:
             if is_asked_in_conversations(character.name, relation):
@@ -297,9 +285,7 @@ def test_the_replies_of_training_are_judged_right_and_others_wrong():
     for kind, make in TASKS.items():
         for index in range(200):
             task = make(Pen(f"judge:{index}"))
-            question = Question(
-                kind, [{"role": "user", "content": task.question}], task.answer, task.choices, 0.0
-            )
+            question = Question(kind, [{"role": "user", "content": task.question}], task.answer, task.choices, 0.0)
             assert check(question, task.reply) and check(
                 question, task.reply.upper() if kind == "choice" else task.reply
             )
@@ -346,9 +332,7 @@ def test_multiple_choice_has_one_right_option_and_balanced_letters(questions):
     for question in questions["choice"]:
         stem, *rest = spoken(question.messages[0]).split("\n")
         options = {line[0]: line[3:] for line in rest}
-        assert (
-            list(options) == list("ABCD") == list(question.choices or ()) and len(set(options.values())) == 4
-        )
+        assert list(options) == list("ABCD") == list(question.choices or ()) and len(set(options.values())) == 4
         right = options[question.answer]
         named = [CHARACTERS[name] for name in re.findall(r"[A-Z][a-z]+", stem) if name in CHARACTERS]
         if named:

@@ -19,9 +19,7 @@ from quern.text.tokenizer import (
 
 CORPUS = [
     "The miller grinds the grain. The grain was 1234567 years old, said the miller's daughter.\n\n" * 5,
-    "मिलर अनाज पीसता है। मिलर अनाज पीसता है। " * 10
-    + "大家好，世界和平。你好，世界！" * 10
-    + "مرحبًا بالعالم " * 10,
+    "मिलर अनाज पीसता है। मिलर अनाज पीसता है। " * 10 + "大家好，世界和平。你好，世界！" * 10 + "مرحبًا بالعالم " * 10,
     "👩‍👩‍👧‍👦 👩‍👩‍👧‍👦 ❤️ ❤️ 🇩🇪🇫🇷 e\u0301 e\u0301 " * 10 + "    def f(x):\n        return x\n" * 5,
 ]
 SMALLEST = 256 + len(SPECIAL_TOKENS)

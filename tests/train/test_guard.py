@@ -90,9 +90,7 @@ def test_first_signal_finishes_the_step_saves_and_exits_75(which: signal.Signals
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_the_process_even_inside_a_native_call(
-    second: signal.Signals, tmp_path: Path
-) -> None:
+def test_second_signal_ends_the_process_even_inside_a_native_call(second: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "hang")
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None and process.stdout.readline() == "saving\n"
