@@ -1,0 +1,320 @@
+"""Law: a run that is killed, anywhere and as often as one likes, and resumed = the run that nobody touched.
+
+Real commands (`quern pretrain`, `quern sft`) in real processes that die by SIGKILL, some in the middle of a save,
+some while resuming. Bit for bit: every logged line but for what a clock says, and every tensor, counter and file
+name of what is left. Over more than two epochs, so that some runs resume past one, some twice within one.
+"""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quern.records import read_events, read_metrics
+from quern.text import tinyworld
+from quern.train import checkpoint
+from quern.train.guard import EXIT_STOPPED
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+TIMED = {"seconds", "tokens_per_second", "mfu"}
+Law = Callable[[str, float | int | str, str], None]
+
+PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
+ --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --train.steps 23
+ --optim.lr-scale 0.3 --train.log-every 3 --train.eval-every 8 --train.save-every 5""".split()
+SFT = "sft --conversations talks.jsonl --sft.steps 19 --sft.batch-tokens 192 --train.log-every 2".split()
+BASE = "base"  # the run that is fine-tuned
+
+
+class Bench:
+    """A folder with a small text, a few conversations and the runs of a test; and the process that forks runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = (f"run-{number}" for number in itertools.count())
+        with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in tinyworld.documents(0, 0.003, "train"))
+        with open(folder / "talks.jsonl", "w", encoding="utf-8") as file:
+            talks = sorted(tinyworld.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
+            file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/laws/fork_server.py"), str(folder / "log.txt")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=ENVIRONMENT,
+        )
+
+    def run(self, command: Sequence[str], name: str, dtype: str, **request: Any) -> dict[str, Any]:
+        """Runs a command to its end, or to where the request kills it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        arguments = [*command, *self.flags(name, dtype)]
+        self.process.stdin.write(json.dumps({"arguments": arguments, **request}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or "{}")
+        died = answer.get("status") == -signal.SIGKILL and "kill" in request
+        assert died or answer.get("status") == 0, (answer, self.log())
+        return answer
+
+    @staticmethod
+    def flags(name: str, dtype: str) -> list[str]:
+        return ["--out", "out", "--run", name, "--no-compile", "--dtype", dtype, "--threads", "1"]
+
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
+
+    def stage(self, name: str, command: Sequence[str]) -> Path:
+        return self.folder / "out" / "runs" / name / command[0]
+
+    def fresh(self, command: Sequence[str], dtype: str) -> str:
+        """The name of a run that can be begun: for fine-tuning, one with a base model."""
+        name = f"{next(self.names)}-{command[0]}-{dtype}"
+        if command[0] == "sft":
+            base = self.folder / "out" / "runs" / BASE
+            if not base.exists():
+                self.run(PRETRAIN, BASE, dtype)
+            shutil.copytree(base, self.folder / "out" / "runs" / name)
+        return name
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("resume"))
+    yield made
+    made.close()
+
+
+# What is compared -------------------------------------------------------------------------------------------
+
+
+def logged(stage: Path) -> list[str]:
+    """The lines of metrics.jsonl without what a clock says; JSON writes every bit of a number."""
+    lines = [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(stage)]
+    return [json.dumps(line, sort_keys=True) for line in lines]
+
+
+def final(stage: Path) -> dict[str, Any]:
+    """Every tensor of the last checkpoint as bytes, its JSON, and what lies in the folder of checkpoints."""
+    newest = checkpoint.latest(stage / "checkpoints", pytest.fail)
+    assert newest is not None
+    tensors, meta = checkpoint.load(newest[0])
+    meta["state"].pop("seconds")
+    found: dict[str, Any] = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return found | {"json": meta, "folder": sorted(path.name for path in (stage / "checkpoints").iterdir())}
+
+
+def differences(stage: Path, reference: Path, ignored: str = "") -> int:
+    """Lines that are missing, doubled or other, and entries of the final state that differ in a bit."""
+    ours, theirs = logged(stage), logged(reference)
+    lines = sum(a != b for a, b in itertools.zip_longest(ours, theirs))
+    mine, expected = final(stage), final(reference)
+    names = (mine.keys() | expected.keys()) - {ignored}
+    return lines + sum(mine.get(name) != expected.get(name) for name in names)
+
+
+# Kills ------------------------------------------------------------------------------------------------------
+
+
+def reference_run(bench: Bench, command: Sequence[str], dtype: str) -> tuple[Path, dict[str, int]]:
+    """A run that nobody touches, and how many events its parts have. Resumed when it is done, it does nothing."""
+    name = bench.fresh(command, dtype)
+    events = bench.run(command, name, dtype)["events"]
+    before = logged(bench.stage(name, command))
+    resumed = bench.run([*command, "--resume"], name, dtype)["events"]
+    assert logged(bench.stage(name, command)) == before and resumed["save"] == 0
+    assert min(events["train"], events["save"], resumed["resume"]) > 50
+    return bench.stage(name, command), events | {"resume": resumed["resume"]}
+
+
+def killed_and_resumed(
+    bench: Bench, command: Sequence[str], dtype: str, chains: int, kills: int, seed: int
+) -> tuple[int, list[str]]:
+    """Runs `chains` runs, each killed `kills` times; returns the differences and where each death was.
+
+    The first death of each chain is drawn from its own stretch of the run, so that all of it is covered, its
+    first events and its last ones too, every second one inside a save; the next are in any part, also while resuming.
+    """
+    rng = random.Random(seed)
+    reference, events = reference_run(bench, command, dtype)
+    total, places = 0, []
+    for chain in range(chains):
+        name = bench.fresh(command, dtype)
+        left = dict(events)
+        for kill in range(kills):
+            part = ("train", "save")[chain % 2] if kill == 0 else ("save", "train", "resume")[(chain + kill) % 3]
+            stretch = (chain + rng.random()) / chains if kill == 0 else rng.random()
+            number = 1 + int(stretch * max(1, left[part] - 1))
+            resume = ["--resume"] if kill else []
+            answer = bench.run([*command, *resume], name, dtype, kill=[part, number])
+            if answer["status"] == 0:
+                break  # it came to its end before that event
+            places.append(answer["place"])
+            if part != "resume":
+                # What it did not come to; it does again what it did since its last save, so more than this is left.
+                share = 1 - number / left[part]
+                left |= {kind: max(1, int(left[kind] * share)) for kind in ("train", "save")}
+        bench.run([*command, "--resume"], name, dtype)
+        total += differences(bench.stage(name, command), reference)
+    return total, places
+
+
+@pytest.mark.parametrize(
+    ("command", "dtype", "chains", "kills"),
+    [(PRETRAIN, "fp32", 5, 2), (PRETRAIN, "bf16", 3, 2), (SFT, "fp32", 4, 2)],
+    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32"],
+)
+def test_killed_and_resumed_is_uninterrupted(
+    command: Sequence[str], dtype: str, chains: int, kills: int, bench: Bench, law: Law
+) -> None:
+    differing, places = killed_and_resumed(bench, command, dtype, chains, kills, seed=chains)
+    law(
+        f"resumed = uninterrupted: {command[0]}, {dtype}, killed at seeded points, some in a save",
+        differing,
+        "0",
+    )
+    assert differing == 0, places
+    # More than twenty in all; one may have been drawn beyond a run's end.
+    assert len(places) >= chains * kills - 1, places
+    assert sum(place.startswith("save") for place in places) >= chains // 2, places
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("command", "dtype", "chains"),
+    [(PRETRAIN, "fp32", 40), (PRETRAIN, "bf16", 20), (SFT, "fp32", 20)],
+    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32"],
+)
+def test_killed_and_resumed_200_times(command: Sequence[str], dtype: str, chains: int, bench: Bench, law: Law) -> None:
+    differing, places = killed_and_resumed(bench, command, dtype, chains, 3, seed=0)
+    law(f"resumed = uninterrupted: {command[0]}, {dtype}, {len(places)} kills", differing, "0")
+    assert differing == 0, places
+    assert len(places) >= 2.5 * chains and sum(place.startswith("save") for place in places) >= chains
+
+
+def test_killed_five_times_within_one_epoch(bench: Bench, law: Law) -> None:
+    """First in the first step, then after a save, then twice before another one, then while resuming."""
+    command, dtype, name = PRETRAIN, "fp32", bench.fresh(PRETRAIN, "fp32")
+    reference, events = reference_run(bench, command, dtype)
+    places = []
+    for part, share in (("train", 0.08), ("train", 0.3), ("train", 0.12), ("train", 0.12), ("resume", 0.5)):
+        resume = ["--resume"] if places else []
+        kill = [part, 1 + int(share * events[part])]
+        places.append(bench.run([*command, *resume], name, dtype, kill=kill)["place"])
+    assert None not in places
+    bench.run([*command, "--resume"], name, dtype)
+    differing = differences(bench.stage(name, command), reference)
+    law("resumed = uninterrupted: killed five times in one epoch", differing, "0")
+    assert differing == 0, places
+
+
+def test_the_runs_go_on_past_their_second_epoch(bench: Bench) -> None:
+    """Else the law would say nothing of it."""
+    for command in (PRETRAIN, SFT):
+        name = bench.fresh(command, "fp32")
+        bench.run(command, name, "fp32")
+        stage = bench.stage(name, command)
+        if command is PRETRAIN:
+            facts = json.loads((stage.parent / "run.json").read_text(encoding="utf-8"))
+            assert read_metrics(stage)[-1]["tokens"] > 2 * facts["data"]["train"]["tokens"]
+        else:
+            data = next(event for event in read_events(stage) if event["kind"] == "data")
+            assert 2 * data["rows"] < 19 * 4
+
+
+@pytest.mark.parametrize("sabotage", ["moments forgotten", "masters rounded", "a batch twice"])
+def test_the_check_can_fail(sabotage: str, bench: Bench) -> None:
+    """Each mistake of a resume, made on purpose, is seen."""
+    reference, events = reference_run(bench, PRETRAIN, "fp32")
+    name = bench.fresh(PRETRAIN, "fp32")
+    bench.run(PRETRAIN, name, "fp32", kill=["train", int(0.6 * events["train"])])
+    bench.run([*PRETRAIN, "--resume"], name, "fp32", sabotage=sabotage)
+    assert differences(bench.stage(name, PRETRAIN), reference) > 10
+
+
+# From outside -----------------------------------------------------------------------------------------------
+
+
+LONG = [
+    *PRETRAIN[: PRETRAIN.index("--train.steps")],
+    "--train.steps",
+    "200",
+    *PRETRAIN[PRETRAIN.index("--optim.lr-scale") :],
+]
+
+
+def begin(bench: Bench, name: str, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "quern.cli", *LONG, *more, *Bench.flags(name, "fp32")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=bench.folder,
+        env=ENVIRONMENT,
+    )
+
+
+def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+    until = time.monotonic() + 200
+    while not there():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+def test_processes_killed_and_stopped_from_outside(bench: Bench, law: Law) -> None:
+    """A process of its own, killed by the clock; its resumption, stopped by SIGTERM, exits with 75; the
+    resumption of that ends as the run that nobody touched."""
+    reference, name = bench.fresh(LONG, "fp32"), bench.fresh(LONG, "fp32")
+    bench.run(LONG, reference, "fp32")
+    stage = bench.stage(name, LONG)
+    process = begin(bench, name)
+    wait_for(process, lambda: len(read_metrics(stage)) >= 9)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    process = begin(bench, name, "--resume")
+    wait_for(process, lambda: [event["kind"] for event in read_events(stage)].count("compile") == 2)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == EXIT_STOPPED == 75, output
+    assert "as asked, and saved: go on with --resume" in output and "Traceback" not in output
+    bench.run([*LONG, "--resume"], name, "fp32")
+    # The step it was stopped at was saved as well, so the folder may hold another one.
+    differing = differences(stage, bench.stage(reference, LONG), ignored="folder")
+    law("resumed = uninterrupted: killed, then stopped by SIGTERM, from outside", differing, "0")
+    assert differing == 0
+
+
+def test_resuming_with_another_recipe_is_refused_and_harms_nothing(bench: Bench) -> None:
+    name = bench.fresh(PRETRAIN, "fp32")
+    bench.run(PRETRAIN, name, "fp32")
+    before = logged(bench.stage(name, PRETRAIN))
+    process = subprocess.run(
+        [sys.executable, "-m", "quern.cli", *PRETRAIN, "--resume", "--seed", "1", *Bench.flags(name, "fp32")],
+        capture_output=True,
+        text=True,
+        cwd=bench.folder,
+        env=ENVIRONMENT,
+    )
+    assert process.returncode == 1
+    assert "differs from the one it was trained with in seed; give the same values" in process.stderr
+    assert logged(bench.stage(name, PRETRAIN)) == before

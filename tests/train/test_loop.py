@@ -1,0 +1,314 @@
+"""The loop around the steps: records, evaluators, skips, signals, refusing disks; and that stopping changes nothing."""
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quern.data.loader import Batch, Loader
+from quern.records import StageFolder, read_events, read_metrics
+from quern.train import checkpoint
+from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
+from quern.train.loop import Plan, resume, train
+from quern.train.state import TrainState
+from quern.train.step import train_step
+from tests.train.toy import (
+    CPU,
+    differing,
+    eager,
+    poisoned_loader,
+    snapshot,
+    toy_loader,
+    toy_plan,
+    toy_recipe,
+    toy_schedule,
+    toy_state,
+)
+
+__all__ = ["eager"]  # a fixture
+pytestmark = pytest.mark.usefixtures("eager")
+
+TIMED = {"seconds", "tokens_per_second", "mfu"}
+
+
+def go(
+    path: Path, state: TrainState, plan: Plan | None = None, loader: Loader | None = None, again: bool = False
+) -> tuple[int, list[str]]:
+    """Trains in the folder `path`; returns the exit code and what was said."""
+    said: list[str] = []
+    with StageFolder(path) as folder:
+        if again:
+            resume(state, folder, said.append)
+        code = train(state, loader or toy_loader(), plan or toy_plan(), CPU, folder, said.append)
+    return code, said
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The metrics without what a clock says."""
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(path)]
+
+
+def kinds(path: Path) -> list[str]:
+    return [event["kind"] for event in read_events(path)]
+
+
+# Records and evaluators -------------------------------------------------------------------------------------
+
+
+def test_each_line_is_the_mean_over_the_targets_since_the_last_one(tmp_path: Path) -> None:
+    loader, plan, twin = toy_loader(masked=True), toy_plan(11, log_every=4), toy_state()
+    assert go(tmp_path, toy_state(), plan, loader) == (EXIT_DONE, [])
+    results = [
+        train_step(twin, loader.batch(step), plan.schedule(step), CPU, micro_batch_rows=plan.micro_batch_rows)
+        for step in range(11)
+    ]
+    found = read_metrics(tmp_path)
+    assert [line["step"] for line in found] == [4, 8, 11]
+    for line, first in zip(found, (0, 4, 8), strict=True):
+        part = results[first : line["step"]]
+        mean = sum(r.loss * r.tokens for r in part) / sum(r.tokens for r in part)
+        assert line["loss"] == pytest.approx(mean, rel=1e-12)
+        assert line["grad_norm"] == part[-1].grad_norm
+        assert line["tokens"] == sum(r.tokens for r in results[: line["step"]])
+        assert line["lr"] == plan.schedule(line["step"] - 1).lr
+    assert found[-1]["tokens_per_second"] > 0 and found[-1]["mfu"] >= 0
+
+
+def test_evaluators_run_when_due_and_at_the_end_on_the_trained_state(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, float]] = []
+
+    def named(name: str) -> Any:
+        def evaluate(state: TrainState) -> dict[str, float]:
+            seen.append((name, state.step, float(state.model.head.weight.detach().norm())))
+            return {name: float(state.step)}
+
+        return evaluate
+
+    plan = toy_plan(10, evaluators=[(4, named("often")), (7, named("rarely"))])
+    go(tmp_path, toy_state(), plan)
+    assert [(name, step) for name, step, _ in seen] == [
+        ("often", 4),
+        ("rarely", 7),
+        ("often", 8),
+        ("often", 10),
+        ("rarely", 10),
+    ]
+    assert len({norm for _, _, norm in seen}) == 4
+    evaluated = [line for line in read_metrics(tmp_path) if "often" in line]
+    assert [(line["step"], line["often"]) for line in evaluated] == [(4, 4), (8, 8), (10, 10)]
+
+
+def test_an_evaluator_does_not_change_the_training(tmp_path: Path) -> None:
+    def evaluate(state: TrainState) -> dict[str, float]:
+        from quern.eval.bits_per_byte import batch_losses
+
+        batch = toy_loader().batch(99)
+        return {"val_loss": float(batch_losses(state.model, batch.tokens, batch.targets, CPU).mean())}
+
+    with_it, without = toy_state(), toy_state()
+    go(tmp_path / "a", with_it, toy_plan(6, evaluators=[(1, evaluate)]))
+    go(tmp_path / "b", without, toy_plan(6))
+    assert differing(snapshot(with_it), snapshot(without)) == []
+
+
+def test_saves_when_due_and_at_the_end_and_keeps_the_last(tmp_path: Path) -> None:
+    go(tmp_path, toy_state(), toy_plan(10, save_every=4, keep=2))
+    assert checkpoint.steps(tmp_path / "checkpoints") == [8, 10]
+    saved = [event["step"] for event in read_events(tmp_path) if event["kind"] == "save"]
+    assert saved == [4, 8, 10]
+    assert kinds(tmp_path)[0] == "start" and kinds(tmp_path)[-1] == "finish"
+
+
+def test_a_failing_reader_is_raised_and_not_waited_for(tmp_path: Path) -> None:
+    class Failing(Loader):
+        def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+            if step == 3:
+                raise ValueError("shard 7 is damaged")
+            return super().batch(step, rank, ranks)
+
+    whole = toy_loader()
+    loader = Failing(whole.corpus, whole.context, whole.batch_rows)
+    with pytest.raises(ValueError, match="shard 7 is damaged"):
+        go(tmp_path, toy_state(), loader=loader)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+# Steps that are not finite ----------------------------------------------------------------------------------
+
+
+def test_a_poisoned_step_is_skipped_recorded_and_training_goes_on(tmp_path: Path) -> None:
+    state = toy_state()
+    code, said = go(tmp_path, state, loader=poisoned_loader(5))
+    assert (code, said) == (EXIT_DONE, [])
+    skips = [event for event in read_events(tmp_path) if event["kind"] == "skip"]
+    assert [(event["step"], event["loss"]) for event in skips] == [(6, None)]
+    found = {line["step"]: line for line in read_metrics(tmp_path)}
+    assert sorted(found) == list(range(1, 13))
+    assert found[6]["loss"] is None and "skipped" not in found[5]
+    assert all(found[step]["skipped"] == 1 for step in range(6, 13))
+    assert all(math.isfinite(found[step]["loss"]) for step in found if step != 6)
+    assert (state.guard.skips, state.guard.skips_in_row) == (1, 0)
+
+
+def test_one_poisoned_step_does_not_hide_the_loss_of_its_neighbours(tmp_path: Path) -> None:
+    """With a line every four steps, the skipped one counts for nothing in its line."""
+    go(tmp_path / "bad", toy_state(), toy_plan(8, log_every=4), poisoned_loader(5))
+    loss = read_metrics(tmp_path / "bad")[1]["loss"]
+    assert loss is not None and 0 < loss < 2 * math.log(61)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(saved: bool, tmp_path: Path) -> None:
+    first = 5 if saved else 1
+    state = toy_state(toy_recipe(max_skips=2))
+    code, said = go(tmp_path, state, loader=poisoned_loader(*range(first, 12)))
+    assert code == EXIT_DIVERGED == 70
+    (line,) = said
+    good = tmp_path / "checkpoints" / "step-00000004"
+    assert f"stopped at step {first + 3}: 3 steps in a row were not finite" in line
+    assert (f"the last good checkpoint is {good}" if saved else "there is no checkpoint yet") in line
+    assert "Lower the learning rate (--optim.lr-scale)" in line
+    assert kinds(tmp_path)[-1] == "stop" and kinds(tmp_path).count("skip") == 3
+    # Exactly the weights of the last clean step.
+    clean = toy_state()
+    go(tmp_path / "clean", clean, toy_plan(first, schedule=toy_schedule(12)))
+    assert differing(snapshot(state), snapshot(clean)) == []
+    if saved:
+        tensors, meta = checkpoint.load(good)
+        assert meta["state"]["step"] == 4 and all(t.isfinite().all() for t in tensors.values())
+
+
+def test_skips_before_a_resume_still_count(tmp_path: Path) -> None:
+    """Two before the stop and one after it are three in a row, as they would be without the stop."""
+    recipe = toy_recipe(max_skips=2)
+    loader = poisoned_loader(2, 3, 4)
+    plan = toy_plan(save_every=4)
+    go(tmp_path, toy_state(recipe), toy_plan(4, schedule=plan.schedule), loader)
+    state = toy_state(recipe)
+    code, _ = go(tmp_path, state, plan, loader, again=True)
+    assert code == EXIT_DIVERGED and (state.step, state.guard.skips_in_row) == (5, 3)
+
+
+# Signals ----------------------------------------------------------------------------------------------------
+
+
+def signalling(which: signal.Signals, at: int) -> Any:
+    """An evaluator that sends this process a signal at a step, as someone outside would."""
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        if state.step == at:
+            os.kill(os.getpid(), which)
+        return {"probe": float(state.step)}
+
+    return evaluate
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", [1, 6])
+def test_a_signal_finishes_the_step_saves_and_resumes_bit_for_bit(
+    which: signal.Signals, at: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = toy_state()
+    quiet = toy_plan(evaluators=[(1, signalling(which, -1))], log_every=5)
+    go(tmp_path / "whole", whole, quiet)
+    before = signal.getsignal(which)
+    stopped = toy_state()
+    plan = toy_plan(evaluators=[(1, signalling(which, at))], log_every=5)
+    code, said = go(tmp_path / "stopped", stopped, plan)
+    assert code == EXIT_STOPPED == 75 and signal.getsignal(which) == before
+    assert stopped.step == at + 1, "the step under way is finished, and no other is begun"
+    assert said == [f"stopped after step {at + 1} as asked, and saved: go on with --resume"]
+    assert f"{which.name}: finishing this step" in capfd.readouterr().err
+    assert checkpoint.steps(tmp_path / "stopped" / "checkpoints")[-1] == at + 1
+    again = toy_state()
+    code, _ = go(tmp_path / "stopped", again, quiet, again=True)
+    assert code == EXIT_DONE
+    assert differing(snapshot(again), snapshot(whole)) == []
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "whole")
+
+
+def test_a_signal_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
+    plan = toy_plan(3, evaluators=[(1, signalling(signal.SIGTERM, 2))])
+    assert go(tmp_path, toy_state(), plan)[0] == EXIT_DONE
+    assert checkpoint.steps(tmp_path / "checkpoints") == [3]
+
+
+def test_a_finished_run_resumed_does_nothing(tmp_path: Path) -> None:
+    whole, again = toy_state(), toy_state()
+    go(tmp_path, whole)
+    before = lines(tmp_path)
+    assert go(tmp_path, again, again=True)[0] == EXIT_DONE
+    assert lines(tmp_path) == before and differing(snapshot(again), snapshot(whole)) == []
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew_without_doubled_lines(tmp_path: Path) -> None:
+    class Dying(Loader):
+        def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+            if step == 3:
+                raise RuntimeError("gone")
+            return super().batch(step, rank, ranks)
+
+    whole = toy_loader()
+    with pytest.raises(RuntimeError, match="gone"):
+        go(tmp_path, toy_state(), loader=Dying(whole.corpus, whole.context, whole.batch_rows))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert go(tmp_path, toy_state(), again=True)[0] == EXIT_DONE
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
+
+
+# A disk that refuses ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, two checkpoints and a little large."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def filling(disk: Path, at: int, leave: int) -> Any:
+    """An evaluator that takes the free space at a step, but for `leave` bytes."""
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        if state.step == at:
+            size = shutil.disk_usage(disk).free - leave
+            (disk / "filler").write_bytes(np.zeros(size, dtype=np.uint8).tobytes())
+        return {}
+
+    return evaluate
+
+
+@pytest.mark.parametrize("leave", [64 * 1024, 0])
+def test_a_full_disk_is_said_clearly_and_the_checkpoint_before_is_intact(small_disk: Path, leave: int) -> None:
+    """With a little space left, and with none at all: then the records cannot be written either."""
+    run = small_disk / "run"
+    plan = toy_plan(evaluators=[(1, filling(small_disk, 6, leave))])
+    code, said = go(run, toy_state(), plan)
+    assert code == EXIT_NOT_SAVED == 74
+    (line,) = said
+    assert "No space left on device" in line
+    assert "the checkpoint of step 8" not in line or "make room, then resume" in line
+    found = checkpoint.latest(run / "checkpoints", said.append)
+    assert found is not None and found[0].name == "step-00000004"
+    (small_disk / "filler").unlink()
+    again, whole = toy_state(), toy_state()
+    assert go(run, again, toy_plan(), again=True)[0] == EXIT_DONE
+    go(small_disk.parent / "whole", whole)
+    assert differing(snapshot(again), snapshot(whole)) == []
+    assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, 13))
