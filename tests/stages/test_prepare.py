@@ -1,0 +1,169 @@
+"""Preparing: every document lands in exactly one split, nothing is made twice, and errors say what would work."""
+
+import gzip
+import json
+import os
+import random
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.data.shards import Corpus
+from quern.model.gpt import GPT
+from quern.recipe import Recipe, TextRecipe, resolve
+from quern.stages.prepare import Prepared, open_source, prepare, split_pattern, train_tokenizer
+from quern.text import tinyworld
+from quern.text.tokenizer import Tokenizer
+
+
+def recipe_for(data: Path | str, **text: Any) -> Recipe:
+    settings = {"vocab_size": 300, "tokenizer_megabytes": 0.05, "tinyworld_megabytes": 0.05, "val_megabytes": 0.01}
+    return resolve(Recipe(make_model=GPT, data=str(data), text=TextRecipe(**{**settings, **text})))
+
+
+def made(recipe: Recipe, out: Path) -> tuple[Prepared, str]:
+    said: list[str] = []
+    return prepare(recipe, out, said.append), "\n".join(said)
+
+
+def texts_of(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+    """Every document read back: BOS first, then nothing but text."""
+    found = []
+    for document in range(corpus.num_documents):
+        ids = corpus.gather(document).tolist()
+        assert ids[0] == tokenizer.bos and tokenizer.bos not in ids[1:]
+        found.append(tokenizer.decode(ids[1:]))
+    return found
+
+
+def documents(count: int) -> list[str]:
+    rng = random.Random(1)
+    words = "mill stone grain flour river köln 世界 😀 baker 17 482 wheel".split()
+    return [f"{number}: " + " ".join(rng.choices(words, k=rng.randint(5, 40))) for number in range(count)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def test_every_document_is_in_exactly_one_split(tmp_path: Path) -> None:
+    texts = documents(90)
+    prepared, _ = made(recipe_for(write_jsonl(tmp_path / "t.jsonl", texts)), tmp_path / "out")
+    train, val = (texts_of(corpus, prepared.tokenizer) for corpus in (prepared.train, prepared.val))
+    assert sorted(train + val) == sorted(texts)
+    assert val == texts[10::20] and not set(train) & set(val)
+    assert prepared.facts["data"]["train"] == {"documents": len(train), "tokens": prepared.train.num_tokens}
+    assert prepared.facts["tokenizer"]["compression"][0]["bytes_per_token"] > 1
+
+
+def test_validation_does_not_grow_beyond_what_was_asked_for_nor_change_with_more_text(tmp_path: Path) -> None:
+    texts = documents(200)
+    small = recipe_for(write_jsonl(tmp_path / "small.jsonl", texts[:100]), val_megabytes=0.0004)
+    large = recipe_for(write_jsonl(tmp_path / "large.jsonl", texts), val_megabytes=0.0004)
+    chosen = []
+    for recipe in (small, large):
+        prepared, _ = made(recipe, tmp_path / "out")
+        chosen.append(texts_of(prepared.val, prepared.tokenizer))
+        assert sum(len(text.encode()) for text in chosen[-1][:-1]) < 400
+    assert chosen[0] == chosen[1] and 0 < len(chosen[0]) < 5
+
+
+def test_one_long_document_is_cut_at_a_space(tmp_path: Path) -> None:
+    text = " ".join(documents(40))
+    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
+    prepared, _ = made(recipe_for(tmp_path / "book.txt"), tmp_path / "out")
+    (train,), (val,) = (texts_of(c, prepared.tokenizer) for c in (prepared.train, prepared.val))
+    assert train + val == text and val.startswith(" ")
+    assert 0.08 < len(val) / len(text) < 0.11
+
+
+def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> None:
+    texts = documents(60)
+    data = write_jsonl(tmp_path / "train.jsonl", texts[:50])
+    val = write_jsonl(tmp_path / "val.jsonl", texts[50:])
+    prepared, _ = made(replace(recipe_for(data), val=str(val)), tmp_path / "out")
+    assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
+    assert texts_of(prepared.val, prepared.tokenizer) == texts[50:]
+
+
+def test_a_folder_of_mixed_files_is_the_text_of_all(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    texts = documents(44)
+    write_jsonl(folder / "a.jsonl", texts[:21])
+    with gzip.open(folder / "deep" / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts[21:43])
+    (folder / "deep" / "c.txt").write_text(texts[43], encoding="utf-8")
+    prepared, _ = made(recipe_for(folder), tmp_path / "out")
+    found = [text for c in (prepared.train, prepared.val) for text in texts_of(c, prepared.tokenizer)]
+    assert sorted(found) == sorted(texts)
+
+
+def files_under(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_is_made_twice_and_what_changed_is_made_anew(tmp_path: Path) -> None:
+    data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
+    first, said = made(recipe_for(data), out)
+    assert "up to date" not in said
+    before = files_under(out)
+    again, said = made(recipe_for(data), out)
+    assert said.count("is up to date") == 2 and files_under(out) == before
+    assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
+    for change in ({"vocab_size": 310}, {"digits": 1}, {"val_megabytes": 0.002}):
+        _, said = made(recipe_for(data, **change), out)
+        assert "tokens: train" in said, change
+    write_jsonl(data, documents(61))
+    other, said = made(recipe_for(data), out)
+    assert "tokens: train" in said and other.train.num_documents == first.train.num_documents + 1
+    assert before.items() <= files_under(out).items(), "what others may still use was touched"
+
+
+def test_a_half_made_folder_is_not_taken_for_prepared(tmp_path: Path) -> None:
+    data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
+    first, _ = made(recipe_for(data), out)
+    expected = texts_of(first.train, first.tokenizer)
+    (manifest,) = out.rglob("manifest.json")
+    os.remove(manifest)
+    again, said = made(recipe_for(data), out)
+    assert "tokens: train" in said and texts_of(again.train, again.tokenizer) == expected
+
+
+def test_errors_name_what_would_work(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, or one of"):
+        made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")
+    (tmp_path / "empty.txt").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match="empty|train a tokenizer"):
+        made(recipe_for(tmp_path / "empty.txt"), tmp_path / "out")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "image.png").write_bytes(b"x")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"\.jsonl"):
+        made(recipe_for(tmp_path / "folder"), tmp_path / "out")
+
+
+def test_tinyworld_is_the_worlds_own_splits(tmp_path: Path) -> None:
+    recipe = recipe_for("tinyworld")
+    prepared, _ = made(recipe, tmp_path / "out")
+    for corpus, split, size in ((prepared.train, "train", 0.05), (prepared.val, "val", 0.01)):
+        expected = list(tinyworld.documents(0, size, split))
+        assert texts_of(corpus, prepared.tokenizer) == expected
+    other = open_source(replace(recipe, seed=1), tmp_path / "out")
+    assert other.fingerprint != open_source(recipe, tmp_path / "out").fingerprint
+    assert list(islice(other.read("train"), 3)) != list(islice(tinyworld.documents(0, 0.05, "train"), 3))
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_no_token_holds_more_digits_than_asked_for(digits: int, tmp_path: Path) -> None:
+    data = tmp_path / "numbers.txt"
+    data.write_text(" ".join(str(n * 12345 % 1000 + 2024000) for n in range(4000)), encoding="utf-8")
+    recipe = recipe_for(data, digits=digits, vocab_size=400)
+    said: list[str] = []
+    tokenizer = train_tokenizer(recipe, open_source(recipe, tmp_path), tmp_path, said.append)
+    assert tokenizer.pattern == split_pattern(digits)
+    longest = max(len(tokenizer.decode([id])) for id in tokenizer.encode("2024123 77 9 123456789") if id < 389)
+    assert longest == max(digits, 1)

@@ -1,0 +1,151 @@
+"""The command line as someone sees it who mistypes, asks for help, or brings a recipe of their own."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quern import cli
+from quern.model.gpt import GPT
+from quern.recipe import Recipe
+
+RECIPE_FILE = """
+from dataclasses import replace
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASE
+
+class Quiet(GPT):
+    \"\"\"A class of one's own.\"\"\"
+
+RECIPE = replace(BASE, name="quiet", depth=2, make_model=Quiet)
+"""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command that must fail, without a traceback; returns what it said, on one line."""
+    try:
+        code = cli.main(list(arguments))
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert code in (1, 2), text
+    assert "Traceback" not in text
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert f"\n  {verb} " in text and cli.EXAMPLES[verb] in text
+    assert "recipes: gpt, or the path of a Python file that ends in RECIPE" in text
+
+
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_every_verb_explains_itself_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([verb, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: quern {verb}" in text and f"example: quern {verb}" in text
+
+
+def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["pretrain", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--depth INT The one dial" in text and "(default: 4)" in text
+    assert "--train.clip-norm" in text and "--resume" in text and "Go on from the newest good checkpoint" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("pretrian", "there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, evaluate"),
+        ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, or the path of a .py file"),
+        ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, or the path of a .py file"),
+        ("pretrain --dpeth 3", "Unrecognized options: --dpeth, 3 .* Perhaps you meant: .*--depth INT"),
+        ("pretrain --device tpu", "invalid choice 'tpu' .*'cpu'"),
+        ("pretrain --dtype fp16", "invalid choice 'fp16' .*'(bf16|fp32)'"),
+        ("pretrain --train.steps many", "Error parsing --train.steps"),
+        ("pretrain --train.packing bestfit --no-compile", "must be one of best-fit, greedy-crop, greedy-pad"),
+        ("pretrain --depth 0 --no-compile", "depth must be at least 1, not 0"),
+        ("pretrain --run a/b --no-compile", "'a/b' cannot name a run: use letters, digits, dots, dashes"),
+        (
+            "prepare --data no/such/file",
+            "--data no/such/file: there is no such file, folder or data set; use tinyworld",
+        ),
+        (
+            "tokenizer --data no/such/file",
+            "there is no such file, folder or data set; use tinyworld, a path, or one of",
+        ),
+        ("pretrain --threads 0 --no-compile", "threads must be at least 1, not 0"),
+        (
+            "sft --out none --no-compile --dtype fp32",
+            "there is no run 'first' .*: make one with `quern run`",
+        ),
+        ("chat --out none --no-compile --dtype fp32 -p x", "there is no run 'first' .*: make one with `quern run`"),
+        (
+            (
+                "evaluate --out none --no-compile --dtype fp32",
+                "nothing to evaluate under none: make one with `quern run`",
+            ),
+            "'first' has nothing to evaluate .*: make one with `quern run`",
+        ),
+        ("report --out none", "holds no records of a run; .*train one first with `quern run`"),
+        ("bench everything", "invalid choice 'everything' .*'train'"),
+        ("pretrain --track mlflow", "invalid choice 'mlflow' .*'tensorboard'"),
+    ],
+)
+def test_what_is_mistyped_is_named_with_what_is_valid(
+    arguments: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refused(capsys, *arguments.split())
+    assert re.search(expected, said), said
+
+
+def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("mine", "yours"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    said = refused(capsys, *f"chat --run his --out {tmp_path} --no-compile --dtype fp32 -p x".split())
+    assert "there is no run 'his'" in said and "name one of mine, yours with --run" in said
+
+
+def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "quiet.py"
+    path.write_text(RECIPE_FILE, encoding="utf-8")
+    options, source = cli.parse("pretrain", [str(path), "--depth", "3"], cli.Training)
+    assert source == RECIPE_FILE
+    assert (options.recipe.name, options.recipe.depth) == ("quiet", 3)
+    assert options.recipe.make_model.__name__ == "Quiet" and issubclass(options.recipe.make_model, GPT)
+
+
+@pytest.mark.parametrize("text", ["x = 1\n", "RECIPE = 'gpt'\n"])
+def test_a_file_without_a_recipe_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.py"
+    path.write_text(text, encoding="utf-8")
+    said = refused(capsys, "pretrain", str(path))
+    assert "empty.py does not end in RECIPE = … (a quern.recipe.Recipe)" in said
+
+
+def test_a_broken_file_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import no_such_module_at_all\n", encoding="utf-8")
+    assert "no_such_module_at_all" in refused(capsys, "pretrain", str(path))
+
+
+def test_flags_reach_every_part_of_the_recipe() -> None:
+    flags = "--depth 6 --seed 3 --data x --train.steps 7 --model.windows L --optim.muon-steps 4 --sft.epochs 1.5"
+    options, source = cli.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], cli.Training)
+    recipe: Recipe = options.recipe
+    assert source is None and options.where.run == "r" and options.questions == 9
+    assert (recipe.depth, recipe.seed, recipe.data) == (6, 3, "x")
+    assert (recipe.train.steps, recipe.model.windows) == (7, "L")
+    assert (recipe.optim.muon_steps, recipe.sft.epochs) == (4, 1.5)
+
+
+def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
+    assert cli.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
