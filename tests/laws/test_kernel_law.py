@@ -22,7 +22,7 @@ __all__ = ["eager"]  # a fixture
 FP32_BAR = 1e-5
 BF16_BAR = 1.1
 LENGTHS = (1, 17, 127, 129, 512, 700)
-WINDOWS = (None, 1, 64, 1000)
+WINDOWS = (None, 1, 64, 66, 1000)  # 66 reaches just past a multiple of 64, where blocks begin
 GROUPS = (1, 2, 4)
 SOFTCAP = 15.0
 
@@ -95,7 +95,7 @@ def bf16_error_ratio(path: Attend, T: int, window: int | None, groups: int) -> f
 
 def test_attention_is_its_plain_twin_in_fp32(law: Law) -> None:
     worst = attention_deviation(attend)
-    law("blocked attention = plain twin, y and gradients, 72 shapes", worst, f"≤ {FP32_BAR:g} relative, fp32")
+    law("blocked attention = plain twin, y and gradients, 90 shapes", worst, f"≤ {FP32_BAR:g} relative, fp32")
     assert worst <= FP32_BAR
 
 
