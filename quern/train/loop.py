@@ -58,6 +58,7 @@ def train(
     say: takes lines for the user; advance: called with each logging line. SIGTERM and SIGINT finish the step, save
     and return EXIT_STOPPED.
     """
+    folder.rewind(state.step)  # also where a run died before its first checkpoint
     folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
     window = _Window()
     fresh = True
@@ -78,8 +79,12 @@ def train(
                 fresh = False
             else:
                 state.seconds += seconds
-                window.add(result, seconds)
-            if result.verdict != "step":
+                window.seconds += seconds
+                window.positions += result.positions
+            if result.verdict == "step":
+                state.unlogged_nats += result.loss * result.tokens
+                state.unlogged_tokens += result.tokens
+            else:
                 folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
             if result.verdict == "stop":
                 return _diverged(state, folder, say)
@@ -88,9 +93,10 @@ def train(
                 folder.metric(**line)
                 advance(state, line)
                 window = _Window()
+                state.unlogged_nats, state.unlogged_tokens = 0.0, 0
             stopping = stop.requested and state.step < plan.steps
             for every, evaluator in plan.evaluators:
-                if not stopping and (state.step % every == 0 or state.step == plan.steps):
+                if state.step % every == 0 or state.step == plan.steps:
                     folder.metric(step=state.step, tokens=state.tokens, **evaluator(state))
             if state.step % plan.save_every == 0 or state.step == plan.steps or stopping:
                 try:
@@ -123,24 +129,15 @@ def resume(state: TrainState, folder: StageFolder, say: Callable[[str], None]) -
         return False
     tensors, meta = checkpoint.load(found[0])
     state.restore(tensors, meta["state"])
-    folder.rewind(state.step)
     return True
 
 
+@dataclass
 class _Window:
-    """Steps since the last logging line."""
+    """What was timed since the last logging line."""
 
-    def __init__(self) -> None:
-        self.loss_sum = 0.0
-        self.tokens = 0
-        self.positions = 0
-        self.seconds = 0.0
-
-    def add(self, result: StepResult, seconds: float) -> None:
-        self.loss_sum += result.loss * result.tokens
-        self.tokens += result.tokens
-        self.positions += result.positions
-        self.seconds += seconds
+    positions: int = 0
+    seconds: float = 0.0
 
 
 def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -> dict[str, Any]:
@@ -150,7 +147,7 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -
         "tokens": state.tokens,
         "flops": state.tokens * plan.flops_per_token,
         "seconds": round(state.seconds, 4),
-        "loss": window.loss_sum / window.tokens if window.tokens else last.loss,
+        "loss": state.unlogged_nats / state.unlogged_tokens if state.unlogged_tokens else last.loss,
         "grad_norm": last.grad_norm,
         "lr": plan.schedule(state.step - 1).lr,
     }

@@ -20,7 +20,11 @@ from quern.train.guard import Guard
 
 @dataclass
 class TrainState:
-    """step: updates done or skipped; tokens: targets trained on; seconds: time spent in steps."""
+    """step: updates done or skipped; tokens: targets trained on; seconds: time spent in steps.
+
+    unlogged_nats, unlogged_tokens: loss since the last logging line, kept here so that a resumed run logs what the
+    uninterrupted one would.
+    """
 
     model: Any
     optimizer: Zero2
@@ -28,6 +32,8 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    unlogged_nats: float = 0.0
+    unlogged_tokens: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By logical name; views of live memory."""
@@ -38,6 +44,8 @@ class TrainState:
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "unlogged_nats": self.unlogged_nats,
+            "unlogged_tokens": self.unlogged_tokens,
             "guard": self.guard.state(),
         }
 
@@ -46,6 +54,7 @@ class TrainState:
         self.optimizer.load_state_tensors(tensors)
         self.guard.load_state(meta["guard"])
         self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
+        self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
 
 
 def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
