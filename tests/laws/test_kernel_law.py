@@ -199,6 +199,7 @@ def test_cross_entropy_is_its_plain_twin_in_fp32(eager: None, law: Law) -> None:
     assert worst <= FP32_BAR
 
 
+@pytest.mark.timeout(900)  # a minute of compiling where nothing is cached, more where others compute too
 def test_compiled_cross_entropy_is_its_plain_twin_in_fp32(law: Law) -> None:
     """The path that trains by default; one shape, since each compiles for many seconds."""
     with torch.compiler.set_stance("default"):
