@@ -1,9 +1,10 @@
 """Keys and values of the tokens already seen, and the context that lets a model continue from them.
 
 Each layer keeps a ring of slots: as many as its window for a windowed layer, as the whole length for a long
-one. The token at position p lies in slot p mod ring, so a windowed layer's ring always holds exactly what its
-next query may see. Rows have positions of their own: prompts of unequal length share a batch, right-padded,
-and padding is never stored. The smear needs one thing more, the embedding of each row's last token.
+one, none for a layer that does not attend. The token at position p lies in slot p mod ring, so a windowed layer's
+ring always holds exactly what its next query may see. Rows have positions of their own: prompts of unequal length
+share a batch, right-padded, and padding is never stored. The smear needs one thing more, the embedding of each
+row's last token.
 
 Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E head dim, D width.
 """
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quern.kernels.attention import attend
-from quern.model.gpt import GPT
+from quern.model.interface import LanguageModel
 
 
 class KVCache:
@@ -24,6 +25,7 @@ class KVCache:
     def __init__(
         self,
         windows: list[int | None],
+        attention_layers: list[int],
         kv_heads: int,
         head_dim: int,
         width: int,
@@ -32,9 +34,12 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """windows: for each layer, the tokens that a query sees, itself included; None is all of them."""
+        """windows, attention_layers: those of `interface.LanguageModel`; max_tokens: the most that a row may hold."""
         self.max_tokens = max_tokens
-        self.rings = [min(window or max_tokens, max_tokens) for window in windows]
+        self.rings = [
+            min(window or max_tokens, max_tokens) if layer in attention_layers else 0
+            for layer, window in enumerate(windows)
+        ]
         self.keys_BKRE = [torch.zeros(rows, kv_heads, r, head_dim, dtype=dtype, device=device) for r in self.rings]
         self.values_BKRE = [torch.zeros_like(keys) for keys in self.keys_BKRE]
         self.last_BD = torch.zeros(rows, width, dtype=dtype, device=device)
@@ -42,14 +47,14 @@ class KVCache:
         self.filled = 0  # no row holds more tokens than this
 
     @classmethod
-    def for_model(cls, model: GPT, rows: int, max_tokens: int) -> KVCache:
+    def for_model(cls, model: LanguageModel, rows: int, max_tokens: int) -> KVCache:
         """An empty cache in the dtype and on the device of the model's parameters."""
         weight = model.embedding.weight
         shape = model.shape
         assert shape.kv_heads and shape.head_dim and shape.width
-        windows = list(model.windows)
         return cls(
-            windows,
+            list(model.windows),
+            list(model.attention_layers),
             shape.kv_heads,
             shape.head_dim,
             shape.width,
@@ -82,7 +87,7 @@ class KVCache:
         joined.positions_B = torch.cat([cache.positions_B for cache in caches])
         return joined
 
-    def prefill(self, model: GPT, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    def prefill(self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
         """Reads the first lengths_B tokens of each right-padded row, after what the rows already hold.
 
         Returns the hidden state (B, D) after each row's last token; rows of length 0 return padding's. A long
@@ -115,12 +120,22 @@ class PrefillContext:
         cache.last_BD = torch.where(self._lengths_B[:, None] > 0, last_BD, cache.last_BD)
         return shifted
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        window: int | None,
+        scale: float | None = None,
+    ) -> Tensor:
         """Padding is never masked: being to the right of every token that counts, none of them sees it."""
         cache = self._cache
         keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
         if self._fresh:
-            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, window)
+            # That function's scale is E^-1/2: what differs from it goes into the queries.
+            factor = 1.0 if scale is None else scale * q_BTHE.size(-1) ** 0.5
+            y_BTHE = attend(q_BTHE if factor == 1 else q_BTHE * factor, k_BTKE, v_BTKE, window)
         else:
             used = min(keys.size(2), cache.filled)
             y_BTHE = attend_masked(
@@ -128,6 +143,7 @@ class PrefillContext:
                 torch.cat([keys[:, :, :used], k_BTKE.transpose(1, 2)], dim=2),
                 torch.cat([values[:, :, :used], v_BTKE.transpose(1, 2)], dim=2),
                 self._visible(q_BTHE.size(1), keys.size(2), used, window),
+                scale,
             )
         self._store(keys, k_BTKE)
         self._store(values, v_BTKE)
@@ -185,7 +201,15 @@ class DecodeContext:
         self._cache.last_BD.copy_(x_BTD[:, 0])
         return before_B1D
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        window: int | None,
+        scale: float | None = None,
+    ) -> Tensor:
         cache = self._cache
         keys, values, ring = cache.keys_BKRE[layer], cache.values_BKRE[layer], cache.rings[layer]
         rows_B = torch.arange(len(keys), device=keys.device)
@@ -198,14 +222,16 @@ class DecodeContext:
             keys, values = keys[:, :, : len(slots)], values[:, :, : len(slots)]
         else:
             slots = torch.arange(ring, device=keys.device)
-        return attend_masked(q_BTHE, keys, values, (slots <= cache.positions_B[:, None])[:, None])
+        return attend_masked(q_BTHE, keys, values, (slots <= cache.positions_B[:, None])[:, None], scale)
 
 
-def attend_masked(q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: Tensor) -> Tensor:
-    """Attention of each query over the keys visible to it → (B, T, H, E)."""
+def attend_masked(
+    q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention of each query over the keys visible to it → (B, T, H, E); scale None is E^-1/2."""
     grouped = q_BTHE.size(2) != k_BKRE.size(1)
     y_BHTE = F.scaled_dot_product_attention(
-        q_BTHE.transpose(1, 2), k_BKRE, v_BKRE, visible_BTR[:, None], enable_gqa=grouped
+        q_BTHE.transpose(1, 2), k_BKRE, v_BKRE, visible_BTR[:, None], scale=scale, enable_gqa=grouped
     )
     return y_BHTE.transpose(1, 2)
 
@@ -215,7 +241,7 @@ def take_token(x_BTD: Tensor, index_B: Tensor) -> Tensor:
     return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), index_B.clamp(min=0)]
 
 
-def decode(model: GPT, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
+def decode(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
     """Appends a token to every row → fp32 logits (B, V) of the next. For slots_S see DecodeContext."""
     x_B1D = model(tokens_B[:, None], DecodeContext(cache, slots_S))
     cache.positions_B.add_(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from quern.generate.cache import KVCache, decode
-from quern.model.gpt import GPT
+from quern.model.interface import LanguageModel
 
 SPAN = 64  # the part of the cache that a step looks at grows in steps of this
 MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
@@ -48,7 +48,7 @@ class FewRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def decode_few(model: GPT, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
+def decode_few(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
     """`decode` as FewRows has it."""
     with FewRows():
         return decode(model, cache, tokens_B, slots_S)
@@ -57,7 +57,7 @@ def decode_few(model: GPT, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) ->
 class CompiledDecode:
     """`decode` for the numbers of rows it has been warmed up for."""
 
-    def __init__(self, model: GPT, context: int):
+    def __init__(self, model: LanguageModel, context: int):
         on_cpu = model.embedding.weight.device.type == "cpu"
         self.rows: list[int] = []
         # One slot more than any step looks at: the two lengths never coincide, and one version serves all.

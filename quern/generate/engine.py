@@ -17,7 +17,7 @@ from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.reply import Completion, Delta, Reply
 from quern.generate.sample import Sampling, draw, generator, sample
 from quern.machine import Machine
-from quern.model.gpt import GPT
+from quern.model.interface import LanguageModel
 from quern.text.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompt tokens, padding included, read in one forward pass
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 class Engine:
     """Generates with one model. Not for several threads at once: the server gives it one of its own."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, machine: Machine, max_rows: int = 64):
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, machine: Machine, max_rows: int = 64):
         """max_rows: rows decoded together at most; more are served one batch after the other."""
         vocabulary = model.embedding.weight.size(0)
         if vocabulary < tokenizer.vocab_size:

@@ -1,6 +1,7 @@
-"""What a shape costs: parameters in the three conventions, FLOPs per token, bytes of key-value cache per token.
+"""What a recipe's model costs: parameters in three conventions, FLOPs per token, bytes of key-value cache per token.
 
-Counts read the resolved shape of the `gpt` architecture, not a model; a test compares them with one.
+The model itself is counted, built without memory; it says what its groups of parameters are (`interface.KINDS`), which
+layers attend and how far they see. Recipes are resolved ones.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe
+from quern.model.interface import KINDS, LanguageModel
+from quern.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,46 @@ class Parameters:
     scalars: int
 
 
-def parameters(shape: ModelRecipe) -> Parameters:
-    """Parameters of the `gpt` model of this shape. No memory is allocated."""
+def parameters(recipe: Recipe) -> Parameters:
+    """Parameters of the recipe's model. Raises ValueError for a group of parameters that the model gives no kind."""
+    return _counted(_weightless(recipe))
+
+
+def flops_per_token(recipe: Recipe) -> int:
+    """Training FLOPs of one token: 6 per matmul parameter, and 12 · heads · head_dim · span for each attending layer.
+
+    span is min(window, context); causality is not subtracted, the usual convention (PaLM, arXiv 2204.02311, app. B).
+    Recomputation never counts.
+    """
+    model, shape = _weightless(recipe), recipe.model
+    assert shape.heads and shape.head_dim and shape.context
+    windows = [model.windows[layer] for layer in model.attention_layers]
+    spans = [min(window or shape.context, shape.context) for window in windows]
+    return 6 * _counted(model).kaplan + 12 * shape.heads * shape.head_dim * sum(spans)
+
+
+def kv_bytes_per_token(recipe: Recipe, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token adds to a cache, before any window limits it."""
+    shape = recipe.model
+    assert shape.kv_heads and shape.head_dim
+    return 2 * len(_weightless(recipe).attention_layers) * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+
+def _weightless(recipe: Recipe) -> LanguageModel:
     with torch.device("meta"):
-        groups = GPT(shape).parameter_groups()
-    sizes = {name: sum(p.numel() for _, p in members) for name, members in groups.items()}
-    small = sum(sizes[name] for name in ("residual_scales", "x0_scales", "smear", "gates"))
+        return recipe.make_model(recipe.model)
+
+
+def _counted(model: LanguageModel) -> Parameters:
+    sizes = dict.fromkeys(KINDS, 0)
+    for group, members in model.parameter_groups().items():
+        kind = model.group_kinds.get(group)
+        if kind not in sizes:
+            raise ValueError(
+                f"{type(model).__name__} counts its parameters '{group}' as {kind}: "
+                f"give them one of {', '.join(KINDS)} in its group_kinds"
+            )
+        sizes[kind] += sum(p.numel() for _, p in members)
     return Parameters(
         total=sum(sizes.values()),
         kaplan=sizes["matrices"] + sizes["head"],
@@ -40,23 +75,5 @@ def parameters(shape: ModelRecipe) -> Parameters:
         embedding=sizes["embedding"],
         value_embeddings=sizes["value_embeddings"],
         head=sizes["head"],
-        scalars=small,
+        scalars=sizes["scalars"],
     )
-
-
-def flops_per_token(shape: ModelRecipe) -> int:
-    """Training FLOPs of one token: 6 per matmul parameter, and 12 · heads · head_dim · span for each layer's attention.
-
-    span is min(window, context); causality is not subtracted, the usual convention (PaLM, arXiv 2204.02311, app. B).
-    Recomputation never counts.
-    """
-    assert shape.heads and shape.head_dim and shape.context
-    spans = [min(window or shape.context, shape.context) for window in shape.window_sizes()]
-    attention = sum(12 * shape.heads * shape.head_dim * span for span in spans)
-    return 6 * parameters(shape).kaplan + attention
-
-
-def kv_bytes_per_token(shape: ModelRecipe, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token adds to a cache, before any window limits it."""
-    assert shape.depth and shape.kv_heads and shape.head_dim
-    return 2 * shape.depth * shape.kv_heads * shape.head_dim * dtype.itemsize

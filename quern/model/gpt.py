@@ -8,7 +8,8 @@ windows. Initialisation and the grouping of parameters for the optimizer stand h
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,24 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens → normed hidden states; `logits` turns those into softcapped logits."""
 
+    group_kinds: ClassVar[Mapping[str, str]] = {
+        "matrices": "matrices",
+        "head": "head",
+        "embedding": "embedding",
+        "value_embeddings": "value_embeddings",
+        "gates": "scalars",
+        "residual_scales": "scalars",
+        "x0_scales": "scalars",
+        "smear": "scalars",
+    }
+
     def __init__(self, shape: ModelRecipe) -> None:
         """shape: resolved (`recipe.resolve`). Weights are uninitialised until `init_parameters`."""
         super().__init__()
         assert shape.depth and shape.width and shape.vocab_size and shape.kv_heads and shape.head_dim
         self.shape = shape
         self.windows = shape.window_sizes()
+        self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
         self.embedding = nn.Embedding(shape.vocab_size, shape.width)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))

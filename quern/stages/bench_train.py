@@ -36,7 +36,7 @@ def train(setup: Setup) -> Outcome:
     _step(state, recipe, setup)  # compiles
     usual = min(_step(state, recipe, setup) for _ in range(3))
     steps = 2 if setup.quick else max(3, round(ROUND_SECONDS / usual))
-    batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe.model)
+    batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe)
     assert batch_tokens
     peaks, speeds, usage = [_peak(setup)], [], []
     for _ in range(setup.rounds):

@@ -86,7 +86,7 @@ def run(
             log_every=train.log_every,
             save_every=train.save_every,
             keep=train.keep,
-            flops_per_token=flops_per_token(recipe.model),
+            flops_per_token=flops_per_token(recipe),
             peak_flops=measure_peak_flops(machine),
             evaluators=[(train.eval_every, validation(recipe, prepared, machine))],
             meta={

@@ -90,7 +90,7 @@ def run(
             log_every=recipe.train.log_every,
             save_every=max(1, steps // 4),
             keep=recipe.train.keep,
-            flops_per_token=flops_per_token(recipe.model),
+            flops_per_token=flops_per_token(recipe),
             peak_flops=measure_peak_flops(machine),
             evaluators=[(max(1, steps // 4), held_out_loss(val_corpus, recipe, machine))],
             meta={"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": recipe.seed},

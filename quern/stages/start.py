@@ -43,9 +43,9 @@ def describe_run(recipe: Recipe, machine: Machine, places: Places, facts: dict[s
             "machine": machine.describe(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "model": {
-                "parameters": vars(parameters(recipe.model)),
-                "flops_per_token": flops_per_token(recipe.model),
-                "kv_bytes_per_token": kv_bytes_per_token(recipe.model, machine.dtype),
+                "parameters": vars(parameters(recipe)),
+                "flops_per_token": flops_per_token(recipe),
+                "kv_bytes_per_token": kv_bytes_per_token(recipe, machine.dtype),
             },
             **facts,
         },

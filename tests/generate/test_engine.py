@@ -1,6 +1,6 @@
 """The engine as its callers use it: limits and errors, tools inside a batch, seeds, streaming, cancelling."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_events_tell_every_piece_and_every_end() -> None:
 def test_closing_the_events_stops_the_work() -> None:
     engine = toy_engine()
     steps = []
-    engine.model.register_forward_hook(lambda *_: steps.append(1))
+    cast(torch.nn.Module, engine.model).register_forward_hook(lambda *_: steps.append(1))
     events = engine.events([[BOS]], max_tokens=60)
     next(iter(events))
     events.close()  # type: ignore[attr-defined]

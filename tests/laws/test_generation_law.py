@@ -16,7 +16,7 @@ from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode
 from quern.generate.engine import pad
 from quern.generate.reply import Completion
 from quern.model.context import CausalContext
-from quern.model.gpt import GPT
+from quern.model.interface import LanguageModel
 from tests.generate.toy import toy_engine, toy_model
 
 BAR = 1e-5
@@ -44,7 +44,7 @@ PATTERNS = {
 LENGTHS = (1, 2, 7, 8, 9, 17, 20)
 
 
-def build(pattern: Pattern) -> GPT:
+def build(pattern: Pattern) -> LanguageModel:
     return toy_model(pattern.windows, window=pattern.window, kv_heads=pattern.kv_heads, context=CONTEXT)
 
 
@@ -54,7 +54,7 @@ def rows(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def uncached(model: GPT, prompt: list[int], steps: int) -> tuple[list[int], torch.Tensor]:
+def uncached(model: LanguageModel, prompt: list[int], steps: int) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens and the logits (steps, V) that chose them, each from the whole row."""
     ids, logits = list(prompt), []
     for _ in range(steps):
@@ -66,7 +66,7 @@ def uncached(model: GPT, prompt: list[int], steps: int) -> tuple[list[int], torc
 
 @torch.inference_mode()
 def cached(
-    model: GPT, prompts: list[list[int]], steps: int, chunk: int | None = None
+    model: LanguageModel, prompts: list[list[int]], steps: int, chunk: int | None = None
 ) -> tuple[list[list[int]], torch.Tensor]:
     """The same for all prompts together (B, steps, V), the prompts read in pieces of `chunk` tokens."""
     cache = KVCache.for_model(model, len(prompts), CONTEXT + 1)
@@ -84,7 +84,9 @@ def cached(
     return logits_BNV.argmax(-1).tolist(), logits_BNV
 
 
-def deviation(model: GPT, lengths: tuple[int, ...] = LENGTHS, steps: int = 11, chunk: int | None = None) -> float:
+def deviation(
+    model: LanguageModel, lengths: tuple[int, ...] = LENGTHS, steps: int = 11, chunk: int | None = None
+) -> float:
     """Largest difference of a logit between the two ways; infinite if a greedy token differs."""
     prompts = rows(lengths)
     tokens, logits_BNV = cached(model, prompts, steps, chunk)

@@ -74,7 +74,7 @@ def test_the_reference_costs_37_7_megaflop_a_token() -> None:
     by_hand = 6 * matmul + attention
     assert recipe.model.window_sizes() == [None] * 4
     # Beside the large matrices only the value embeddings' gates are counted, if at all.
-    assert flops_per_token(recipe.model) == pytest.approx(by_hand, rel=1e-3)
+    assert flops_per_token(recipe) == pytest.approx(by_hand, rel=1e-3)
     assert f"{by_hand / 1e6:.1f}" == "37.7"
 
 
@@ -155,7 +155,7 @@ def test_training_reports_speed_against_the_peak_of_its_rounds(tmp_path: Path, s
     body = records(tmp_path)["train"]
     check_record("train", body)
     by_name = {m["name"]: m["values"] for m in body["measures"]}
-    flops = flops_per_token(reference(quick=True, seed=5).model)
+    flops = flops_per_token(reference(quick=True, seed=5))
     peaks = by_name["matmul peak"]
     assert len(peaks) == 3  # before, between and after two rounds
     for round_, (speed, usage) in enumerate(zip(by_name["training"], by_name["MFU"], strict=True)):
