@@ -286,9 +286,9 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     from quern.stages import evaluate
 
     options, source = parse(verb, rest, Evaluating)
-    make_model = options.recipe.make_model if source else None
+    callables = options.recipe.callables() if source else None
     places = places_of(options.where)
-    evaluate.run(places, options.where.machine(), questions=options.questions, say=say, make_model=make_model)
+    evaluate.run(places, options.where.machine(), questions=options.questions, say=say, callables=callables)
     return 0
 
 
@@ -313,8 +313,8 @@ def open_engine(options: Talking, source: str | None) -> Any:
     from quern.stages.load import load
 
     machine = options.where.machine()
-    make_model = options.recipe.make_model if source else None
-    loaded = load(places_of(options.where), machine, say, options.stage, make_model)
+    callables = options.recipe.callables() if source else None
+    loaded = load(places_of(options.where), machine, say, options.stage, callables)
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
 
 

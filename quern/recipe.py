@@ -1,8 +1,8 @@
 """What to train: one frozen Recipe, whose every number follows from `depth` unless it is set.
 
 A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field that is None is filled in by `resolve`,
-the one place that derives numbers and refuses bad ones. Behaviour is handed over as callables (`make_model`), never
-named by strings. Units stand in the names; token counts are tokens, not bytes.
+the one place that derives numbers and refuses bad ones. Behaviour is handed over as callables (`make_model`,
+`make_rules`, …), never named by strings. Units stand in the names; token counts are tokens, not bytes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class ModelRecipe:
     """Tokens in a training row."""
     vocab_size: int | None = None
     """Rows of the embedding; taken from the tokenizer."""
+    bos: int | None = None
+    """Id of the token that every document begins with; taken from the tokenizer."""
     windows: str = "SSSL"
     """Attention windows by layer, repeated; S sees a quarter of the context, L all; the last layer is always L."""
     rope_base: float = 100_000.0
@@ -147,6 +149,11 @@ class Recipe:
     """A whole run: data, text, model, optimizer, training. See the parts for their fields."""
 
     make_model: Callable[..., Any]
+    """(ModelRecipe) → the model."""
+    make_rules: Callable[..., Any]
+    """(OptimRecipe) → for each optimizer group of the model its update rule and peak learning rate."""
+    make_schedule: Callable[..., Any]
+    """(TrainRecipe) → what the update of each step is told (`optim.schedule.Multipliers`)."""
     name: str = "gpt"
     depth: int = 4
     """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon."""
@@ -162,6 +169,10 @@ class Recipe:
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     train: TrainRecipe = field(default_factory=TrainRecipe)
     sft: SftRecipe = field(default_factory=SftRecipe)
+
+    def callables(self) -> dict[str, Callable[..., Any]]:
+        """What is handed over as code, by field: `from_json` needs it back when it lives outside quern."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("make_")}
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; a callable becomes "module:name"."""

@@ -21,6 +21,7 @@ from quern.recipe import (
     batch_rule,
     resolve,
 )
+from quern.recipes.gpt import RECIPE
 from tests.train.toy import toy_recipe
 
 PARTS = {
@@ -30,7 +31,7 @@ PARTS = {
     "train": TrainRecipe,
     "sft": SftRecipe,
 }
-BASE = Recipe(make_model=GPT)
+BASE = RECIPE
 
 
 def changed(part: str, name: str, value: Any) -> Recipe:
@@ -92,6 +93,8 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
     with pytest.raises(ValueError, match="lives outside quern: hand over the recipe's Python file as well"):
         Recipe.from_json(body)
     assert Recipe.from_json(body, make_model=Custom).make_model is Custom
+    custom = replace(BASE, make_model=Custom)
+    assert Recipe.from_json(body, **custom.callables()) == custom
     with pytest.raises(ValueError, match="lives outside quern"):
         Recipe.from_json(BASE.to_json() | {"make_model": "os:system"})
 
@@ -135,7 +138,7 @@ def test_refused_values_say_what_to_do(part: str, name: str, value: Any, message
 
 # What follows from depth ------------------------------------------------------------------------------------
 
-OPEN = {"train.minutes", "train.clip_norm", "sft.steps"}
+OPEN = {"model.bos", "train.minutes", "train.clip_norm", "sft.steps"}
 """What stays None: not asked for, or known only once the data is."""
 
 

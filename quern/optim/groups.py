@@ -1,7 +1,8 @@
 """The table of parameter groups: which rule updates which parameters, at which rate.
 
-The model reports its parameters by kind (`parameter_groups()`), the recipe holds the rates, and the betas and
-decays that nobody tunes stand in the table below. It moves no tensors: `parallel/zero2.py` does.
+The model reports its parameters by kind (`parameter_groups()`), the recipe holds the rates and hands over the
+table (`make_rules`): the one below, or its own, in which stand the betas and decays that nobody tunes. It moves no
+tensors: `parallel/zero2.py` does.
 
 Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (the values that
 nanochat tuned)."""
@@ -64,16 +65,16 @@ class Group:
 
 def make_groups(
     reported: Mapping[str, Sequence[tuple[str, Parameter]]],
-    recipe: OptimRecipe,
+    rules: Mapping[str, tuple[Rule, float]],
     all_parameters: Iterable[tuple[str, Parameter]],
 ) -> list[Group]:
     """The groups of a model, empty ones left out.
 
-    reported: `model.parameter_groups()`; all_parameters: `model.named_parameters()`, which must hold the same
-    parameters. Raises ValueError naming what is missing, unknown or reported twice.
+    reported: `model.parameter_groups()`; rules: for each group its rule and peak rate, what the recipe's
+    `make_rules` returns; all_parameters: `model.named_parameters()`, which must hold the same parameters.
+    Raises ValueError naming what is missing, unknown or reported twice.
     """
     check_complete(reported, all_parameters)
-    rules = table(recipe)
     unknown = sorted(set(reported) - set(rules))
     if unknown:
         raise ValueError(f"no optimizer group is called {', '.join(unknown)}: use one of {', '.join(rules)}")
@@ -92,7 +93,7 @@ def make_groups(
 
 
 def table(recipe: OptimRecipe) -> dict[str, tuple[Rule, float]]:
-    """group → (rule, peak learning rate). Unresolved scales (None) count as 1."""
+    """group → (rule, peak learning rate) of the `gpt` architecture. Unresolved scales (None) count as 1."""
     scale, width = _or_one(recipe.lr_scale), _or_one(recipe.width_scale)
     decay = recipe.matrix_decay * _or_one(recipe.decay_scale)
 

@@ -6,7 +6,10 @@ horizon stand in `recipe.py`."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
+
+from quern.recipe import TrainRecipe
 
 
 class Multipliers(NamedTuple):
@@ -63,6 +66,15 @@ def multipliers(
         lr=learning_rate(step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr),
         momentum=muon_momentum(step, steps, warmdown_share=warmdown_share),
         decay=weight_decay(step, steps),
+    )
+
+
+def warmup_stable_decay(train: TrainRecipe) -> Callable[[int], Multipliers]:
+    """The schedule of a resolved recipe, by step from 0."""
+    steps, warmup = train.steps, train.warmup_steps
+    assert steps is not None and warmup is not None
+    return lambda step: multipliers(
+        step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final_lr=train.final_lr
     )
 
 

@@ -12,6 +12,8 @@ import torch
 from quern.data.loader import Batch
 from quern.machine import Machine
 from quern.model.gpt import GPT
+from quern.optim.groups import table
+from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from quern.train.state import build_model
@@ -28,7 +30,17 @@ def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) ->
         model = ModelRecipe(width=256, heads=4, vocab_size=8192, context=512, windows="L")
         depth, micro = 4, min(batch_tokens, MICRO_BATCH_TOKENS)
     train = TrainRecipe(batch_tokens=batch_tokens, micro_batch_tokens=micro, steps=1000)
-    return resolve(Recipe(make_model=GPT, name="reference", depth=depth, seed=seed, model=model, train=train))
+    recipe = Recipe(
+        name="reference",
+        make_model=GPT,
+        make_rules=table,
+        make_schedule=warmup_stable_decay,
+        depth=depth,
+        seed=seed,
+        model=model,
+        train=train,
+    )
+    return resolve(recipe)
 
 
 def random_batch(recipe: Recipe, seed: int) -> Batch:

@@ -16,6 +16,8 @@ from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
 from quern.model.gpt import GPT
+from quern.optim.groups import table
+from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import Recipe, TrainRecipe
 from quern.records import read_metrics
 from quern.stages import pretrain
@@ -44,6 +46,8 @@ def quality(
     places = Places(out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
     recipe = Recipe(
         make_model=GPT,
+        make_rules=table,
+        make_schedule=warmup_stable_decay,
         depth=depth,
         data=str(train),
         val=str(val),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -43,7 +43,7 @@ def run(
     *,
     questions: int,
     say: Callable[[str], None],
-    make_model: Callable[..., Any] | None = None,
+    callables: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Scores every stage the run has, prints a table, appends to evaluate.jsonl and samples.jsonl."""
     stages = [name for name in STAGES if checkpoint.steps(places.checkpoints(name))]
@@ -52,7 +52,7 @@ def run(
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
     for name in ["untrained", *stages]:
-        loaded = load(places, machine, say, "pretrain" if name == "untrained" else name, make_model)
+        loaded = load(places, machine, say, "pretrain" if name == "untrained" else name, callables)
         prepared = prepared or prepare(loaded.recipe, places.out, lambda line: None)
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,12 @@ def load(
     machine: Machine,
     say: Callable[[str], None],
     stage: str | None = None,
-    make_model: Callable[..., Any] | None = None,
+    callables: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Loaded:
     """The newest good checkpoint of a stage (by default of the last stage there is).
 
-    make_model: needed when the run's recipe came from a file outside quern. Raises FileNotFoundError, saying what to
-    run first, when there is no checkpoint.
+    callables: those of the recipe (`Recipe.callables`), needed when it came from a file outside quern. Raises
+    FileNotFoundError, saying what to run first, when there is no checkpoint.
     """
     tokenizer = places.tokenizer()
     for name in [stage] if stage else reversed(STAGES):
@@ -42,8 +42,7 @@ def load(
         if found is None:
             continue
         tensors, meta = checkpoint.load(found[0])
-        callables = {"make_model": make_model} if make_model else {}
-        recipe = Recipe.from_json(meta["recipe"], **callables)
+        recipe = Recipe.from_json(meta["recipe"], **(callables or {}))
         if meta["tokenizer"] != tokenizer.fingerprint:
             raise ValueError(f"{found[0]} was trained with another tokenizer than {places.folder / 'tokenizer.json'}")
         model = build_model(recipe, machine, None)

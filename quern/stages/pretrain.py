@@ -16,7 +16,7 @@ from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
 from quern.model.count import flops_per_token
-from quern.optim.schedule import Multipliers, multipliers
+from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe, batch_rule, resolve
 from quern.stages.places import Places
 from quern.stages.prepare import Prepared, prepare
@@ -80,7 +80,7 @@ def run(
         assert train.steps and train.save_every and train.eval_every
         plan = loop.Plan(
             steps=train.steps,
-            schedule=schedule(recipe),
+            schedule=recipe.make_schedule(train),
             micro_batch_rows=micro_batch_rows(recipe),
             clip_norm=train.clip_norm,
             log_every=train.log_every,
@@ -104,8 +104,9 @@ def run(
 
 
 def fit_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
-    """The recipe with the tokenizer's vocabulary, which a small corpus may have kept below the one asked for."""
-    return replace(recipe, model=replace(recipe.model, vocab_size=prepared.tokenizer.vocab_size))
+    """The recipe with the tokenizer's BOS and vocabulary, which a small corpus may have kept below what was asked."""
+    tokenizer = prepared.tokenizer
+    return replace(recipe, model=replace(recipe.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos))
 
 
 def make_loader(recipe: Recipe, corpus: Corpus) -> Loader:
@@ -117,16 +118,6 @@ def make_loader(recipe: Recipe, corpus: Corpus) -> Loader:
 def micro_batch_rows(recipe: Recipe) -> int:
     assert recipe.model.context and recipe.train.micro_batch_tokens
     return max(1, recipe.train.micro_batch_tokens // recipe.model.context)
-
-
-def schedule(recipe: Recipe) -> Callable[[int], Multipliers]:
-    """The recipe's schedule of rates, momentum and decay, by step from 0."""
-    train = recipe.train
-    steps, warmup = train.steps, train.warmup_steps
-    assert steps is not None and warmup is not None
-    return lambda step: multipliers(
-        step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final_lr=train.final_lr
-    )
 
 
 def compile_model(model: Any, machine: Machine) -> None:

@@ -62,7 +62,7 @@ def run(
         raise FileNotFoundError(f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first")
     tensors, meta = checkpoint.load(base[0])
     resolve(recipe)  # refuses bad values
-    recipe = _follow(recipe, Recipe.from_json(meta["recipe"], make_model=recipe.make_model))
+    recipe = _follow(recipe, Recipe.from_json(meta["recipe"], **(recipe.callables() if source else {})))
     context = recipe.model.context
     assert context and recipe.sft.batch_tokens
     train_corpus, val_corpus = conversations(recipe, tokenizer, places.out)

@@ -34,8 +34,8 @@ def run(
         code = step(bool(checkpoint.steps(places.checkpoints(name))))
         if code != EXIT_DONE:
             return code
-    make_model = recipe.make_model if source else None
-    evaluate.run(places, machine, questions=questions, say=say, make_model=make_model)
+    callables = recipe.callables() if source else None
+    evaluate.run(places, machine, questions=questions, say=say, callables=callables)
     for path in report.build(places.folder):
         say(f"report: {path}")
     say("")

@@ -67,7 +67,8 @@ def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
 
 def build_state(recipe: Recipe, machine: Machine, model: Any) -> TrainState:
     """A fresh state around a model whose weights are in place. recipe: resolved."""
-    groups = make_groups(model.parameter_groups(), recipe.optim, model.named_parameters())
+    rules = recipe.make_rules(recipe.optim)
+    groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
     optimizer = Zero2(groups, dtype_ns=machine.dtype, compile=machine.compile)
     return TrainState(model, optimizer, Guard(recipe.train.max_skips))
 

@@ -1,6 +1,7 @@
 """A tokenizer, a model whose every weight matters, and texts in many scripts: for the tests of evaluation."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from quern.eval.bits_per_byte import BitsPerByte
 from quern.machine import Machine
 from quern.model.context import CausalContext
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.recipe import ModelRecipe, resolve
+from quern.recipes.gpt import RECIPE
 from quern.text.tokenizer import Tokenizer
 
 # Trained on English only: other scripts fall apart into tokens that are no valid UTF-8 by themselves.
@@ -44,7 +46,7 @@ def tiny_model(vocab_size: int, context: int = 32, seed: int = 0) -> GPT:
         vocab_size=vocab_size,
         windows="SL",
     )
-    model = GPT(resolve(Recipe(make_model=GPT, depth=3, model=shape)).model)
+    model = GPT(resolve(replace(RECIPE, depth=3, model=shape)).model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

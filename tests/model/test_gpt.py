@@ -12,7 +12,8 @@ from quern.model.context import CausalContext
 from quern.model.gpt import GPT, SMEAR_CHANNELS
 from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.recipe import ModelRecipe, resolve
+from quern.recipes.gpt import RECIPE
 from quern.train.step import train_step
 from tests.train.toy import CPU, eager, toy_loader, toy_recipe, toy_state
 
@@ -186,7 +187,7 @@ def test_same_seed_same_weights_whatever_else_was_drawn() -> None:
 
 
 def test_initial_spread_of_every_matrix() -> None:
-    recipe = resolve(Recipe(make_model=GPT, depth=4))
+    recipe = resolve(replace(RECIPE, depth=4))
     width = recipe.model.width
     assert width == 256
     weights = initialised(0, recipe.model).state_dict()

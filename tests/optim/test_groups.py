@@ -5,10 +5,11 @@ import torch
 from torch.nn import Parameter
 
 from quern.optim.adamw import AdamW
-from quern.optim.groups import make_groups
+from quern.optim.groups import make_groups, table
 from quern.optim.muon import Muon
 from quern.recipe import OptimRecipe
 
+RULES = table(OptimRecipe())
 Reported = dict[str, list[tuple[str, Parameter]]]
 
 
@@ -35,7 +36,7 @@ def everything(groups: Reported) -> list[tuple[str, Parameter]]:
 def test_rates_follow_batch_and_width() -> None:
     recipe = OptimRecipe(lr_scale=0.5, decay_scale=2.0, width_scale=3.0)
     model = reported()
-    groups = {group.name: group for group in make_groups(model, recipe, everything(model))}
+    groups = {group.name: group for group in make_groups(model, table(recipe), everything(model))}
     rates = {name: group.lr for name, group in groups.items()}
     assert rates == pytest.approx(
         {
@@ -57,28 +58,28 @@ def test_rates_follow_batch_and_width() -> None:
 def test_empty_groups_are_left_out() -> None:
     model = {name: pairs for name, pairs in reported().items() if name in ("matrices", "head")}
     model["gates"] = []
-    groups = make_groups(model, OptimRecipe(), everything(model))
+    groups = make_groups(model, RULES, everything(model))
     assert [group.name for group in groups] == ["matrices", "head"]
 
 
 def test_a_forgotten_parameter_is_named() -> None:
     model = reported()
     with pytest.raises(ValueError, match="in no group: forgotten.weight"):
-        make_groups(model, OptimRecipe(), [*everything(model), ("forgotten.weight", Parameter(torch.ones(1)))])
+        make_groups(model, RULES, [*everything(model), ("forgotten.weight", Parameter(torch.ones(1)))])
 
 
 def test_a_parameter_in_two_groups_is_named() -> None:
     model = reported()
     model["gates"].append(("again", model["head"][0][1]))
     with pytest.raises(ValueError, match="more than once: head: head and gates: again"):
-        make_groups(model, OptimRecipe(), everything(model))
+        make_groups(model, RULES, everything(model))
 
 
 def test_a_parameter_twice_in_one_group_is_named() -> None:
     model = reported()
     model["smear"].append(model["smear"][0])
     with pytest.raises(ValueError, match="more than once: smear: smear.gate and smear: smear.gate"):
-        make_groups(model, OptimRecipe(), everything(model))
+        make_groups(model, RULES, everything(model))
 
 
 def test_a_foreign_parameter_and_a_shared_name_are_refused() -> None:
@@ -86,19 +87,19 @@ def test_a_foreign_parameter_and_a_shared_name_are_refused() -> None:
     parameters = everything(model)
     model["smear"].append(("stranger", Parameter(torch.ones(1))))
     with pytest.raises(ValueError, match="not among the model's parameters: smear: stranger"):
-        make_groups(model, OptimRecipe(), parameters)
+        make_groups(model, RULES, parameters)
     model["smear"][-1] = ("head", Parameter(torch.ones(1)))
     with pytest.raises(ValueError, match="two parameters called head"):
-        make_groups(model, OptimRecipe(), everything(model))
+        make_groups(model, RULES, everything(model))
 
 
 def test_an_unknown_group_is_refused() -> None:
     model = {"matrixes": reported()["matrices"]}
     with pytest.raises(ValueError, match="no optimizer group is called matrixes: use one of matrices, head"):
-        make_groups(model, OptimRecipe(), everything(model))
+        make_groups(model, RULES, everything(model))
 
 
 def test_a_vector_among_the_matrices_is_refused() -> None:
     model = {"matrices": [("bias", Parameter(torch.ones(3)))]}
     with pytest.raises(ValueError, match="'bias' has 1 dimensions"):
-        make_groups(model, OptimRecipe(), everything(model))
+        make_groups(model, RULES, everything(model))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from quern.optim.adamw import AdamW
-from quern.optim.groups import Group, make_groups
+from quern.optim.groups import Group, make_groups, table
 from quern.optim.muon import Muon, muon_
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.zero2 import Zero2
@@ -55,8 +55,8 @@ def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
 
 
 def driver(model: Toy, **options: Any) -> Zero2:
-    recipe = OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)
-    return Zero2(make_groups(model.parameter_groups(), recipe, model.named_parameters()), **options)
+    rules = table(OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0))
+    return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 
 
 def train(model: Toy, optimizer: Zero2, steps: range, total: int = 10) -> list[float]:

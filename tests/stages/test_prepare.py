@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from quern.data.shards import Corpus
-from quern.model.gpt import GPT
 from quern.recipe import Recipe, TextRecipe, resolve
+from quern.recipes.gpt import RECIPE
 from quern.stages.prepare import Prepared, open_source, prepare, split_pattern, train_tokenizer
 from quern.text import tinyworld
 from quern.text.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from quern.text.tokenizer import Tokenizer
 
 def recipe_for(data: Path | str, **text: Any) -> Recipe:
     settings = {"vocab_size": 300, "tokenizer_megabytes": 0.05, "tinyworld_megabytes": 0.05, "val_megabytes": 0.01}
-    return resolve(Recipe(make_model=GPT, data=str(data), text=TextRecipe(**{**settings, **text})))
+    return resolve(replace(RECIPE, data=str(data), text=TextRecipe(**{**settings, **text})))
 
 
 def made(recipe: Recipe, out: Path) -> tuple[Prepared, str]:

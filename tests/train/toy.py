@@ -11,9 +11,9 @@ import torch
 from quern.data.loader import Batch, Loader
 from quern.data.shards import Corpus
 from quern.machine import Machine
-from quern.model.gpt import GPT
 from quern.optim.schedule import Multipliers, multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe, resolve
+from quern.recipes.gpt import RECIPE
 from quern.train.loop import Plan
 from quern.train.state import TrainState, build_model, build_state
 
@@ -32,8 +32,8 @@ def toy_recipe(model: dict[str, Any] | None = None, **train: Any) -> Recipe:
     """Depth 2, width 32, two heads that share one key, a window of 4 in the first layer."""
     shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY}
     return resolve(
-        Recipe(
-            make_model=GPT,
+        replace(
+            RECIPE,
             depth=2,
             model=ModelRecipe(**{**shape, **(model or {})}),
             optim=OptimRecipe(lr_scale=0.1, decay_scale=0.1),
