@@ -90,9 +90,10 @@ import json
 import torch
 from quern.machine import detect
 from quern.kernels.cross_entropy import cross_entropy
+from quern.kernels.softcap import TanhCap
 machine = detect("cpu", "fp32", compile=True, threads=1)
 x, w = torch.ones(4, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
-loss, _ = cross_entropy(x, w, torch.zeros(4, dtype=torch.long), torch.ones(4), 15.0)
+loss, _ = cross_entropy(x, w, torch.zeros(4, dtype=torch.long), torch.ones(4), TanhCap(15.0))
 loss.backward()
 print(json.dumps([machine.compile, machine.notes, x.grad is not None]))
 """

@@ -1,13 +1,13 @@
 """Linear head + softcap + cross-entropy, without ever holding the full logits: the plain twin and the chunked path.
 
-loss_n = scale_n · (logsumexp(z_n) - z_n[target_n]) with z = softcap · tanh(x Wᵀ / softcap), in nats, computed in
-fp32 from logits in the compute dtype. The caller's `scale` holds mask, weight and normaliser at once, so that masked
-tokens and token-weighted losses need nothing else.
+loss_n = scale_n · (logsumexp(z_n) - z_n[target_n]) with z = cap(x Wᵀ), in nats, computed in fp32 from logits in the
+compute dtype. The caller's `scale` holds mask, weight and normaliser at once, so that masked tokens and
+token-weighted losses need nothing else.
 
 The chunked path takes a slice of tokens at a time and computes the gradients of x and W along with the loss, as Liger
-(arXiv 2410.10989) does, so a backward pass only multiplies by a scalar. Since softcapped logits are bounded, no
-maximum is subtracted; and since a row's softmax denominator is only a factor of that row, the gradient is stored
-unnormalised in one pass over the logits and the factor is applied to the small matrices on either side.
+(arXiv 2410.10989) does, so a backward pass only multiplies by a scalar. Where a cap bounds the logits no maximum is
+subtracted; and since a row's softmax denominator is only a factor of that row, the gradient is stored unnormalised
+in one pass over the logits and the factor is applied to the small matrices on either side.
 """
 
 from __future__ import annotations
@@ -19,39 +19,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quern.kernels.softcap import Cap
+
 CHUNK_TOKENS = 1024
-MAX_SOFTCAP = 60.0
-"""exp(softcap) times the vocabulary must stay far below the largest fp32."""
+MAX_HEIGHT = 60.0
+"""exp(height) times the vocabulary must stay far below the largest fp32."""
 
 
-def cross_entropy_plain(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
+def cross_entropy_plain(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, cap: Cap) -> Tensor:
     """The definition → (N,) fp32 losses in nats."""
-    logits = softcap * torch.tanh((x_ND @ weight_VD.T).float() / softcap)
-    return F.cross_entropy(logits, targets_N, reduction="none")
+    return F.cross_entropy(cap((x_ND @ weight_VD.T).float()), targets_N, reduction="none")
 
 
 def cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale_N: Tensor, softcap: float
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap
 ) -> tuple[Tensor, Tensor]:
     """→ (sum of scale · loss, a differentiable fp32 scalar; (N,) fp32 losses, unscaled and not differentiable).
 
-    targets: (N,) integers in [0, V), also where scale is 0; scale: (N,) fp32. Raises ValueError for a softcap over 60.
+    targets: (N,) integers in [0, V), also where scale is 0; scale: (N,) fp32. Raises ValueError for a cap that lets
+    logits lie more than 120 apart, yet bounds them.
     """
-    if softcap > MAX_SOFTCAP:
-        raise ValueError(f"softcap {softcap} is too large for the chunked loss: use at most {MAX_SOFTCAP}")
+    if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
+        raise ValueError(
+            f"{cap} is too wide for the chunked loss: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()"
+        )
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, softcap)
+        return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, cap)
     losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
     for start in range(0, x_ND.size(0), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
-        losses[part] = cross_entropy_plain(x_ND[part], weight_VD, targets_N[part], softcap)
+        losses[part] = cross_entropy_plain(x_ND[part], weight_VD, targets_N[part], cap)
     return (losses * scale_N).sum(), losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale_N: Tensor, softcap: float
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap
     ) -> tuple[Tensor, Tensor]:
         N = x_ND.size(0)
         losses = torch.empty(N, dtype=torch.float32, device=x_ND.device)
@@ -60,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, N, CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             logits = x_ND[part] @ weight_VD.T
-            losses[part], factor, grad = _losses_and_grad(logits, targets_N[part], scale_N[part], softcap)
+            losses[part], factor, grad = _losses_and_grad(logits, targets_N[part], scale_N[part], cap)
             dx[part] = (grad @ weight_VD) * factor[:, None]
             dw += grad.T @ (x_ND[part] * factor[:, None]).to(x_ND.dtype)
         ctx.save_for_backward(dx, dw.to(weight_VD.dtype))
@@ -73,19 +77,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None
 
 
+def _losses_and_grad(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor, Tensor]:
+    """→ losses (N,), factor (N,) = scale · slope / denominator, and the gradient by the logits over that factor."""
+    if cap.tanh_form is None:
+        return _uncapped(logits_NV, targets_N, scale_N)
+    return _capped(logits_NV, targets_N, scale_N, *cap.tanh_form)
+
+
 @torch.compile(dynamic=False)
-def _losses_and_grad(
-    logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, softcap: float
+def _capped(
+    logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float, divisor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """→ losses (N,), factor (N,) = scale / denominator, and the gradient of the loss by the logits over factor."""
-    capped = _tanh(logits_NV.float() / softcap)
-    e = _exp(capped, softcap)
+    capped = _tanh(logits_NV.float() / divisor)
+    e = _exp(capped, height)
     total = e.sum(-1)
     grad = (e * (1 - capped * capped)).to(logits_NV.dtype)
-    t = _tanh(logits_NV.gather(1, targets_N[:, None]).float() / softcap)
-    at_target = (_exp(t, softcap) - total[:, None]) * (1 - t * t)
+    t = _tanh(logits_NV.gather(1, targets_N[:, None]).float() / divisor)
+    at_target = (_exp(t, height) - total[:, None]) * (1 - t * t)
     grad = grad.scatter(1, targets_N[:, None], at_target.to(grad.dtype))
-    return torch.log(total) - softcap * t[:, 0], scale_N / total, grad
+    return torch.log(total) - height * t[:, 0], scale_N * (height / divisor) / total, grad
+
+
+@torch.compile(dynamic=False)
+def _uncapped(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Against the row's maximum, without which exp would overflow."""
+    highest = logits_NV.amax(-1, keepdim=True).float()
+    e = torch.exp(logits_NV.float() - highest)
+    total = e.sum(-1)
+    z = logits_NV.gather(1, targets_N[:, None]).float() - highest
+    grad = e.to(logits_NV.dtype).scatter(1, targets_N[:, None], (torch.exp(z) - total[:, None]).to(logits_NV.dtype))
+    return torch.log(total) - z[:, 0], scale_N / total, grad
 
 
 # tanh and exp in plain arithmetic: the compiler inlines and vectorises these, where it would call a library function
@@ -103,10 +124,10 @@ def _tanh(y: Tensor) -> Tensor:
     return y * _polynomial(square, _TANH_TOP) / _polynomial(square, _TANH_BOTTOM)
 
 
-def _exp(capped: Tensor, softcap: float) -> Tensor:
-    """exp(softcap · capped) for |capped| ≤ 1: a Taylor polynomial of a small part, squared as often as needed."""
-    squarings = max(0, math.ceil(math.log2(softcap / 0.5)))
-    value = _polynomial(capped * (softcap / 2**squarings), tuple(1 / math.factorial(i) for i in range(7, -1, -1)))
+def _exp(capped: Tensor, height: float) -> Tensor:
+    """exp(height · capped) for |capped| ≤ 1: a Taylor polynomial of a small part, squared as often as needed."""
+    squarings = max(0, math.ceil(math.log2(height / 0.5)))
+    value = _polynomial(capped * (height / 2**squarings), tuple(1 / math.factorial(i) for i in range(7, -1, -1)))
     for _ in range(squarings):
         value = value * value
     return value

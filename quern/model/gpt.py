@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
+from quern.kernels.softcap import TanhCap
 from quern.model.attention import CausalSelfAttention
 from quern.model.context import Context
 from quern.model.layers import SquaredReluMLP, norm, rotary_table
@@ -74,6 +75,7 @@ class GPT(nn.Module):
         super().__init__()
         assert shape.depth and shape.width and shape.vocab_size and shape.kv_heads and shape.head_dim
         self.shape = shape
+        self.cap = TanhCap(shape.softcap)
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
@@ -116,7 +118,7 @@ class GPT(nn.Module):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Hidden states (…, D) → fp32 logits (…, V), softcapped."""
-        return self.shape.softcap * torch.tanh(self.head(x_BTD).float() / self.shape.softcap)
+        return self.cap(self.head(x_BTD).float())
 
     @torch.no_grad()
     def init_parameters(self, generator: torch.Generator) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quern.kernels.cross_entropy import cross_entropy
+from quern.kernels.softcap import Cap
 from quern.model.context import CausalContext, Context
 
 
@@ -20,7 +21,7 @@ class LanguageModel(Protocol):
     """What the loss needs of a model."""
 
     head: torch.nn.Linear
-    shape: object
+    cap: Cap
 
     def __call__(self, tokens_BT: Tensor, context: Context) -> Tensor: ...
 
@@ -32,7 +33,7 @@ def loss_sum(model, tokens_BT: Tensor, targets_BT: Tensor, scale_BT: Tensor) -> 
     """
     x_BTD = model(tokens_BT, CausalContext())
     total, losses = cross_entropy(
-        x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), scale_BT.flatten(), model.shape.softcap
+        x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), scale_BT.flatten(), model.cap
     )
     return total, losses.view(targets_BT.shape)
 
@@ -41,7 +42,5 @@ def token_losses(model, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
     """Nats of each target (B, T) in fp32, from hidden states, without holding full logits. Not differentiable."""
     with torch.no_grad():
         zeros = torch.zeros(targets_BT.numel(), dtype=torch.float32, device=x_BTD.device)
-        _, losses = cross_entropy(
-            x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), zeros, model.shape.softcap
-        )
+        _, losses = cross_entropy(x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), zeros, model.cap)
     return losses.view(targets_BT.shape)

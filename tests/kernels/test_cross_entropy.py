@@ -1,6 +1,7 @@
 """The chunked loss where it must be exact: masks, scales, chunks. How far it is from its twin is the law's."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,12 +9,13 @@ import torch
 
 from quern.kernels import cross_entropy as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
+from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from tests.train.toy import eager
 
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")  # the compiled twin is held to the same bar in the kernel law
 
-SOFTCAP = 15.0
+CAP = TanhCap(15.0)
 
 
 def inputs(N: int, D: int = 12, V: int = 37) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,11 +25,19 @@ def inputs(N: int, D: int = 12, V: int = 37) -> tuple[torch.Tensor, torch.Tensor
     return x, weight, torch.randint(0, V, (N,), generator=generator)
 
 
-def test_plain_twin_is_the_definition() -> None:
+@pytest.mark.parametrize(
+    ("cap", "by_hand"),
+    [
+        (TanhCap(15.0), lambda z: 15 * np.tanh(z / 15)),
+        (SigmoidCap(30.0, 7.5 * 12**0.5), lambda z: 30 / (1 + np.exp(-z / (7.5 * 12**0.5)))),
+        (NoCap(), lambda z: z),
+    ],
+)
+def test_plain_twin_is_the_definition(cap: Cap, by_hand: Callable[[np.ndarray], np.ndarray]) -> None:
     x, weight, targets = inputs(50)
-    z = SOFTCAP * np.tanh(x.detach().double().numpy() @ weight.detach().double().numpy().T / SOFTCAP)
+    z = by_hand(x.detach().double().numpy() @ weight.detach().double().numpy().T)
     expected = np.log(np.exp(z).sum(1)) - z[np.arange(50), targets.numpy()]
-    assert np.abs(cross_entropy_plain(x, weight, targets, SOFTCAP).detach().numpy() - expected).max() <= 1e-5
+    assert np.abs(cross_entropy_plain(x, weight, targets, cap).detach().numpy() - expected).max() <= 1e-5
 
 
 def test_masked_targets_give_exactly_no_gradient_and_no_loss() -> None:
@@ -35,7 +45,7 @@ def test_masked_targets_give_exactly_no_gradient_and_no_loss() -> None:
     scale = torch.zeros(len(x))
     counted = torch.arange(len(x)) % 3 == 0
     scale[counted] = 0.01
-    total, losses = cross_entropy(x, weight, targets, scale, SOFTCAP)
+    total, losses = cross_entropy(x, weight, targets, scale, CAP)
     total.backward()
     assert x.grad is not None and weight.grad is not None
     assert x.grad[~counted].count_nonzero() == 0
@@ -46,7 +56,7 @@ def test_masked_targets_give_exactly_no_gradient_and_no_loss() -> None:
     other_x[~counted], other_targets[~counted] = 3.0, 0
     other_x.requires_grad_()
     weight_grad, weight.grad = weight.grad, None
-    again, _ = cross_entropy(other_x, weight, other_targets, scale, SOFTCAP)
+    again, _ = cross_entropy(other_x, weight, other_targets, scale, CAP)
     again.backward()
     assert torch.equal(again, total)
     assert isinstance(weight.grad, torch.Tensor) and torch.equal(weight.grad, weight_grad)
@@ -54,7 +64,7 @@ def test_masked_targets_give_exactly_no_gradient_and_no_loss() -> None:
 
 def test_all_masked_is_zero_and_not_nan() -> None:
     x, weight, targets = inputs(5)
-    total, _ = cross_entropy(x, weight, targets, torch.zeros(5), SOFTCAP)
+    total, _ = cross_entropy(x, weight, targets, torch.zeros(5), CAP)
     total.backward()
     assert x.grad is not None and weight.grad is not None
     assert total.item() == 0 and x.grad.count_nonzero() == 0 and weight.grad.count_nonzero() == 0
@@ -64,7 +74,7 @@ def test_negative_scales_turn_the_gradient_around() -> None:
     """Advantages are signed."""
     x, weight, targets = inputs(20)
     grads = [
-        torch.autograd.grad(cross_entropy(x, weight, targets, torch.full((20,), s), SOFTCAP)[0], (x, weight))
+        torch.autograd.grad(cross_entropy(x, weight, targets, torch.full((20,), s), CAP)[0], (x, weight))
         for s in (0.5, -0.5)
     ]
     for one, other in zip(*grads, strict=True):
@@ -73,7 +83,7 @@ def test_negative_scales_turn_the_gradient_around() -> None:
 
 def test_a_gradient_from_above_multiplies() -> None:
     x, weight, targets = inputs(20)
-    total, _ = cross_entropy(x, weight, targets, torch.ones(20), SOFTCAP)
+    total, _ = cross_entropy(x, weight, targets, torch.ones(20), CAP)
     ones = torch.autograd.grad(total, (x, weight), retain_graph=True)
     fours = torch.autograd.grad(4 * total, (x, weight))
     assert all(torch.equal(4 * one, four) for one, four in zip(ones, fours, strict=True))
@@ -81,30 +91,48 @@ def test_a_gradient_from_above_multiplies() -> None:
 
 def test_losses_are_the_same_with_and_without_gradients() -> None:
     x, weight, targets = inputs(CHUNK_TOKENS + 1)
-    total, losses = cross_entropy(x, weight, targets, torch.ones(len(x)), SOFTCAP)
+    total, losses = cross_entropy(x, weight, targets, torch.ones(len(x)), CAP)
     with torch.no_grad():
-        total_only, losses_only = cross_entropy(x, weight, targets, torch.ones(len(x)), SOFTCAP)
+        total_only, losses_only = cross_entropy(x, weight, targets, torch.ones(len(x)), CAP)
     assert not losses.requires_grad and losses.dtype == torch.float32
     assert (losses - losses_only).abs().max() <= 2e-5  # the one takes tanh and exp from the library
     assert torch.allclose(total, total_only, rtol=1e-6)
 
 
-@pytest.mark.parametrize("softcap", [1.0, 15.0, 30.0, 60.0])
-def test_saturated_logits_stay_finite(softcap: float) -> None:
+@pytest.mark.parametrize("cap", [TanhCap(1.0), TanhCap(60.0), SigmoidCap(30.0, 3.0), SigmoidCap(120.0, 1.0)])
+def test_saturated_logits_stay_finite(cap: Cap) -> None:
     x, weight, targets = inputs(30)
     with torch.no_grad():
         x.mul_(1e4)
-    total, losses = cross_entropy(x, weight, targets, torch.ones(30), softcap)
+    total, losses = cross_entropy(x, weight, targets, torch.ones(30), cap)
     total.backward()
-    plain = cross_entropy_plain(x, weight, targets, softcap).detach()
+    plain = cross_entropy_plain(x, weight, targets, cap).detach()
     assert x.grad is not None and torch.isfinite(x.grad).all()
-    assert (losses - plain).abs().max() <= 1e-5 * 2 * softcap
+    assert cap.tanh_form is not None
+    assert (losses - plain).abs().max() <= 1e-5 * 2 * cap.tanh_form[0]
 
 
-def test_a_softcap_that_would_overflow_is_refused() -> None:
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
+def test_logits_without_a_cap_may_be_huge(size: float) -> None:
+    """Far beyond where exp overflows; all but one entry of a softmax is then zero."""
+    x, weight, targets = inputs(30)
+    with torch.no_grad():
+        x.mul_(size)
+    total, losses = cross_entropy(x, weight, targets, torch.ones(30), NoCap())
+    total.backward()
+    plain = cross_entropy_plain(x, weight, targets, NoCap())
+    expected = torch.autograd.grad(plain.sum(), (x, weight))
+    assert x.grad is not None and weight.grad is not None and torch.isfinite(losses).all()
+    assert torch.allclose(losses, plain, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(x.grad, expected[0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(weight.grad, expected[1], rtol=1e-4, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("cap", [TanhCap(61.0), SigmoidCap(121.0, 1.0)])
+def test_a_cap_that_would_overflow_is_refused(cap: Cap) -> None:
     x, weight, targets = inputs(3)
-    with pytest.raises(ValueError, match="softcap 61 is too large for the chunked loss: use at most 60"):
-        cross_entropy(x, weight, targets, torch.ones(3), 61)
+    with pytest.raises(ValueError, match=r"is too wide for the chunked loss: keep logits within 120, or use NoCap\(\)"):
+        cross_entropy(x, weight, targets, torch.ones(3), cap)
 
 
 def test_tanh_and_exp_over_their_whole_range() -> None:
@@ -112,12 +140,12 @@ def test_tanh_and_exp_over_their_whole_range() -> None:
     assert (module._tanh(y).double() - torch.tanh(y.double())).abs().max() <= 4e-7
     assert module._tanh(torch.tensor([0.0])).item() == 0
     capped = torch.linspace(-1, 1, 100_001)
-    for softcap in (0.3, 1.0, 15.0, 60.0):
-        exact = torch.exp(softcap * capped.double())
-        assert ((module._exp(capped, softcap).double() - exact) / exact).abs().max() <= 1e-6 * max(1, softcap)
+    for height in (0.3, 1.0, 15.0, 60.0):
+        exact = torch.exp(height * capped.double())
+        assert ((module._exp(capped, height).double() - exact) / exact).abs().max() <= 1e-6 * max(1, height)
 
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary() -> None:
     x, weight, targets = inputs(9, V=1000)
-    _, losses = cross_entropy(torch.zeros_like(x), weight, targets, torch.ones(9), SOFTCAP)
+    _, losses = cross_entropy(torch.zeros_like(x), weight, targets, torch.ones(9), CAP)
     assert (losses - math.log(1000)).abs().max() <= 1e-5

@@ -54,7 +54,7 @@ def test_loss_is_the_mean_over_valid_targets_and_gradients_are_autograds() -> No
     state.optimizer.grad_norm()
     x_BTD = twin.model(torch.from_numpy(batch.tokens).long(), CausalContext())
     targets = torch.from_numpy(batch.targets).long().flatten()
-    losses = cross_entropy_plain(x_BTD.flatten(0, 1), twin.model.head.weight, targets, twin.model.shape.softcap)
+    losses = cross_entropy_plain(x_BTD.flatten(0, 1), twin.model.head.weight, targets, twin.model.cap)
     expected = losses[torch.from_numpy(batch.mask).flatten()].mean()
     expected.backward()
     assert tokens == batch.mask.sum()

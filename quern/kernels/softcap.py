@@ -1,0 +1,56 @@
+"""What a model does to its logits before the softmax: a cap, as a small callable value; no kernel itself.
+
+A cap maps fp32 logits to fp32 logits, elementwise. Since top · σ(z / b) = top/2 + top/2 · tanh(z / 2b) and no softmax
+sees a constant, both bounded caps are height · tanh(z / divisor) to a loss kernel: it asks for `tanh_form`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TanhCap:
+    """limit · tanh(z / limit): the identity near zero, never beyond ± limit (Gemma 2, arXiv 2408.00118)."""
+
+    limit: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.limit * torch.tanh(logits / self.limit)
+
+    @property
+    def tanh_form(self) -> tuple[float, float]:
+        return self.limit, self.limit
+
+
+@dataclass(frozen=True)
+class SigmoidCap:
+    """top · σ(z / divisor): between 0 and top (modded-nanogpt: 30 and 7.5 · sqrt(width))."""
+
+    top: float
+    divisor: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.top * torch.sigmoid(logits / self.divisor)
+
+    @property
+    def tanh_form(self) -> tuple[float, float]:
+        return self.top / 2, 2 * self.divisor
+
+
+@dataclass(frozen=True)
+class NoCap:
+    """Logits as they are, without a bound."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits
+
+    @property
+    def tanh_form(self) -> None:
+        return None
+
+
+Cap = TanhCap | SigmoidCap | NoCap

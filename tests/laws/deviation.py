@@ -1,0 +1,17 @@
+"""How far two results lie apart, as the laws of kernels state it; used by several of them."""
+
+import math
+
+from torch import Tensor
+
+
+def deviation(ours: list[Tensor], reference: list[Tensor]) -> float:
+    """The largest difference over tensors, each relative to its largest entry (absolute where that is below 1e-3,
+    as with the gradients of a softmax over one key, which are zero)."""
+    worst = 0.0
+    for a, b in zip(ours, reference, strict=True):
+        assert a.shape == b.shape
+        size = b.abs().max().item()
+        difference = (a.double() - b.double()).abs().max().item() / (size if size > 1e-3 else 1.0)
+        worst = max(worst, difference if math.isfinite(difference) else math.inf)
+    return worst

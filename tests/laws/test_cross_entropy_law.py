@@ -1,0 +1,162 @@
+"""Law: the chunked loss equals its plain twin, forward and backward, under every cap; the check catches broken ones.
+
+fp32: the largest difference, relative to the largest entry. bf16: the error against float64, as a multiple of the
+error that the same formula makes when each of its operations is rounded to bf16.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quern.kernels import cross_entropy as module
+from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
+from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
+from tests.laws.deviation import deviation
+from tests.train.toy import eager
+
+__all__ = ["eager"]  # a fixture
+
+FP32_BAR = 1e-5
+BF16_BAR = 1.1
+CAPS = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 5.0), "no": NoCap()}
+by_cap = pytest.mark.parametrize("cap", CAPS)
+
+Law = Callable[[str, float | int | str, str], None]
+LossPath = Callable[[Tensor, Tensor, Tensor, Tensor, Cap], tuple[Tensor, Tensor]]
+SIZES = (1, 7, 1000, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 300)
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+    losses = cross_entropy_plain(x, weight, targets, cap)
+    return (losses * scale).sum(), losses
+
+
+def loss_inputs(N: int, V: int, D: int = 24) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits up to about the softcap; a third of the targets masked, the others weighted, some negatively."""
+    generator = torch.Generator().manual_seed(N)
+    x = torch.randn(N, D, generator=generator)
+    weight = 1.5 * torch.randn(V, D, generator=generator)
+    targets = torch.randint(0, V, (N,), generator=generator)
+    scale = torch.randn(N, generator=generator) * (torch.rand(N, generator=generator) > 1 / 3) / N
+    scale[0] = 1 / N
+    return x, weight, targets, scale
+
+
+def loss_with_gradients(path: LossPath, inputs: tuple[Tensor, Tensor, Tensor, Tensor], cap: Cap) -> list[Tensor]:
+    """Losses, and the gradients of x and of the head's weight."""
+    x, weight = (part.detach().clone().requires_grad_() for part in inputs[:2])
+    total, losses = path(x, weight, *inputs[2:], cap)
+    total.backward()
+    assert x.grad is not None and weight.grad is not None
+    return [losses.detach(), x.grad, weight.grad]
+
+
+def loss_deviation(
+    path: LossPath, cap: str, sizes: tuple[int, ...] = SIZES, vocabularies: tuple[int, ...] = (37, 1001)
+) -> float:
+    return max(
+        deviation(loss_with_gradients(path, inputs, CAPS[cap]), loss_with_gradients(plain, inputs, CAPS[cap]))
+        for inputs in (loss_inputs(N, V) for N, V in itertools.product(sizes, vocabularies))
+    )
+
+
+def in_one_dtype(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+    """The definition in the inputs' dtype throughout, as `in_float64`."""
+    logits = cap(x @ weight.T)
+    losses = -logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return (losses * scale.to(losses.dtype)).sum(), losses
+
+
+def loss_bf16_errors(N: int, V: int, cap: Cap) -> tuple[list[float], list[float]]:
+    """Relative errors (2-norm) of losses, dx and dW in bf16: ours, and bf16's own."""
+    x, weight, targets, scale = loss_inputs(N, V)
+    low = (x.bfloat16(), weight.bfloat16(), targets, scale)
+    exact = loss_with_gradients(in_one_dtype, (low[0].double(), low[1].double(), targets, scale.double()), cap)
+    found = [loss_with_gradients(path, low, cap) for path in (cross_entropy, in_one_dtype)]
+    ours, own = ([((a.double() - e).norm() / e.norm()).item() for a, e in zip(f, exact, strict=True)] for f in found)
+    return ours, own
+
+
+@by_cap
+def test_cross_entropy_is_its_plain_twin_in_fp32(cap: str, eager: None, law: Law) -> None:
+    worst = loss_deviation(cross_entropy, cap)
+    law(
+        f"chunked cross-entropy, {cap} softcap = plain twin, losses and gradients",
+        worst,
+        f"≤ {FP32_BAR:g} relative, fp32",
+    )
+    assert worst <= FP32_BAR
+
+
+@by_cap
+@pytest.mark.timeout(900)  # a minute of compiling where nothing is cached, more where others compute too
+def test_compiled_cross_entropy_is_its_plain_twin_in_fp32(cap: str, law: Law) -> None:
+    """The path that trains by default; one shape, since each compiles for many seconds."""
+    with torch.compiler.set_stance("default"):
+        worst = loss_deviation(cross_entropy, cap, (CHUNK_TOKENS,), (1001,))
+    law(
+        f"compiled cross-entropy, {cap} softcap = plain twin, losses and gradients",
+        worst,
+        f"≤ {FP32_BAR:g} relative, fp32",
+    )
+    assert worst <= FP32_BAR
+
+
+@by_cap
+def test_cross_entropy_in_bf16_is_as_good_as_bf16(cap: str, eager: None, law: Law) -> None:
+    """Root mean squares over shapes: of a handful of targets, one rounding can make the whole error."""
+    shapes = itertools.product((7, 8, 30, 1000, CHUNK_TOKENS + 300), (37, 1001))
+    errors = [loss_bf16_errors(*shape, CAPS[cap]) for shape in shapes]
+    ours, own = (torch.tensor(part) for part in zip(*errors, strict=True))
+    ratio = (ours.square().mean(0) / own.square().mean(0)).sqrt().max().item()
+    law(f"chunked cross-entropy, {cap} softcap in bf16: its error over bf16's own", ratio, f"≤ {BF16_BAR:g}")
+    assert ratio <= BF16_BAR
+    if CAPS[cap].tanh_form is not None:  # without a cap the rounding of a large logit alone is more than that
+        assert ours.max() <= 2 * 2**-8  # two units in the last place, whatever bf16's own error is
+
+
+def broken_loss(mistake: str) -> LossPath:
+    def path(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+        if mistake == "last chunk dropped":
+            kept = len(x) // CHUNK_TOKENS * CHUNK_TOKENS
+            total, losses = cross_entropy(x[:kept], weight, targets[:kept], scale[:kept], cap)
+            return total, torch.cat([losses, cross_entropy_plain(x, weight, targets, cap)[kept:].detach()])
+        if mistake == "mask forgotten":
+            return cross_entropy(x, weight, targets, torch.full_like(scale, 1 / len(x)), cap)
+        if mistake == "no softcap":
+            return plain(x, weight, targets, scale, NoCap())
+        # the mean of each chunk, then the mean of those: a short last chunk counts too much
+        chunks = [slice(at, at + CHUNK_TOKENS) for at in range(0, len(x), CHUNK_TOKENS)]
+        totals, losses = zip(
+            *(cross_entropy(x[c], weight, targets[c], scale[c] * len(x) / len(x[c]), cap) for c in chunks),
+            strict=True,
+        )
+        return torch.stack(totals).mean(), torch.cat(losses)
+
+    return path
+
+
+@pytest.mark.parametrize("mistake", ["last chunk dropped", "mask forgotten", "no softcap", "mean of means"])
+def test_the_cross_entropy_check_can_fail(mistake: str, eager: None) -> None:
+    assert loss_deviation(broken_loss(mistake), "tanh", (CHUNK_TOKENS + 300,), (37,)) > 10 * FP32_BAR
+
+
+@pytest.mark.parametrize("other", [TanhCap(14.99), SigmoidCap(30.0, 5.01), SigmoidCap(29.99, 5.0)])
+def test_the_cross_entropy_check_catches_a_cap_that_is_slightly_off(other: Cap, eager: None) -> None:
+    def path(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+        return cross_entropy(x, weight, targets, scale, other)
+
+    assert loss_deviation(path, "tanh" if isinstance(other, TanhCap) else "sigmoid", (7,), (37,)) > 10 * FP32_BAR
+
+
+@pytest.mark.parametrize("cap", ["tanh", "sigmoid"])
+def test_the_cross_entropy_check_catches_a_poor_exponential(
+    cap: str, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five terms of the series instead of eight, which no eye would see in a loss curve."""
+    series = module._polynomial
+    monkeypatch.setattr(module, "_polynomial", lambda x, c: series(x, c[-5:] if len(c) == 8 else c))
+    assert loss_deviation(cross_entropy, cap, (7,), (37,)) > 2 * FP32_BAR
