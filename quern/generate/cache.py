@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention import attend
+from quern.kernels.attention import MaskSpec, attend
 from quern.model.interface import LanguageModel
 
 
@@ -133,9 +133,7 @@ class PrefillContext:
         cache = self._cache
         keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
         if self._fresh:
-            # That function's scale is E^-1/2: what differs from it goes into the queries.
-            factor = 1.0 if scale is None else scale * q_BTHE.size(-1) ** 0.5
-            y_BTHE = attend(q_BTHE if factor == 1 else q_BTHE * factor, k_BTKE, v_BTKE, window)
+            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
         else:
             used = min(keys.size(2), cache.filled)
             y_BTHE = attend_masked(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quern.kernels.attention import attend
+from quern.kernels.attention import MaskSpec, attend
 
 
 class Context(Protocol):
@@ -21,8 +21,19 @@ class Context(Protocol):
         """Positions (1 or B, T) of the tokens, as integers on x's device."""
         ...
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
-        """Causal attention → (B, T, H, E); a query sees the last `window` tokens, itself included (None: all)."""
+    def attend(
+        self,
+        layer: int,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        window: int | Tensor | None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Causal attention → (B, T, H, E); a query sees the last `window` tokens, itself included (None: all).
+
+        window: a 0-dim CPU tensor where it changes between calls (`MaskSpec`). scale None is 1/sqrt(E).
+        """
         ...
 
     def previous(self, x_BTD: Tensor) -> Tensor:
@@ -31,13 +42,27 @@ class Context(Protocol):
 
 
 class CausalContext:
-    """Whole rows from position 0: training, scoring, evaluation. Holds nothing."""
+    """Whole rows from position 0: training, scoring, evaluation.
+
+    documents_BT: int32 ids, non-decreasing along T; attention does not cross from one document into the next.
+    """
+
+    def __init__(self, documents_BT: Tensor | None = None) -> None:
+        self.documents_BT = documents_BT
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
-        return attend(q_BTHE, k_BTKE, v_BTKE, window)
+    def attend(
+        self,
+        layer: int,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        window: int | Tensor | None,
+        scale: float | None = None,
+    ) -> Tensor:
+        return attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window, self.documents_BT), scale)
 
     def previous(self, x_BTD: Tensor) -> Tensor:
         return torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))

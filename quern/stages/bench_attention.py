@@ -12,26 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention import attend, attend_plain, visible
+from quern.kernels.attention import MaskSpec, attend, attend_plain, attend_sdpa
 from quern.stages.bench_record import Measure, Outcome, Setup, alternate, grid, number, ratios, seconds_of
 
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
 LENGTHS = (256, 512, 1024, 2048)
 
-Attention = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
-
-
-def sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
-    """torch's attention as one would call it without quern."""
-    mask = None if window is None else visible(q_BTHE.size(1), window, q_BTHE.device)
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
-
-
-PATHS: dict[str, Attention] = {"plain": attend_plain, "quern": attend, "sdpa": sdpa}
+Attention = Callable[[Tensor, Tensor, Tensor, MaskSpec], Tensor]
+PATHS: dict[str, Attention] = {"plain": attend_plain, "quern": attend, "sdpa": attend_sdpa}
 
 
 def attention(setup: Setup) -> Outcome:
@@ -69,7 +59,7 @@ def _measure(setup: Setup, rows: int, length: int, window: int | None) -> dict[s
     made: dict[str, Tensor] = {}
 
     def forward(name: str) -> float:
-        return seconds_of(lambda: made.update({name: PATHS[name](q, k, v, window)}), machine)
+        return seconds_of(lambda: made.update({name: PATHS[name](q, k, v, MaskSpec(window))}), machine)
 
     def backward(name: str) -> float:
         if name not in made:  # in rounds that go backwards

@@ -1,0 +1,225 @@
+"""The CPU path of attention: batched matmuls over blocks of queries and the keys that they can see.
+
+For each block of queries only the keys that some of them sees are multiplied, around the library's own vectorised
+softmax. The probabilities are kept for the backward pass: on a CPU, at the lengths that are trained there, reading
+them back is far cheaper than exponentiating again. It is a custom operator, so that torch.compile passes around it;
+whatever decides the shapes of its results is among its arguments. What it computes is said in attention.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries first … last - 1 and keys low … last - 1; apart: some query and key of them differ in document."""
+
+    first: int
+    last: int
+    low: int
+    apart: bool = False
+
+
+def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
+    """window 0 is no window.
+
+    Measured on CPUs with matrix units: small blocks skip more of what is masked, large ones run closer to the peak,
+    and keys are read from a multiple of 64 on, since unaligned operands halve the speed of a product. The last block
+    comes first, because without a window or documents it sees every key (`_Sum`).
+    """
+    size = min(256, max(128, window // 2)) if window else 256
+    firsts = list(reversed(range(0, T, size)))
+    spans = [(i, min(T, i + size), max(0, i - window + 1) // 64 * 64 if window else 0) for i in firsts]
+    if documents_BT is None:
+        return [_Block(*span) for span in spans]
+    # Where the documents of each block's first query begin, and those of its last.
+    ends_BN = documents_BT[:, [first for first, _, _ in spans] + [last - 1 for _, last, _ in spans]]
+    begins_BN = torch.searchsorted(documents_BT.contiguous(), ends_BN)
+    earliest = begins_BN[:, : len(spans)].amin(0).tolist()
+    latest = begins_BN[:, len(spans) :].amax(0).tolist()
+    blocks = []
+    for (first, last, low), begin, end in zip(spans, earliest, latest, strict=True):
+        low = max(low, begin // 64 * 64)
+        blocks.append(_Block(first, last, low, apart=end > low))
+    return blocks
+
+
+def _hide(scores_NTT: Tensor, block: _Block, window: int, documents_BT: Tensor | None) -> None:
+    """Writes -inf over the scores of one block that its queries may not see."""
+    # Without a window only the keys beside the queries can be hidden, unless documents meet in the block.
+    start = block.low if window or block.apart else block.first
+    distance = torch.arange(block.first, block.last)[:, None] - torch.arange(start, block.last)
+    hidden = (distance < 0) | (distance >= window) if window else distance < 0
+    if documents_BT is not None and block.apart:
+        own, seen = documents_BT[:, block.first : block.last], documents_BT[:, start : block.last]
+        hidden = (hidden | (own[:, :, None] != seen[:, None, :]))[:, None]  # (B, 1, queries, keys)
+        scores_NTT = scores_NTT.view(len(documents_BT), -1, *scores_NTT.shape[1:])
+    bias = torch.zeros(hidden.shape, dtype=scores_NTT.dtype).masked_fill_(hidden, float("-inf"))
+    scores_NTT[..., start - block.low :] += bias
+
+
+def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
+    """(B, K, T, E) → (B · K · groups, T, E), each head repeated `groups` times in a row."""
+    return (x_BKTE.repeat_interleave(groups, dim=1) if groups > 1 else x_BKTE).flatten(0, 1)
+
+
+def kept_elements(q_BHTE: Tensor, window: int) -> int:
+    """How many probabilities the blocked path has room for: all that a window of 0 (none) or more needs.
+
+    Documents, and a narrower window in the tensor, need less: blocks as large as possible under no window cover
+    the most.
+    """
+    B, H, T, _ = q_BHTE.shape
+    return B * H * sum((block.last - block.first) * (block.last - block.low) for block in _blocks(T, window, None))
+
+
+def _now(window: int, varying: Tensor | None, T: int) -> int:
+    """The window of this call; 0 is none."""
+    if varying is None:
+        return window
+    value = int(varying)
+    return value if value < T else 0
+
+
+@torch.library.custom_op("quern::attend_blocked", mutates_args=())
+def attend_blocked(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+    kept_elements: int,
+) -> tuple[Tensor, Tensor]:
+    """The blocked path on contiguous (B, H, T, E) → y and the probabilities, flat.
+
+    window: 0 is no window; varying: a 0-dim tensor that holds the window instead, with window 0. kept_elements:
+    `kept_elements(q, window)`. It is handed in so that it stands in the compiled graph: the compiler's cache on disk
+    knows a graph by its arguments, and would otherwise outlive a change of the blocks.
+    """
+    B, H, T, E = q_BHTE.shape
+    groups, window = H // k_BKTE.size(1), _now(window, varying, T)
+    q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
+    kept = q.new_empty(kept_elements)
+    y, offset = torch.empty_like(q), 0
+    for block in _blocks(T, window, documents_BT):
+        queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+        # The scale stands in the product, whose accumulation is fp32, so that no rounding is added.
+        empty = q.new_empty(B * H, block.last - block.first, block.last - block.low)
+        scores = torch.baddbmm(empty, q[:, queries], k[:, keys].transpose(1, 2), beta=0, alpha=scale)
+        _hide(scores, block, window, documents_BT)
+        p = kept[offset : offset + scores.numel()].view(scores.shape)
+        offset += scores.numel()
+        torch.softmax(scores, -1, out=p)
+        y[:, queries] = torch.bmm(p, v[:, keys])
+    return y.view(q_BHTE.shape), kept
+
+
+@attend_blocked.register_fake
+def _(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+    kept_elements: int,
+) -> tuple[Tensor, Tensor]:
+    return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(kept_elements)
+
+
+@torch.library.custom_op("quern::attend_blocked_backward", mutates_args=())
+def attend_blocked_backward(
+    grad_BHTE: Tensor,
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    kept: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from the kept probabilities: dS = P ∘ (dP - rowsum(P ∘ dP))."""
+    B, H, T, E = q_BHTE.shape
+    groups, window = H // k_BKTE.size(1), _now(window, varying, T)
+    q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
+    grad = grad_BHTE.contiguous().flatten(0, 1)
+    blocks = _blocks(T, window, documents_BT)
+    dq, dk, dv = torch.empty_like(q), _Sum(k, len(blocks)), _Sum(v, len(blocks))
+    offset = 0
+    for block in blocks:
+        queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+        shape = (B * H, block.last - block.first, block.last - block.low)
+        p = kept[offset : offset + math.prod(shape)].view(shape)
+        offset += math.prod(shape)
+        dp = torch.bmm(grad[:, queries], v[:, keys].transpose(1, 2))
+        ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
+        empty = q.new_empty(B * H, shape[1], E)
+        dq[:, queries] = torch.baddbmm(empty, ds, k[:, keys], beta=0, alpha=scale)
+        empty = q.new_empty(B * H, shape[2], E)
+        scaled = torch.baddbmm(empty, ds.transpose(1, 2), q[:, queries], beta=0, alpha=scale)
+        dk.add(block.low, block.last, scaled)
+        dv.add(block.low, block.last, torch.bmm(p.transpose(1, 2), grad[:, queries]))
+    shape = (B, k_BKTE.size(1), groups, T, E)
+    return dq.view(q_BHTE.shape), dk.result(shape), dv.result(shape)
+
+
+class _Sum:
+    """Sums pieces along the tokens, in fp32 if there are more than two; a first one that covers all is taken as is."""
+
+    def __init__(self, like_NTE: Tensor, pieces: int) -> None:
+        self.like, self.total = like_NTE, None
+        self.dtype = torch.float32 if pieces > 2 else like_NTE.dtype
+
+    def add(self, low: int, last: int, piece: Tensor) -> None:
+        if self.total is None and piece.shape == self.like.shape:
+            self.total = piece.to(self.dtype)
+            return
+        if self.total is None:
+            self.total = torch.zeros(self.like.shape, dtype=self.dtype)
+        self.total[:, low:last] += piece
+
+    def result(self, shape: tuple[int, ...]) -> Tensor:
+        """(B · K · groups, T, E), viewed as (B, K, groups, T, E) → (B, K, T, E) in the inputs' dtype."""
+        assert self.total is not None
+        total = self.total.view(shape)
+        return (total.sum(2) if shape[2] > 1 else total.squeeze(2)).to(self.like.dtype)
+
+
+@attend_blocked_backward.register_fake
+def _(
+    grad_BHTE: Tensor,
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    kept: Tensor,
+    documents_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q_BHTE.new_empty(q_BHTE.shape), k_BKTE.new_empty(k_BKTE.shape), v_BKTE.new_empty(v_BKTE.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents_BT, ctx.window, varying, ctx.scale, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, output[1], documents_BT, varying)
+
+
+def _backward(ctx: Any, grad_y: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, kept, documents_BT, varying = ctx.saved_tensors
+    grads = attend_blocked_backward(grad_y, q, k, v, kept, documents_BT, ctx.window, varying, ctx.scale)
+    return *grads, None, None, None, None, None
+
+
+attend_blocked.register_autograd(_backward, setup_context=_save)
