@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from quern.data.loader import Batch
 from quern.eval.score import Score
 from quern.machine import Machine
-from quern.model.context import CausalContext
+from quern.model.interface import LanguageModel
 from quern.model.loss import token_losses
 
 
@@ -56,7 +55,9 @@ class BitsPerByte:
         return Score(task, "bpb", self.bpb, None, None, self.bytes, self.uniform_bpb(vocab_size), bos=True)
 
 
-def bits_per_byte(model: nn.Module, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine) -> BitsPerByte:
+def bits_per_byte(
+    model: LanguageModel, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine
+) -> BitsPerByte:
     """Measure `model` on `batches`; `token_bytes` (vocab_size,) says how many bytes each token id stands for.
 
     Losses are summed in float64, so that the number does not depend on how the rows were cut into batches.
@@ -76,7 +77,7 @@ def bits_per_byte(model: nn.Module, batches: Iterable[Batch], token_bytes: np.nd
     return BitsPerByte.of(nats, tokens, num_bytes)
 
 
-def batch_losses(model: nn.Module, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine) -> np.ndarray:
+def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine) -> np.ndarray:
     """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B, T).
 
     It runs eagerly: rows come in many lengths, and compiling for each would cost more than it saves.
@@ -84,5 +85,5 @@ def batch_losses(model: nn.Module, tokens_BT: np.ndarray, targets_BT: np.ndarray
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
-        losses = token_losses(model, model(tokens, CausalContext()), targets)
+        losses = token_losses(model, model(tokens, model.context(tokens)), targets)
     return losses.float().cpu().numpy().astype(np.float64)

@@ -11,6 +11,8 @@ Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -113,6 +115,9 @@ class PrefillContext:
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None] + torch.arange(x_BTD.size(1), device=x_BTD.device)
 
+    def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
+        return full
+
     def previous(self, x_BTD: Tensor) -> Tensor:
         cache = self._cache
         shifted = torch.cat([cache.last_BD[:, None], x_BTD[:, :-1]], dim=1)
@@ -193,6 +198,9 @@ class DecodeContext:
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None]
+
+    def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
+        return full
 
     def previous(self, x_BTD: Tensor) -> Tensor:
         before_B1D = self._cache.last_BD[:, None].clone()

@@ -6,6 +6,7 @@ training and scoring: whole rows that start at position 0. `CachedContext` (gene
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +20,10 @@ class Context(Protocol):
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         """Positions (1 or B, T) of the tokens, as integers on x's device."""
+        ...
+
+    def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
+        """What a query of each layer sees for now, of the most that it ever will: windows may grow in training."""
         ...
 
     def attend(
@@ -45,13 +50,20 @@ class CausalContext:
     """Whole rows from position 0: training, scoring, evaluation.
 
     documents_BT: int32 ids, non-decreasing along T; attention does not cross from one document into the next.
+    windows: for each layer, in place of the model's own; as 0-dim CPU tensors they may change between calls.
     """
 
-    def __init__(self, documents_BT: Tensor | None = None) -> None:
+    def __init__(
+        self, documents_BT: Tensor | None = None, windows: Sequence[int | Tensor | None] | None = None
+    ) -> None:
         self.documents_BT = documents_BT
+        self._windows = windows
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]
+
+    def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
+        return full if self._windows is None else self._windows
 
     def attend(
         self,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
-from quern.kernels.softcap import TanhCap
+from quern.kernels.softcap import Cap, TanhCap
 from quern.model.attention import CausalSelfAttention
-from quern.model.context import Context
+from quern.model.context import CausalContext, Context
 from quern.model.layers import SquaredReluMLP, norm, rotary_table
 from quern.recipe import ModelRecipe
 
@@ -75,7 +75,7 @@ class GPT(nn.Module):
         super().__init__()
         assert shape.depth and shape.width and shape.vocab_size and shape.kv_heads and shape.head_dim
         self.shape = shape
-        self.cap = TanhCap(shape.softcap)
+        self.cap: Cap = TanhCap(shape.softcap)
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
@@ -123,6 +123,17 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_parameters(self, generator: torch.Generator) -> None:
         """Fills every parameter, in a fixed order, from a CPU generator; raises if one was left out.
+
+    def compile(self, **options: Any) -> None:
+        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
+        for block in self.blocks:
+            block.compile(**options)
+        self._enter = torch.compile(self._enter, **options)
+        self._leave = torch.compile(self._leave, **options)
+
+    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
+        """Whole rows, in which documents see each other; windows do not grow."""
+        return CausalContext()
 
         As nanochat: projections that write to the residual stream start at zero, so that the network starts as its
         embedding; matrices are uniform with standard deviation 1/sqrt(width) (0.4 of that into the feed-forward).

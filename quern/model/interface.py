@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from quern.kernels.softcap import Cap
+from quern.model.context import CausalContext
 from quern.recipe import ModelRecipe
 
 KINDS = ("embedding", "value_embeddings", "head", "matrices", "scalars")
@@ -25,6 +27,8 @@ class LanguageModel(Protocol):
     """Resolved."""
     embedding: nn.Embedding
     head: nn.Linear
+    cap: Cap
+    """What the logits go through."""
     windows: list[int | None]
     """For each layer, the tokens that a query sees, itself included; None is all of them."""
     attention_layers: list[int]
@@ -35,6 +39,10 @@ class LanguageModel(Protocol):
 
     def __call__(self, tokens_BT: Tensor, context: Any) -> Any:
         """tokens: (B, T) integers; context: a `context.Context` → (B, T, D) in the parameters' dtype."""
+        ...
+
+    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
+        """The context to read whole rows in. window: how far windows that grow in training have come, of 1."""
         ...
 
     def logits(self, x_BTD: Tensor) -> Tensor:

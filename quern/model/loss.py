@@ -7,38 +7,29 @@ parallelism cannot change the update.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from quern.kernels.cross_entropy import cross_entropy
-from quern.kernels.softcap import Cap
-from quern.model.context import CausalContext, Context
+from quern.model.interface import LanguageModel
 
 
-class LanguageModel(Protocol):
-    """What the loss needs of a model."""
-
-    head: torch.nn.Linear
-    cap: Cap
-
-    def __call__(self, tokens_BT: Tensor, context: Context) -> Tensor: ...
-
-
-def loss_sum(model, tokens_BT: Tensor, targets_BT: Tensor, scale_BT: Tensor) -> tuple[Tensor, Tensor]:
+def loss_sum(
+    model: LanguageModel, tokens_BT: Tensor, targets_BT: Tensor, scale_BT: Tensor, window: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """→ (sum of scale · nats as a differentiable scalar, nats per token (B, T)).
 
-    scale: (B, T) fp32, mask · weight / number of valid targets in the global batch.
+    scale: (B, T) fp32, mask · weight / number of valid targets in the global batch. window: how far growing windows
+    have come, of 1.
     """
-    x_BTD = model(tokens_BT, CausalContext())
+    x_BTD = model(tokens_BT, model.context(tokens_BT, window))
     total, losses = cross_entropy(
         x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), scale_BT.flatten(), model.cap
     )
     return total, losses.view(targets_BT.shape)
 
 
-def token_losses(model, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+def token_losses(model: LanguageModel, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
     """Nats of each target (B, T) in fp32, from hidden states, without holding full logits. Not differentiable."""
     with torch.no_grad():
         zeros = torch.zeros(targets_BT.numel(), dtype=torch.float32, device=x_BTD.device)

@@ -13,7 +13,7 @@ from quern.recipe import TrainRecipe
 
 
 class Multipliers(NamedTuple):
-    """What one step of the optimizer is told."""
+    """What one step is told."""
 
     lr: float = 1.0
     """Multiplies every group's peak rate."""
@@ -21,6 +21,8 @@ class Multipliers(NamedTuple):
     """Muon's momentum itself."""
     decay: float = 1.0
     """Multiplies Muon's weight decay (AdamW's follows its rate alone)."""
+    window: float = 1.0
+    """How far attention windows that grow have come, of 1."""
 
 
 def learning_rate(

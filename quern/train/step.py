@@ -40,7 +40,7 @@ def train_step(
     clip_norm: float | None = None,
 ) -> StepResult:
     """One step on the global batch; advances `state` whatever the verdict ("step", "skip" or "stop")."""
-    loss, tokens = accumulate(state, batch, machine, micro_batch_rows)
+    loss, tokens = accumulate(state, batch, machine, micro_batch_rows, multipliers.window)
     norm = state.optimizer.grad_norm()
     loss_value, norm_value = torch.stack([loss.float(), norm]).tolist()  # the step's one wait for the device
     verdict = state.guard.observe(bool(np.isfinite(loss_value) and np.isfinite(norm_value)))
@@ -53,7 +53,9 @@ def train_step(
     return StepResult(loss_value, norm_value, tokens, batch.tokens.size, verdict)
 
 
-def accumulate(state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int) -> tuple[torch.Tensor, int]:
+def accumulate(
+    state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int, window: float = 1.0
+) -> tuple[torch.Tensor, int]:
     """Leaves the batch's gradients in the optimizer's buffers → (mean loss, 0-dim; valid targets)."""
     tokens = int(batch.mask.sum())
     if tokens == 0:
@@ -62,7 +64,7 @@ def accumulate(state: TrainState, batch: Batch, machine: Machine, micro_batch_ro
     loss = torch.zeros((), device=machine.device)
     for micro in batch.split(micro_batch_rows):
         inputs, targets, scale = to_device(micro, tokens, machine)
-        total, _ = loss_sum(state.model, inputs, targets, scale)
+        total, _ = loss_sum(state.model, inputs, targets, scale, window)
         total.backward()
         loss += total.detach()
     return loss, tokens
