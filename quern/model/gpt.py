@@ -116,6 +116,10 @@ class GPT(nn.Module):
             x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, self.windows[layer], context)
         return norm(x_BTD - self.backout_scale * halfway_BTD)
 
+    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
+        """Whole rows, in which documents see each other; windows do not grow."""
+        return CausalContext()
+
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Hidden states (…, D) → fp32 logits (…, V), softcapped."""
         return self.cap(self.head(x_BTD).float())
@@ -123,17 +127,6 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_parameters(self, generator: torch.Generator) -> None:
         """Fills every parameter, in a fixed order, from a CPU generator; raises if one was left out.
-
-    def compile(self, **options: Any) -> None:
-        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
-        for block in self.blocks:
-            block.compile(**options)
-        self._enter = torch.compile(self._enter, **options)
-        self._leave = torch.compile(self._leave, **options)
-
-    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
-        """Whole rows, in which documents see each other; windows do not grow."""
-        return CausalContext()
 
         As nanochat: projections that write to the residual stream start at zero, so that the network starts as its
         embedding; matrices are uniform with standard deviation 1/sqrt(width) (0.4 of that into the feed-forward).
