@@ -60,6 +60,12 @@ class ModelRecipe:
     """Base of the rotary frequencies."""
     softcap: float = 15.0
     """Logits are softcap · tanh(logits / softcap)."""
+    mlp_width: int | None = None
+    """llama: width of gate and up; 8/3 of the width."""
+    norm_eps: float | None = None
+    """llama: added to the mean square under the norms' root; 1e-5."""
+    dropout: float | None = None
+    """llama: share of the residual stream's inputs that is dropped in training; none."""
 
     def window_sizes(self) -> list[int | None]:
         """For each layer, the tokens that a query sees, itself included; None is all of them."""
@@ -349,6 +355,12 @@ def _check_shape(model: ModelRecipe) -> None:
     )
     _refuse(model.context < 2, f"model.context must be at least 2 tokens, not {model.context}")
     _refuse(model.softcap <= 0, f"model.softcap must be above 0, not {model.softcap}")
+    for name, value in [("model.mlp-width", model.mlp_width), ("model.norm-eps", model.norm_eps)]:
+        _refuse(value is not None and value <= 0, f"{name} must be above 0, not {value}")
+    _refuse(
+        model.dropout is not None and not 0 <= model.dropout < 1,
+        f"model.dropout must be at least 0 and below 1, not {model.dropout}",
+    )
 
 
 def _refuse(wrong: bool, message: str) -> None:

@@ -129,6 +129,9 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         ("model", "kv_heads", 3, r"model.kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
         ("model", "context", 1, "model.context must be at least 2 tokens, not 1"),
         ("model", "softcap", 0.0, "model.softcap must be above 0, not 0.0"),
+        ("model", "mlp_width", 0, "model.mlp-width must be above 0, not 0"),
+        ("model", "norm_eps", 0.0, "model.norm-eps must be above 0, not 0.0"),
+        ("model", "dropout", 1.0, "model.dropout must be at least 0 and below 1, not 1.0"),
     ],
 )
 def test_refused_values_say_what_to_do(part: str, name: str, value: Any, message: str) -> None:
@@ -138,7 +141,15 @@ def test_refused_values_say_what_to_do(part: str, name: str, value: Any, message
 
 # What follows from depth ------------------------------------------------------------------------------------
 
-OPEN = {"model.bos", "train.minutes", "train.clip_norm", "sft.steps"}
+OPEN = {
+    "model.bos",
+    "model.mlp_width",
+    "model.norm_eps",
+    "model.dropout",
+    "train.minutes",
+    "train.clip_norm",
+    "sft.steps",
+}
 """What stays None: not asked for, or known only once the data is."""
 
 
@@ -155,7 +166,7 @@ def test_what_is_set_is_kept() -> None:
     for part, kind in PARTS.items():
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
-                value = {"kv_heads": 2, "vocab_size": 777}.get(field.name, 64)
+                value = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1}.get(field.name, 64)
                 resolved = resolve(changed(part, field.name, value))
                 assert getattr(getattr(resolved, part), field.name) == value, f"{part}.{field.name}"
 
