@@ -115,6 +115,9 @@ class PrefillContext:
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None] + torch.arange(x_BTD.size(1), device=x_BTD.device)
 
+    def horizon(self, x_BTD: Tensor) -> int:
+        return self._cache.max_tokens
+
     def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
         return full
 
@@ -198,6 +201,9 @@ class DecodeContext:
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None]
+
+    def horizon(self, x_BTD: Tensor) -> int:
+        return self._cache.max_tokens
 
     def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
         return full

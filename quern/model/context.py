@@ -22,6 +22,10 @@ class Context(Protocol):
         """Positions (1 or B, T) of the tokens, as integers on x's device."""
         ...
 
+    def horizon(self, x_BTD: Tensor) -> int:
+        """A number that every position lies below, known without looking at them."""
+        ...
+
     def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
         """What a query of each layer sees for now, of the most that it ever will: windows may grow in training."""
         ...
@@ -61,6 +65,9 @@ class CausalContext:
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]
+
+    def horizon(self, x_BTD: Tensor) -> int:
+        return x_BTD.size(1)
 
     def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
         return full if self._windows is None else self._windows
