@@ -17,7 +17,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -132,7 +132,18 @@ def compile_problem(device_type: str) -> str | None:
 
     # Both are read when torch._inductor is imported, which is why they are set before the first compilation.
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    if device_type == "cpu":
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs, and take seconds to start
     allow_fused_multiply_add()
+    problem = _compile_error(probe, device_type, trust=True)
+    return problem and _compile_error(probe, device_type, trust=None)
+
+
+def _compile_error(probe: Callable[..., object], device_type: str, trust: bool | None) -> str | None:
+    """trust: take the processor's word for its vector instructions; None compiles a test of each, some ten seconds."""
+    import torch._inductor.config
+
+    torch._inductor.config.cpp.vec_isa_ok = trust
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

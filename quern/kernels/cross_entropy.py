@@ -128,8 +128,9 @@ def _exp(capped: Tensor, height: float) -> Tensor:
     """exp(height · capped) for |capped| ≤ 1: a Taylor polynomial of a small part, squared as often as needed."""
     squarings = max(0, math.ceil(math.log2(height / 0.5)))
     value = _polynomial(capped * (height / 2**squarings), tuple(1 / math.factorial(i) for i in range(7, -1, -1)))
-    for _ in range(squarings):
-        value = value * value
+    while squarings:  # as powers: of a product the compiler writes out each factor, and theirs, 2^squarings times
+        value = value.pow(2 ** min(squarings, 4))
+        squarings -= min(squarings, 4)
     return value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,10 +97,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
-        x_BTD = norm(embed(tokens_BT, self.embedding.weight))
-        gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
-        x_BTD = x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
-        x0_BTD = x_BTD
+        x_BTD = self._enter(tokens_BT, context)
+        x0_BTD = x_BTD.view_as(x_BTD)  # an object of its own: the compiler would tell the first block apart otherwise
         rotary = rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
         halfway, halfway_BTD = len(self.blocks) // 2, x_BTD
         for layer, block in enumerate(self.blocks):
@@ -114,7 +112,24 @@ class GPT(nn.Module):
             )
             scales = self.residual_scales[layer], self.x0_scales[layer]
             x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, self.windows[layer], context)
+        return self._leave(x_BTD, halfway_BTD)
+
+    def _enter(self, tokens_BT: Tensor, context: Context) -> Tensor:
+        """Embedding and smear."""
+        x_BTD = norm(embed(tokens_BT, self.embedding.weight))
+        gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
+        return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
+
+    def _leave(self, x_BTD: Tensor, halfway_BTD: Tensor) -> Tensor:
+        """Backout and the last norm."""
         return norm(x_BTD - self.backout_scale * halfway_BTD)
+
+    def compile(self, **options: Any) -> None:
+        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
+        for block in self.blocks:
+            block.compile(**options)
+        self._enter = torch.compile(self._enter, **options)
+        self._leave = torch.compile(self._leave, **options)
 
     def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
         """Whole rows, in which documents see each other; windows do not grow."""
