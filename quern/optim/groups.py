@@ -82,7 +82,7 @@ def make_groups(
     for name, (rule, lr) in rules.items():
         parameters = tuple(reported.get(name, ()))
         for parameter_name, parameter in parameters:
-            if rule.stacked and parameter.ndim != 2:
+            if rule.stacked and parameter.ndim < 2:
                 raise ValueError(
                     f"'{parameter_name}' has {parameter.ndim} dimensions, but group '{name}' takes matrices: "
                     "report it under a group that AdamW updates"

@@ -117,6 +117,34 @@ def test_matrices_are_updated_as_by_muon_alone() -> None:
         torch.testing.assert_close(p.detach(), plain[name][0], rtol=1e-5, atol=1e-6)
 
 
+def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
+    stacked = [Parameter(torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(i))) for i in range(2)]
+    matrices = [[Parameter(m.detach().clone()) for m in p] for p in stacked]
+    rule = Muon(weight_decay=0.1)
+    whole = Zero2([Group("matrices", rule, tuple((f"p{i}", p) for i, p in enumerate(stacked)), 0.1)])
+    parts = Zero2(
+        [
+            Group(
+                "matrices", rule, tuple((f"{i}.{j}", p) for i, p3 in enumerate(matrices) for j, p in enumerate(p3)), 0.1
+            )
+        ]
+    )
+    assert [tuple(bucket.params.shape) for bucket in whole.buckets] == [(6, 8, 5)]
+    for step in range(3):
+        for i, p in enumerate(stacked):
+            p.grad = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(10 * step + i))
+            for m, grad in zip(matrices[i], p.grad, strict=True):
+                m.grad = grad.clone()
+        whole.step(step, Multipliers())
+        parts.step(step, Multipliers())
+    of_whole, of_parts = whole.state_tensors(), parts.state_tensors()
+    for i, p in enumerate(stacked):
+        assert p.shape == of_whole[f"momentum.p{i}"].shape == (3, 8, 5)
+        assert of_whole[f"second.p{i}"].shape == (3, 8, 1)
+        for kind in ("master", "momentum", "second"):
+            assert torch.equal(of_whole[f"{kind}.p{i}"], torch.stack([of_parts[f"{kind}.{i}.{j}"] for j in range(3)]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_learns_and_gradients_accumulate_in_its_buffers(dtype: torch.dtype) -> None:
     model = toy(dtype)

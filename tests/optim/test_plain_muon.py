@@ -1,0 +1,93 @@
+"""Muon as first published, against a polar decomposition by SVD in float64 and against torch's own."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from quern.optim.plain_muon import PlainMuon
+
+Scalars = dict[str, Any]
+SHAPES = [(12, 20), (20, 12), (8, 8), (1, 9)]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_svd(shape: tuple[int, int], updates: int, lr: float, momentum: float) -> np.ndarray:
+    """The quintic on the singular values themselves; momentum as in the source: lerp to g, then Nesterov's."""
+    master = random(*shape, seed=9).double().numpy()
+    buffer = np.zeros(shape)
+    for step in range(updates):
+        grad = random(*shape, seed=step).double().numpy()
+        buffer = momentum * buffer + (1 - momentum) * grad
+        u, s, vt = np.linalg.svd((1 - momentum) * grad + momentum * buffer, full_matrices=False)
+        s = s / np.sqrt((s**2).sum())
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        master -= lr * max(1, shape[0] / shape[1]) ** 0.5 * (u * s) @ vt
+    return master
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ten_updates_are_those_of_the_svd(shape: tuple[int, int]) -> None:
+    rule, master = PlainMuon(), random(*shape, seed=9)[None]
+    state = rule.init_state(master)
+    for step in range(10):
+        scalars: Scalars = dict(rule.scalars(step + 1, 0.05, 0.9, 1.0))
+        rule.update_(master, random(*shape, seed=step)[None], state, scalars, dtype=torch.float32, out=None)
+    expected = torch.from_numpy(by_svd(shape, 10, 0.05, 0.9)).float()
+    torch.testing.assert_close(master[0], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_update_is_torchs_within_bf16(shape: tuple[int, int]) -> None:
+    theirs = torch.nn.Parameter(random(*shape, seed=9))
+    oracle = torch.optim.Muon([theirs], lr=0.1, momentum=0.95, weight_decay=0.0)
+    rule, ours = PlainMuon(), random(*shape, seed=9)[None]
+    state = rule.init_state(ours)
+    for step in range(3):
+        grad = random(*shape, seed=step)
+        theirs.grad = grad.clone()
+        oracle.step()
+        rule.update_(
+            ours, grad[None], state, Scalars(rule.scalars(step + 1, 0.1, 0.95, 1.0)), dtype=torch.bfloat16, out=None
+        )
+    moved, expected = ours[0] - random(*shape, seed=9), theirs.detach() - random(*shape, seed=9)
+    assert (moved - expected).norm() <= 0.03 * expected.norm()
+
+
+def test_matrices_of_a_stack_do_not_mix_and_out_is_the_master_rounded() -> None:
+    rule, stack = PlainMuon(), random(3, 6, 10, seed=9)
+    grads, out = random(3, 6, 10), torch.empty(3, 6, 10, dtype=torch.bfloat16)
+    scalars: Scalars = dict(rule.scalars(1, 0.1, 0.9, 1.0))
+    alone = [m[None].clone() for m in stack]
+    rule.update_(stack, grads, rule.init_state(stack), scalars, dtype=torch.float32, out=out)
+    for i, master in enumerate(alone):
+        rule.update_(master, grads[i : i + 1], rule.init_state(master), scalars, dtype=torch.float32, out=None)
+        torch.testing.assert_close(stack[i], master[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(out, stack.bfloat16())
+
+
+def test_a_zero_gradient_moves_nothing() -> None:
+    rule, master = PlainMuon(), random(2, 6, 4)
+    before = master.clone()
+    state, scalars = rule.init_state(master), Scalars(rule.scalars(1, 0.1, 0.9, 1.0))
+    rule.update_(master, torch.zeros_like(master), state, scalars, dtype=torch.bfloat16, out=None)
+    assert torch.equal(master, before)
+
+
+def test_changing_rates_compile_once() -> None:
+    rule, master = PlainMuon(), random(2, 6, 4)
+    state, counter = rule.init_state(master), CompileCounter()
+    update = torch.compile(rule.update_, backend=counter, dynamic=True)
+    for step in range(4):
+        scalars: Scalars = {
+            name: torch.tensor(value, dtype=torch.float64)
+            for name, value in rule.scalars(step + 1, 0.1 / (step + 1), 0.9 + step / 100, 1.0).items()
+        }
+        update(master, random(2, 6, 4, seed=step), state, scalars, dtype=torch.float32, out=None)
+    assert counter.frame_count == 1
