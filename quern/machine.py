@@ -17,11 +17,32 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Protocol
 
 import torch
+
+
+class Attention(Protocol):
+    """How attention is computed here: one path or a choice among several (kernels/attention_pick.py)."""
+
+    def __call__(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        mask: Any,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """mask: a `kernels.attention.MaskSpec` → (B, T, H, E)."""
+        ...
+
+    def prepare(self, mask: Any, T: int, device: torch.device) -> Any:
+        """The mask with what is worked out once for all layers."""
+        ...
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -29,13 +50,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 @dataclass(frozen=True)
 class Machine:
     """device: where tensors live; dtype: the compute dtype (parameters and activations); compile: whether
-    torch.compile is used; threads: intra-op CPU threads; notes: one line for each fallback, to be shown to the user."""
+    torch.compile is used; threads: intra-op CPU threads; notes: one line for each fallback, to be shown to the user;
+    attention: how it is computed, None until `kernels.attention_pick.equip` has tried (then it runs everywhere)."""
 
     device: torch.device
     dtype: torch.dtype
     compile: bool
     threads: int
     notes: tuple[str, ...] = ()
+    attention: Attention | None = None
 
     def generator(self, seed: int) -> torch.Generator:
         """A generator on the CPU, whatever the device, so that initial weights don't depend on the hardware."""
@@ -56,6 +79,7 @@ class Machine:
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": self.threads,
             "compiled": self.compile,
+            "attention": "not chosen" if self.attention is None else str(self.attention),
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -135,15 +159,7 @@ def compile_problem(device_type: str) -> str | None:
     if device_type == "cpu":
         os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs, and take seconds to start
     allow_fused_multiply_add()
-    problem = _compile_error(probe, device_type, trust=True)
-    return problem and _compile_error(probe, device_type, trust=None)
-
-
-def _compile_error(probe: Callable[..., object], device_type: str, trust: bool | None) -> str | None:
-    """trust: take the processor's word for its vector instructions; None compiles a test of each, some ten seconds."""
-    import torch._inductor.config
-
-    torch._inductor.config.cpp.vec_isa_ok = trust
+    trust_vector_instructions()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -163,6 +179,14 @@ def allow_fused_multiply_add() -> None:
     import torch._inductor.config
 
     torch._inductor.config.cpp.enable_floating_point_contract_flag = "fast"
+
+
+def trust_vector_instructions() -> None:
+    """Takes the processor's word for its vector instructions; the compiler would build and load a test of each, which
+    takes ten seconds at the first start."""
+    import torch._inductor.config
+
+    torch._inductor.config.cpp.vec_isa_ok = True
 
 
 def keep_freed_memory() -> None:
