@@ -1,0 +1,42 @@
+"""What a shape costs: FLOPs per token, and the devices' own matmul peak; as the PyTorch side counts them."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from quern.grug.model import layout
+from quern.grug.optim import group_of
+from quern.recipe import ModelRecipe
+
+
+def flops_per_token(cfg: ModelRecipe, mesh: Mesh) -> int:
+    """6 per parameter of the matrices and the head, and 12 · heads · head_dim · span for each layer's attention."""
+    assert cfg.heads and cfg.head_dim and cfg.context
+    shapes = layout(cfg, mesh)
+    pairs = zip(jax.tree.leaves(group_of(shapes)), jax.tree.leaves(shapes), strict=True)
+    multiplied = sum(shape.size for group, shape in pairs if group in ("matrices", "head"))
+    spans = [min(window or cfg.context, cfg.context) for window in cfg.window_sizes()]
+    return 6 * multiplied + sum(12 * cfg.heads * cfg.head_dim * span for span in spans)
+
+
+def measure_peak_flops(dtype: str, mesh: Mesh, size: int = 2048, repeats: int = 8) -> float:
+    """FLOP/s of all devices of the mesh: the best of a few large square products on one of them, times their number.
+
+    On a CPU that is split into several devices these share one processor, and count as one.
+    """
+    device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    a = jax.device_put(np.ones((size, size), np.float32), device).astype(dtype)
+    product = jax.jit(jnp.matmul)
+    product(a, a).block_until_ready()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(a, a).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    devices = jax.process_count() if device.platform == "cpu" else mesh.devices.size
+    return devices * 2 * size**3 / best

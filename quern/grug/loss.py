@@ -1,0 +1,59 @@
+"""Cross-entropy: the sum of scale · nats over the targets, whole or a block of positions at a time.
+
+The caller's `scale` holds mask, weight and normaliser at once, as on the PyTorch side. Blockwise, only one block's
+logits exist at a time, in the backward pass too, where they are computed anew.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from quern.grug.attention import AttentionMask
+from quern.grug.model import Params, forward, logits
+from quern.recipe import ModelRecipe
+
+Batch = dict[str, jax.Array]
+"""tokens, targets: (B, T) int32; scale: (B, T) fp32 = mask · weight / valid targets of the whole batch."""
+
+
+def loss_fn(
+    params: Params,
+    batch: Batch,
+    cfg: ModelRecipe,
+    *,
+    block_tokens: int | None = None,
+    mask: AttentionMask | None = None,
+) -> jax.Array:
+    """Sum of scale · nats, fp32. block_tokens: positions of a row at a time; None is the whole row."""
+    x = forward(params, batch["tokens"], cfg, mask=mask)
+    if block_tokens is None or block_tokens >= x.shape[1]:
+        return jnp.sum(token_losses(params, x, batch["targets"], cfg) * batch["scale"])
+    return _blockwise(params, x, batch, cfg, block_tokens)
+
+
+def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRecipe) -> jax.Array:
+    """Nats of each target (B, T), fp32, from hidden states."""
+    z = logits(params, x, cfg)
+    # A comparison instead of a gather: it works where V is cut over devices, and fuses with the sum over V.
+    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, 2, out_sharding=jax.typeof(z).sharding)
+    at_target = jnp.sum(jnp.where(ids == targets[..., None], z, 0.0), axis=-1)
+    return jax.nn.logsumexp(z, axis=-1) - at_target
+
+
+def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ModelRecipe, size: int) -> jax.Array:
+    if x.shape[1] % size:
+        raise ValueError(f"blocks of {size} positions do not divide rows of {x.shape[1]}")
+
+    @jax.checkpoint
+    def block_loss(x: jax.Array, targets: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sum(token_losses(params, x, targets, cfg) * scale)
+
+    blocks = (
+        rearrange(x, "b (n t) d -> n b t d", t=size),
+        rearrange(batch["targets"], "b (n t) -> n b t", t=size),
+        rearrange(batch["scale"], "b (n t) -> n b t", t=size),
+    )
+    total, _ = jax.lax.scan(lambda sum, block: (sum + block_loss(*block), None), jnp.zeros(()), blocks)
+    return total

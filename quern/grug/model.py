@@ -1,0 +1,265 @@
+"""The `gpt` architecture in JAX: parameters as dataclasses, everything else as functions.
+
+The twin of quern/model/gpt.py, which says what each part is for; the two must agree to the last digit that fp32
+allows. Weights lie as there, (outputs, inputs). Shapes: B rows, T tokens, D width, H heads, K kv-heads, E head dim,
+F feed-forward channels, V vocabulary.
+
+At rest a parameter is cut over `data` and `model`; for use it is gathered over `data` (ZeRO-3) and stays cut over
+`model`. Activations are cut by rows, and inside a block by heads or channels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from quern.grug.attention import AttentionMask, attention
+from quern.grug.mesh import BATCH, AnyMesh, fit
+from quern.recipe import ModelRecipe
+
+QK_SCALE = 1.2
+GATE_CHANNELS = 12
+GATE_RANGE = 3.0
+SMEAR_CHANNELS = 24
+
+BTD = P(BATCH, None, None)
+BTF = P(BATCH, None, "model")
+
+
+Leaf = Any
+"""An array; in a description of the same structure a shape with its sharding (`layout`), or a name."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["query", "key", "value", "out", "up", "down", "value_gate", "value_embedding"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Block:
+    """One layer. Every other layer has a value embedding and its gate, the last one always; elsewhere they are None."""
+
+    query: Leaf  # (H·E, D)
+    key: Leaf  # (K·E, D)
+    value: Leaf  # (K·E, D)
+    out: Leaf  # (D, H·E)
+    up: Leaf  # (F, D)
+    down: Leaf  # (D, F)
+    value_gate: Leaf  # (K, GATE_CHANNELS)
+    value_embedding: Leaf  # (V, K·E)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "embedding", "head", "blocks", "residual_scales", "x0_scales", "smear_gate", "smear_scale", "backout_scale",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclass(frozen=True)
+class Params:
+    """The whole model."""
+
+    embedding: Leaf  # (V, D)
+    head: Leaf  # (V, D)
+    blocks: tuple[Block, ...]
+    residual_scales: Leaf  # (layers,)
+    x0_scales: Leaf  # (layers,)
+    smear_gate: Leaf  # (1, SMEAR_CHANNELS or D)
+    smear_scale: Leaf  # (1,)
+    backout_scale: Leaf  # (1,)
+
+
+def has_value_embedding(layer: int, depth: int) -> bool:
+    return layer % 2 == (depth - 1) % 2
+
+
+def layout(cfg: ModelRecipe, mesh: AnyMesh) -> Params:
+    """Params of `jax.ShapeDtypeStruct`: each parameter's shape, and how it is cut at rest.
+
+    A width or vocabulary that an axis does not divide stays whole along it.
+    """
+    assert cfg.depth and cfg.width and cfg.heads and cfg.kv_heads and cfg.head_dim and cfg.vocab_size
+    depth, D, V, K = cfg.depth, cfg.width, cfg.vocab_size, cfg.kv_heads
+    HE, KE = cfg.heads * cfg.head_dim, K * cfg.head_dim
+    rows = fit(D, "data", mesh)
+
+    def leaf(shape: tuple[int, ...], *spec: str | tuple[str, ...] | None) -> Leaf:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    def block(layer: int) -> Block:
+        has = has_value_embedding(layer, depth)
+        return Block(
+            query=leaf((HE, D), "model", rows),
+            key=leaf((KE, D), "model", rows),
+            value=leaf((KE, D), "model", rows),
+            out=leaf((D, HE), rows, "model"),
+            up=leaf((4 * D, D), "model", rows),
+            down=leaf((D, 4 * D), rows, "model"),
+            value_gate=leaf((K, GATE_CHANNELS), "model", None) if has else None,
+            value_embedding=leaf((V, KE), None, fit(KE, ("model", "data"), mesh) or "model") if has else None,
+        )
+
+    return Params(
+        embedding=leaf((V, D), None, fit(D, ("model", "data"), mesh)),
+        head=leaf((V, D), fit(V, "model", mesh), rows),
+        blocks=tuple(block(layer) for layer in range(depth)),
+        residual_scales=leaf((depth,), None),
+        x0_scales=leaf((depth,), None),
+        smear_gate=leaf((1, min(SMEAR_CHANNELS, D)), None, None),
+        smear_scale=leaf((1,), None),
+        backout_scale=leaf((1,), None),
+    )
+
+
+def init_parameters(cfg: ModelRecipe, *, key: jax.Array) -> Params:
+    """Fresh fp32 parameters, cut for the mesh that is set; the same numbers on every mesh.
+
+    The distributions are those of the PyTorch model; the numbers, drawn from another generator, are not.
+    """
+    assert cfg.depth and cfg.width
+    shapes = layout(cfg, jax.sharding.get_abstract_mesh())
+    bound = math.sqrt(3.0 / cfg.width)
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))
+    share = np.arange(cfg.depth, dtype=np.float32) / max(1, cfg.depth - 1)
+
+    def uniform(shape: Leaf, low: float, high: float) -> jax.Array:
+        return jax.random.uniform(next(keys), shape.shape, minval=low, maxval=high)
+
+    def block(one: Block) -> Block:
+        return Block(
+            query=uniform(one.query, -bound, bound),
+            key=uniform(one.key, -bound, bound),
+            value=uniform(one.value, -bound, bound),
+            out=jnp.zeros(one.out.shape),
+            up=uniform(one.up, -0.4 * bound, 0.4 * bound),
+            down=jnp.zeros(one.down.shape),
+            value_gate=None if one.value_gate is None else uniform(one.value_gate, 0.0, 0.02),
+            value_embedding=None if one.value_embedding is None else uniform(one.value_embedding, -bound, bound),
+        )
+
+    fresh = Params(
+        embedding=0.8 * jax.random.normal(next(keys), shapes.embedding.shape),
+        head=0.001 * jax.random.normal(next(keys), shapes.head.shape),
+        blocks=tuple(block(one) for one in shapes.blocks),
+        residual_scales=jnp.asarray(1.15 - 0.10 * share),
+        x0_scales=jnp.asarray(0.20 - 0.15 * share),
+        smear_gate=uniform(shapes.smear_gate, 0.0, 0.02),
+        smear_scale=jnp.zeros(1),
+        backout_scale=jnp.full(1, 0.2),
+    )
+    return jax.tree.map(lambda x, shape: jax.reshard(x, shape.sharding.spec), fresh, shapes)
+
+
+def forward(params: Params, tokens: jax.Array, cfg: ModelRecipe, *, mask: AttentionMask | None = None) -> jax.Array:
+    """tokens (B, T) → normed hidden states (B, T, D) in the parameters' dtype; `logits` goes on from there.
+
+    mask: causal by default; each layer adds its own window to it.
+    """
+    assert cfg.head_dim
+    mask = AttentionMask() if mask is None else mask
+    x = norm(look_up(params.embedding, tokens, None))
+    x = x + params.smear_scale * _smear(params.smear_gate, x) * previous(x)
+    x0 = x
+    rotary = rotary_table(tokens.shape[1], cfg.head_dim, cfg.rope_base)
+    halfway = x
+    for layer, (block, window) in enumerate(zip(params.blocks, cfg.window_sizes(), strict=True)):
+        if layer == len(params.blocks) // 2:
+            halfway = x
+        x = params.residual_scales[layer] * x + params.x0_scales[layer] * x0
+        x = x + attend(block, norm(x), tokens, rotary, _with_window(mask, window), cfg)
+        x = x + feed_forward(block, norm(x))
+    return norm(x - params.backout_scale * halfway)
+
+
+def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
+    """Hidden states (B, T, D) → fp32 logits (B, T, V), softcapped, cut along V where the model axis divides it."""
+    vocabulary = jax.typeof(params.head).sharding.spec[0]
+    head = jax.reshard(params.head, P(vocabulary, None))
+    z = jnp.einsum("btd,vd->btv", x, head, out_sharding=P(BATCH, None, vocabulary)).astype(jnp.float32)
+    return cfg.softcap * jnp.tanh(z / cfg.softcap)
+
+
+def attend(
+    block: Block, x: jax.Array, tokens: jax.Array, rotary: tuple[np.ndarray, np.ndarray], mask: AttentionMask,
+    cfg: ModelRecipe,
+) -> jax.Array:  # fmt: skip
+    """Grouped-query attention over normed x, with QK norm and a gated value embedding."""
+    assert cfg.head_dim
+    q, k, v = (
+        split_heads(jnp.einsum("btd,hd->bth", x, jax.reshard(w, P("model", None)), out_sharding=BTF), cfg.head_dim)
+        for w in (block.query, block.key, block.value)
+    )
+    if block.value_gate is not None and block.value_embedding is not None:
+        seen = x[..., :GATE_CHANNELS]
+        gate = GATE_RANGE * jax.nn.sigmoid(jnp.einsum("btc,kc->btk", seen, block.value_gate, out_sharding=BTF))
+        v = v + gate[..., None] * split_heads(look_up(block.value_embedding, tokens, "model"), cfg.head_dim)
+    q, k = (norm(rotate(x, *rotary)) * QK_SCALE for x in (q, k))
+    y = merge_heads(attention(q, k, v, mask))
+    return jnp.einsum("bth,dh->btd", y, jax.reshard(block.out, P(None, "model")), out_sharding=BTD)
+
+
+def feed_forward(block: Block, x: jax.Array) -> jax.Array:
+    """D → F → D with ReLU² in between."""
+    up, down = jax.reshard(block.up, P("model", None)), jax.reshard(block.down, P(None, "model"))
+    hidden = jnp.square(jax.nn.relu(jnp.einsum("btd,fd->btf", x, up, out_sharding=BTF)))
+    return jnp.einsum("btf,df->btd", hidden, down, out_sharding=BTD)
+
+
+def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """(B, T, H·E) → (B, T, H, E), cut along H."""
+    B, T, HE = x.shape
+    return jnp.reshape(x, (B, T, HE // head_dim, head_dim), out_sharding=P(BATCH, None, "model", None))
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """(B, T, H, E) → (B, T, H·E), cut along it."""
+    B, T, H, E = x.shape
+    return jnp.reshape(x, (B, T, H * E), out_sharding=BTF)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """RMSNorm without parameters over the last dim; computed in fp32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def look_up(weight: jax.Array, tokens: jax.Array, columns: str | None) -> jax.Array:
+    """Rows of an embedding (V, C): (B, T) → (B, T, C), C cut along `columns`."""
+    return jax.reshard(weight, P(None, columns)).at[tokens].get(out_sharding=P(BATCH, None, columns))
+
+
+def previous(x: jax.Array) -> jax.Array:
+    """x shifted right by one token; zeros before the first."""
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+
+def rotary_table(T: int, head_dim: int, base: float) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines (T, 1, E / 2) of the rotary angles, in fp32."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    angles = np.arange(T, dtype=np.float32)[:, None, None] * np.float32(base) ** -exponents
+    return np.cos(angles), np.sin(angles)
+
+
+def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
+    """Rotates the pairs (i, i + E/2) of each head by its position's angles, clockwise; computed in fp32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1).astype(x.dtype)
+
+
+def _smear(gate: jax.Array, x: jax.Array) -> jax.Array:
+    seen = x[..., : gate.shape[1]]
+    return jax.nn.sigmoid(jnp.einsum("btc,oc->bto", seen, gate, out_sharding=BTD))
+
+
+def _with_window(mask: AttentionMask, window: int | None) -> AttentionMask:
+    windows = [size for size in (mask.window, window) if size is not None]
+    return replace(mask, window=min(windows, default=None))

@@ -1,0 +1,188 @@
+"""The optimizer: optax's AdamW, and Muon as on the PyTorch side, each on its own groups of parameters.
+
+The twin of quern/optim/: the same table of groups, rates and constants, the same order of operations. Muon is ours
+because optax's has no row equilibration, norm restoration, variance reduction or cautious decay. Rates, Muon's
+momentum and its decay come in with every update, as arrays, so that a schedule never compiles anything anew.
+
+Muon needs whole matrices. Matrices of one shape are stacked, and the stack is spread over the devices matrix by
+matrix, so that each matrix is orthogonalised once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from quern.grug.mesh import AXES
+from quern.grug.model import Params
+from quern.optim.schedule import Multipliers
+from quern.recipe import OptimRecipe
+
+TINY = 1e-30
+# quern/optim/muon.py says where these come from.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+CONVERGENT = (1.875, -1.25, 0.375)
+MARGIN = 1.02
+
+
+def group_of(params: Params) -> Params:
+    """The same structure, holding the name of each parameter's group."""
+    fields = {
+        "query": "matrices", "key": "matrices", "value": "matrices", "out": "matrices", "up": "matrices",
+        "down": "matrices", "value_gate": "gates", "value_embedding": "value_embeddings", "smear_gate": "smear",
+        "smear_scale": "smear", "backout_scale": "smear",
+    }  # fmt: skip
+
+    def name(path: tuple[Any, ...], _: Any) -> str:
+        field: str = path[-1].name
+        return fields.get(field, field)
+
+    return jax.tree_util.tree_map_with_path(name, params)
+
+
+def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTransformationExtraArgs]:
+    """group → its rule with peak rate and constants; dtype: of Muon's matrix products."""
+    scale, width = _or_one(recipe.lr_scale), _or_one(recipe.width_scale)
+    decay = recipe.matrix_decay * _or_one(recipe.decay_scale)
+
+    def adam(lr: float, beta1: float, beta2: float, weight_decay: float) -> optax.GradientTransformationExtraArgs:
+        return adamw(lr, beta1, beta2, recipe.eps, weight_decay)
+
+    return {
+        "matrices": muon(recipe.matrix_lr * scale, recipe.muon_beta2, decay, recipe.muon_steps, dtype),
+        "head": adam(recipe.head_lr * scale * width, 0.8, 0.96, 0.01),
+        "embedding": adam(recipe.embedding_lr * scale * width, 0.8, 0.995, 0.001),
+        "value_embeddings": adam(recipe.value_embedding_lr * scale * width, 0.8, 0.995, 0.01),
+        "residual_scales": adam(recipe.residual_lr * scale, 0.8, 0.95, 0.05),
+        "x0_scales": adam(recipe.x0_lr * scale, 0.96, 0.95, 0.0),
+        "gates": adam(recipe.gate_lr * scale, 0.8, 0.95, 0.0),
+        "smear": adam(recipe.smear_lr, 0.8, 0.95, 0.0),
+    }
+
+
+def make_optimizer(recipe: OptimRecipe, dtype: jnp.dtype) -> optax.GradientTransformationExtraArgs:
+    """`update(grads, state, params, multipliers=…)` gives what is to be added to the parameters."""
+    return optax.partition({**rules(recipe, dtype)}, group_of)
+
+
+def adamw(
+    peak: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """optax.adamw with the rate handed in: peak · multipliers.lr."""
+    chain = optax.chain(optax.scale_by_adam(beta1, beta2, eps), optax.add_decayed_weights(weight_decay))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        steps, state = chain.update(updates, state, params)
+        lr = peak * extra["multipliers"].lr
+        return jax.tree.map(lambda step: -lr * step, steps), state
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
+
+
+class MuonState(NamedTuple):
+    """momentum: like the matrix, (R, C); second: (R, 1) if R ≥ C, else (1, C); both fp32."""
+
+    momentum: Any
+    second: Any
+
+
+def muon(
+    peak: float, beta2: float, weight_decay: float, steps: int, dtype: jnp.dtype
+) -> optax.GradientTransformationExtraArgs:
+    """Muon on a tree of (R, C) matrices; see quern/optim/muon.py for the method and its sources."""
+
+    def init(params: Any) -> MuonState:
+        def second(p: jax.Array) -> jax.Array:
+            return jnp.zeros((p.shape[0], 1) if p.shape[0] >= p.shape[1] else (1, p.shape[1]))
+
+        return MuonState(jax.tree.map(jnp.zeros_like, params), jax.tree.map(second, params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        multipliers: Multipliers = extra["multipliers"]
+
+        def mean(momentum: jax.Array, grad: jax.Array) -> jax.Array:
+            return momentum + (1 - multipliers.momentum) * (grad - momentum)
+
+        momentum = jax.tree.map(mean, state.momentum, updates)
+        nesterov = jax.tree.map(lambda g, m: g + multipliers.momentum * (m - g), updates, momentum)
+        direction, second = _by_shape(
+            lambda x, second: _direction(x, second, beta2, steps, dtype), nesterov, state.second
+        )
+
+        def step(p: jax.Array, d: jax.Array) -> jax.Array:
+            lr = peak * multipliers.lr * max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+            decayed = jnp.where(d * p >= 0, p, 0.0) * (weight_decay * multipliers.decay)
+            return -lr * (d + decayed)
+
+        return jax.tree.map(step, params, direction), MuonState(momentum, second)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def polar_express(x_NRC: jax.Array, steps: int) -> jax.Array:
+    """Singular values to about 1, singular vectors unchanged; computed in x's dtype."""
+    tall = x_NRC.shape[-2] > x_NRC.shape[-1]
+    x = jnp.swapaxes(x_NRC, -1, -2) if tall else x_NRC
+    norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
+    x = (x / (norm * MARGIN + TINY)).astype(x_NRC.dtype)
+    for a, b, c in [POLAR_EXPRESS[i] if i < len(POLAR_EXPRESS) else CONVERGENT for i in range(steps)]:
+        gram = x @ jnp.swapaxes(x, -1, -2)
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return jnp.swapaxes(x, -1, -2) if tall else x
+
+
+def _direction(
+    x_NRC: jax.Array, second: jax.Array, beta2: float, steps: int, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Equal rows → orthogonalised → norm restored → variance reduced; and the new second moment."""
+    rows = jnp.linalg.norm(x_NRC, axis=-1, keepdims=True)
+    floor = 1e-6 * jnp.sqrt(jnp.mean(jnp.square(rows), axis=-2, keepdims=True))
+    x = polar_express((x_NRC / (jnp.maximum(rows, floor) + TINY)).astype(dtype), steps).astype(jnp.float32)
+    x = x * (min(x.shape[-2:]) ** 0.5 / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + TINY))
+    axis = -1 if second.shape[-1] == 1 else -2
+    energy = jnp.mean(jnp.square(x), axis=axis, keepdims=True)
+    second = second + (1 - beta2) * (energy - second)
+    scale = jax.lax.rsqrt(second + 1e-10)
+    before = jnp.sum(energy, axis=(-2, -1), keepdims=True)
+    after = jnp.sum(energy * jnp.square(scale), axis=(-2, -1), keepdims=True)
+    return x * (scale * jnp.sqrt(before / (after + TINY))), second
+
+
+def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, second: Any) -> tuple[Any, Any]:
+    """Applies a function of stacks to the matrices of a tree, one stack for each shape, spread over all devices."""
+    matrices, structure = jax.tree.flatten(tree)
+    seconds = jax.tree.leaves(second)
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in AXES)
+    results: list[tuple[jax.Array, jax.Array]] = [(x, x) for x in matrices]
+    for shape in dict.fromkeys(x.shape for x in matrices):
+        members = [i for i, x in enumerate(matrices) if x.shape == shape]
+        padding = -len(members) % devices  # matrices of zeros, which come out as zeros
+        done = function(*(_spread([leaves[i] for i in members], padding) for leaves in (matrices, seconds)))
+        stacks = [jax.reshard(stack, P(None, None, None)) for stack in done]
+        for n, i in enumerate(members):
+            like = jax.typeof(matrices[i]).sharding, jax.typeof(seconds[i]).sharding
+            results[i] = (jax.reshard(stacks[0][n], like[0]), jax.reshard(stacks[1][n], like[1]))
+    return tuple(jax.tree.unflatten(structure, [pair[part] for pair in results]) for part in (0, 1))  # type: ignore
+
+
+def _spread(matrices: list[jax.Array], padding: int) -> jax.Array:
+    """(N + padding, R, C), whole matrices cut along N over all devices."""
+    whole = [jax.reshard(x, P(None, None)) for x in matrices]
+    stack = jnp.stack(whole + [jnp.zeros_like(whole[0])] * padding)
+    return jax.reshard(stack, P(AXES, None, None))
+
+
+def _or_one(scale: float | None) -> float:
+    return 1.0 if scale is None else scale

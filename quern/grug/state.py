@@ -1,0 +1,132 @@
+"""One optimizer step, jitted: gradients over micro-batches, whether they are finite, the update.
+
+As on the PyTorch side the loss is a sum over valid targets divided by their number in the whole batch, so
+micro-batches cannot change it, and a step whose loss or gradient norm is not finite changes nothing but the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from einops import rearrange
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from quern.data.loader import Batch as HostBatch
+from quern.grug.loss import Batch, loss_fn, token_losses
+from quern.grug.mesh import BATCH, place
+from quern.grug.model import Params, forward, init_parameters
+from quern.grug.optim import make_optimizer
+from quern.optim.schedule import Multipliers
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "rng"], meta_fields=[])
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step changes. params: fp32; rng: a key, fresh in each step, for models that draw numbers."""
+
+    params: Params
+    opt_state: Any
+    rng: jax.Array
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What a step is compiled for. dtype: of weights and activations in the forward pass ("float32", "bfloat16");
+    block_tokens: see `loss_fn`."""
+
+    model: ModelRecipe
+    optim: OptimRecipe
+    dtype: str
+    clip_norm: float | None
+    block_tokens: int | None = None
+
+
+def step_config(recipe: Recipe, dtype: str) -> StepConfig:
+    """recipe: resolved, with its vocabulary."""
+    return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def init_state(seed: int, cfg: StepConfig) -> TrainState:
+    """A fresh state on the mesh that is set."""
+    init, rng = jax.random.split(jax.random.key(seed))
+    return state_of(init_parameters(cfg.model, key=init), rng, cfg)
+
+
+def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> TrainState:
+    """A state around given parameters. Optimizer state is cut like the parameter it belongs to."""
+    optimizer: Any = make_optimizer(cfg.optim, jnp.dtype(cfg.dtype))
+    return TrainState(params, optimizer.init(params), jax.random.key_data(rng))
+
+
+def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
+    """Arrays (micro-batches, rows, T), rows cut over the batch axes; rows are padded with masked ones as needed."""
+    valid = int(batch.mask.sum())
+    if valid == 0:
+        raise ValueError("a batch without a single target cannot train: check the data's masks")
+    scale = batch.mask.astype(np.float32)
+    if batch.weight is not None:
+        scale *= batch.weight
+    scale /= valid
+    padding = ((0, -batch.rows % micro_rows), (0, 0))
+    arrays = {"tokens": batch.tokens, "targets": batch.targets, "scale": scale}
+    cut = {name: rearrange(np.pad(x, padding), "(m b) t -> m b t", b=micro_rows) for name, x in arrays.items()}
+    return {name: place(x, P(None, BATCH, None), mesh) for name, x in cut.items()}
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="state")
+def train_step(
+    state: TrainState, batch: Batch, multipliers: Multipliers, cfg: StepConfig
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """batch: of `device_batch`. The state is donated. Metrics: loss (nats per valid target) and grad_norm."""
+    loss, grads = loss_and_grads(state.params, batch, cfg)
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+    def update(state: TrainState) -> TrainState:
+        scale = 1.0 if cfg.clip_norm is None else jnp.minimum(1.0, cfg.clip_norm / (norm + 1e-6))
+        clipped = jax.tree.map(lambda g: g * scale, grads) if cfg.clip_norm is not None else grads
+        optimizer: Any = make_optimizer(cfg.optim, jnp.dtype(cfg.dtype))
+        updates, opt_state = optimizer.update(clipped, state.opt_state, state.params, multipliers=multipliers)
+        return TrainState(jax.tree.map(jnp.add, state.params, updates), opt_state, state.rng)
+
+    state = jax.lax.cond(finite, update, lambda state: state, state)
+    rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
+    return TrainState(state.params, state.opt_state, rng), {"loss": loss, "grad_norm": norm}
+
+
+def loss_and_grads(params: Params, batch: Batch, cfg: StepConfig) -> tuple[jax.Array, Params]:
+    """Over all micro-batches; a gradient is fp32 and cut like its parameter."""
+    objective = jax.value_and_grad(lambda params, batch: _loss(params, batch, cfg))
+    if batch["tokens"].shape[0] == 1:
+        return objective(params, jax.tree.map(lambda x: x[0], batch))
+
+    def add(total: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
+        return jax.tree.map(jnp.add, total, objective(params, micro)), None
+
+    zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.scan(add, zero, batch)[0]
+
+
+def _loss(params: Params, batch: Batch, cfg: StepConfig) -> jax.Array:
+    return loss_fn(_cast(params, cfg.dtype), batch, cfg.model, block_tokens=cfg.block_tokens)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def eval_step(params: Params, tokens: jax.Array, targets: jax.Array, cfg: StepConfig) -> jax.Array:
+    """Nats of each target (B, T), fp32, whole on every device, so that each process can read all of them."""
+    params = _cast(params, cfg.dtype)
+    losses = token_losses(params, forward(params, tokens, cfg.model), targets, cfg.model)
+    return jax.reshard(losses, P(None, None))
+
+
+def _cast(params: Params, dtype: str) -> Params:
+    return jax.tree.map(lambda p: p.astype(dtype), params)
