@@ -21,7 +21,6 @@ might have nothing to learn and begin a row.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import queue
 import threading
@@ -31,37 +30,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quern.data.batch import Batch, Batches, check_seed, numbers
 from quern.data.packing import METHODS, Packing, pack
 from quern.data.shards import Corpus
 
 CHUNKS_KEPT = 3  # a batch rarely touches more than two; the third lets a prefetch thread and a reader coexist
 TOO_LONG = ("split", "crop", "drop")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """tokens, targets: (B, T) int32. mask: (B, T) bool, which targets count. weight: (B, T) float32 or None.
-
-    targets[b, t] follows tokens[b, t]. Padding holds BOS and is never in the mask.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    mask: np.ndarray
-    weight: np.ndarray | None = None
-
-    @property
-    def rows(self) -> int:
-        return len(self.tokens)
-
-    def split(self, rows: int) -> Iterator[Batch]:
-        """Micro-batches of `rows` rows, in order; the last one may be smaller."""
-        if rows < 1:
-            raise ValueError(f"a micro-batch needs at least one row, not {rows}")
-        for at in range(0, self.rows, rows):
-            part = slice(at, at + rows)
-            weight = None if self.weight is None else self.weight[part]
-            yield Batch(self.tokens[part], self.targets[part], self.mask[part], weight)
 
 
 @dataclass(frozen=True)
@@ -78,7 +52,7 @@ class _Chunk:
     heads: int
 
 
-class Loader:
+class Loader(Batches):
     """Batches of `batch_rows` (all ranks together) rows of `context` targets.
 
     seed: ≥ 0. packing: one of packing.METHODS. too_long: what becomes of a document longer than context + 1
@@ -104,8 +78,7 @@ class Loader:
         if context < 1 or batch_rows < 1 or chunk_documents < 1:
             sizes = f"context ({context}), batch_rows ({batch_rows}), chunk_documents ({chunk_documents})"
             raise ValueError(f"{sizes}: each must be at least 1")
-        if not 0 <= seed < 1 << 63:
-            raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
+        check_seed(seed)
         if packing not in METHODS:
             raise ValueError(f"unknown packing {packing!r}; use one of: {', '.join(METHODS)}")
         if too_long not in TOO_LONG:
@@ -148,9 +121,7 @@ class Loader:
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Rows rank, rank + ranks, … of the global batch of `step` (from 0)."""
-        if not 0 <= rank < ranks <= self.batch_rows:
-            raise ValueError(f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows")
-        wanted = self._first_row(step) + np.arange(rank, self.batch_rows, ranks)
+        wanted = self._rows_of(step, rank, ranks)
         shape = (len(wanted), self._row_tokens)
         tokens = np.full(shape, self.corpus.bos, dtype=np.int32)
         mask = np.zeros(shape, dtype=bool)
@@ -165,10 +136,6 @@ class Loader:
             np.ascontiguousarray(tokens[:, 1:]),
             np.ascontiguousarray(mask[:, 1:]),
         )
-
-    def micro_batches(self, step: int, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """The batch of (step, rank) in pieces of `rows` rows."""
-        return self.batch(step, rank, ranks).split(rows)
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, row within it) where the batch of `step` begins."""
@@ -185,14 +152,6 @@ class Loader:
             while len(self._row_ends) < self._chunks_per_epoch:
                 self._append_chunk()
         return -(-self._row_ends[self._chunks_per_epoch - 1] // self.batch_rows)
-
-    def token_hash(self, step: int) -> str:
-        """SHA-256 (hex) of the global batch."""
-        batch = self.batch(step)
-        digest = hashlib.sha256()
-        for array in (batch.tokens, batch.targets, batch.mask):
-            digest.update(array.tobytes())
-        return digest.hexdigest()
 
     def report(self) -> dict[str, float]:
         """Counts over the corpus, and the packing's shares over the first chunk of the first epoch.
@@ -211,11 +170,6 @@ class Loader:
     @property
     def _chunks_per_epoch(self) -> int:
         return len(self._bounds) - 1
-
-    def _first_row(self, step: int) -> int:
-        if step < 0:
-            raise ValueError(f"step {step} is negative; steps count from 0")
-        return step * self.batch_rows
 
     def _find(self, row: int) -> tuple[int, _Chunk, int, int]:
         """The chunk that holds a row (counted over all epochs): its index, itself, its first row, its end."""
@@ -248,7 +202,7 @@ class Loader:
         if self._permutation is None or self._permutation[0] != epoch:
             self._permutation = (
                 epoch,
-                _generator(self.seed, epoch, 0).permutation(_narrow(np.arange(len(self._document)))),
+                numbers(self.seed, epoch, 0).permutation(_narrow(np.arange(len(self._document)))),
             )
         piece = self._permutation[1][self._bounds[part] : self._bounds[part + 1]]
         packing = pack(self._lengths(piece), self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails)
@@ -260,7 +214,7 @@ class Loader:
             source=self.corpus.starts[document] + start,
             resumed=start > 0,
             broken=start + packing.length < self.corpus.lengths[document],
-            order=_generator(self.seed, epoch, 1 + part).permutation(packing.rows),
+            order=numbers(self.seed, epoch, 1 + part).permutation(packing.rows),
             heads=heads,
         )
 
@@ -287,12 +241,6 @@ class Loader:
             flat_mask[at[chunk.resumed[segment]]] = False  # here the mask is that of the token BOS replaced
         following = (at + length)[chunk.broken[segment]]
         flat_mask[following[following % self._row_tokens > 0]] = False
-
-
-def _generator(seed: int, epoch: int, use: int) -> np.random.Generator:
-    # As spawn key and not as one list: SeedSequence([5]) equals SeedSequence([5, 0]), and [2**32, 0] equals
-    # [0, 1].
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, use))))
 
 
 def _cut(corpus: Corpus, context: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -322,7 +270,7 @@ def _narrow(indices: np.ndarray) -> np.ndarray:
 
 
 def prefetch(
-    loader: Loader, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
+    loader: Batches, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
     """Batches of steps start … stop - 1 (endless without stop), made `depth` ahead in a thread.
 

@@ -1,0 +1,154 @@
+"""The stream: every token once an epoch in whole documents, the same global batch for any ranks, any file format."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quern.data.batch import Batch
+from quern.data.loader import prefetch
+from quern.data.shards import Corpus, ShardWriter
+from quern.data.stream import StreamLoader
+
+BOS = 0
+
+
+def document(index: int, length: int) -> list[int]:
+    """Every token tells its document and its place: 100 · (index + 1) + place."""
+    return [BOS] + [100 * (index + 1) + place for place in range(1, length)]
+
+
+def documents_of(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    lengths = np.random.default_rng(seed).integers(1, longest, count).tolist()
+    return [document(i, n) for i, n in enumerate(lengths)]
+
+
+def corpus_of(count: int, longest: int = 40) -> Corpus:
+    return Corpus.from_arrays(documents_of(count, longest))
+
+
+def stream_of(loader: StreamLoader, tokens: int) -> list[int]:
+    """The stream's first tokens, row after row."""
+    found: list[int] = []
+    for step in count():
+        found += loader.batch(step).tokens.reshape(-1).tolist()
+        if len(found) >= tokens:
+            return found[:tokens]
+    raise AssertionError
+
+
+def split_at_bos(tokens: list[int]) -> list[list[int]]:
+    starts = [i for i, token in enumerate(tokens) if token == BOS] + [len(tokens)]
+    assert starts[0] == 0
+    return [tokens[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+@pytest.mark.parametrize(("context", "rows"), [(1, 1), (7, 3), (64, 2), (5000, 1)])
+def test_an_epoch_is_every_document_whole_in_another_order(context: int, rows: int) -> None:
+    documents = documents_of(50)
+    loader = StreamLoader(Corpus.from_arrays(documents), context, rows, seed=3)
+    total = sum(map(len, documents))
+    stream = stream_of(loader, 3 * total)
+    orders = []
+    for epoch in range(3):
+        seen = split_at_bos(stream[epoch * total : (epoch + 1) * total])
+        assert sorted(seen) == sorted(documents)
+        orders.append(seen)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert orders[0] != documents
+
+
+def test_targets_are_the_next_tokens_and_all_count() -> None:
+    loader = StreamLoader(corpus_of(30), 24, 3)
+    batches = [loader.batch(step) for step in range(20)]
+    flat = np.concatenate([b.tokens.reshape(-1) for b in batches])
+    targets = np.concatenate([b.targets.reshape(-1) for b in batches])
+    assert (flat[1:] == targets[:-1]).all()  # across rows, batches and epochs
+    assert all(b.mask.all() and b.weight is None for b in batches)
+    assert {b.tokens.dtype for b in batches} == {b.targets.dtype for b in batches} == {np.dtype(np.int32)}
+    assert {b.tokens.shape for b in batches} == {(3, 24)}
+
+
+def test_ranks_share_one_global_batch() -> None:
+    loader = StreamLoader(corpus_of(40), 16, 6, seed=1)
+    for step in (0, 5, 31):
+        whole = loader.batch(step)
+        for ranks in (1, 2, 3, 6):
+            for rank in range(ranks):
+                part = StreamLoader(corpus_of(40), 16, 6, seed=1).batch(step, rank, ranks)
+                assert np.array_equal(part.tokens, whole.tokens[rank::ranks])
+                assert np.array_equal(part.targets, whole.targets[rank::ranks])
+    pieces = list(loader.micro_batches(2, 4))
+    assert np.array_equal(np.concatenate([p.tokens for p in pieces]), loader.batch(2).tokens)
+
+
+def test_a_batch_is_a_function_of_seed_and_step() -> None:
+    forward = StreamLoader(corpus_of(40), 16, 4, seed=1)
+    hashes = [forward.token_hash(step) for step in range(30)]
+    backward = StreamLoader(corpus_of(40), 16, 4, seed=1)
+    assert [backward.token_hash(step) for step in reversed(range(30))] == hashes[::-1]
+    assert len(set(hashes)) == 30
+    assert StreamLoader(corpus_of(40), 16, 4, seed=2).token_hash(0) != hashes[0]
+
+
+def test_positions_and_steps_per_epoch() -> None:
+    corpus = corpus_of(40)
+    loader = StreamLoader(corpus, 16, 4)
+    per_epoch = -(-corpus.num_tokens // 64)
+    assert loader.steps_per_epoch == per_epoch
+    assert loader.position(0) == (0, 0) and loader.position(2) == (0, 8)
+    assert loader.position(per_epoch - 1)[0] == 0 and loader.position(per_epoch)[0] == 1
+    assert loader.report()["documents"] == 40 and loader.report()["utilisation"] == 1
+
+
+def write_bin(path: Path, tokens: list[int]) -> Path:
+    """A file as modded-nanogpt writes it: 256 int32 (magic, version 1, count), then uint16."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype="<u2").tobytes())
+    return path
+
+
+def test_shards_and_speedrun_files_give_the_same_stream(tmp_path: Path) -> None:
+    documents = documents_of(50, longest=30)
+    expected = [StreamLoader(Corpus.from_arrays(documents), 32, 2, seed=4).token_hash(step) for step in range(20)]
+    with ShardWriter(tmp_path, "train", shard_tokens=200, vocab_size=9000, bos=BOS, fingerprint="x") as writer:
+        for ids in documents:
+            writer.add(ids)
+    halves = documents[:25], documents[25:]
+    files = [write_bin(tmp_path / f"{i}.bin", sum(half, [])) for i, half in enumerate(halves)]
+    for corpus in (Corpus.open(tmp_path, "train"), Corpus.from_file(*files, bos=BOS)):
+        loader = StreamLoader(corpus, 32, 2, seed=4)
+        assert [loader.token_hash(step) for step in range(20)] == expected
+
+
+def test_one_loader_serves_several_threads_and_prefetch() -> None:
+    plain = StreamLoader(corpus_of(60), 16, 4)
+    expected = [plain.token_hash(step) for step in range(60)]
+    shared = StreamLoader(corpus_of(60), 16, 4)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(shared.token_hash, range(60))) == expected
+
+    def same(batch: Batch, step: int) -> bool:
+        return np.array_equal(batch.tokens, plain.batch(step).tokens)
+
+    assert all(same(batch, step) for step, batch in enumerate(islice(prefetch(shared, 0, None), 10)))
+
+
+def test_wrong_settings_are_refused() -> None:
+    corpus = corpus_of(5)
+    masked = Corpus.from_arrays([[0, 1, 2]], [[False, True, True]])
+    with pytest.raises(ValueError, match="learns every token: pack a corpus with masks by first-fit-decreasing"):
+        StreamLoader(masked, 8, 1)
+    with pytest.raises(ValueError, match=r"starts documents with id 0, the tokenizer's BOS is 7"):
+        StreamLoader(corpus, 8, 1, bos=7)
+    with pytest.raises(ValueError, match=r"context \(0\) and batch_rows \(1\) must be at least 1"):
+        StreamLoader(corpus, 0, 1)
+    with pytest.raises(ValueError, match="seed -1 is refused"):
+        StreamLoader(corpus, 8, 1, seed=-1)
+    with pytest.raises(ValueError, match="rank 2 of 2 cannot read a batch of 4 rows"):
+        StreamLoader(corpus, 8, 4).batch(0, 2, 2)
+    with pytest.raises(ValueError, match="step -1 is negative"):
+        StreamLoader(corpus, 8, 4).batch(-1)
