@@ -16,6 +16,8 @@ The function, its arguments and its result travel by pickle: functions by name, 
 raises is raised here, with the child's traceback; a warning is an error there too.
 
 Use fp32: the interpreter's product of bf16 matrices gives wrong numbers.
+Triton 3.6 holds scalars as arrays of one element, which NumPy 2.4 no longer turns into the integers that a loop's
+bounds must be; the child repairs that.
 """
 
 import importlib.util
@@ -24,7 +26,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import pytest
 
@@ -44,7 +46,20 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
+    _let_scalars_bound_loops()
     warnings.simplefilter("error")
+
+
+def _let_scalars_bound_loops() -> None:
+    from triton.runtime import interpreter
+
+    patch_as_shipped = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_as_shipped(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 @pytest.fixture(scope="module")
