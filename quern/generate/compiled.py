@@ -19,6 +19,7 @@ from quern.generate.cache import KVCache, decode
 from quern.model.interface import LanguageModel
 
 SPAN = 64  # the part of the cache that a step looks at grows in steps of this
+TINY = 1024  # weights in a matrix that is cheaper as a loop than as a call of the library
 MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
 
 
@@ -26,7 +27,8 @@ class FewRows(TorchFunctionMode):
     """While the step is traced for a CPU, writes three operations in a form that is faster there.
 
     One row: the library's product of a bf16 matrix and a vector costs some 20 µs whatever its size, so it
-    becomes a plain sum, which the compiler turns into one loop over the weights. Several rows: with the
+    becomes a plain sum, which the compiler turns into one loop over the weights; so does a gate's, with any number of
+    rows. Several rows: with the
     weights on the left (w · xᵀ) the library does not reorder them at every call. tanh through the logistic
     function, whose exponential is several times faster; they agree within 2e-7.
     """
@@ -40,7 +42,7 @@ class FewRows(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and not kwargs and (len(args) == 2 or args[2] is None):
             x, weight = args[:2]
-            if x.numel() == x.shape[-1]:
+            if x.numel() == x.shape[-1] or weight.numel() <= TINY:
                 return (x.unsqueeze(-2).float() * weight.float()).sum(-1).to(x.dtype)
             return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
         if func is torch.tanh:
@@ -64,7 +66,10 @@ class CompiledDecode:
         self.max_tokens = -(-context // SPAN) * SPAN + 1
         self._model = model
         # dynamic=False: numbers of rows stay apart; only what `warm_up` marks is symbolic.
-        self._step = torch.compile(decode_few if on_cpu else decode, fullgraph=True, dynamic=False)
+        # On a CPU the calls between the kernels are C++ too: a step has a hundred, at some microseconds from Python.
+        self._step = torch.compile(
+            decode_few if on_cpu else decode, fullgraph=True, dynamic=False, options={"cpp_wrapper": on_cpu}
+        )
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:

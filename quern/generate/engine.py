@@ -155,8 +155,8 @@ class Engine:
         numbers = [generator(seed, prompts[row.prompt], row.sample) for row in rows]
         cache, logits_BV = self._prefill(prompts, rows)
         while True:
-            uniform_BV = draw(numbers, logits_BV.size(-1)).to(device) if sampling.temperature > 0 else None
-            picked = sample(logits_BV, sampling, uniform_BV).tolist()
+            uniform_BN = draw(numbers, logits_BV.size(-1)).to(device) if sampling.temperature > 0 else None
+            picked = sample(logits_BV, sampling, uniform_BN).tolist()
             tokens = []
             for row, token in zip(rows, picked, strict=True):
                 if row.reply.finish_reason is None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from quern.generate.sample import Sampling, draw, generator, sample
+from quern.generate.sample import SPAN, Sampling, draw, generator, sample
 
 V = 12
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(5)) * 2
@@ -17,8 +17,8 @@ LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(5)) * 2
 
 def drawn(sampling: Sampling, count: int, logits_V: torch.Tensor = LOGITS) -> np.ndarray:
     own = generator(0, [1, 2], 0)
-    uniform_BV = draw([own], count * len(logits_V)).reshape(count, -1)
-    return sample(logits_V.expand(count, -1), sampling, uniform_BV).numpy()
+    uniform_BN = draw([own] * count, len(logits_V))
+    return sample(logits_V.expand(count, -1), sampling, uniform_BN).numpy()
 
 
 def expected(sampling: Sampling) -> np.ndarray:
@@ -70,10 +70,22 @@ def test_top_k_zero_is_off() -> None:
 
 def test_extreme_numbers_and_temperatures_never_leave_the_vocabulary() -> None:
     for u in (0.0, 1 - 2**-24):
-        uniform_BV = torch.full((1, V), u)
+        uniform_BN = torch.full_like(draw([generator(0, [], 0)], V), u)
         for sampling in (Sampling(1e-30), Sampling(100), Sampling(top_p=0.5), Sampling(top_k=4)):
-            assert 0 <= sample(LOGITS[None], sampling, uniform_BV).item() < V
-    assert sample(LOGITS[None], Sampling(1e-30), torch.full((1, V), 0.5)).item() == LOGITS.argmax()
+            assert 0 <= sample(LOGITS[None], sampling, uniform_BN).item() < V
+    half = torch.full_like(draw([generator(0, [], 0)], V), 0.5)
+    assert sample(LOGITS[None], Sampling(1e-30), half).item() == LOGITS.argmax()
+
+
+def test_a_vocabulary_of_several_spans_is_drawn_by_weight() -> None:
+    """The last span is a part of one; the tokens that decide lie in all of them."""
+    logits_V = torch.full((3 * SPAN - 40,), -30.0)
+    places = [0, SPAN - 1, SPAN, 2 * SPAN + 5, len(logits_V) - 1]
+    logits_V[places] = torch.tensor([0.0, 1.0, -1.0, 0.5, 0.2])
+    count = 20_000
+    tokens, counts = np.unique(drawn(Sampling(), count, logits_V), return_counts=True)
+    assert tokens.tolist() == places
+    assert chisquare(counts, torch.softmax(logits_V[places].double(), 0).numpy() * count).pvalue > 1e-4
 
 
 @given(st.integers(0, 2**63), st.lists(st.integers(0, 50_000), max_size=5), st.integers(0, 9))
