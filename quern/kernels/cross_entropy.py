@@ -7,13 +7,15 @@ token-weighted losses need nothing else.
 The chunked path takes a slice of tokens at a time and computes the gradients of x and W along with the loss, as Liger
 (arXiv 2410.10989) does, so a backward pass only multiplies by a scalar. Where a cap bounds the logits no maximum is
 subtracted; and since a row's softmax denominator is only a factor of that row, the gradient is stored unnormalised
-in one pass over the logits and the factor is applied to the small matrices on either side.
+in one pass over the logits and the factor is applied to the small matrices on either side. How the three products of
+the head are computed is handed in.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +33,56 @@ def cross_entropy_plain(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, cap:
     return F.cross_entropy(cap((x_ND @ weight_VD.T).float()), targets_N, reduction="none")
 
 
+class Products(Protocol):
+    """The three products of hidden states and a head's weight, for a slice of the tokens at a time."""
+
+    def logits(self, part: slice) -> Tensor:
+        """x Wᵀ, in x's dtype."""
+        ...
+
+    def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
+        """dx of the slice, and what it adds to dW; grad · factor[:, None] is the gradient by its logits."""
+        ...
+
+
+class PlainProducts:
+    """Products in the dtype of the operands. bound: what no gradient by a logit exceeds (0-dim), of no use here."""
+
+    def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor) -> None:
+        self.x_ND, self.weight_VD = x_ND, weight_VD
+
+    def logits(self, part: slice) -> Tensor:
+        return self.x_ND[part] @ self.weight_VD.T
+
+    def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
+        dx = (grad_NV @ self.weight_VD) * factor_N[:, None]
+        return dx, grad_NV.T @ (self.x_ND[part] * factor_N[:, None]).to(self.x_ND.dtype)
+
+
+MakeProducts = Callable[[Tensor, Tensor, Tensor], Products]
+"""(x (N, D), weight (V, D), bound of the gradients by the logits) → products, made once for each call of the loss."""
+
+
 def cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    scale_N: Tensor,
+    cap: Cap,
+    products: MakeProducts = PlainProducts,
 ) -> tuple[Tensor, Tensor]:
     """→ (sum of scale · loss, a differentiable fp32 scalar; (N,) fp32 losses, unscaled and not differentiable).
 
-    targets: (N,) integers in [0, V), also where scale is 0; scale: (N,) fp32. Raises ValueError for a cap that lets
-    logits lie more than 120 apart, yet bounds them.
+    targets: (N,) integers in [0, V), also where scale is 0; scale: (N,) fp32; products: used where gradients are
+    recorded, elsewhere the product is plain. Raises ValueError for a cap that lets logits lie more than 120 apart,
+    yet bounds them.
     """
     if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
         raise ValueError(
             f"{cap} is too wide for the chunked loss: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()"
         )
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, cap)
+        return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, cap, products)
     losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
     for start in range(0, x_ND.size(0), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
@@ -55,18 +93,26 @@ def cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        scale_N: Tensor,
+        cap: Cap,
+        products: MakeProducts,
     ) -> tuple[Tensor, Tensor]:
         N = x_ND.size(0)
+        steepest = cap.tanh_form[0] / cap.tanh_form[1] if cap.tanh_form is not None else 1.0
+        head = products(x_ND, weight_VD, steepest * scale_N.abs().amax())
         losses = torch.empty(N, dtype=torch.float32, device=x_ND.device)
         dx = torch.empty_like(x_ND)
         dw = torch.zeros_like(weight_VD, dtype=torch.float32)
         for start in range(0, N, CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
-            logits = x_ND[part] @ weight_VD.T
+            logits = head.logits(part)
             losses[part], factor, grad = _losses_and_grad(logits, targets_N[part], scale_N[part], cap)
-            dx[part] = (grad @ weight_VD) * factor[:, None]
-            dw += grad.T @ (x_ND[part] * factor[:, None]).to(x_ND.dtype)
+            dx[part], slice_dw = head.gradients(part, grad, factor)
+            dw += slice_dw
         ctx.save_for_backward(dx, dw.to(weight_VD.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses * scale_N).sum(), losses
@@ -74,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        return dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None
+        return dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None, None
 
 
 def _losses_and_grad(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quern.kernels.cross_entropy import cross_entropy
+from quern.model.fp8 import head_products
 from quern.model.interface import LanguageModel
 
 
@@ -24,7 +25,12 @@ def loss_sum(
     """
     x_BTD = model(tokens_BT, model.context(tokens_BT, window))
     total, losses = cross_entropy(
-        x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), scale_BT.flatten(), model.cap
+        x_BTD.flatten(0, 1),
+        model.head.weight,
+        targets_BT.flatten(),
+        scale_BT.flatten(),
+        model.cap,
+        head_products(model.head),
     )
     return total, losses.view(targets_BT.shape)
 

@@ -1,0 +1,114 @@
+"""Makes a model train in FP8, from outside: linear layers are replaced, parameters stay what and where they are.
+
+FP8 applies where gradients are recorded, and only there: evaluation and generation run without a graph, so they
+compute in the parameters' dtype, from the same module. Whether a graph is recorded is a property of the call, which
+autograd and the compiler know already; a mode of the module would be a second truth, to be set and put back around
+every evaluation inside training.
+
+Not here: the arithmetic (kernels/fp8.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quern.kernels.cross_entropy import MakeProducts, PlainProducts, Products
+from quern.kernels.fp8 import MULTIPLE, HeadProducts, HeadScales, fp8_linear, has_fast_product
+
+
+class Fp8Linear(nn.Linear):
+    """nn.Linear whose three products run in FP8, at dynamic scales, where gradients are recorded."""
+
+    emulated: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (…, D) with a multiple of 16 rows → (…, O) in x's dtype."""
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        return fp8_linear(x.flatten(0, -2), self.weight, self.emulated).view(*x.shape[:-1], -1)
+
+
+class Fp8Head(nn.Linear):
+    """A head whose products run in FP8 inside the loss, at static scales; called by itself it is nn.Linear."""
+
+    emulated: bool
+
+    def products(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor) -> Products:
+        return HeadProducts(x_ND, weight_VD, bound, HeadScales.for_width(self.in_features), self.emulated)
+
+
+def head_products(head: nn.Linear) -> MakeProducts:
+    """How the loss multiplies by this head."""
+    return head.products if isinstance(head, Fp8Head) else PlainProducts
+
+
+@dataclass(frozen=True)
+class Fp8Report:
+    """Names of layers: with dynamic scales, with static ones, and those left alone, each with the reason."""
+
+    dynamic: tuple[str, ...]
+    static: tuple[str, ...]
+    skipped: dict[str, str]
+    emulated: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """One line for the user."""
+        parts = [f"fp8: {len(self.dynamic)} layers at dynamic scales, {len(self.static)} at static ones"]
+        if self.emulated and self.dynamic + self.static:
+            parts.append("emulated, since this device has no fast FP8 product: the same numbers, slower")
+        alone: dict[str, str] = {}
+        for name, reason in self.skipped.items():
+            alone[re.sub(r"\.\d+\.", ".*.", name)] = reason
+        if alone:
+            parts.append("left alone: " + ", ".join(f"{name} ({reason})" for name, reason in alone.items()))
+        return "; ".join(parts)
+
+
+def use_fp8(model: Any) -> Fp8Report:
+    """Replaces the linear layers of a model (`interface.LanguageModel`) in place, where the hardware can multiply them.
+
+    Call it on the device that trains, before compilation; weights may be loaded and the optimizer made before or
+    after. What the hardware refuses keeps its dtype, decided here once and named in the report.
+    """
+    device = model.head.weight.device
+    emulated = not has_fast_product(device)
+    dynamic, static, skipped = [], [], {}
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, nn.Linear):
+            continue
+        reason = _obstacle(linear, model.shape.context)
+        if emulated and device.type != "cpu":
+            reason = f"this {device.type} device has no FP8 product"
+        if reason is not None:
+            skipped[name] = reason
+            continue
+        kind, names = (Fp8Head, static) if linear is model.head else (Fp8Linear, dynamic)
+        model.set_submodule(name, _replaced(linear, kind, emulated))
+        names.append(name)
+    return Fp8Report(tuple(dynamic), tuple(static), skipped, emulated)
+
+
+def _obstacle(linear: nn.Linear, context: int) -> str | None:
+    """Why this layer cannot be multiplied in FP8; None if it can."""
+    if type(linear) is not nn.Linear:
+        return f"it is a {type(linear).__name__} already"
+    if linear.bias is not None:
+        return "it has a bias"
+    sides = {"inputs": linear.in_features, "outputs": linear.out_features, "tokens in a row": context}
+    return next((f"{size} {side}, no multiple of {MULTIPLE}" for side, size in sides.items() if size % MULTIPLE), None)
+
+
+def _replaced(linear: nn.Linear, kind: type[Fp8Linear] | type[Fp8Head], emulated: bool) -> nn.Linear:
+    """A `kind` around the same parameter."""
+    replaced = kind(linear.in_features, linear.out_features, bias=False, device="meta")
+    replaced.weight = linear.weight
+    replaced.emulated = emulated
+    return replaced.train(linear.training)
