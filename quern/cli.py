@@ -65,7 +65,9 @@ class Where:
     """--no-compile runs eagerly."""
 
     def machine(self) -> machines.Machine:
-        machine = machines.detect(self.device, self.dtype, self.compile, self.threads)
+        from quern.kernels.attention_pick import equip
+
+        machine = equip(machines.detect(self.device, self.dtype, self.compile, self.threads))
         for note in machine.notes:
             say(note)
         return machine

@@ -85,5 +85,6 @@ def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.nda
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
-        losses = token_losses(model, model(tokens, model.context(tokens)), targets)
+        context = model.context(tokens).through(machine.attention, tokens, model.windows)
+        losses = token_losses(model, model(tokens, context), targets)
     return losses.float().cpu().numpy().astype(np.float64)

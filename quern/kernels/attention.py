@@ -1,12 +1,15 @@
-"""Causal attention with a window, packed documents and grouped queries: what it is, its plain twin, and the pick.
+"""Causal attention with a window, packed documents and grouped queries: what it is, its plain twin, and two paths
+that run everywhere.
 
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. What a query sees is said by a `MaskSpec` and nothing dense.
-The plain twin builds the whole score matrix in fp32; every other path must equal it.
+The plain twin builds the whole score matrix in fp32; every other path must equal it. Paths for particular devices
+are in attention_backends.py, which of them is fastest here is found by attention_pick.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +25,12 @@ class MaskSpec:
     window: an int, or, where it changes from call to call, a 0-dim integer tensor on the CPU: that is data to a
     compiled model, which an int is not, so it never compiles again; what is kept for the backward pass then has
     room for every key. documents_BT: (B, T) int32 document ids, non-decreasing along T; None is one document a row.
+    blocks: what a path has worked out from the two for all layers of a step (`Backend.prepare`).
     """
 
     window: int | Tensor | None = None
     documents_BT: Tensor | None = None
+    blocks: Any = None
 
 
 def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:

@@ -6,13 +6,15 @@ training and scoring: whole rows that start at position 0. `CachedContext` (gene
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quern.kernels.attention import MaskSpec, attend
+from quern.machine import Attention
 
 
 class Context(Protocol):
@@ -62,6 +64,25 @@ class CausalContext:
     ) -> None:
         self.documents_BT = documents_BT
         self._windows = windows
+        self._attend: Callable[..., Tensor] = attend
+        self._prepared: list[MaskSpec] = []
+
+    def through(self, attention: Attention | None, tokens_BT: Tensor, full: Sequence[int | None]) -> CausalContext:
+        """This context, with attention computed so (None: by the path that runs everywhere).
+
+        full: the model's windows. What the masks of the layers need is worked out here, once for all of them.
+        """
+        if attention is None:
+            return self
+        through = copy.copy(self)
+        through._attend, through._prepared = attention, []
+        for window in self.windows(full):
+            if not any(_same(window, mask.window) for mask in through._prepared):
+                mask = MaskSpec(window, self.documents_BT)
+                through._prepared.append(attention.prepare(mask, tokens_BT.size(1), tokens_BT.device))
+        # Most paths work out nothing, and then the layers need not look.
+        through._prepared = [mask for mask in through._prepared if mask.blocks is not None]
+        return through
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return torch.arange(x_BTD.size(1), device=x_BTD.device)[None]
@@ -81,7 +102,15 @@ class CausalContext:
         window: int | Tensor | None,
         scale: float | None = None,
     ) -> Tensor:
-        return attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window, self.documents_BT), scale)
+        mask = MaskSpec(window, self.documents_BT)
+        for prepared in self._prepared:
+            if _same(window, prepared.window):
+                mask = prepared
+        return self._attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
     def previous(self, x_BTD: Tensor) -> Tensor:
         return torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+
+
+def _same(a: int | Tensor | None, b: int | Tensor | None) -> bool:
+    return a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b

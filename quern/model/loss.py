@@ -11,19 +11,25 @@ import torch
 from torch import Tensor
 
 from quern.kernels.cross_entropy import cross_entropy
+from quern.machine import Attention
 from quern.model.fp8 import head_products
 from quern.model.interface import LanguageModel
 
 
 def loss_sum(
-    model: LanguageModel, tokens_BT: Tensor, targets_BT: Tensor, scale_BT: Tensor, window: float = 1.0
+    model: LanguageModel,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    scale_BT: Tensor,
+    window: float = 1.0,
+    attention: Attention | None = None,
 ) -> tuple[Tensor, Tensor]:
     """→ (sum of scale · nats as a differentiable scalar, nats per token (B, T)).
 
     scale: (B, T) fp32, mask · weight / number of valid targets in the global batch. window: how far growing windows
-    have come, of 1.
+    have come, of 1. attention: how it is computed (`Machine.attention`).
     """
-    x_BTD = model(tokens_BT, model.context(tokens_BT, window))
+    x_BTD = model(tokens_BT, model.context(tokens_BT, window).through(attention, tokens_BT, model.windows))
     total, losses = cross_entropy(
         x_BTD.flatten(0, 1),
         model.head.weight,

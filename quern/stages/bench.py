@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from quern.kernels.attention_pick import equip
 from quern.machine import detect
 from quern.stages.bench_attention import attention
 from quern.stages.bench_data import encode, loading, packing, tokenizer
@@ -118,7 +119,7 @@ def refuse(options: Options) -> None:
 
 
 def prepare(options: Options, say: Callable[[str], None]) -> Setup:
-    machine = detect(options.device, options.dtype, options.compile, options.threads)
+    machine = equip(detect(options.device, options.dtype, options.compile, options.threads))
     for note in machine.notes:
         say(note)
     megabytes, vocab_size = (0.2, 512) if options.quick else (options.megabytes, 8192)

@@ -79,13 +79,14 @@ def train(order: dict[str, Any]) -> None:
     """What the process does."""
     import torch
 
+    from quern.kernels.attention_pick import equip
     from quern.optim.schedule import Multipliers
     from quern.stages.bench_model import random_batch, reference
     from quern.stages.pretrain import compile_model, micro_batch_rows
     from quern.train.state import build_model, build_state
     from quern.train.step import train_step
 
-    machine = detect(order["device"], order["dtype"], order["compile"], order["threads"])
+    machine = equip(detect(order["device"], order["dtype"], order["compile"], order["threads"]))
     recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
     state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
     compile_model(state.model, machine)

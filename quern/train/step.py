@@ -64,7 +64,7 @@ def accumulate(
     loss = torch.zeros((), device=machine.device)
     for micro in batch.split(micro_batch_rows):
         inputs, targets, scale = to_device(micro, tokens, machine)
-        total, _ = loss_sum(state.model, inputs, targets, scale, window)
+        total, _ = loss_sum(state.model, inputs, targets, scale, window, machine.attention)
         total.backward()
         loss += total.detach()
     return loss, tokens
