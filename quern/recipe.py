@@ -71,6 +71,11 @@ class ModelRecipe:
         """For each layer, the tokens that a query sees, itself included; None is all of them."""
         assert self.depth is not None and self.context is not None
         short = max(1, self.context // 4)
+        return [short if kind == "S" else None for kind in self.window_kinds()]
+
+    def window_kinds(self) -> list[str]:
+        """S or L for each layer."""
+        assert self.depth is not None
         kinds = [self.windows[i % len(self.windows)] for i in range(self.depth)]
         kinds[-1] = "L"
         return [short if kind == "S" else None for kind in kinds]
@@ -123,7 +128,7 @@ class TrainRecipe:
     clip_norm: float | None = None
     """Global gradient norm to clip to; off by default, since it measured as no help."""
     packing: str = "best-fit"
-    """best-fit, greedy-crop, greedy-pad or first-fit-decreasing."""
+    """best-fit, greedy-crop, greedy-pad or first-fit-decreasing; stream cuts rows from documents put end to end."""
     log_every: int = 10
     eval_every: int | None = None
     """Steps between validations; an eighth of the run."""
@@ -321,7 +326,7 @@ def _check(recipe: Recipe) -> None:
         vocab_size is not None and not 300 <= vocab_size <= 2**20,
         f"text.vocab-size must lie between 300 and 1,048,576, not {vocab_size}",
     )
-    packings = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing")
+    packings = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream")
     _refuse(
         train.packing not in packings,
         f"train.packing must be one of {', '.join(packings)}, not {train.packing}",

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from quern.data.batch import Batches
 from quern.data.loader import Loader, windows
 from quern.data.shards import Corpus
+from quern.data.stream import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
 from quern.model.count import flops_per_token
@@ -109,10 +111,14 @@ def fit_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
     return replace(recipe, model=replace(recipe.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos))
 
 
-def make_loader(recipe: Recipe, corpus: Corpus) -> Loader:
-    assert recipe.model.context and recipe.train.batch_tokens
-    rows = max(1, recipe.train.batch_tokens // recipe.model.context)
-    return Loader(corpus, recipe.model.context, rows, recipe.seed, recipe.train.packing)
+def make_loader(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Batches:
+    """The recipe's batches, of `rows` rows instead of its own number where that is given."""
+    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
+    assert context and batch_tokens
+    rows = rows or max(1, batch_tokens // context)
+    if recipe.train.packing == "stream":
+        return StreamLoader(corpus, context, rows, recipe.seed)
+    return Loader(corpus, context, rows, recipe.seed, recipe.train.packing)
 
 
 def micro_batch_rows(recipe: Recipe) -> int:
@@ -173,7 +179,7 @@ def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus) ->
     state = build_state(recipe, machine, model)
     assert recipe.model.context
     rows = micro_batch_rows(recipe)
-    loader = Loader(corpus, recipe.model.context, rows, recipe.seed, recipe.train.packing)
+    loader = make_loader(recipe, corpus, rows)
     passes, updates = [], []
     for step in range(CALIBRATION_STEPS):
         start = time.perf_counter()

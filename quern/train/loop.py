@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quern.data.loader import Loader, prefetch
+from quern.data.batch import Batches
+from quern.data.loader import prefetch
 from quern.machine import Machine
 from quern.optim.schedule import Multipliers
 from quern.records import StageFolder
@@ -46,7 +47,7 @@ class Plan:
 
 def train(
     state: TrainState,
-    loader: Loader,
+    loader: Batches,
     plan: Plan,
     machine: Machine,
     folder: StageFolder,

@@ -1,0 +1,274 @@
+"""The `unet` architecture: the speedrun transformer of modded-nanogpt (May 2025), single-device.
+
+Merged query, key and value, rotary positions on half of each head, QK norm, a fixed attention scale, value embeddings
+in the outer layers, one layer without attention, ReLU², skips from the first half of the layers to the second, the
+embedding mixed into every block, sigmoid softcap; documents that share a row do not see each other, and windows grow
+in training, in whole blocks. Initialisation and the grouping of parameters for the optimizer stand here.
+
+Source: github.com/KellerJordan/modded-nanogpt. It is fixed at 12 layers, 768 wide; here every number follows from the
+shape. Its windows are counted in blocks of 128 around a block of queries, ours in tokens before each query.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quern.kernels.embedding import embed
+from quern.kernels.softcap import Cap, SigmoidCap
+from quern.model.context import CausalContext, Context
+from quern.model.layers import SquaredReluMLP, norm, rotate
+from quern.recipe import ModelRecipe
+
+ATTENTION_SCALE = 0.12
+"""Of products of normed queries and keys, whatever the head dim."""
+VALUE_EMBEDDINGS = 3
+HEAD_MULTIPLE = 128
+"""The head's rows are filled up to a multiple: fast kernels want it. No target is ever one of these."""
+
+
+def without_attention(depth: int) -> int:
+    """The layer that does not attend: 7 of 12, and the same share of any depth."""
+    return depth * 7 // 12
+
+
+def value_embedding_of(layer: int, depth: int) -> int | None:
+    """Which value embedding a layer mixes in: 0, 1, 2 in the first three layers and again in the last three."""
+    count = min(VALUE_EMBEDDINGS, depth // 2)
+    if layer < count:
+        return layer
+    return layer - (depth - count) if layer >= depth - count else None
+
+
+def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `rotate`: half of the pairs turn, from 1 to 1/base radians per token, the others stand.
+
+    positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2).
+    """
+    turning = torch.linspace(0, 1, head_dim // 4, dtype=torch.float32, device=positions.device)
+    frequencies = F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4))
+    angles = positions.float()[..., None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+class MergedAttention(nn.Module):
+    """Causal self-attention; reads its number of heads off its weights, so that the same code runs on some of them."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, *, layer: int, has_value_embedding: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = head_dim
+        self.qkv = nn.Parameter(torch.empty(3, heads * head_dim, width))
+        self.out = nn.Linear(heads * head_dim, width, bias=False)
+        self.value_scales = nn.Parameter(torch.empty(2 if has_value_embedding else 1))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        value_embedding: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        window: int | Tensor | None,
+        context: Context,
+    ) -> Tensor:
+        """x: (B, T, D), normed; value_embedding: (B, T, H·E) or None → (B, T, D)."""
+        B, T, _ = x_BTD.shape
+        merged = F.linear(x_BTD, self.qkv.flatten(0, 1)).view(B, T, 3, -1, self.head_dim)
+        q_BTHE, k_BTHE, v_BTHE = merged.unbind(2)
+        v_BTHE = self.value_scales[0] * v_BTHE
+        if value_embedding is not None:
+            v_BTHE = v_BTHE + self.value_scales[1] * value_embedding.view_as(v_BTHE)
+        q_BTHE, k_BTHE = rotate(norm(q_BTHE), *rotary), rotate(norm(k_BTHE), *rotary)
+        y_BTHE = context.attend(self.layer, q_BTHE, k_BTHE, v_BTHE, window, ATTENTION_SCALE)
+        return self.out(y_BTHE.reshape(B, T, -1))
+
+
+class Block(nn.Module):
+    """The residual stream mixed with the embedding; then attention, unless this layer has none, and feed-forward."""
+
+    def __init__(self, shape: ModelRecipe, layer: int) -> None:
+        super().__init__()
+        assert shape.width and shape.heads and shape.head_dim and shape.depth
+        self.attention = None
+        if layer != without_attention(shape.depth):
+            mixed_in = value_embedding_of(layer, shape.depth) is not None
+            self.attention = MergedAttention(
+                shape.width, shape.heads, shape.head_dim, layer=layer, has_value_embedding=mixed_in
+            )
+        self.mlp = SquaredReluMLP(shape.width)
+        self.residual_scales = nn.Parameter(torch.empty(2))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        x0_BTD: Tensor,
+        value_embedding: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        window: int | Tensor | None,
+        context: Context,
+    ) -> Tensor:
+        x_BTD = self.residual_scales[0] * x_BTD + self.residual_scales[1] * x0_BTD
+        if self.attention is not None:
+            x_BTD = x_BTD + self.attention(norm(x_BTD), value_embedding, rotary, window, context)
+        return x_BTD + self.mlp(norm(x_BTD))
+
+
+class UNet(nn.Module):
+    """tokens → normed hidden states; `logits` turns those into softcapped logits."""
+
+    group_kinds: ClassVar[Mapping[str, str]] = {
+        "matrices": "matrices",
+        "head": "head",
+        "embedding": "embedding",
+        "value_embeddings": "value_embeddings",
+        "scales": "scalars",
+    }
+    window_block: ClassVar[int] = 128
+    """Windows are multiples of so many tokens."""
+    long_window: ClassVar[int] = 1792
+    """Tokens that an L layer sees once windows are grown, if the context is that long; an S layer sees half."""
+
+    def __init__(self, shape: ModelRecipe) -> None:
+        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `init_parameters`.
+
+        Raises ValueError for an odd depth, for fewer key-value heads than heads and for a head dim that 4 does not
+        divide.
+        """
+        super().__init__()
+        assert shape.depth and shape.width and shape.vocab_size and shape.heads and shape.head_dim and shape.context
+        _check(shape)
+        self.shape = shape
+        self.cap: Cap = SigmoidCap(2 * shape.softcap, shape.softcap / 2 * shape.width**0.5)
+        self.windows: list[int | None] = [*self._grown(1.0)]
+        self.attention_layers = [layer for layer in range(shape.depth) if layer != without_attention(shape.depth)]
+        self.head_dim = shape.head_dim
+        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.value_embeddings = nn.ModuleList(
+            nn.Embedding(shape.vocab_size, shape.heads * shape.head_dim)
+            for _ in range(min(VALUE_EMBEDDINGS, shape.depth // 2))
+        )
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
+        rows = -(-shape.vocab_size // HEAD_MULTIPLE) * HEAD_MULTIPLE
+        self.head = nn.Linear(shape.width, rows, bias=False)
+        self.skip_scales = nn.Parameter(torch.empty(shape.depth // 2))
+
+    def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
+        """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
+        x_BTD = self._enter(tokens_BT)
+        x0_BTD = x_BTD.view_as(x_BTD)  # an object of its own: the compiler would tell the first block apart otherwise
+        rotary = half_rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
+        values = [embed(tokens_BT, cast(nn.Embedding, table).weight) for table in self.value_embeddings]
+        windows = context.windows(self.windows)
+        depth, half = len(self.blocks), len(self.skip_scales)
+        skips: list[Tensor] = []
+        for layer, block in enumerate(self.blocks):
+            if layer >= half:
+                x_BTD = self._merge(x_BTD, skips.pop(), self.skip_scales[layer - half])
+            which = value_embedding_of(layer, depth)
+            x_BTD = block(x_BTD, x0_BTD, None if which is None else values[which], rotary, windows[layer], context)
+            if layer < half:
+                skips.append(x_BTD)
+        return self._leave(x_BTD)
+
+    def _enter(self, tokens_BT: Tensor) -> Tensor:
+        return norm(embed(tokens_BT, self.embedding.weight))
+
+    def _merge(self, x_BTD: Tensor, skip_BTD: Tensor, scale: Tensor) -> Tensor:
+        return x_BTD + scale * skip_BTD
+
+    def _leave(self, x_BTD: Tensor) -> Tensor:
+        return norm(x_BTD)
+
+    def compile(self, **options: Any) -> None:
+        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
+        for block in self.blocks:
+            block.compile(**options)
+        for name in ("_enter", "_merge", "_leave"):
+            setattr(self, name, torch.compile(getattr(self, name), **options))
+
+    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
+        """Documents, each from its BOS on, do not see each other; windows have come as far as a share of the run.
+
+        Windows are tensors, so that a compiled model does not compile again when they grow. Raises ValueError where
+        the shape does not name the BOS.
+        """
+        if self.shape.bos is None:
+            raise ValueError("unet tells documents apart by their BOS: set model.bos to the tokenizer's")
+        documents_BT = (tokens_BT == self.shape.bos).cumsum(1, dtype=torch.int32)
+        now = self._grown(window)
+        tensors = {size: torch.tensor(size) for size in set(now)}
+        return CausalContext(documents_BT, [tensors[size] for size in now])
+
+    def _grown(self, share: float) -> list[int]:
+        """Each layer's window in tokens: it grows with the share of the run, block by block, from one block on.
+
+        Half a block less than the whole is what the share is of, so that the last block comes just before the end.
+        """
+        assert self.shape.context
+        blocks = -(-min(self.long_window, self.shape.context) // self.window_block)
+        long = max(1, math.ceil(share * (blocks - 0.5)))
+        sizes = {"L": long, "S": max(1, long // 2)}
+        return [sizes[kind] * self.window_block for kind in self.shape.window_kinds()]
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Hidden states (…, D) → fp32 logits (…, rows of the head), softcapped."""
+        return self.cap(self.head(x_BTD).float())
+
+    @torch.no_grad()
+    def init_parameters(self, generator: torch.Generator) -> None:
+        """Fills every parameter, in a fixed order, from a CPU generator; raises if one was left out.
+
+        As the source: embeddings are normal; what writes to the residual stream or the logits starts at zero; other
+        matrices are uniform with standard deviation 0.5/sqrt(inputs).
+        """
+        values: dict[Tensor, Tensor] = {}
+
+        def uniform(p: Tensor) -> None:
+            bound = math.sqrt(3.0) * 0.5 * p.size(-1) ** -0.5
+            values[p] = torch.empty(p.shape).uniform_(-bound, bound, generator=generator)
+
+        for table in (self.embedding, *cast(list[nn.Embedding], list(self.value_embeddings))):
+            values[table.weight] = torch.empty(table.weight.shape).normal_(generator=generator)
+        values[self.head.weight] = torch.zeros(self.head.weight.shape)
+        values[self.skip_scales] = torch.ones(self.skip_scales.shape)
+        for block in cast(list[Block], list(self.blocks)):
+            values[block.residual_scales] = torch.tensor([1.0, 0.0])
+            if block.attention is not None:
+                uniform(block.attention.qkv)
+                values[block.attention.out.weight] = torch.zeros(block.attention.out.weight.shape)
+                values[block.attention.value_scales] = torch.full(block.attention.value_scales.shape, 0.5)
+            uniform(block.mlp.up.weight)
+            values[block.mlp.down.weight] = torch.zeros(block.mlp.down.weight.shape)
+        missing = [name for name, p in self.named_parameters() if p not in values]
+        if missing:
+            raise ValueError(f"no initial value is given for {', '.join(missing)}: add it to init_parameters")
+        for p, value in values.items():
+            p.copy_(value)
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Which optimizer rule each parameter falls under, by group name (recipes/unet.py)."""
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in self.named_parameters():
+            groups.setdefault("scales" if name.endswith("scales") else _group(name), []).append((name, p))
+        return groups
+
+
+def _group(name: str) -> str:
+    return "matrices" if name.startswith("blocks.") else name.split(".")[0]
+
+
+def _check(shape: ModelRecipe) -> None:
+    assert shape.depth and shape.heads and shape.head_dim
+    if shape.depth % 2:
+        raise ValueError(f"unet pairs the layers of its two halves: depth must be even, not {shape.depth}")
+    if shape.kv_heads not in (None, shape.heads):
+        raise ValueError(
+            f"unet has one weight for queries, keys and values: leave out model.kv-heads ({shape.kv_heads}), "
+            f"or give it the number of heads, {shape.heads}"
+        )
+    if shape.head_dim % 4:
+        raise ValueError(f"unet turns half of each head's pairs: model.head-dim must divide by 4, not {shape.head_dim}")

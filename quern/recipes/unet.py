@@ -1,0 +1,69 @@
+"""The speedrun recipe: the `unet` architecture with the data order, rates and schedule of modded-nanogpt (May 2025).
+
+At its size (12 layers, 768 wide, 8 streams of 48k tokens; runs/speedrun.sh) the rates are the source's own; at another
+batch or width they are scaled as those of `gpt` are. Its AdamW has no decay, its Muon nothing that came later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from quern.model.unet import UNet
+from quern.optim.adamw import AdamW
+from quern.optim.groups import Rule
+from quern.optim.plain_muon import PlainMuon
+from quern.optim.schedule import Multipliers, learning_rate
+from quern.recipe import REFERENCE_BATCH_TOKENS, ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+
+SOURCE_BATCH_TOKENS = 8 * 48 * 1024
+# Recipes give their rates at the reference batch; this is what the square-root rule takes off again at the source's.
+AT_REFERENCE = math.sqrt(REFERENCE_BATCH_TOKENS / SOURCE_BATCH_TOKENS)
+MOMENTUM_WARMUP_STEPS = 300
+MOMENTUM_WARMUP_SHARE = 300 / 1770
+"""Of the source's run; what a shorter one has of it."""
+
+
+def rules(optim: OptimRecipe) -> dict[str, tuple[Rule, float]]:
+    """Group → (rule, peak learning rate). Unresolved scales (None) count as 1."""
+    scale = 1.0 if optim.lr_scale is None else optim.lr_scale
+    width = 1.0 if optim.width_scale is None else optim.width_scale
+    adam = AdamW((0.8, 0.95), optim.eps, 0.0)
+    return {
+        "matrices": (PlainMuon(optim.muon_steps), optim.matrix_lr * scale),
+        "head": (adam, optim.head_lr * scale * width),
+        "embedding": (adam, optim.embedding_lr * scale * width),
+        "value_embeddings": (adam, optim.value_embedding_lr * scale * width),
+        "scales": (adam, optim.residual_lr * scale),
+    }
+
+
+def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+    """Rates flat, then linear down; momentum from 0.85 up to 0.95 and there to the end; windows grow all along."""
+    steps, warmup = train.steps, train.warmup_steps
+    assert steps is not None and warmup is not None
+    momentum_steps = min(MOMENTUM_WARMUP_STEPS, MOMENTUM_WARMUP_SHARE * steps)
+
+    def told(step: int) -> Multipliers:
+        lr = learning_rate(step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final=train.final_lr)
+        momentum = 0.85 + 0.10 * min(1.0, step / momentum_steps)
+        return Multipliers(lr=lr, momentum=momentum, decay=0.0, window=step / steps)
+
+    return told
+
+
+RECIPE = Recipe(
+    name="unet",
+    make_model=UNet,
+    make_rules=rules,
+    make_schedule=schedule,
+    model=ModelRecipe(context=2048, windows="LSSSLSSLSSSL", rope_base=1024.0),
+    optim=OptimRecipe(
+        matrix_lr=0.05 * AT_REFERENCE,
+        head_lr=0.22 * AT_REFERENCE,
+        embedding_lr=0.6 * AT_REFERENCE,
+        value_embedding_lr=0.6 * AT_REFERENCE,
+        residual_lr=0.04 * AT_REFERENCE,
+    ),
+    train=TrainRecipe(packing="stream", warmup_steps=0, warmdown_share=0.4, final_lr=0.1),
+)

@@ -1,0 +1,341 @@
+"""The speedrun model against the same mathematics in NumPy with dense masks; what it may see; how it starts."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from quern.data.batch import Batch
+from quern.model.loss import loss_sum, token_losses
+from quern.model.unet import UNet, value_embedding_of, without_attention
+from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.recipes.unet import RECIPE
+from quern.train.state import build_state
+from quern.train.step import accumulate, train_step
+from tests.train.toy import CPU
+
+BOS = 0
+SHAPE = ModelRecipe(
+    depth=6, width=32, head_dim=16, heads=2, kv_heads=2, context=24, vocab_size=53, bos=BOS,
+    windows="LSSSLSSLSSSL", rope_base=16.0,
+)  # fmt: skip
+# A row of documents of 5, 1, 9 and 9 tokens, one that begins in mid-document, and one of a single document.
+IDS = [
+    [0, 7, 8, 9, 10, 0, 0, 12, 13, 14, 15, 16, 17, 18, 19, 0, 21, 22, 23, 24, 25, 26, 27, 28],
+    [31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 0, 48, 49, 50, 51, 52, 1, 2],
+    [0, *range(20, 43)],
+]
+
+
+class Small(UNet):
+    """Windows of whole fours, so that they matter in rows of 24."""
+
+    window_block = 4
+    long_window = 20
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def random_model(shape: ModelRecipe = SHAPE) -> Small:
+    """Every parameter random: no path through the model is silent."""
+    model = Small(shape)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.5
+            p.copy_(scale * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def rms(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def turned(x_HTE: np.ndarray, base: float) -> np.ndarray:
+    """The first quarter of the pairs (i, i + E/2) turns by position / base^(i / (E/4 - 1)), the others stand."""
+    E = x_HTE.shape[-1]
+    y = x_HTE.copy()
+    for i in range(E // 4):
+        angle = np.arange(x_HTE.shape[1]) * base ** -(i / max(1, E // 4 - 1))
+        c, s = np.cos(angle), np.sin(angle)
+        a, b = x_HTE[..., i], x_HTE[..., i + E // 2]
+        y[..., i], y[..., i + E // 2] = a * c + b * s, b * c - a * s
+    return y
+
+
+def plain(model: UNet, ids: list[int], windows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states and logits of one row in float64, layer by layer as the source has it."""
+    shape = model.shape
+    assert shape.depth and shape.heads and shape.head_dim and shape.width
+    p = {name: t.detach().double().numpy() for name, t in model.named_parameters()}
+    tokens, T, half = np.array(ids), len(ids), shape.depth // 2
+    documents = np.cumsum(tokens == BOS)
+    distance = np.arange(T)[:, None] - np.arange(T)
+    tables = [p[f"value_embeddings.{i}.weight"][tokens] for i in range(min(3, half))]
+    values = [*tables, *[None] * (shape.depth - 2 * len(tables)), *tables]
+    x = x0 = rms(p["embedding.weight"][tokens])
+    skips = []
+    for layer in range(shape.depth):
+        if layer >= half:
+            x = x + p["skip_scales"][layer - half] * skips.pop()
+        block = f"blocks.{layer}."
+        mix = p[block + "residual_scales"]
+        x = mix[0] * x + mix[1] * x0
+        if block + "attention.qkv" in p:
+            q, k, v = (rms(x) @ w.T for w in p[block + "attention.qkv"])
+            scales = p[block + "attention.value_scales"]
+            table = values[layer]
+            v = scales[0] * v + (0 if table is None else scales[1] * table)
+            q, k, v = (y.reshape(T, shape.heads, shape.head_dim).transpose(1, 0, 2) for y in (q, k, v))
+            q, k = turned(rms(q), shape.rope_base), turned(rms(k), shape.rope_base)
+            seen = (distance >= 0) & (distance < windows[layer]) & (documents[:, None] == documents)
+            scores = np.where(seen, 0.12 * q @ k.transpose(0, 2, 1), -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            y = (weights / weights.sum(-1, keepdims=True)) @ v
+            x = x + y.transpose(1, 0, 2).reshape(T, -1) @ p[block + "attention.out.weight"].T
+        x = x + np.maximum(rms(x) @ p[block + "mlp.up.weight"].T, 0) ** 2 @ p[block + "mlp.down.weight"].T
+        if layer < half:
+            skips.append(x)
+    x = rms(x)
+    return x, 30 / (1 + np.exp(-(x @ p["head.weight"].T) / (7.5 * shape.width**0.5)))
+
+
+# Long and short windows of a share of the run, and which layers of a depth are long: worked out by hand.
+GROWN = {0.0: (4, 4), 0.3: (8, 4), 0.5: (12, 4), 0.75: (16, 8), 1.0: (20, 8)}
+LONG = {2: (0, 1), 4: (0, 3), 6: (0, 4, 5), 8: (0, 4, 7), 12: (0, 4, 7, 11)}
+
+
+@pytest.mark.parametrize("share", GROWN)
+@pytest.mark.parametrize("depth", LONG)
+def test_the_model_is_the_plain_one(depth: int, share: float) -> None:
+    model = random_model(replace(SHAPE, depth=depth))
+    tokens = torch.tensor(IDS)
+    x_BTD = model(tokens, model.context(tokens, share))
+    logits = model.logits(x_BTD)
+    assert logits.dtype == torch.float32 and logits.shape == (3, 24, 128)
+    windows = [GROWN[share][0 if layer in LONG[depth] else 1] for layer in range(depth)]
+    for row, ids in enumerate(IDS):
+        hidden, expected = plain(model, ids, windows)
+        np.testing.assert_allclose(x_BTD[row].detach().numpy(), hidden, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(logits[row].detach().numpy(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("part", ["window", "document", "scale", "base", "skip", "value table"])
+def test_the_plain_model_tells_each_part_apart(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison above would miss, it could not hold."""
+    model, tokens = random_model(), torch.tensor(IDS[:1])
+    hidden, _ = plain(model, IDS[0], [20, 8, 8, 8, 20, 20])
+    context = model.context(tokens)
+    if part == "window":
+        context = model.context(tokens, 0.5)
+    elif part == "document":
+        context.documents_BT = None
+    elif part == "scale":
+        monkeypatch.setattr("quern.model.unet.ATTENTION_SCALE", 0.125)
+    elif part == "base":
+        model.shape = replace(SHAPE, rope_base=20.0)
+    elif part == "skip":
+        with torch.no_grad():
+            model.skip_scales.copy_(model.skip_scales.flip(0))
+    else:
+        model.value_embeddings = torch.nn.ModuleList(reversed(list(model.value_embeddings)))
+    found = model(tokens, context)[0].detach().numpy()
+    assert np.abs(found - hidden).max() > 1e-3
+
+
+def test_the_layout_of_twelve_layers() -> None:
+    assert [value_embedding_of(layer, 12) for layer in range(12)] == [0, 1, 2, *[None] * 6, 0, 1, 2]
+    assert [value_embedding_of(layer, 6) for layer in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [value_embedding_of(layer, 4) for layer in range(4)] == [0, 1, 0, 1]
+    assert [value_embedding_of(layer, 2) for layer in range(2)] == [0, 0]
+    assert [without_attention(depth) for depth in (2, 4, 6, 8, 12, 24)] == [1, 2, 3, 4, 7, 14]
+    recipe = resolve(
+        replace(RECIPE, depth=12, model=replace(RECIPE.model, context=49_152, vocab_size=50_257, bos=50_256))
+    )
+    with torch.device("meta"):
+        model = UNet(recipe.model)
+    long, short = 1792, 896
+    assert model.windows == [long, *[short] * 3, long, short, short, long, *[short] * 3, long]
+    assert model.attention_layers == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
+    assert (model.head.weight.shape, model.embedding.weight.shape) == ((50_304, 768), (50_257, 768))
+    attention = model.blocks[0].attention
+    assert isinstance(attention, torch.nn.Module) and attention.qkv.shape == (3, 768, 768)
+
+
+def test_windows_grow_by_blocks_of_128_as_in_the_source() -> None:
+    """There: the next multiple of 128 from 1728 · progress, in blocks, and half of them, at least one."""
+    with torch.device("meta"):
+        model = UNet(resolve(replace(RECIPE, depth=12, model=replace(RECIPE.model, context=49_152, bos=1))).model)
+    before = (0, 0)
+    for step in range(1770):
+        progress = step / 1770
+        blocks = next(n for n in range(1, 15) if 128 * n >= 1728 * progress)
+        windows = model.context(torch.zeros(1, 8, dtype=torch.long), progress).windows(model.windows)
+        now = int(windows[0] or 0), int(windows[1] or 0)
+        assert now == (128 * blocks, 128 * max(1, blocks // 2))
+        assert now >= before
+        before = now
+    assert before == (1792, 896)
+
+
+def test_future_tokens_change_no_earlier_loss() -> None:
+    model, tokens = random_model(), torch.tensor(IDS)
+    targets = tokens.roll(-1, 1)
+    for position in (1, 4, 5, 6, 15, 23):  # a BOS among the changes begins or ends a document
+        for new in (BOS, 3):
+            other = tokens.clone()
+            other[:, position] = torch.where(other[:, position] == new, 5, new)
+            before, after = (token_losses(model, model(x, model.context(x)), targets) for x in (tokens, other))
+            assert torch.equal(before[:, :position], after[:, :position])
+            assert not torch.equal(before[:, position], after[:, position])
+
+
+def test_documents_do_not_see_each_other() -> None:
+    model, tokens = random_model(), torch.tensor(IDS[:1])
+    x_BTD = model(tokens, model.context(tokens))
+    other = tokens.clone()
+    other[0, 7:15] += 1
+    changed = model(other, model.context(other))
+    assert torch.equal(x_BTD[:, :7], changed[:, :7]) and torch.equal(x_BTD[:, 15:], changed[:, 15:])
+    assert not torch.equal(x_BTD[:, 7:15], changed[:, 7:15])
+    for start, end in ((0, 5), (5, 6), (6, 15), (15, 24)):  # positions are relative: each as if it stood alone
+        alone = model(tokens[:, start:end], model.context(tokens[:, start:end]))
+        torch.testing.assert_close(alone, x_BTD[:, start:end], rtol=0, atol=1e-5)
+
+
+def test_rows_do_not_see_each_other() -> None:
+    model, tokens = random_model(), torch.tensor(IDS)
+    together = model(tokens, model.context(tokens))
+    for row in range(3):
+        alone = model(tokens[row : row + 1], model.context(tokens[row : row + 1]))
+        torch.testing.assert_close(alone[0], together[row], rtol=0, atol=1e-5)
+
+
+# How it starts ----------------------------------------------------------------------------------------------
+
+
+def initialised(seed: int = 0, shape: ModelRecipe = SHAPE) -> Small:
+    model = Small(shape)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(math.nan)
+    model.init_parameters(torch.Generator().manual_seed(seed))
+    return model
+
+
+def test_initial_values() -> None:
+    model = initialised(shape=replace(SHAPE, width=64, heads=4, kv_heads=4))
+    same = initialised(shape=replace(SHAPE, width=64, heads=4, kv_heads=4))
+    other = initialised(1, replace(SHAPE, width=64, heads=4, kv_heads=4))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, dict(same.named_parameters())[name])
+        value, width = p.detach(), p.size(-1)
+        if name.endswith(("out.weight", "down.weight", "head.weight")):
+            assert not value.any()
+        elif name.endswith("residual_scales"):
+            assert value.tolist() == [1, 0]
+        elif name.endswith("value_scales"):
+            assert value.tolist() in ([0.5], [0.5, 0.5])
+        elif name == "skip_scales":
+            assert value.tolist() == [1, 1, 1]
+        else:
+            assert not torch.equal(p, dict(other.named_parameters())[name])
+            std = 1.0 if "embedding" in name else 0.5 * width**-0.5
+            assert value.std() == pytest.approx(std, rel=0.05) and value.mean().abs() < 0.05 * std
+            if "embedding" not in name:
+                assert 0.98 * math.sqrt(3) * std <= value.abs().max() <= math.sqrt(3) * std
+
+
+@pytest.mark.parametrize("vocabulary", [53, 128, 200])
+def test_the_first_loss_is_that_of_a_uniform_guess_over_the_heads_rows(vocabulary: int) -> None:
+    model, tokens = initialised(shape=replace(SHAPE, vocab_size=vocabulary)), torch.tensor(IDS)
+    total, _ = loss_sum(model, tokens, tokens.roll(-1, 1), torch.full(tokens.shape, 1 / tokens.numel()))
+    assert total.item() == pytest.approx(math.log(-(-vocabulary // 128) * 128), abs=1e-5)
+
+
+def test_a_parameter_without_a_start_is_named() -> None:
+    class Forgetful(Small):
+        def __init__(self, shape: ModelRecipe) -> None:
+            super().__init__(shape)
+            self.extra = torch.nn.Parameter(torch.ones(3))
+
+    with pytest.raises(ValueError, match="no initial value is given for extra"):
+        Forgetful(SHAPE).init_parameters(torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": 5}, "depth must be even, not 5"),
+        ({"kv_heads": 1}, r"leave out model.kv-heads \(1\), or give it the number of heads, 2"),
+        ({"head_dim": 10}, "model.head-dim must divide by 4, not 10"),
+    ],
+)
+def test_shapes_it_cannot_have_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        UNet(replace(SHAPE, **changes))
+
+
+def test_without_a_bos_documents_cannot_be_told_apart() -> None:
+    model = Small(replace(SHAPE, bos=None))
+    with pytest.raises(ValueError, match="set model.bos to the tokenizer's"):
+        model.context(torch.zeros(1, 4, dtype=torch.long))
+
+
+# Training ---------------------------------------------------------------------------------------------------
+
+
+def toy_recipe() -> Recipe:
+    model = replace(RECIPE.model, width=32, head_dim=16, heads=2, context=24, vocab_size=53, bos=BOS)
+    optim, train = replace(RECIPE.optim, lr_scale=0.1), replace(RECIPE.train, steps=8, batch_tokens=72)
+    return resolve(replace(RECIPE, make_model=Small, depth=6, model=model, optim=optim, train=train))
+
+
+def toy_batch() -> Batch:
+    tokens = np.array(IDS, dtype=np.int32)
+    return Batch(tokens, np.roll(tokens, -1, 1), np.ones(tokens.shape, dtype=bool))
+
+
+def test_micro_batches_add_up_to_the_whole() -> None:
+    recipe = toy_recipe()
+    states = [build_state(recipe, CPU, random_model(recipe.model)) for _ in range(2)]
+    losses = [accumulate(s, toy_batch(), CPU, rows, 0.5)[0].item() for s, rows in zip(states, (1, 3), strict=True)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for state in states:
+        state.optimizer.grad_norm()
+    for (name, one), (_, whole) in zip(*(s.model.named_parameters() for s in states), strict=True):
+        assert one.grad is not None and whole.grad is not None and whole.grad.any(), name
+        assert (one.grad - whole.grad).abs().max() <= 1e-5 * whole.grad.abs().max(), name
+
+
+def test_every_parameter_moves_and_the_loss_falls() -> None:
+    recipe = toy_recipe()
+    state = build_state(recipe, CPU, initialised(shape=recipe.model))
+    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    schedule = recipe.make_schedule(recipe.train)
+    losses = [train_step(state, toy_batch(), schedule(step), CPU, micro_batch_rows=3).loss for step in range(8)]
+    assert losses[-1] < 0.9 * losses[0]
+    for name, p in state.model.named_parameters():
+        assert not torch.equal(p, before[name]), name
+
+
+# The compiler looks at the inputs of a block, no leaves of the graph, and silences this where warnings are no errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+def test_growing_windows_do_not_compile_again() -> None:
+    """Compiled by block: blocks differ in value embeddings, in attention and in the first half's skips, and no more."""
+    model, tokens = random_model(), torch.tensor(IDS)
+    counter, frames = CompileCounter(), []
+    with torch.compiler.set_stance("default"):
+        model.compile(backend=counter, dynamic=False)
+        for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+            model(tokens, model.context(tokens, share)).sum().backward()
+            frames.append(counter.frame_count)
+    assert frames == [6] * 6  # three kinds of block, what comes before and after them, and the skips

@@ -1,0 +1,76 @@
+"""The speedrun recipe: at its own size the source's rates, at any size its schedule; nothing is lost in JSON."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quern.optim.adamw import AdamW
+from quern.optim.groups import make_groups
+from quern.optim.plain_muon import PlainMuon
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
+from quern.recipes.unet import RECIPE
+
+SPEEDRUN = replace(
+    RECIPE,
+    depth=12,
+    model=replace(RECIPE.model, context=48 * 1024, vocab_size=50_257, bos=50_256),
+    train=replace(RECIPE.train, steps=1770, batch_tokens=8 * 48 * 1024, micro_batch_tokens=48 * 1024),
+)
+
+
+def test_at_the_sources_size_rates_and_rules_are_the_sources() -> None:
+    recipe = resolve(SPEEDRUN)
+    assert (recipe.model.width, recipe.model.heads, recipe.model.head_dim) == (768, 6, 128)
+    with torch.device("meta"):
+        model = recipe.make_model(recipe.model)
+    groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe.optim), model.named_parameters())
+    rates = {group.name: group.lr for group in groups}
+    expected = {"matrices": 0.05, "head": 0.22, "embedding": 0.6, "value_embeddings": 0.6, "scales": 0.04}
+    assert rates == pytest.approx(expected)
+    for group in groups:
+        matrices = group.name == "matrices"
+        assert group.rule == (PlainMuon(5) if matrices else AdamW((0.8, 0.95), 1e-10, 0.0))
+        assert all(p.ndim == 1 for _, p in group.parameters) == (group.name == "scales")
+
+
+def test_rates_fall_with_the_root_of_the_batch() -> None:
+    small = resolve(replace(SPEEDRUN, train=replace(SPEEDRUN.train, batch_tokens=2 * 48 * 1024)))
+    rules = small.make_rules(small.optim)
+    assert rules["matrices"][1] == pytest.approx(0.025) and rules["head"][1] == pytest.approx(0.11)
+
+
+@pytest.mark.parametrize(
+    ("step", "lr", "momentum"),
+    # 1,770 steps: flat until 1,062, then down to a tenth over 708; momentum up over 300.
+    [(0, 1.0, 0.85), (150, 1.0, 0.90), (300, 1.0, 0.95), (1061, 1.0, 0.95), (1416, 0.55, 0.95), (1770, 0.1, 0.95)],
+)
+def test_the_schedule_at_points_worked_out_by_hand(step: int, lr: float, momentum: float) -> None:
+    recipe = resolve(SPEEDRUN)
+    told = recipe.make_schedule(recipe.train)(step)
+    assert told == pytest.approx((lr, momentum, 0.0, step / 1770))
+
+
+@pytest.mark.parametrize("steps", [1, 7, 400])
+def test_short_runs_have_all_of_the_schedule(steps: int) -> None:
+    recipe = resolve(replace(RECIPE, depth=4, train=replace(RECIPE.train, steps=steps)))
+    told = [recipe.make_schedule(recipe.train)(step) for step in range(steps)]
+    assert told[0].window == 0 and told[-1].momentum <= 0.95
+    if steps > 7:
+        assert told[steps // 5].momentum == pytest.approx(0.95) and told[-1].lr < 0.11
+    assert resolve(replace(RECIPE, depth=4, train=TrainRecipe(warmup_steps=5, steps=20))).train.warmup_steps == 5
+
+
+def test_json_round_trip() -> None:
+    for recipe in (RECIPE, SPEEDRUN, resolve(SPEEDRUN)):
+        assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+
+
+def test_the_dial_sizes_it_as_it_does_gpt() -> None:
+    for depth in (2, 4, 8, 12):
+        recipe = resolve(replace(RECIPE, depth=depth))
+        assert recipe.model.width == 64 * depth and recipe.model.head_dim == (64 if depth < 8 else 128)
+        with torch.device("meta"):
+            recipe.make_model(replace(recipe.model, bos=0))
+    assert isinstance(RECIPE.model, ModelRecipe) and RECIPE.train.packing == "stream"
