@@ -77,8 +77,7 @@ class ModelRecipe:
         """S or L for each layer."""
         assert self.depth is not None
         kinds = [self.windows[i % len(self.windows)] for i in range(self.depth)]
-        kinds[-1] = "L"
-        return [short if kind == "S" else None for kind in kinds]
+        return [*kinds[:-1], "L"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,6 @@ def fit_minutes(
 def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
     state = build_state(recipe, machine, model)
-    assert recipe.model.context
     rows = micro_batch_rows(recipe)
     loader = make_loader(recipe, corpus, rows)
     passes, updates = [], []
