@@ -25,7 +25,7 @@ from quern.stages.places import Places
 from quern.stages.prepare import fetch
 from quern.stages.pretrain import compile_model, micro_batch_rows
 from quern.stages.progress import Meter
-from quern.stages.start import measure_peak_flops, open_folder, refuse_other_recipe, show_training
+from quern.stages.start import lower_precision, measure_peak_flops, open_folder, refuse_other_recipe, show_training
 from quern.text import hub, tinyworld
 from quern.text.chat import Message, render
 from quern.text.documents import read_conversations
@@ -74,6 +74,7 @@ def run(
         refuse_other_recipe(recipe, path)
     model = build_model(recipe, machine, None)
     load_weights(model, weights_of(tensors))
+    precision = lower_precision(recipe, model, say)
     state = build_state(recipe, machine, model)
     compile_model(state.model, machine)
     with open_folder(path, recipe, source, trackers) as folder:
@@ -96,7 +97,7 @@ def run(
             meta={"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": recipe.seed},
         )
         report = loader.report()
-        folder.event("data", **{name: round(value, 5) for name, value in report.items()})
+        folder.event("data", **{name: round(value, 5) for name, value in report.items()}, **precision)
         say(f"fine-tuning: {steps:,} steps on {train_corpus.num_documents:,} conversations")
         with Meter("fine-tuning", steps, "steps") as meter:
             code = loop.train(state, loader, plan, machine, folder, meter.say, show_training(meter))

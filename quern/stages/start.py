@@ -13,6 +13,7 @@ import torch
 
 from quern.machine import Machine
 from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
+from quern.model.fp8 import use_fp8
 from quern.recipe import Recipe
 from quern.records import StageFolder, git_hash
 from quern.stages.places import Places
@@ -50,6 +51,15 @@ def describe_run(recipe: Recipe, machine: Machine, places: Places, facts: dict[s
             **facts,
         },
     )
+
+
+def lower_precision(recipe: Recipe, model: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    """Makes the model train in FP8 if the recipe says so → what to record of it. Call it before compilation."""
+    if not recipe.train.fp8:
+        return {}
+    report = use_fp8(model)
+    say(str(report))
+    return {"fp8": report.to_json()}
 
 
 def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
