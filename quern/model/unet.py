@@ -171,7 +171,7 @@ class UNet(nn.Module):
             which = value_embedding_of(layer, depth)
             x_BTD = block(x_BTD, x0_BTD, None if which is None else values[which], rotary, windows[layer], context)
             if layer < half:
-                skips.append(x_BTD)
+                skips.append(x_BTD.view_as(x_BTD))  # an object of its own, as above: the first skip skips nothing
         return self._leave(x_BTD)
 
     def _enter(self, tokens_BT: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from quern.data.batch import Batch
+from quern.data.shards import Corpus
 from quern.model.loss import loss_sum, token_losses
 from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import ModelRecipe, Recipe, resolve
 from quern.recipes.unet import RECIPE
-from quern.train.state import build_state
+from quern.stages.pretrain import make_loader
+from quern.train.state import TrainState, build_state
 from quern.train.step import accumulate, train_step
 from tests.train.toy import CPU
 
@@ -316,6 +318,28 @@ def test_micro_batches_add_up_to_the_whole() -> None:
         assert (one.grad - whole.grad).abs().max() <= 1e-5 * whole.grad.abs().max(), name
 
 
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    """From the tensors of a step on: stacks of matrices, windows that go on growing, rows from the same stream."""
+    recipe = toy_recipe()
+    rng = np.random.default_rng(0)
+    corpus = Corpus.from_arrays([[BOS, *rng.integers(1, 53, n)] for n in rng.integers(2, 40, 30)])
+
+    def run(state: TrainState, steps: range) -> None:
+        loader, schedule = make_loader(recipe, corpus), recipe.make_schedule(recipe.train)
+        for step in steps:
+            train_step(state, loader.batch(step), schedule(step), CPU, micro_batch_rows=1)
+
+    whole, first, second = (build_state(recipe, CPU, initialised(shape=recipe.model)) for _ in range(3))
+    run(whole, range(8))
+    run(first, range(5))
+    second.restore({name: t.clone() for name, t in first.tensors().items()}, first.meta())
+    run(second, range(5, 8))
+    assert all(torch.equal(t, second.tensors()[name]) for name, t in whole.tensors().items())
+    assert not torch.equal(
+        whole.tensors()["master.blocks.0.attention.qkv"], first.tensors()["master.blocks.0.attention.qkv"]
+    )
+
+
 def test_every_parameter_moves_and_the_loss_falls() -> None:
     recipe = toy_recipe()
     state = build_state(recipe, CPU, initialised(shape=recipe.model))
@@ -331,7 +355,7 @@ def test_every_parameter_moves_and_the_loss_falls() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 def test_growing_windows_do_not_compile_again() -> None:
     """Compiled by block: blocks differ in value embeddings, in attention and in the first half's skips, and no more."""
-    model, tokens = random_model(), torch.tensor(IDS)
+    model, tokens = random_model(replace(SHAPE, depth=8)), torch.tensor(IDS)
     counter, frames = CompileCounter(), []
     with torch.compiler.set_stance("default"):
         model.compile(backend=counter, dynamic=False)
