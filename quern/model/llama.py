@@ -1,0 +1,225 @@
+"""The `llama` architecture, single-device: exactly what Hugging Face calls Llama, so that weights go both ways.
+
+Pre-norm blocks with a learnable RMSNorm, rotary positions, grouped queries and SwiGLU; no biases, an untied head, no
+softcap (Llama 2, arXiv 2307.09288). Gate and up projection are one matrix, gate first. Dropout, if any, falls on the
+embedding and on what each block adds. Initialisation and the grouping of parameters stand here and nowhere else; how
+the weights are named elsewhere is said in `stages/hugging_face.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quern.kernels.embedding import embed
+from quern.kernels.softcap import Cap, NoCap
+from quern.model.context import CausalContext, Context
+from quern.model.layers import rotate
+from quern.recipe import ModelRecipe
+
+NORM_EPS = 1e-5
+INIT_STD = 0.02
+TABLE_ROWS = 1024
+"""The rotary table grows by so many positions at a time."""
+SPARE_ROWS = 64
+"""It reaches so much further than asked: a cache's length is rounded up."""
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square, computed in fp32, then scales in the input's dtype (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.weight * F.rms_norm(x_BTD.float(), (x_BTD.size(-1),), eps=self.eps).to(x_BTD.dtype)
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of the rotary angles by position, a cache that grows (RoFormer, arXiv 2104.09864).
+
+    fp32 on the model's device, whatever dtype the model has; no parameters, and nothing of it is saved.
+    """
+
+    def __init__(self, head_dim: int, base: float, rows: int) -> None:
+        super().__init__()
+        self.head_dim, self.base = head_dim, base
+        self._fill(rows, torch.device("cpu"))
+
+    def forward(self, positions_BT: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+        """positions: (1 or B, T) integers, all below `horizon` → two of (1 or B, T, 1, E / 2)."""
+        if horizon > len(self.cos_NE):
+            self._fill(horizon, self.cos_NE.device)
+        return self.cos_NE[positions_BT][..., None, :], self.sin_NE[positions_BT][..., None, :]
+
+    def _fill(self, rows: int, device: torch.device) -> None:
+        rows = -(-(rows + SPARE_ROWS) // TABLE_ROWS) * TABLE_ROWS
+        # It may first be needed in generation and then in training, which could not use a tensor of inference mode.
+        with torch.inference_mode(False):
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+            positions = torch.arange(rows, dtype=torch.float32, device=device)
+            angles_NE = positions[:, None] * (1.0 / self.base**exponents)
+            self.cos_NE, self.sin_NE = angles_NE.cos(), angles_NE.sin()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
+        """Follows the model to its device, but not to its dtype: positions need more digits than bf16 has."""
+        device = fn(torch.empty(0, device=self.cos_NE.device)).device
+        if device != self.cos_NE.device and device.type != "meta":
+            self.cos_NE, self.sin_NE = self.cos_NE.to(device), self.sin_NE.to(device)
+        return self
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; head counts are read off the projections' shapes."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = head_dim
+        self.query = nn.Linear(width, heads * head_dim, bias=False)
+        self.key = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.value = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.out = nn.Linear(heads * head_dim, width, bias=False)
+
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], window: int | Tensor | None, context: Context
+    ) -> Tensor:
+        """x: (B, T, D), normed → (B, T, D)."""
+        B, T, _ = x_BTD.shape
+        q_BTHE = self.query(x_BTD).view(B, T, -1, self.head_dim)
+        k_BTKE = self.key(x_BTD).view(B, T, -1, self.head_dim)
+        v_BTKE = self.value(x_BTD).view(B, T, -1, self.head_dim)
+        cos, sin = rotary
+        # Counter-clockwise, as Llama has it: `rotate` turns the other way.
+        y_BTHE = context.attend(self.layer, rotate(q_BTHE, cos, -sin), rotate(k_BTKE, cos, -sin), v_BTKE, window)
+        return self.out(y_BTHE.reshape(B, T, -1))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) ∘ up x), gate and up in one product (arXiv 2002.05202)."""
+
+    def __init__(self, width: int, mlp_width: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * mlp_width, bias=False)
+        self.down = nn.Linear(mlp_width, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, shape: ModelRecipe, layer: int) -> None:
+        super().__init__()
+        assert shape.width and shape.heads and shape.kv_heads and shape.head_dim
+        eps = shape.norm_eps or NORM_EPS
+        self.attention_norm = RMSNorm(shape.width, eps)
+        self.attention = Attention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer)
+        self.mlp_norm = RMSNorm(shape.width, eps)
+        self.mlp = SwiGLU(shape.width, mlp_width(shape))
+        self.dropout = nn.Dropout(shape.dropout or 0.0)
+
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], window: int | Tensor | None, context: Context
+    ) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary, window, context))
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class Llama(nn.Module):
+    """tokens → normed hidden states; `logits` turns those into logits."""
+
+    group_kinds: ClassVar[Mapping[str, str]] = {
+        "matrices": "matrices",
+        "norms": "scalars",
+        "embedding": "embedding",
+        "head": "head",
+    }
+
+    def __init__(self, shape: ModelRecipe) -> None:
+        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `init_parameters`."""
+        super().__init__()
+        assert shape.depth and shape.width and shape.vocab_size and shape.head_dim and shape.context
+        self.shape = shape
+        self.cap: Cap = NoCap()
+        self.windows = shape.window_sizes()
+        self.attention_layers = list(range(shape.depth))
+        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.dropout = nn.Dropout(shape.dropout or 0.0)
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
+        self.norm = RMSNorm(shape.width, shape.norm_eps or NORM_EPS)
+        self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self.rotary = RotaryTable(shape.head_dim, shape.rope_base, shape.context)
+
+    def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
+        """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
+        x_BTD = self.dropout(embed(tokens_BT, self.embedding.weight))
+        rotary = self.rotary(context.positions(x_BTD), context.horizon(x_BTD))
+        for block, window in zip(self.blocks, context.windows(self.windows), strict=True):
+            x_BTD = block(x_BTD, rotary, window, context)
+        return self.norm(x_BTD)
+
+    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
+        return CausalContext()
+
+    def compile(self, **options: Any) -> None:
+        """Compiles by block, so that all layers share one compilation. options: of torch.compile."""
+        for block in self.blocks:
+            block.compile(**options)
+        self.norm.compile(**options)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Hidden states (…, D) → fp32 logits (…, V)."""
+        return self.cap(self.head(x_BTD).float())
+
+    @torch.no_grad()
+    def init_parameters(self, generator: torch.Generator) -> None:
+        """Fills every parameter, in a fixed order, from a CPU generator; raises if one was left out.
+
+        Normal with standard deviation 0.02; what writes to the residual stream is smaller by the square root of
+        twice the depth, the number of such writes (GPT-2).
+        """
+        small = INIT_STD / math.sqrt(2 * len(self.blocks))
+        values: dict[Tensor, Tensor] = {}
+
+        def normal(linear: nn.Linear | nn.Embedding, std: float) -> None:
+            values[linear.weight] = torch.empty(linear.weight.shape).normal_(0.0, std, generator=generator)
+
+        normal(self.embedding, INIT_STD)
+        normal(self.head, INIT_STD)
+        for block in cast(list[Block], list(self.blocks)):
+            for linear in (block.attention.query, block.attention.key, block.attention.value, block.mlp.gate_up):
+                normal(linear, INIT_STD)
+            for linear in (block.attention.out, block.mlp.down):
+                normal(linear, small)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                values[module.weight] = torch.ones(module.weight.shape)
+        missing = [name for name, p in self.named_parameters() if p not in values]
+        if missing:
+            raise ValueError(f"no initial value is given for {', '.join(missing)}: add it to init_parameters")
+        for p, value in values.items():
+            p.copy_(value)
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Which optimizer rule each parameter falls under, by group name."""
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in self.named_parameters():
+            group = "norms" if "norm" in name else "matrices" if name.startswith("blocks.") else name.split(".")[0]
+            groups.setdefault(group, []).append((name, p))
+        return groups
+
+
+def mlp_width(shape: ModelRecipe) -> int:
+    """Of gate and up each: 8/3 of the width, as many parameters as a plain feed-forward of 4, in multiples of 64."""
+    assert shape.width
+    return shape.mlp_width or -(-8 * shape.width // (3 * 64)) * 64

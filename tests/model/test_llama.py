@@ -1,0 +1,279 @@
+"""The Llama against the same mathematics written over again in NumPy; its rotary table; how it starts and trains."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quern.generate.cache import KVCache, decode
+from quern.model.context import CausalContext
+from quern.model.count import flops_per_token, parameters
+from quern.model.llama import INIT_STD, Llama, RMSNorm, RotaryTable, mlp_width
+from quern.model.loss import loss_sum
+from quern.optim.groups import make_groups
+from quern.optim.schedule import Multipliers
+from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.recipes.llama import RECIPE
+from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import train_step
+from tests.train.toy import CONTEXT, CPU, VOCABULARY, eager, toy_loader
+
+__all__ = ["eager"]  # a fixture
+pytestmark = pytest.mark.usefixtures("eager")
+
+SHAPE = ModelRecipe(
+    depth=3,
+    width=30,
+    head_dim=6,
+    heads=4,
+    kv_heads=2,
+    context=24,
+    vocab_size=53,
+    windows="L",
+    rope_base=1e4,
+    mlp_width=37,
+)
+
+
+def random_model(shape: ModelRecipe = SHAPE) -> Llama:
+    """Every parameter random: no path through the model is silent, and no norm is the identity."""
+    model = Llama(shape)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = parameter.size(-1) ** -0.5 if parameter.dim() == 2 else 1.0
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def tokens(B: int = 2, T: int = 24, V: int = 53) -> torch.Tensor:
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(T))
+
+
+# An independent oracle --------------------------------------------------------------------------------------
+
+
+def in_numpy(model: Llama, ids: np.ndarray) -> np.ndarray:
+    """Logits of one row, in float64, one query and one head at a time."""
+    p = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
+    shape, T = model.shape, len(ids)
+    E, eps = shape.head_dim or 0, shape.norm_eps or 1e-5
+
+    def rms(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * p[name]
+
+    def turned(x: np.ndarray, position: int) -> np.ndarray:
+        """Rotary: the pair (i, i + E/2) as a complex number, times e^(i · angle)."""
+        angle = position * shape.rope_base ** (-np.arange(0, E, 2) / E)
+        z = (x[: E // 2] + 1j * x[E // 2 :]) * np.exp(1j * angle)
+        return np.concatenate([z.real, z.imag])
+
+    x = p["embedding.weight"][ids]
+    for layer in range(len(model.blocks)):
+        name = f"blocks.{layer}"
+        h = rms(x, f"{name}.attention_norm.weight")
+        q, k, v = (h @ p[f"{name}.attention.{part}.weight"].T for part in ("query", "key", "value"))
+        heads, kv_heads = q.shape[1] // E, k.shape[1] // E
+        y = np.zeros((T, heads, E))
+        for t in range(T):
+            for head in range(heads):
+                kv = slice(head // (heads // kv_heads) * E, (head // (heads // kv_heads) + 1) * E)
+                keys = np.stack([turned(k[s, kv], s) for s in range(t + 1)])
+                weights = np.exp(keys @ turned(q[t, head * E : (head + 1) * E], t) / math.sqrt(E))
+                y[t, head] = weights / weights.sum() @ v[: t + 1, kv]
+        x = x + y.reshape(T, -1) @ p[f"{name}.attention.out.weight"].T
+        gate, up = np.split(rms(x, f"{name}.mlp_norm.weight") @ p[f"{name}.mlp.gate_up.weight"].T, 2, axis=1)
+        x = x + gate / (1 + np.exp(-gate)) * up @ p[f"{name}.mlp.down.weight"].T
+    return rms(x, "norm.weight") @ p["head.weight"].T
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, depth=1, kv_heads=1, mlp_width=None),
+        replace(SHAPE, depth=2, kv_heads=4, width=48, head_dim=10, rope_base=500.0, norm_eps=1e-2),
+    ],
+)
+def test_forward_is_the_same_model_in_numpy(shape: ModelRecipe) -> None:
+    model, ids = random_model(shape), tokens()
+    logits = model.logits(model(ids, CausalContext()))
+    assert logits.dtype == torch.float32 and logits.shape == (2, 24, 53)
+    for row in range(2):
+        expected = in_numpy(model, ids[row].numpy())
+        assert np.abs(logits[row].detach().numpy() - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+def test_bf16_stays_near_fp32() -> None:
+    model, ids = random_model(), tokens()
+    exact = model(ids, CausalContext())
+    low = model.to(torch.bfloat16)(ids, CausalContext())
+    assert low.dtype == torch.bfloat16
+    assert ((low.float() - exact).norm() / exact.norm()).item() < 0.03
+
+
+def test_the_norm_is_taken_in_fp32() -> None:
+    """Squares of numbers like these overflow half precision."""
+    norm = RMSNorm(16, 1e-5).to(torch.float16)
+    torch.nn.init.constant_(norm.weight, 2.0)
+    assert torch.equal(norm(torch.full((1, 1, 16), 60_000.0, dtype=torch.float16)), torch.full((1, 1, 16), 2.0).half())
+
+
+# The rotary table -------------------------------------------------------------------------------------------
+
+
+def test_the_table_grows_past_the_training_context() -> None:
+    """Rows of a length never seen before: the first tokens do not change, later ones are still the oracle's."""
+    shape = replace(SHAPE, context=4)
+    model, [ids] = random_model(shape), tokens(1, 1200)
+    short = model(ids[None, :24], CausalContext())
+    before = len(model.rotary.cos_NE)
+    long = model(ids[None], CausalContext())
+    assert before < 1200 <= len(model.rotary.cos_NE)
+    assert (long[:, :24] - short).abs().max() <= 1e-5
+    angles = torch.tensor([[1199]]).double()[..., None, None] * 1e4 ** (-torch.arange(0, 6, 2).double() / 6)
+    cos, sin = model.rotary(torch.tensor([[1199]]), 1200)
+    assert cos.shape == (1, 1, 1, 3)
+    assert (cos - angles.cos()).abs().max() <= 2e-4 >= (sin - angles.sin()).abs().max()
+
+
+def test_the_table_follows_to_a_device_but_not_to_a_dtype() -> None:
+    table = RotaryTable(6, 1e4, 4).to(torch.bfloat16)
+    assert table.cos_NE.dtype == torch.float32
+    with torch.device("meta"):
+        weightless = Llama(SHAPE)
+    assert weightless.embedding.weight.device.type == "meta"
+    made = weightless.to_empty(device="cpu")
+    assert torch.equal(made.rotary.cos_NE, Llama(SHAPE).rotary.cos_NE)
+    assert not any("rotary" in name for name in made.state_dict())
+
+
+def test_a_table_grown_in_generation_serves_training() -> None:
+    model, ids = random_model(replace(SHAPE, context=4)), tokens(1, 1200)
+    with torch.inference_mode():
+        cache = KVCache.for_model(model, 1, 1300)
+        cache.prefill(model, ids, torch.tensor([1200]))
+        decode(model, cache, torch.tensor([5]), torch.arange(1300))
+    assert len(model.rotary.cos_NE) >= 1300
+    model(ids, CausalContext()).sum().backward()
+    assert model.embedding.weight.grad is not None
+
+
+# Dropout ----------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_off_by_default_and_in_evaluation() -> None:
+    ids = tokens()
+    plain, dropping = random_model(), random_model(replace(SHAPE, dropout=0.3))
+    expected = plain(ids, CausalContext())
+    assert torch.equal(plain.train()(ids, CausalContext()), expected)
+    assert torch.equal(dropping(ids, CausalContext()), expected)
+    torch.manual_seed(0)
+    one = dropping.train()(ids, CausalContext())
+    other = dropping(ids, CausalContext())
+    torch.manual_seed(0)
+    assert not torch.equal(one, expected) and not torch.equal(one, other)
+    assert torch.equal(dropping(ids, CausalContext()), one)
+
+
+# How it starts and trains -----------------------------------------------------------------------------------
+
+
+def initialised(seed: int, shape: ModelRecipe = SHAPE) -> Llama:
+    model = Llama(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    model.init_parameters(CPU.generator(seed))
+    return model
+
+
+def test_same_seed_same_weights_whatever_else_was_drawn() -> None:
+    torch.manual_seed(1)
+    first = initialised(5).state_dict()
+    torch.manual_seed(2)
+    torch.rand(7)
+    second, other = initialised(5).state_dict(), initialised(6).state_dict()
+    for name, value in first.items():
+        assert torch.isfinite(value).all(), f"{name} was left uninitialised"
+        assert torch.equal(value, second[name]), name
+    drawn = {name for name in first if not torch.equal(first[name], other[name])}
+    assert drawn == {name for name in first if "norm" not in name}
+
+
+def test_initial_spread_of_every_matrix() -> None:
+    shape = resolve(replace(RECIPE, depth=4)).model
+    for name, value in initialised(0, shape).state_dict().items():
+        if "norm" in name:
+            assert (value == 1).all(), name
+        else:
+            small = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            assert value.std().item() == pytest.approx(INIT_STD / math.sqrt(8) if small else INIT_STD, rel=0.02), name
+
+
+def test_a_parameter_without_initial_value_is_named() -> None:
+    class Forgetful(Llama):
+        def __init__(self, shape: ModelRecipe) -> None:
+            super().__init__(shape)
+            self.forgotten = torch.nn.Parameter(torch.empty(3))
+
+    with pytest.raises(ValueError, match="no initial value is given for forgotten: add it to init_parameters"):
+        Forgetful(SHAPE).init_parameters(CPU.generator(0))
+
+
+def test_the_first_loss_is_near_that_of_a_uniform_guess() -> None:
+    model, ids = initialised(0), tokens()
+    total, _ = loss_sum(model, ids, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))
+    assert total.item() == pytest.approx(math.log(53), abs=0.02)
+
+
+def toy_llama(**changes: Any) -> Recipe:
+    shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY, "windows": "L"}
+    return resolve(replace(RECIPE, depth=2, model=ModelRecipe(**(shape | changes))))
+
+
+def toy_state(recipe: Recipe) -> TrainState:
+    return build_state(recipe, CPU, build_model(recipe, CPU, recipe.seed))
+
+
+def test_every_parameter_receives_a_gradient_and_moves() -> None:
+    state, loader = toy_state(toy_llama(dropout=0.1)), toy_loader()
+    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    result = train_step(state, loader.batch(0), Multipliers(), CPU, micro_batch_rows=3)
+    silent = [n for n, p in state.model.named_parameters() if p.grad is None or p.grad.count_nonzero() == 0]
+    assert result.verdict == "step" and silent == []
+    assert [n for n, p in state.model.named_parameters() if torch.equal(p, before[n])] == []
+
+
+def test_training_learns() -> None:
+    state, loader = toy_state(toy_llama()), toy_loader()
+    losses = [train_step(state, loader.batch(step), Multipliers(), CPU, micro_batch_rows=8).loss for step in range(60)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
+
+
+def test_everything_has_a_rule_and_norms_do_not_decay() -> None:
+    recipe = toy_llama()
+    model = Llama(recipe.model)
+    found = make_groups(model.parameter_groups(), recipe.make_rules(recipe.optim), model.named_parameters())
+    groups = {group.name: group for group in found}
+    assert groups.keys() == {"matrices", "head", "embedding", "norms"}
+    norms = groups["norms"]
+    assert len(norms.parameters) == 5 and not norms.rule.stacked
+    assert norms.rule.weight_decay == 0  # type: ignore[attr-defined]
+
+
+# What it costs ----------------------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_the_formula() -> None:
+    """Twelve squares of the width in a block, as in a plain transformer, and no window shortens attention."""
+    recipe = resolve(replace(RECIPE, depth=12))
+    counted, width = parameters(recipe), 768
+    assert mlp_width(recipe.model) == 2048
+    assert counted.transformer == 12 * 12 * width**2
+    assert counted.scalars == 25 * width and counted.value_embeddings == 0
+    assert counted.total == counted.kaplan + 32_768 * width + 25 * width
+    assert flops_per_token(recipe) == 6 * counted.kaplan + 12 * 12 * width * 2048
