@@ -1,57 +1,36 @@
-"""The optimizer's driver: fp32 masters, flat and stacked buffers, and the bytes between them and the model.
+"""The optimizer's driver: fp32 masters, sharded over the data group, and the bytes between them and the model.
 
-An update rule sees tensors only; this file decides how they lie in memory. Parameters of an elementwise rule
-become views into one flat buffer, matrices of one shape become views into one (N, R, C) stack, and so do
-their gradients: zeroing, clipping and writing back are one call per buffer. Parameters stay in the compute
-dtype; where that is not fp32 the masters exist once more in fp32, else the parameter is its own master.
+An update rule sees tensors only; how they lie in memory, and who owns what, is decided in buckets.py. Gradients leave
+for their owners while the backward pass of the last micro-batch still runs, one bucket after the other; the parameters
+come back while the next bucket is updated. Parameters stay in the compute dtype; where that is not fp32 the masters
+exist once more in fp32, else a parameter is its own master. On one process nothing travels.
 
-One process for now: the whole state is here. Not a torch.optim.Optimizer: schedules come in as numbers.
+Not a torch.optim.Optimizer: schedules come in as numbers. Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from quern.optim.groups import Group, Rule
+from quern.mesh import Mesh, Pending, alone
+from quern.optim.groups import Group
 from quern.optim.schedule import Multipliers
-
-ALIGNMENT = 64
-"""Elements: a parameter in a flat buffer starts at a multiple, since fast matmuls need aligned operands."""
-
-
-@dataclass
-class Bucket:
-    """The parameters of one group that lie in one buffer, and everything an update of them needs."""
-
-    rule: Rule
-    lr: float
-    parameters: list[tuple[str, Parameter]]
-    views: Callable[[Tensor], list[Tensor]]
-    """Cuts a buffer laid out like `params` into the parameters' parts, in their shapes."""
-    params: Tensor
-    grads: Tensor
-    grad_views: list[Tensor]
-    masters: Tensor
-    state: dict[str, Tensor]
-    update: Callable[..., None]
-
-    @property
-    def out(self) -> Tensor | None:
-        return None if self.masters is self.params else self.params
+from quern.parallel.buckets import Bucket, Settings, make_buckets
+from quern.parallel.sharding import Slice
 
 
 class Zero2:
     """Updates the parameters of `groups`, which become views into this object's buffers.
 
-    Load weights and move the model to its device before this is made; afterwards change weights in place
-    only, and through `load_state_tensors`. dtype_ns: dtype of Muon's matrix products (the machine's compute
-    dtype). compile: run the update rules through torch.compile.
+    Load weights, move the model to its device and cut it (parallel/plan.py) before this is made; afterwards change
+    weights in place only, and through `load_state_tensors`. dtype_ns: dtype of Muon's matrix products (the machine's
+    compute dtype). compile: run the update rules through torch.compile.
     """
 
     def __init__(
@@ -60,101 +39,77 @@ class Zero2:
         *,
         dtype_ns: torch.dtype = torch.float32,
         compile: bool = False,
-        mesh: None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.dtype_ns = dtype_ns
+        self.mesh = mesh or alone()
         self.compile = compile
-        self.buckets = [bucket for group in groups for bucket in _buckets(group, dtype_ns, compile)]
+        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile))
         if not self.buckets:
             raise ValueError("there is nothing to optimize: the groups hold no parameters")
+        self._reduced = False
+        self._left: list[int] = []
+        """While the last micro-batch's backward runs: for each bucket, the parameters still without a gradient."""
+        self._next = 0
+        self._small = _share_memory([bucket for bucket in self.buckets if bucket.small])
+        if self.mesh.data.size > 1:
+            for number, bucket in enumerate(self.buckets):
+                for place, (_, parameter) in enumerate(bucket.parameters):
+                    parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
 
-    @torch.no_grad()
-    def step(self, step: int, multipliers: Multipliers) -> None:
-        """One update from the gradients at hand. step: how many updates were made before this one."""
-        self._gather_grads()
-        for bucket in self.buckets:
-            scalars = bucket.rule.scalars(step + 1, bucket.lr * multipliers.lr, multipliers.momentum, multipliers.decay)
-            if self.compile:  # as tensors: a changed Python number would compile the update anew
-                scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-            bucket.update(bucket.masters, bucket.grads, bucket.state, scalars, out=bucket.out)
-
-    @torch.no_grad()
-    def zero_grad(self) -> None:
-        """All gradients to zero, in place. (Setting them to None instead is allowed, and costs a copy.)"""
-        for bucket in self.buckets:
-            bucket.grads.zero_()
+    # Gradients ------------------------------------------------------------------------------------------------
 
     def drop_grads(self) -> None:
         """Forgets all gradients, so that the next backward pass hands over its own instead of adding to zeros."""
         for bucket in self.buckets:
             for _, parameter in bucket.parameters:
                 parameter.grad = None
+        self._reduced = False
 
-    @torch.no_grad()
-    def grad_norm(self) -> Tensor:
-        """The global 2-norm of all gradients: fp32, 0-dim, one pass; not finite when any of them is not."""
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Around the backward pass that completes the gradients: what is complete leaves at once for its owner."""
+        self._left, self._next = [len(bucket.parameters) for bucket in self.buckets], 0
+        try:
+            yield
+        finally:
+            self._left = []
+
+    def _arrived(self, number: int, place: int, parameter: Parameter) -> None:
+        """Autograd has accumulated a gradient: it moves into its buffer, and completes a bucket perhaps."""
+        view = self.buckets[number].grad_views[place]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        if self._left:
+            self._left[number] -= 1
+            self._launch()
+
+    def _launch(self) -> None:
+        """Buckets leave in their order, whatever order they are completed in, so that all ranks agree."""
+        while self._next < len(self.buckets) and not self._left[self._next]:
+            if not self.buckets[self._next].small:
+                self.buckets[self._next].reduce()
+            self._next += 1
+
+    def _reduce(self) -> None:
+        """All gradients summed over the data group, each at its owner. Raises ValueError naming silent parameters."""
+        if self._reduced:
+            return
         self._gather_grads()
-        norms = [torch.linalg.vector_norm(bucket.grads, dtype=torch.float32) for bucket in self.buckets]
-        return torch.linalg.vector_norm(torch.stack(norms))
-
-    def finite(self) -> Tensor:
-        """0-dim bool: whether every gradient is finite. With `grad_norm` at hand, ask that instead."""
-        return torch.isfinite(self.grad_norm())
-
-    @torch.no_grad()
-    def clip_grads(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
-        """Scales all gradients so that their global norm is at most max_norm; returns the norm from before.
-
-        norm: `grad_norm()`'s result, if it was already computed for these gradients.
-        """
-        norm = self.grad_norm() if norm is None else norm
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for bucket in self.buckets:
-            bucket.grads.mul_(scale)
-        return norm
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Masters and state by logical name ("master.<parameter>", "m.<parameter>"): all a resume needs.
-
-        The tensors are views of the live buffers: copy what must outlive the next step. The parameters
-        themselves are the masters rounded to their dtype."""
-        tensors = {}
-        for bucket in self.buckets:
-            for kind, buffer in {"master": bucket.masters, **bucket.state}.items():
-                for (name, _), view in zip(bucket.parameters, bucket.views(buffer), strict=True):
-                    tensors[f"{kind}.{name}"] = view
-        return tensors
-
-    @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores what `state_tensors` gave, bit for bit, and the parameters from the masters.
-
-        Raises ValueError, before anything is changed, when a tensor is missing, has another shape or is one
-        too many."""
-        own = self.state_tensors()
-        problems = [f"missing: {name}" for name in own if name not in tensors]
-        problems += [f"unknown: {name}" for name in tensors if name not in own]
-        for name in own.keys() & tensors.keys():
-            if own[name].shape != tensors[name].shape:
-                problems.append(f"{name} is {tuple(tensors[name].shape)}, not {tuple(own[name].shape)}")
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise ValueError(
-                f"the optimizer state does not fit this model ({'; '.join(sorted(problems)[:5])}{more}): "
-                "resume with the recipe that wrote it"
-            )
-        for name, view in own.items():
-            view.copy_(tensors[name])
-        for bucket in self.buckets:
-            if bucket.out is not None:
-                bucket.out.copy_(bucket.masters)
+        if self.mesh.data.size > 1:
+            small = [self.mesh.data.all_reduce(buffer) for buffer in self._small]
+            for bucket in self.buckets[self._next :]:
+                if not bucket.small:
+                    bucket.reduce()
+            _wait(small)
+            for bucket in self.buckets:
+                bucket.wait()
+        self._next = 0
+        self._reduced = True
 
     def _gather_grads(self) -> None:
-        """Makes every `.grad` the view of its buffer, copying what autograd put elsewhere (the first backward
-        does).
-
-        Raises ValueError naming parameters that received no gradient at all.
-        """
+        """Makes every `.grad` the view of its buffer, copying what autograd put elsewhere."""
         silent = [name for bucket in self.buckets for name, p in bucket.parameters if p.grad is None]
         if silent:
             raise ValueError(
@@ -168,49 +123,123 @@ class Zero2:
                     view.copy_(grad)
                     parameter.grad = view
 
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The global 2-norm of all gradients: fp32, 0-dim; not finite when any of them is not, on any rank."""
+        self._reduce()
+        norms = [
+            torch.linalg.vector_norm(bucket.owned_grads, dtype=torch.float32)
+            for bucket in self.buckets
+            if self._counts(bucket)
+        ]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if self.mesh.world.size == 1:
+            return norm
+        square = norm.square().to(self.buckets[0].params.device)
+        self.mesh.world.all_reduce(square).wait()
+        return square.sqrt()
 
-def _buckets(group: Group, dtype_ns: torch.dtype, compile: bool) -> list[Bucket]:
-    """Stacks of equal shape for a stacked rule, else one flat buffer; one for each dtype and device."""
-    kinds: dict[tuple, list[tuple[str, Parameter]]] = {}
-    for name, parameter in group.parameters:
-        shape = tuple(parameter.shape) if group.rule.stacked else ()
-        kinds.setdefault((parameter.device, parameter.dtype, *shape), []).append((name, parameter))
-    return [_bucket(group, parameters, dtype_ns, compile) for parameters in kinds.values()]
+    def _counts(self, bucket: Bucket) -> bool:
+        """Whether this rank's copy is the one of several equal ones that enters the norm."""
+        first_copy = not bucket.small or self.mesh.data.rank == 0
+        return first_copy and (not bucket.replicated or self.mesh.model.rank == 0)
+
+    @torch.no_grad()
+    def clip_grads(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
+        """Scales all gradients so that their global norm is at most max_norm; returns the norm from before.
+
+        norm: `grad_norm()`'s result, if it was already computed for these gradients.
+        """
+        norm = self.grad_norm() if norm is None else norm
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for bucket in self.buckets:
+            bucket.owned_grads.mul_(scale)
+        return norm
+
+    # Updates --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, step: int, multipliers: Multipliers) -> None:
+        """One update from the gradients at hand, which are used up: drop them before the next backward pass.
+
+        step: how many updates were made before this one.
+        """
+        self._reduce()
+        self._reduced = False
+        for bucket in self.buckets:
+            scalars = bucket.rule.scalars(step + 1, bucket.lr * multipliers.lr, multipliers.momentum, multipliers.decay)
+            if self.compile:  # as tensors: a changed Python number would compile the update anew
+                bucket.apply({name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()})
+            else:
+                bucket.apply(scalars)
+        for bucket in self.buckets:
+            bucket.wait()
+
+    # State ----------------------------------------------------------------------------------------------------
+
+    def slices(self) -> dict[str, Slice]:
+        """Masters and state that this rank holds, by logical name ("master.<parameter>", "m.<parameter>"): over all
+        ranks, all that a resume needs.
+
+        The tensors are views of the live buffers: copy what must outlive the next step. The parameters themselves are
+        the masters rounded to their dtype.
+        """
+        return {name: part for bucket in self.buckets for name, part in bucket.slices().items()}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """`slices` as whole tensors. Raises ValueError unless one process holds everything."""
+        slices = self.slices()
+        cut = [name for name, part in slices.items() if part.tensor.shape != part.whole]
+        if cut or self.mesh.world.size > 1:
+            raise ValueError("the state is spread over several processes: read it by `slices`")
+        return {name: part.tensor for name, part in slices.items()}
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores whole logical tensors, bit for bit, each rank its slices, and the parameters from the masters.
+
+        Raises ValueError, before anything is changed, when a tensor is missing, has another shape or is one
+        too many."""
+        own = self.slices()
+        problems = [f"missing: {name}" for name in own if name not in tensors]
+        if self.mesh.world.size == 1:
+            problems += [f"unknown: {name}" for name in tensors if name not in own]
+        for name in own.keys() & tensors.keys():
+            if own[name].whole != tuple(tensors[name].shape):
+                problems.append(f"{name} is {tuple(tensors[name].shape)}, not {own[name].whole}")
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError(
+                f"the optimizer state does not fit this model ({'; '.join(sorted(problems)[:5])}{more}): "
+                "resume with the recipe that wrote it"
+            )
+        for name, part in own.items():
+            part.tensor.copy_(part.of(tensors[name]))
+        for bucket in self.buckets:
+            bucket.round_masters()
+        for bucket in self.buckets:
+            bucket.wait()
 
 
-@torch.no_grad()
-def _bucket(group: Group, parameters: list[tuple[str, Parameter]], dtype_ns: torch.dtype, compile: bool) -> Bucket:
-    first = parameters[0][1]
-    if group.rule.stacked:
-        several = first.shape[:-2]  # a parameter may itself be a stack: so many matrices of it
-        params = first.new_empty(len(parameters) * several.numel(), *first.shape[-2:])
-        views = partial(_unstack, count=len(parameters), several=several)
-    else:
-        shapes = [p.shape for _, p in parameters]
-        params = first.new_zeros(sum(_padded(shape.numel()) for shape in shapes))
-        views = partial(_unflatten, shapes=shapes)
-    for (_, parameter), view in zip(parameters, views(params), strict=True):
-        view.copy_(parameter)
-        parameter.data = view
-    grads = torch.zeros_like(params)
-    masters = params if params.dtype in (torch.float32, torch.float64) else params.float()
-    update = partial(group.rule.update_, dtype=dtype_ns)
-    # Rules on stacks are mostly matrix products: compiled they save a CPU little time in a step and cost it more at
-    # the start than that comes to in an hour. dynamic: one compilation serves all sizes.
-    if compile and not (group.rule.stacked and params.device.type == "cpu"):
-        update = torch.compile(update, dynamic=True)
-    state = group.rule.init_state(masters)
-    return Bucket(group.rule, group.lr, parameters, views, params, grads, views(grads), masters, state, update)
+def _share_memory(buckets: Sequence[Bucket]) -> list[Tensor]:
+    """Moves the small buckets' gradients into one buffer for each dtype and device, which travels in one call."""
+    kinds: dict[tuple, list[Bucket]] = {}
+    for bucket in buckets:
+        kinds.setdefault((bucket.grads.dtype, bucket.grads.device), []).append(bucket)
+    shared = []
+    for members in kinds.values():
+        buffer = torch.cat([bucket.grads for bucket in members])
+        for bucket, part in zip(members, buffer.split([len(b.grads) for b in members]), strict=True):
+            views = [view.storage_offset() - bucket.params.storage_offset() for view in bucket.param_views]
+            bucket.grads = part
+            bucket.grad_views = [
+                part[at : at + view.numel()].view(view.shape)
+                for at, view in zip(views, bucket.param_views, strict=True)
+            ]
+        shared.append(buffer)
+    return shared
 
 
-def _unstack(buffer: Tensor, count: int, several: torch.Size) -> list[Tensor]:
-    return list(buffer.view(count, *several, *buffer.shape[1:]).unbind(0))
-
-
-def _unflatten(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    parts = buffer.split([_padded(shape.numel()) for shape in shapes])
-    return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _padded(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _wait(pending: Sequence[Pending]) -> None:
+    for one in pending:
+        one.wait()

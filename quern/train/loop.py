@@ -8,13 +8,13 @@ left out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quern.data.batch import Batches
+from quern.data.batch import Batch, Batches
 from quern.data.loader import prefetch
 from quern.machine import Machine
 from quern.optim.schedule import Multipliers
@@ -63,7 +63,7 @@ def train(
     folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
     window = _Window()
     fresh = True
-    with Stop() as stop, closing(prefetch(loader, state.step, plan.steps)) as batches:
+    with Stop() as stop, closing(_batches(state, loader, plan)) as batches:
         for batch in batches:
             start = time.perf_counter()
             result = train_step(
@@ -112,6 +112,12 @@ def train(
                 return EXIT_STOPPED
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE
+
+
+def _batches(state: TrainState, loader: Batches, plan: Plan) -> Generator[Batch, None, None]:
+    """This replica's rows of the batches to come."""
+    data = state.optimizer.mesh.data
+    return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
 
 
 def save(state: TrainState, plan: Plan, folder: StageFolder) -> Path:

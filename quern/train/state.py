@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quern.machine import Machine
+from quern.mesh import Mesh
 from quern.optim.groups import make_groups
 from quern.parallel.zero2 import Zero2
 from quern.recipe import Recipe
@@ -65,11 +66,11 @@ def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
     return model.to(device=machine.device, dtype=machine.dtype)
 
 
-def build_state(recipe: Recipe, machine: Machine, model: Any) -> TrainState:
-    """A fresh state around a model whose weights are in place. recipe: resolved."""
+def build_state(recipe: Recipe, machine: Machine, model: Any, mesh: Mesh | None = None) -> TrainState:
+    """A fresh state around a model whose weights are in place, and which is cut for the mesh. recipe: resolved."""
     rules = recipe.make_rules(recipe.optim)
     groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
-    optimizer = Zero2(groups, dtype_ns=machine.dtype, compile=machine.compile)
+    optimizer = Zero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh)
     return TrainState(model, optimizer, Guard(recipe.train.max_skips))
 
 

@@ -6,6 +6,7 @@ cannot change it. A step whose loss or gradient norm is not finite touches no we
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +40,16 @@ def train_step(
     micro_batch_rows: int,
     clip_norm: float | None = None,
 ) -> StepResult:
-    """One step on the global batch; advances `state` whatever the verdict ("step", "skip" or "stop")."""
-    loss, tokens = accumulate(state, batch, machine, micro_batch_rows, multipliers.window)
+    """One step; advances `state` whatever the verdict ("step", "skip" or "stop"), which is the same on all ranks.
+
+    batch: this replica's rows of the global batch.
+    """
+    part, tokens = accumulate(state, batch, machine, micro_batch_rows, multipliers.window)
+    totals = torch.stack([part.float(), part.new_tensor(batch.tokens.size, dtype=torch.float32)])
+    state.optimizer.mesh.data.all_reduce(totals).wait()
+    loss, positions = totals
     norm = state.optimizer.grad_norm()
-    loss_value, norm_value = torch.stack([loss.float(), norm]).tolist()  # the step's one wait for the device
+    loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's one wait for the device
     verdict = state.guard.observe(bool(np.isfinite(loss_value) and np.isfinite(norm_value)))
     if verdict == "step":
         if clip_norm is not None:
@@ -50,22 +57,30 @@ def train_step(
         state.optimizer.step(state.step - state.guard.skips, multipliers)
     state.step += 1
     state.tokens += tokens
-    return StepResult(loss_value, norm_value, tokens, batch.tokens.size, verdict)
+    return StepResult(loss_value, norm_value, tokens, int(positions), verdict)
 
 
 def accumulate(
     state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int, window: float = 1.0
 ) -> tuple[torch.Tensor, int]:
-    """Leaves the batch's gradients in the optimizer's buffers → (mean loss, 0-dim; valid targets)."""
-    tokens = int(batch.mask.sum())
+    """Leaves the gradients in the optimizer's buffers → (this replica's part of the mean loss, 0-dim; valid targets of
+    the global batch).
+
+    While the last micro-batch's backward runs, gradients are summed over the replicas as they come.
+    """
+    count = torch.tensor(int(batch.mask.sum()), device=machine.device)
+    state.optimizer.mesh.data.all_reduce(count).wait()
+    tokens = int(count)
     if tokens == 0:
         raise ValueError("a batch without a single target cannot train: check the data's masks")
     state.optimizer.drop_grads()  # the first micro-batch's gradients are taken as they come
     loss = torch.zeros((), device=machine.device)
-    for micro in batch.split(micro_batch_rows):
+    micros = list(batch.split(micro_batch_rows))
+    for number, micro in enumerate(micros, start=1):
         inputs, targets, scale = to_device(micro, tokens, machine)
         total, _ = loss_sum(state.model, inputs, targets, scale, window, machine.attention)
-        total.backward()
+        with state.optimizer.last_backward() if number == len(micros) else nullcontext():
+            total.backward()
         loss += total.detach()
     return loss, tokens
 

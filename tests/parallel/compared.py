@@ -1,0 +1,142 @@
+"""What ranks run for the laws of sharding: the same steps as one process, and how far the results lie apart."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quern.mesh import Mesh
+from quern.optim.schedule import Multipliers
+from quern.parallel import buckets
+from quern.parallel.buckets import Bucket
+from quern.parallel.zero2 import Zero2
+from quern.recipe import OptimRecipe, Recipe, resolve
+from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import StepResult, train_step
+from tests.laws.deviation import deviation
+from tests.train.toy import CPU, toy_loader, toy_recipe, toy_schedule, toy_state
+
+STEPS = 10
+
+
+def optimized(mesh: Mesh, masked: bool, rows: int, clip: float | None, broken: str = "") -> dict[str, float]:
+    """Ten steps on the mesh and on one process → deviations of losses, norms, gradients, state after 1 and 10.
+
+    broken: one of `BROKEN`, which must show.
+    """
+    torch.compiler.set_stance("force_eager")
+    buckets.SMALL_ELEMENTS = 100  # the toy's embeddings are cut, its scalars are not
+    buckets.LEAST_ELEMENTS = 1024
+    BROKEN[broken]()
+    loader = toy_loader(masked)
+    ours, reference = sharded_state(mesh), toy_state(recipe())
+    worst: dict[str, float] = {"loss": 0.0, "norm": 0.0}
+    for step in range(STEPS):
+        expected = advance(reference, loader.batch(step), step, rows, clip)
+        found = advance(ours, loader.batch(step, mesh.data.rank, mesh.data.size), step, rows, clip)
+        worst["loss"] = max(worst["loss"], apart(found.loss, expected.loss))
+        worst["norm"] = max(worst["norm"], apart(found.grad_norm, expected.grad_norm))
+        if found.tokens != expected.tokens or found.positions != expected.positions:
+            worst["loss"] = float("inf")
+        if step == 0:  # later the weights differ by roundings, and with them what the gradients should be
+            worst["gradients"] = gradients_apart(ours.optimizer, reference)
+            worst["one update"] = state_apart(ours, reference)
+    return worst | {"ten updates": state_apart(ours, reference)}
+
+
+def recipe() -> Recipe:
+    """The toy's, at the rates that a batch this small has by the recipe's own rule."""
+    return resolve(replace(toy_recipe(), optim=OptimRecipe(decay_scale=0.1)))
+
+
+def sharded_state(mesh: Mesh) -> TrainState:
+    """`toy_state` on the mesh."""
+    model = build_model(recipe(), CPU, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return build_state(recipe(), CPU, model, mesh)
+
+
+def advance(state: TrainState, batch: Any, step: int, rows: int, clip: float | None) -> StepResult:
+    return train_step(state, batch, toy_schedule(STEPS)(step), CPU, micro_batch_rows=rows, clip_norm=clip)
+
+
+def apart(one: float, other: float) -> float:
+    return abs(one - other) / abs(other)
+
+
+def gradients_apart(optimizer: Zero2, reference: TrainState) -> float:
+    """Of what this rank owns, after clipping."""
+    expected = {name: p.grad for name, p in reference.model.named_parameters()}
+    ours, theirs = [], []
+    for bucket in optimizer.buckets:
+        for name, part in bucket._slices(bucket.owned_grads):
+            ours.append(part.tensor)
+            theirs.append(part.of(expected[name]))
+    return deviation(ours, theirs)
+
+
+def state_apart(ours: TrainState, reference: TrainState) -> float:
+    """Masters, moments, and the parameters themselves, which every rank holds whole."""
+    expected = reference.tensors()
+    slices = ours.optimizer.slices()
+    state = deviation([part.tensor for part in slices.values()], [p.of(expected[name]) for name, p in slices.items()])
+    pairs = zip(ours.model.parameters(), reference.model.parameters(), strict=True)
+    found, wanted = zip(*[(a.detach(), b.detach()) for a, b in pairs], strict=True)
+    return max(state, deviation(list(found), list(wanted)))
+
+
+# Ways to be wrong -------------------------------------------------------------------------------------------
+
+
+def _small_ones_stay() -> None:
+    buckets.SMALL_ELEMENTS = 100
+    Zero2._small = property(lambda self: [], lambda self, value: None)  # type: ignore[assignment]
+
+
+def _local_norm() -> None:
+    Zero2.grad_norm = lambda self: (self._reduce(), _norm(self.buckets))[1]  # type: ignore[assignment]
+
+
+def _norm(of: list[Bucket]) -> torch.Tensor:
+    return torch.stack([bucket.owned_grads.norm() for bucket in of if len(bucket.owned_grads)]).norm()
+
+
+def _not_gathered() -> None:
+    Bucket.gather = lambda self: None  # type: ignore[method-assign]
+
+
+def _local_count() -> None:
+    """Each rank divides by its own number of targets, as most trainers do."""
+    from quern.mesh import Group, Pending
+
+    reduce = Group.all_reduce
+
+    def all_reduce(self: Group, tensor: torch.Tensor, op: str = "sum") -> Pending:
+        return Pending(None, self.traffic) if tensor.dtype == torch.int64 else reduce(self, tensor, op)
+
+    Group.all_reduce = all_reduce  # type: ignore[method-assign]
+
+
+BROKEN = {
+    "": lambda: None,
+    "small gradients are not summed": _small_ones_stay,
+    "a local norm": _local_norm,
+    "parameters are not gathered": _not_gathered,
+    "a local number of targets": _local_count,
+}
+
+
+def silent(mesh: Mesh) -> str:
+    """What a parameter without gradient leads to."""
+    state = sharded_state(mesh)
+    batch = toy_loader().batch(0, mesh.data.rank, mesh.data.size)
+    state.model.value_embeddings = torch.nn.ModuleDict()  # the model forgets them
+    torch.compiler.set_stance("force_eager")
+    try:
+        train_step(state, batch, Multipliers(), CPU, micro_batch_rows=3)
+    except ValueError as error:
+        return str(error)
+    return ""
