@@ -18,7 +18,7 @@ from quern.kernels.embedding import embed
 from quern.kernels.softcap import Cap, TanhCap
 from quern.model.attention import CausalSelfAttention
 from quern.model.context import CausalContext, Context
-from quern.model.layers import SquaredReluMLP, norm, rotary_table
+from quern.model.layers import Embedding, SquaredReluMLP, norm, rotary_table
 from quern.recipe import ModelRecipe
 
 SMEAR_CHANNELS = 24
@@ -79,7 +79,7 @@ class GPT(nn.Module):
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
-        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.embedding = Embedding(shape.vocab_size, shape.width)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
         self.value_embeddings = nn.ModuleDict(
             {
@@ -116,7 +116,7 @@ class GPT(nn.Module):
 
     def _enter(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """Embedding and smear."""
-        x_BTD = norm(embed(tokens_BT, self.embedding.weight))
+        x_BTD = norm(self.embedding(tokens_BT))
         gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
         return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quern.kernels.embedding import embed
+
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm without parameters over the last dim (arXiv 1910.07467); computed in fp32, returned in x's dtype."""
@@ -38,6 +40,13 @@ def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs (i, i + E/2) of each head by its position's angles, clockwise; computed in fp32."""
     first, second = x_BTHE.float().chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x_BTHE.dtype)
+
+
+class Embedding(nn.Embedding):
+    """tokens (B, T) → rows of its weight (B, T, D)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return embed(input, self.weight)
 
 
 class SquaredReluMLP(nn.Module):

@@ -7,6 +7,8 @@ parallelism cannot change the update.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def loss_sum(
     have come, of 1. attention: how it is computed (`Machine.attention`).
     """
     x_BTD = model(tokens_BT, model.context(tokens_BT, window).through(attention, tokens_BT, model.windows))
-    total, losses = cross_entropy(
+    total, losses = _criterion(model)(
         x_BTD.flatten(0, 1),
         model.head.weight,
         targets_BT.flatten(),
@@ -45,5 +47,10 @@ def token_losses(model: LanguageModel, x_BTD: Tensor, targets_BT: Tensor) -> Ten
     """Nats of each target (B, T) in fp32, from hidden states, without holding full logits. Not differentiable."""
     with torch.no_grad():
         zeros = torch.zeros(targets_BT.numel(), dtype=torch.float32, device=x_BTD.device)
-        _, losses = cross_entropy(x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), zeros, model.cap)
+        _, losses = _criterion(model)(x_BTD.flatten(0, 1), model.head.weight, targets_BT.flatten(), zeros, model.cap)
     return losses.view(targets_BT.shape)
+
+
+def _criterion(model: LanguageModel) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A model whose head holds a part of the vocabulary brings its own `cross_entropy` (parallel/)."""
+    return getattr(model, "criterion", cross_entropy)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from quern.kernels.embedding import embed
 from quern.kernels.softcap import Cap, SigmoidCap
 from quern.model.context import CausalContext, Context
-from quern.model.layers import SquaredReluMLP, norm, rotate
+from quern.model.layers import Embedding, SquaredReluMLP, norm, rotate
 from quern.recipe import ModelRecipe
 
 ATTENTION_SCALE = 0.12
@@ -146,7 +146,7 @@ class UNet(nn.Module):
         self.windows: list[int | None] = [*self._grown(1.0)]
         self.attention_layers = [layer for layer in range(shape.depth) if layer != without_attention(shape.depth)]
         self.head_dim = shape.head_dim
-        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.embedding = Embedding(shape.vocab_size, shape.width)
         self.value_embeddings = nn.ModuleList(
             nn.Embedding(shape.vocab_size, shape.heads * shape.head_dim)
             for _ in range(min(VALUE_EMBEDDINGS, shape.depth // 2))
@@ -175,7 +175,7 @@ class UNet(nn.Module):
         return self._leave(x_BTD)
 
     def _enter(self, tokens_BT: Tensor) -> Tensor:
-        return norm(embed(tokens_BT, self.embedding.weight))
+        return norm(self.embedding(tokens_BT))
 
     def _merge(self, x_BTD: Tensor, skip_BTD: Tensor, scale: Tensor) -> Tensor:
         return x_BTD + scale * skip_BTD
