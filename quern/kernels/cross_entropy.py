@@ -8,13 +8,15 @@ The chunked path takes a slice of tokens at a time and computes the gradients of
 (arXiv 2410.10989) does, so a backward pass only multiplies by a scalar. Where a cap bounds the logits no maximum is
 subtracted; and since a row's softmax denominator is only a factor of that row, the gradient is stored unnormalised
 in one pass over the logits and the factor is applied to the small matrices on either side. How the three products of
-the head are computed is handed in.
+the head are computed is handed in; so is what becomes of a chunk's logits: `COMPILED` here, or on a GPU `TRITON`,
+whose kernel (cross_entropy_triton.py) writes the gradient over the logits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quern.kernels.softcap import Cap
+from quern.kernels.triton_found import triton_found
 
 CHUNK_TOKENS = 1024
+CHUNK_LOGITS = 2**24
+"""A chunk is smaller than CHUNK_TOKENS where it would hold more logits than this: larger products run closer to the
+peak, but a chunk's logits and their gradient are most of the memory that the loss takes."""
+GPU_CHUNK_LOGITS = 2**27
+"""A GPU reaches its peak on larger products only, and has no gradient beside the logits."""
 MAX_HEIGHT = 60.0
 """exp(height) times the vocabulary must stay far below the largest fp32."""
 
@@ -63,6 +71,26 @@ MakeProducts = Callable[[Tensor, Tensor, Tensor], Products]
 """(x (N, D), weight (V, D), bound of the gradients by the logits) → products, made once for each call of the loss."""
 
 
+@dataclass(frozen=True)
+class ChunkPath:
+    """What becomes of a chunk's logits (N, V) of integer targets (N,) under a cap.
+
+    losses: (logits, targets, cap) → (N,) fp32 losses in nats; it may overwrite the logits.
+    gradient: (logits, targets, scale, cap) → the losses; factor (N,) = scale · steepest slope / denominator; and over
+    that factor the gradient by the logits, which may take their place.
+    """
+
+    losses: Callable[[Tensor, Tensor, Cap], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Cap], tuple[Tensor, Tensor, Tensor]]
+    chunk_tokens: int
+    chunk_logits: int
+
+    def chunks(self, N: int, V: int) -> list[slice]:
+        """The slices of tokens that are computed at once."""
+        size = min(self.chunk_tokens, max(64, self.chunk_logits // V // 64 * 64))
+        return [slice(start, start + size) for start in range(0, N, size)]
+
+
 def cross_entropy(
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -70,23 +98,24 @@ def cross_entropy(
     scale_N: Tensor,
     cap: Cap,
     products: MakeProducts = PlainProducts,
+    path: ChunkPath | None = None,
 ) -> tuple[Tensor, Tensor]:
     """→ (sum of scale · loss, a differentiable fp32 scalar; (N,) fp32 losses, unscaled and not differentiable).
 
     targets: (N,) integers in [0, V), also where scale is 0; scale: (N,) fp32; products: used where gradients are
-    recorded, elsewhere the product is plain. Raises ValueError for a cap that lets logits lie more than 120 apart,
-    yet bounds them.
+    recorded, elsewhere the product is plain; path: None for what suits the device. Raises ValueError for a cap that
+    lets logits lie more than 120 apart, yet bounds them.
     """
     if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
         raise ValueError(
             f"{cap} is too wide for the chunked loss: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()"
         )
+    path = path or (TRITON if x_ND.is_cuda and triton_found() else COMPILED)
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, cap, products)
+        return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, cap, products, path)
     losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
-    for start in range(0, x_ND.size(0), CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
-        losses[part] = cross_entropy_plain(x_ND[part], weight_VD, targets_N[part], cap)
+    for part in path.chunks(x_ND.size(0), weight_VD.size(0)):
+        losses[part] = path.losses(x_ND[part] @ weight_VD.T, targets_N[part], cap)
     return (losses * scale_N).sum(), losses
 
 
@@ -100,6 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale_N: Tensor,
         cap: Cap,
         products: MakeProducts,
+        path: ChunkPath,
     ) -> tuple[Tensor, Tensor]:
         N = x_ND.size(0)
         steepest = cap.tanh_form[0] / cap.tanh_form[1] if cap.tanh_form is not None else 1.0
@@ -107,11 +137,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(N, dtype=torch.float32, device=x_ND.device)
         dx = torch.empty_like(x_ND)
         dw = torch.zeros_like(weight_VD, dtype=torch.float32)
-        for start in range(0, N, CHUNK_TOKENS):
-            part = slice(start, start + CHUNK_TOKENS)
+        for part in path.chunks(N, weight_VD.size(0)):
             logits = head.logits(part)
-            losses[part], factor, grad = _losses_and_grad(logits, targets_N[part], scale_N[part], cap)
+            losses[part], factor, grad = path.gradient(logits, targets_N[part], scale_N[part], cap)
+            del logits  # nothing of a chunk may still be held when the next one is made
             dx[part], slice_dw = head.gradients(part, grad, factor)
+            del grad
             dw += slice_dw
         ctx.save_for_backward(dx, dw.to(weight_VD.dtype))
         ctx.mark_non_differentiable(losses)
@@ -120,28 +151,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        return dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None, None
+        return dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None, None, None
 
 
-def _losses_and_grad(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor, Tensor]:
-    """→ losses (N,), factor (N,) = scale · slope / denominator, and the gradient by the logits over that factor."""
+def _losses(logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> Tensor:
+    return F.cross_entropy(cap(logits_NV.float()), targets_N, reduction="none")
+
+
+def _gradient(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor, Tensor]:
     if cap.tanh_form is None:
         return _uncapped(logits_NV, targets_N, scale_N)
-    return _capped(logits_NV, targets_N, scale_N, *cap.tanh_form)
+    height, divisor = cap.tanh_form
+    slope_N = torch.full_like(scale_N, 1 / divisor)
+    return _capped(logits_NV, targets_N, scale_N, slope_N, height)
 
 
 @torch.compile(dynamic=False)
 def _capped(
-    logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float, divisor: float
+    logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, slope_N: Tensor, height: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    capped = _tanh(logits_NV.float() / divisor)
+    """The cap is height · tanh(slope · z). The slope comes once for each row, since only then does the compiler see
+    that the loop goes by rows, and adds a row's exponentials up as it makes them instead of storing them."""
+    capped = _tanh(logits_NV.float() * slope_N[:, None])
     e = _exp(capped, height)
     total = e.sum(-1)
     grad = (e * (1 - capped * capped)).to(logits_NV.dtype)
-    t = _tanh(logits_NV.gather(1, targets_N[:, None]).float() / divisor)
-    at_target = (_exp(t, height) - total[:, None]) * (1 - t * t)
+    t = torch.tanh(logits_NV.gather(1, targets_N[:, None]).float() * slope_N[:, None])
+    at_target = (torch.exp(height * t) - total[:, None]) * (1 - t * t)
     grad = grad.scatter(1, targets_N[:, None], at_target.to(grad.dtype))
-    return torch.log(total) - height * t[:, 0], scale_N * (height / divisor) / total, grad
+    return torch.log(total) - height * t[:, 0], scale_N * (height * slope_N) / total, grad
 
 
 @torch.compile(dynamic=False)
@@ -185,3 +223,36 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     for c in coefficients[2:]:
         value = value * x + c
     return value
+
+
+COMPILED = ChunkPath(_losses, _gradient, CHUNK_TOKENS, CHUNK_LOGITS)
+
+
+@torch.library.custom_op("quern::cross_entropy", mutates_args=("logits_NV",))
+def _operator(
+    logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float | None, divisor: float, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """→ losses and factor; the logits become the gradient over that factor, if asked for. height None: no cap."""
+    from quern.kernels.cross_entropy_triton import losses_and_factor
+
+    return losses_and_factor(logits_NV, targets_N, scale_N, height, divisor, gradient)
+
+
+@_operator.register_fake
+def _(
+    logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float | None, divisor: float, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(scale_N), torch.empty_like(scale_N)
+
+
+def _triton_losses(logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> Tensor:
+    scale_N = torch.ones(targets_N.shape, dtype=torch.float32, device=targets_N.device)
+    return _operator(logits_NV, targets_N, scale_N, *(cap.tanh_form or (None, 1.0)), gradient=False)[0]
+
+
+def _triton_gradient(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor, Tensor]:
+    losses, factor = _operator(logits_NV, targets_N, scale_N, *(cap.tanh_form or (None, 1.0)), gradient=True)
+    return losses, factor, logits_NV
+
+
+TRITON = ChunkPath(_triton_losses, _triton_gradient, 2**20, GPU_CHUNK_LOGITS)

@@ -48,6 +48,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     _let_scalars_bound_loops()
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.jit\._script")  # as pyproject.toml
 
 
 def _let_scalars_bound_loops() -> None:

@@ -5,19 +5,23 @@ error that the same formula makes when each of its operations is rounded to bf16
 """
 
 import itertools
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from quern.kernels import cross_entropy as module
-from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
+from quern.kernels.cross_entropy import CHUNK_TOKENS, TRITON, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
+from tests.kernels.interpreter import Interpreted, interpreted
+from tests.kernels.mutant import planted
 from tests.laws.deviation import deviation
 from tests.train.toy import eager
 
-__all__ = ["eager"]  # a fixture
+__all__ = ["eager", "interpreted"]  # fixtures
 
 FP32_BAR = 1e-5
 BF16_BAR = 1.1
@@ -160,3 +164,77 @@ def test_the_cross_entropy_check_catches_a_poor_exponential(
     series = module._polynomial
     monkeypatch.setattr(module, "_polynomial", lambda x, c: series(x, c[-5:] if len(c) == 8 else c))
     assert loss_deviation(cross_entropy, cap, (7,), (37,)) > 2 * FP32_BAR
+
+
+# Triton, in its interpreter -----------------------------------------------------------------------------------
+
+SMALL_CHUNKS = replace(TRITON, chunk_tokens=64)
+TRITON_SHAPES = (*((N, 37) for N in (1, 17, 127, 129, 1000)), (17, 1), (17, 5000))  # a row: less than a block, or more
+
+
+def by_triton(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+    return cross_entropy(x, weight, targets, scale, cap, path=SMALL_CHUNKS)
+
+
+def triton_deviation(cap: str, shapes: tuple[tuple[int, int], ...] = TRITON_SHAPES) -> float:
+    """Of losses and gradients; of the losses without gradients too."""
+    worst = max(loss_deviation(by_triton, cap, (N,), (V,)) for N, V in shapes)
+    inputs = loss_inputs(17, 5000)
+    with torch.no_grad():
+        found, expected = (path(*inputs, CAPS[cap])[1] for path in (by_triton, plain))
+    return max(worst, deviation([found], [expected]))
+
+
+@by_cap
+def test_triton_cross_entropy_is_its_plain_twin_in_fp32(cap: str, interpreted: Interpreted, law: Law) -> None:
+    worst = interpreted(triton_deviation, cap)
+    name = f"Triton cross-entropy, {cap} softcap = plain twin, losses and gradients"
+    law(name, worst, f"≤ {FP32_BAR:g} relative, fp32")
+    assert worst <= FP32_BAR
+
+
+def mutant_deviation(cap: str, right: str, wrong: str) -> float:
+    with planted("quern.kernels.cross_entropy_triton", right, wrong):
+        return triton_deviation(cap, ((17, 37),))
+
+
+@pytest.mark.parametrize(
+    ("cap", "right", "wrong"),
+    [
+        ("tanh", "total += tl.where(at < V, e, 0.0)", "total += e"),  # what lies past the row is counted
+        ("sigmoid", "steepness = 1 - t * t", "steepness = 1.0"),
+        ("sigmoid", "ratio = height * slope if CAPPED", "ratio = 1.0 if CAPPED"),
+        ("no", "total * tl.exp(peak - shift) +", "total +"),  # the sum is not rescaled to a new maximum
+        ("no", "(score - top))", "score)"),
+        ("no", "- denominator) * steepness", ") * steepness"),
+    ],
+)
+def test_the_triton_check_can_fail(cap: str, right: str, wrong: str, interpreted: Interpreted) -> None:
+    assert interpreted(mutant_deviation, cap, right, wrong) > 10 * FP32_BAR
+
+
+def traced_deviation() -> float:
+    """The whole loss traced by the compiler, the operator as one node of its graph; against the same untraced."""
+
+    def path(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+        return torch.compile(by_triton, backend="aot_eager", fullgraph=True)(x, weight, targets, scale, cap)
+
+    inputs = loss_inputs(70, 37)
+    with warnings.catch_warnings():  # torch 2.13 does so itself when it traces an autograd function
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        return deviation(*(loss_with_gradients(one, inputs, CAPS["tanh"]) for one in (path, by_triton)))
+
+
+def test_the_compiler_passes_through_the_triton_loss(interpreted: Interpreted) -> None:
+    assert interpreted(traced_deviation) <= 1e-6
+
+
+def check_operator() -> None:
+    x, weight, targets, scale = loss_inputs(5, 37)
+    for height in (None, 15.0):
+        torch.library.opcheck(torch.ops.quern.cross_entropy, (x @ weight.T, targets, scale, height, 15.0, True))
+
+
+def test_the_operator_says_what_it_does(interpreted: Interpreted) -> None:
+    """Its fake implementation, what it overwrites, how it is traced: torch's own checks."""
+    interpreted(check_operator)
