@@ -145,6 +145,8 @@ class Mesh:
     data: Group
     model: Group
     world: Group
+    files: Group
+    """All again, over gloo and with an order of calls of its own: what is saved in the background."""
 
     @property
     def main(self) -> bool:
@@ -166,7 +168,7 @@ class Mesh:
 
 def alone() -> Mesh:
     """One process."""
-    return Mesh(1, 1, 0, Group("data", 1, 0), Group("model", 1, 0), Group("world", 1, 0))
+    return Mesh(1, 1, 0, *(Group(name, 1, 0) for name in ("data", "model", "world", "files")))
 
 
 def connect(tp: int, device: torch.device, rank: int, ranks: int, timeout: timedelta = SET_UP_TIMEOUT) -> Mesh:
@@ -186,7 +188,8 @@ def connect(tp: int, device: torch.device, rank: int, ranks: int, timeout: timed
         group = mesh.get_group(name)
         size = dist.get_world_size(group)
         groups[name] = Group(name, size, dist.get_rank(group), group if size > 1 else None)
-    return Mesh(ranks // tp, tp, rank, **groups, world=Group("world", ranks, rank, dist.group.WORLD))
+    files = Group("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
+    return Mesh(ranks // tp, tp, rank, **groups, world=Group("world", ranks, rank, dist.group.WORLD), files=files)
 
 
 def disconnect(mesh: Mesh) -> None:

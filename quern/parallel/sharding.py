@@ -4,8 +4,8 @@ A parameter that tensor parallelism cut carries a `Sharding` as its attribute `s
 by every shard of the replica, and its gradient is the whole one after backward. The optimizer and the checkpoints read
 this and nothing else of how a model was cut.
 
-A `Slice` is a rectangle of a logical tensor, as torch.distributed.checkpoint's planners take it (the three methods with
-double underscores are that protocol): every rank writes its rectangles, and any number of ranks reads them as it likes.
+A `Slice` is a rectangle of a logical tensor. It tells torch.distributed.checkpoint's planner what to write (the method
+with double underscores is that protocol): every rank writes its rectangles, and any number of ranks reads the whole.
 """
 
 from __future__ import annotations
@@ -58,19 +58,11 @@ class Slice:
             logical = logical.narrow(dim, offset, size)
         return logical
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.tensor.shape)
-
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.tensor)
-        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=torch.Size(self.whole))
+        chunk = ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.tensor.shape)
+        data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.whole))
         return [WriteItem(MetadataIndex(name, torch.Size(self.offsets)), WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
-
-    def __get_tensor_shard__(self, _: object) -> Tensor:
-        return self.tensor
 
 
 def sliced(tensor: Tensor, sharding: Sharding | None, first_row: int, rows: int, *, saved: bool) -> Slice | None:

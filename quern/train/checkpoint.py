@@ -8,8 +8,10 @@ point leaves every earlier checkpoint as it was. Reading checks every hash: safe
 readers all load a flipped byte silently.
 
 Tensors go through torch.distributed.checkpoint (DCP) and its Hugging Face storage, which shards and reshards
-over ranks and writes no pickle (its default storage does). This file knows nothing of models or optimizers,
-only names of tensors, and JSON. One process at a time may write into a folder; any number may read.
+over ranks and writes no pickle (its default storage does). On a mesh every rank writes its slices and hashes its share
+of the files, rank 0 does the rest; what is read back are whole tensors, whatever number of ranks wrote them. This file
+knows nothing of models or optimizers, only names of tensors, and JSON. One run at a time may write into a folder; any
+number of processes may read.
 """
 
 from __future__ import annotations
@@ -21,15 +23,22 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from quern.mesh import Mesh, alone
+from quern.parallel.sharding import Slice
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -49,36 +58,51 @@ class NewerCheckpointError(CheckpointError):
 def save(
     folder: Path,
     step: int,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Slice],
     meta: dict[str, Any],
     keep: int,
     at: Callable[[str], None] = lambda point: None,
+    mesh: Mesh | None = None,
 ) -> Path:
     """Write `tensors` and `meta` as the checkpoint of `step`; returns its path. Durable when it returns.
 
-    tensors: any dtype, shape and device; saved bit for bit, shared storage is written once per name.
+    tensors: any dtype, shape and device; saved bit for bit, shared storage is written once per name. On a mesh: the
+    slices that this rank holds, and every rank calls this; meta is rank 0's.
     meta: plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal.
     keep: how many whole checkpoints to leave, this one included; they are verified before anything goes.
     at: called with a name before each change of the disk; tests stop the process there.
-    Raises CheckpointError when the disk refuses (full, read-only): earlier checkpoints are then untouched.
+    Raises CheckpointError, on all ranks, when the disk refuses (full, read-only): earlier checkpoints are then
+    untouched.
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}")
     _require_plain_json(meta)
+    mesh = mesh or alone()
     final = folder / f"step-{step:08d}"
-    temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
+    temporary = folder / mesh.files.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
+    needed = sum(tensor.nbytes for tensor in _owned(tensors).values())
+    with _failing_together(mesh, folder, step, needed):
+        if mesh.main:
+            at("make folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            _clean(folder, at)
+            temporary.mkdir()
     try:
-        at("make folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        _clean(folder, at)
-        temporary.mkdir()
-        _write(temporary, step, tensors, meta, at)
-        _put_in_place(temporary, final, at)
-    except OSError as error:
+        with _failing_together(mesh, folder, step, needed):
+            at("write tensors")
+            _write_tensors(temporary, tensors, mesh)
+        with _failing_together(mesh, folder, step, needed):
+            found = mesh.files.gather_objects(_settle(temporary, mesh, at))
+            if mesh.main:
+                files = {name: facts for part in found for name, facts in part.items()}
+                _write_manifest(temporary, step, dict(sorted(files.items())), meta, at)
+                _put_in_place(temporary, final, at)
+    except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
-        raise _write_error(folder, step, tensors, error) from error
+        raise
     try:
-        _prune(folder, final, keep, at)
+        if mesh.main:
+            _prune(folder, final, keep, at)
     except OSError as error:
         raise CheckpointError(f"{final} is saved, but an older one cannot be removed: {error}") from error
     return final
@@ -87,6 +111,14 @@ def save(
 def steps(folder: Path) -> list[int]:
     """Steps with a checkpoint folder, ascending, unverified; empty when there is no such folder."""
     return sorted(_candidates(folder))
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies. Raises CheckpointError when there is none."""
+    candidates = _candidates(folder)
+    if step not in candidates:
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}: there are {sorted(candidates)}")
+    return candidates[step]
 
 
 def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
@@ -127,9 +159,12 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors on the CPU, meta) of the checkpoint at `path`, verified; raises CheckpointError."""
-    manifest = verify(path)
+def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(whole tensors on the CPU, meta) of the checkpoint at `path`; raises CheckpointError.
+
+    verified: another rank has just checked the hashes.
+    """
+    manifest = _read_manifest(path) if verified else verify(path)
     described = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
@@ -145,21 +180,33 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 # Writing ----------------------------------------------------------------------------------------------------
 
 
-def _write(
-    temporary: Path,
-    step: int,
-    tensors: dict[str, torch.Tensor],
-    meta: dict[str, Any],
-    at: Callable[[str], None],
-) -> None:
-    at("write tensors")
-    if tensors:
-        _write_tensors(temporary, tensors)
+@contextmanager
+def _failing_together(mesh: Mesh, folder: Path, step: int, needed: int) -> Iterator[None]:
+    """Turns an OSError of any rank into a CheckpointError on all: nobody is left waiting for the one that failed."""
+    failure: OSError | None = None
+    try:
+        yield
+    except OSError as error:
+        failure = error
+    said = str(_write_error(folder, step, needed, failure)) if failure is not None else None
+    messages = [message for message in mesh.files.gather_objects(said) if message is not None]
+    if messages:
+        raise CheckpointError(messages[0]) from failure
+
+
+def _settle(temporary: Path, mesh: Mesh, at: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Fsyncs and describes this rank's share of the files that all ranks wrote."""
     files = {}
-    for file in sorted(temporary.iterdir()):
+    for file in sorted(temporary.iterdir())[mesh.files.rank :: mesh.files.size]:
         at(f"fsync {file.name}")
         _fsync(file)
         files[file.name] = _describe(file)
+    return files
+
+
+def _write_manifest(
+    temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], at: Callable[[str], None]
+) -> None:
     content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "files": files, "meta": meta}
     manifest = temporary / MANIFEST
     at("write manifest")
@@ -171,20 +218,39 @@ def _write(
     _fsync(temporary)
 
 
-def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    owned: dict[str, torch.Tensor] = {}
+def _owned(tensors: Mapping[str, torch.Tensor | Slice]) -> dict[str, torch.Tensor]:
+    """The memory behind what this rank writes."""
+    saved = {name: part for name, part in tensors.items() if not isinstance(part, Slice) or part.saved}
+    return {name: part.tensor if isinstance(part, Slice) else part for name, part in saved.items()}
+
+
+class _Planner(DefaultSavePlanner):
+    """Knows slices, which describe themselves to DCP but are no tensors."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        part = self.state_dict[index.fqn]
+        return part.tensor if isinstance(part, Slice) else super().lookup_object(index)
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | Slice], mesh: Mesh) -> None:
+    written: dict[str, Any] = {}
     storages: set[int] = set()
-    for name, tensor in tensors.items():
+    for name, tensor in _owned(tensors).items():
         value = tensor.detach().contiguous()
         address = value.untyped_storage().data_ptr()
-        owned[name] = value.clone() if address in storages else value  # safetensors refuses shared memory
+        value = value.clone() if address in storages else value  # safetensors refuses shared memory
         storages.add(address)
+        part = tensors[name]
+        written[name] = replace(part, tensor=value) if isinstance(part, Slice) else value
+    if not written and mesh.world.size == 1:
+        return
     # save_distributed: one process writes what one rank of many would, so the same reader serves both.
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save(owned, storage_writer=writer, no_dist=True)
+            one = mesh.world.size == 1
+            dcp_save(written, storage_writer=writer, planner=_Planner(), process_group=mesh.files.group, no_dist=one)
     except CheckpointException as failure:  # a BaseException that wraps each rank's own error
         raise next(iter(failure.failures.values()))[0] from failure
 
@@ -244,8 +310,7 @@ def _clean(folder: Path, at: Callable[[str], None]) -> None:
                 os.rename(path, final)
 
 
-def _write_error(folder: Path, step: int, tensors: dict[str, torch.Tensor], error: OSError) -> CheckpointError:
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _write_error(folder: Path, step: int, needed: int, error: OSError) -> CheckpointError:
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     return CheckpointError(

@@ -124,17 +124,21 @@ def save(state: TrainState, plan: Plan, folder: StageFolder) -> Path:
     """Writes the checkpoint of state.step."""
     start = time.perf_counter()
     meta = {**plan.meta, "state": state.meta()}
-    path = checkpoint.save(folder.path / "checkpoints", state.step, state.tensors(), meta, plan.keep)
+    mesh = state.optimizer.mesh
+    path = checkpoint.save(folder.path / "checkpoints", state.step, state.slices(), meta, plan.keep, mesh=mesh)
     folder.event("save", step=state.step, path=path.name, seconds=round(time.perf_counter() - start, 3))
     return path
 
 
 def resume(state: TrainState, folder: StageFolder, say: Callable[[str], None]) -> bool:
-    """Puts `state` where the newest good checkpoint left it; False when there is none."""
-    found = checkpoint.latest(folder.path / "checkpoints", say)
-    if found is None:
+    """Puts `state` where the newest good checkpoint left it; False when there is none. Rank 0 decides which."""
+    mesh, step = state.optimizer.mesh, None
+    if mesh.main and (found := checkpoint.latest(folder.path / "checkpoints", say)) is not None:
+        step = found[1]["step"]
+    step = mesh.world.broadcast_object(step)
+    if step is None:
         return False
-    tensors, meta = checkpoint.load(found[0])
+    tensors, meta = checkpoint.load(checkpoint.path_of(folder.path / "checkpoints", step), verified=True)
     state.restore(tensors, meta["state"])
     return True
 

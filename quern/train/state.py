@@ -14,6 +14,7 @@ import torch
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.optim.groups import make_groups
+from quern.parallel.sharding import Slice
 from quern.parallel.zero2 import Zero2
 from quern.recipe import Recipe
 from quern.train.guard import Guard
@@ -37,8 +38,12 @@ class TrainState:
     unlogged_tokens: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By logical name; views of live memory."""
+        """By logical name; views of live memory. On one process only."""
         return self.optimizer.state_tensors()
+
+    def slices(self) -> dict[str, Slice]:
+        """What this rank holds of `tensors`."""
+        return self.optimizer.slices()
 
     def meta(self) -> dict[str, Any]:
         return {

@@ -4,11 +4,15 @@ Real processes over gloo, fp32. Each rank compares what it owns with a process o
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
+from quern.train import checkpoint
 from tests.parallel.compared import BROKEN
 from tests.parallel.ranks import Ranks, running
+from tests.train.toy import toy_loader
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
@@ -41,3 +45,26 @@ def test_the_law_can_fail(broken: str, ranks: Ranks) -> None:
 def test_a_parameter_without_gradient_is_named_on_every_rank(ranks: Ranks) -> None:
     for message in ranks(2, "tests.parallel.compared:silent"):
         assert "no gradient reached" in message and "value_embeddings.1.weight" in message
+
+
+def test_resharded_is_not_resharded(ranks: Ranks, tmp_path: Path, law: Law) -> None:
+    """Trained on 3 ranks; read and written again by 1, 2, 4 and 1."""
+    ranks(3, "tests.parallel.compared:saved", source=None, target=str(tmp_path / "0"), steps=3)
+    for number, count in enumerate((1, 2, 4, 1), start=1):
+        source, target = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
+        assert ranks(count, "tests.parallel.compared:saved", source=source, target=target, steps=0) == [[]] * count
+    first, last = (checkpoint.load(checkpoint.path_of(tmp_path / str(number), 3)) for number in (0, 4))
+    assert first[1] == last[1]
+    differing = [name for name in first[0].keys() | last[0].keys() if not torch.equal(first[0][name], last[0][name])]
+    law("resharded = not resharded: 3 → 1 → 2 → 4 → 1 ranks", len(differing), "0")
+    assert differing == [] and len(first[0]) > 40
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6])
+def test_any_number_of_ranks_reads_the_same_global_batches(count: int) -> None:
+    loader = toy_loader()
+    for step in range(loader.steps_per_epoch + 2):
+        whole, parts = loader.batch(step), [loader.batch(step, rank, count) for rank in range(count)]
+        for rank, part in enumerate(parts):
+            assert (part.tokens == whole.tokens[rank::count]).all() and (part.mask == whole.mask[rank::count]).all()
+        assert sum(part.rows for part in parts) == whole.rows

@@ -1,6 +1,7 @@
 """What ranks run for the laws of sharding: the same steps as one process, and how far the results lie apart."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from quern.parallel import buckets
 from quern.parallel.buckets import Bucket
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe, Recipe, resolve
+from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import StepResult, train_step
 from tests.laws.deviation import deviation
@@ -25,8 +27,7 @@ def optimized(mesh: Mesh, masked: bool, rows: int, clip: float | None, broken: s
     broken: one of `BROKEN`, which must show.
     """
     torch.compiler.set_stance("force_eager")
-    buckets.SMALL_ELEMENTS = 100  # the toy's embeddings are cut, its scalars are not
-    buckets.LEAST_ELEMENTS = 1024
+    small_cuts()
     BROKEN[broken]()
     loader = toy_loader(masked)
     ours, reference = sharded_state(mesh), toy_state(recipe())
@@ -42,6 +43,12 @@ def optimized(mesh: Mesh, masked: bool, rows: int, clip: float | None, broken: s
             worst["gradients"] = gradients_apart(ours.optimizer, reference)
             worst["one update"] = state_apart(ours, reference)
     return worst | {"ten updates": state_apart(ours, reference)}
+
+
+def small_cuts() -> None:
+    """The toy's embeddings are cut, its scalars are not."""
+    buckets.SMALL_ELEMENTS = 100
+    buckets.LEAST_ELEMENTS = 1024
 
 
 def recipe() -> Recipe:
@@ -127,6 +134,24 @@ BROKEN = {
     "parameters are not gathered": _not_gathered,
     "a local number of targets": _local_count,
 }
+
+
+def saved(mesh: Mesh, source: str | None, target: str, steps: int) -> list[str]:
+    """Resumes from `source` if there is one, trains `steps` on, saves to `target`; what differs in a bit from the file
+    after loading."""
+    torch.compiler.set_stance("force_eager")
+    small_cuts()
+    state, loader = sharded_state(mesh), toy_loader()
+    differing = []
+    if source is not None:
+        tensors, meta = checkpoint.load(checkpoint.path_of(Path(source), 3))
+        state.restore(tensors, meta["state"])
+        differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
+        differing += [n for n, p in state.model.named_parameters() if not torch.equal(p, tensors[f"master.{n}"])]
+    for step in range(steps):
+        advance(state, loader.batch(step, mesh.data.rank, mesh.data.size), step, 2, None)
+    checkpoint.save(Path(target), 3, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
+    return differing
 
 
 def silent(mesh: Mesh) -> str:

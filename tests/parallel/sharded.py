@@ -1,0 +1,202 @@
+"""What ranks run for the laws of tensor parallelism: a model cut into shards, and how far it lies from a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quern.mesh import Group, Mesh, Pending
+from quern.model.gpt import GPT
+from quern.model.loss import loss_sum, token_losses
+from quern.model.unet import UNet
+from quern.parallel import plan as plans
+from quern.parallel import tensor, vocabulary
+from quern.parallel.plan import bytes_sent, shard_model, whole_parameters
+from quern.parallel.sharding import Sharding, sharding_of
+from quern.recipe import ModelRecipe
+from tests.laws.deviation import deviation
+
+B, T, VOCABULARY, BOS = 3, 37, 1001, 0
+"""111 tokens: neither rows nor their tokens nor the vocabulary can be shared evenly."""
+SHAPE = ModelRecipe(
+    depth=4, width=64, head_dim=8, heads=8, kv_heads=4, context=T, vocab_size=VOCABULARY, bos=BOS, windows="SL"
+)
+
+
+class SmallWindows(UNet):
+    """So that windows end inside of the rows."""
+
+    window_block = 8
+    long_window = 24
+
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "gpt": lambda: GPT(SHAPE),
+    "unet": lambda: SmallWindows(replace(SHAPE, kv_heads=8)),
+}
+
+
+def whole_model(architecture: str) -> Any:
+    """Every weight away from where it starts: zeros would hide gradients, and ones mistakes."""
+    model = ARCHITECTURES[architecture]()
+    generator = torch.Generator().manual_seed(1)
+    model.init_parameters(generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            scale = 0.1 if p.ndim == 1 else 0.3 * p.size(-1) ** -0.5
+            p.add_(scale * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens in documents, targets, and uneven scales: masked, weighted, one row nearly empty."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, targets = torch.randint(1, VOCABULARY, (2, rows, T), generator=generator).unbind(0)
+    tokens[torch.rand(tokens.shape, generator=generator) < 0.1] = BOS
+    tokens[:, 0] = BOS
+    targets[0, :3] = torch.tensor([0, VOCABULARY - 1, VOCABULARY // 2])
+    scale = torch.rand(targets.shape, generator=generator) + 0.5
+    scale[torch.rand(targets.shape, generator=generator) < 1 / 3] = 0
+    scale[-1, 3:] = 0
+    return tokens, targets, scale / (scale > 0).sum()
+
+
+def passed(model: Any, parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    """Loss and losses of micro-batches, whose gradients add up in the parameters."""
+    totals, losses = zip(*[loss_sum(model, *part, window=0.7) for part in parts], strict=True)
+    torch.stack(totals).sum().backward()
+    return torch.stack([total.detach() for total in totals]).sum(), torch.cat(losses)
+
+
+def compared(mesh: Mesh, architecture: str, accumulated: bool = False, broken: str = "") -> dict[str, float]:
+    """Deviations of this rank's part from the same on one process. broken: one of `BROKEN`, which must show."""
+    torch.compiler.set_stance("force_eager")
+    rows = B * mesh.dp
+    whole = batch(rows)
+    expected_model = whole_model(architecture)
+    expected = passed(expected_model, [whole])
+    gradients = {name: p.grad for name, p in expected_model.named_parameters()}
+    own = [part[mesh.data.rank * B : (mesh.data.rank + 1) * B] for part in whole]
+    BROKEN[broken]()
+    model = shard_model(whole_model(architecture), mesh)
+    cuts = (slice(0, 1), slice(1, None)) if accumulated else (slice(None),)
+    mesh.reset_traffic()
+    loss, losses = passed(model, [tuple(part[at] for part in own) for at in cuts])
+    sent = {kind: mesh.traffic().get(f"model/{kind}", 0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    formula = [bytes_sent(whole_model(architecture), len(own[0][at]) * T, mesh.tp) for at in cuts]
+    mesh.data.all_reduce(loss).wait()
+    for p in model.parameters():
+        mesh.data.all_reduce(p.grad).wait()
+    ours_evaluated, expected_evaluated = (evaluated(m, whole[0], whole[1]) for m in (model, expected_model))
+    found = {
+        "loss": deviation([loss], [expected[0]]),
+        "losses": deviation([losses], [expected[1][mesh.data.rank * B : (mesh.data.rank + 1) * B]]),
+        "gradients": gradients_apart(model, gradients),
+        "evaluation": deviation(ours_evaluated, expected_evaluated),
+        "weights": deviation(*weights(model, mesh, expected_model)),
+        "bytes": float(sum(abs(sent[kind] - sum(one[kind] for one in formula)) for kind in sent)),
+    }
+    return found
+
+
+def evaluated(model: Any, tokens_BT: Tensor, targets_BT: Tensor) -> list[Tensor]:
+    """Losses of all rows, and all logits of the last one, without gradients."""
+    with torch.no_grad():
+        x_BTD = model(tokens_BT, model.context(tokens_BT, 1.0))
+        return [token_losses(model, x_BTD, targets_BT), model.logits(x_BTD[-1])]
+
+
+def gradients_apart(model: Any, expected: dict[str, Tensor]) -> float:
+    """Of what this rank holds; infinite where padding has a gradient."""
+    worst = 0.0
+    for name, p in model.named_parameters():
+        held, wanted, found = sharding_of(p), expected[name], p.grad
+        assert found is not None
+        if held is not None:
+            wanted = wanted.narrow(held.dim, held.offset, held.size)
+            if found.narrow(held.dim, held.size, found.size(held.dim) - held.size).any():
+                return float("inf")
+            found = found.narrow(held.dim, 0, held.size)
+        worst = max(worst, deviation([found], [wanted]))
+    return worst
+
+
+def weights(model: Any, mesh: Mesh, expected: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Put together again, and whole."""
+    found = dict(whole_parameters(model, mesh))
+    return [found[name] for name, _ in expected.named_parameters()], [p.detach() for p in expected.parameters()]
+
+
+# Ways to be wrong -------------------------------------------------------------------------------------------
+
+
+def _regions_not_summed() -> None:
+    def first_come(whole: Tensor, group: Group) -> Tensor:
+        return whole.chunk(group.size)[group.rank].clone()
+
+    tensor._reduce_scatter = first_come
+
+
+def _scalars_not_summed() -> None:
+    tensor.Stream.stand_around = _without_replicated(tensor.Stream.stand_around)  # type: ignore[method-assign]
+
+
+def _without_replicated(stand_around: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, model: stand_around(tensor.Stream(self.group, ()), model)
+
+
+def _loss_not_summed() -> None:
+    def own(self: Group, tensor: Tensor, op: str = "sum") -> Pending:
+        return Pending(None, self.traffic) if tensor.ndim == 2 else all_reduce(self, tensor, op)
+
+    all_reduce = Group.all_reduce
+    Group.all_reduce = own  # type: ignore[method-assign]
+
+
+def _targets_everywhere() -> None:
+    """The parts that do not hold a target take it for their first row."""
+    localised = vocabulary._localised
+
+    def all_ours(tokens: Tensor, held: Sharding) -> tuple[Tensor, Tensor]:
+        ours, local = localised(tokens, held)
+        return (torch.ones_like(ours) if tokens.ndim == 1 else ours), local
+
+    vocabulary._localised = all_ours
+
+
+def _columns_of_another_shard() -> None:
+    cut = plans.cut
+
+    def other(module: Any, name: str, dim: int, group: Group) -> None:
+        cut(module, name, dim, Group("other", group.size, (group.rank + dim) % group.size))
+
+    plans.cut = other
+
+
+def _wrong_axis() -> None:
+    """Outputs of the feed-forward's first layer where the second one's inputs belong."""
+    gpt = plans.PLANS[GPT]
+    broken = replace(gpt, cuts={**gpt.cuts, "blocks.*.mlp.down.weight": 0})
+    plans.plan_of = lambda model: broken
+
+
+def _parts_begin_anew() -> None:
+    tensor.StreamContext.previous = (  # type: ignore[method-assign]
+        lambda self, x_BTD: torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+    )
+
+
+BROKEN: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "regions are not summed": _regions_not_summed,
+    "scalars' gradients are not summed": _scalars_not_summed,
+    "the softmax is that of a part": _loss_not_summed,
+    "every part counts a target as its own": _targets_everywhere,
+    "columns of another shard": _columns_of_another_shard,
+    "the wrong axis": _wrong_axis,
+    "the token before a part is forgotten": _parts_begin_anew,
+}
