@@ -94,10 +94,9 @@ def child(rank: int, port: int, request: dict[str, Any]) -> dict[str, Any]:
 
 def serve() -> None:
     sys.path.insert(0, str(ROOT))
-    import torch  # noqa: F401  imported once, for all children
-
     for line in sys.stdin:
         request = json.loads(line)
+        importlib.import_module(request["function"].partition(":")[0])  # once, for all children of this and later ones
         port, readers, pids = free_port(), [], []
         for rank in range(request["ranks"]):
             reader, writer = os.pipe()
