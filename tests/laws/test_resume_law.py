@@ -191,7 +191,7 @@ def test_killed_and_resumed_is_uninterrupted(
     differing, places = killed_and_resumed(bench, command, dtype, chains, kills, seed=chains)
     law(
         f"resumed = uninterrupted: {command[0]}, {dtype}, killed at seeded points, some in a save",
-        differing,
+        len(differing),
         "0",
     )
     assert differing == [], places
