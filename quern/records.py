@@ -31,6 +31,34 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class Records(Protocol):
+    """Where a stage's numbers go: a `StageFolder`, or nowhere (`Nowhere`) on ranks that don't write."""
+
+    path: Path
+
+    def metric(self, **fields: Any) -> None: ...
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+
+class Nowhere:
+    """The records of a rank other than 0, which writes none. path: the folder that rank 0 writes to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def metric(self, **fields: Any) -> None:
+        pass
+
+    def event(self, kind: str, **fields: Any) -> None:
+        pass
+
+    def rewind(self, step: int) -> None:
+        pass
+
+
 class StageFolder:
     """One stage's folder, open for writing. One process at a time; use it in a `with` or call close()."""
 

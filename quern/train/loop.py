@@ -1,6 +1,6 @@
 """The one training loop, for pretraining and fine-tuning alike; they differ in their batches and schedules.
 
-What happens around the steps is passed in: evaluators as (every, function), records as a `StageFolder`, progress as
+What happens around the steps is passed in: evaluators as (every, function), records as `Records`, progress as
 a function. Time is counted in steps only: evaluation, saving and the first step after a start, which compiles, are
 left out.
 """
@@ -18,7 +18,7 @@ from quern.data.batch import Batch, Batches
 from quern.data.loader import prefetch
 from quern.machine import Machine
 from quern.optim.schedule import Multipliers
-from quern.records import StageFolder
+from quern.records import Records
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
 from quern.train.state import TrainState
@@ -50,7 +50,7 @@ def train(
     loader: Batches,
     plan: Plan,
     machine: Machine,
-    folder: StageFolder,
+    folder: Records,
     say: Callable[[str], None],
     advance: Callable[[TrainState, dict[str, Any]], None] = lambda state, line: None,
 ) -> int:
@@ -95,7 +95,7 @@ def train(
                 advance(state, line)
                 window = _Window()
                 state.unlogged_nats, state.unlogged_tokens = 0.0, 0
-            stopping = stop.requested and state.step < plan.steps
+            stopping = _anyone(stop.requested, state) and state.step < plan.steps
             for every, evaluator in plan.evaluators:
                 if state.step % every == 0 or state.step == plan.steps:
                     folder.metric(step=state.step, tokens=state.tokens, **evaluator(state))
@@ -114,13 +114,19 @@ def train(
     return EXIT_DONE
 
 
+def _anyone(asked: bool, state: TrainState) -> bool:
+    """Whether a signal has reached any rank: all stop after the same step."""
+    world = state.optimizer.mesh.world
+    return asked if world.size == 1 else any(world.gather_objects(asked))
+
+
 def _batches(state: TrainState, loader: Batches, plan: Plan) -> Generator[Batch, None, None]:
     """This replica's rows of the batches to come."""
     data = state.optimizer.mesh.data
     return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
 
 
-def save(state: TrainState, plan: Plan, folder: StageFolder) -> Path:
+def save(state: TrainState, plan: Plan, folder: Records) -> Path:
     """Writes the checkpoint of state.step."""
     start = time.perf_counter()
     meta = {**plan.meta, "state": state.meta()}
@@ -130,7 +136,7 @@ def save(state: TrainState, plan: Plan, folder: StageFolder) -> Path:
     return path
 
 
-def resume(state: TrainState, folder: StageFolder, say: Callable[[str], None]) -> bool:
+def resume(state: TrainState, folder: Records, say: Callable[[str], None]) -> bool:
     """Puts `state` where the newest good checkpoint left it; False when there is none. Rank 0 decides which."""
     mesh, step = state.optimizer.mesh, None
     if mesh.main and (found := checkpoint.latest(folder.path / "checkpoints", say)) is not None:
@@ -170,7 +176,7 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -
     return line
 
 
-def _diverged(state: TrainState, folder: StageFolder, say: Callable[[str], None]) -> int:
+def _diverged(state: TrainState, folder: Records, say: Callable[[str], None]) -> int:
     found = checkpoint.latest(folder.path / "checkpoints", say)
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"
