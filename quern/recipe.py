@@ -22,6 +22,8 @@ class TextRecipe:
 
     vocab_size: int | None = None
     """Tokens in the vocabulary, special ones included."""
+    tokenizer: str | None = None
+    """For data that is tokens already (.bin): the file of the tokenizer that made them, .json or .tiktoken."""
     digits: int = 2
     """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768."""
     tokenizer_megabytes: float = 16.0
@@ -168,7 +170,7 @@ class Recipe:
     depth: int = 4
     """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon."""
     data: str = "tinyworld"
-    """tinyworld, a file, a folder (.txt, .jsonl, .parquet, .gz, .zst) or a public data set's name."""
+    """tinyworld, a file, a folder (.txt, .jsonl, .parquet, .gz, .zst; .bin of tokens) or a public data set's name."""
     val: str | None = None
     """Where validation text comes from; by default it is held out from the data."""
     conversations: str | None = None

@@ -142,6 +142,7 @@ def test_refused_values_say_what_to_do(part: str, name: str, value: Any, message
 # What follows from depth ------------------------------------------------------------------------------------
 
 OPEN = {
+    "text.tokenizer",
     "model.bos",
     "model.mlp_width",
     "model.norm_eps",

@@ -332,6 +332,11 @@ class Corpus:
         flat_masks = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
         return cls([Part(tokens)], np.cumsum(lengths) - lengths, lengths, bos, masks=flat_masks)
 
+    def part(self, documents: np.ndarray) -> Corpus:
+        """A corpus of some of the documents, by index; the tokens are shared."""
+        starts, lengths = self.starts[documents], self.lengths[documents]
+        return Corpus(self._parts, starts, lengths, self.bos, self.masks, self.fingerprint, 0, self.resident_bytes)
+
     def gather(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens of one document from `start` on, int32; all of them without a length."""
         rest = int(self.lengths[document]) - start

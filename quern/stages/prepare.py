@@ -1,6 +1,7 @@
 """Prepare: raw text → tokenizer → token shards, each re-used when nothing that it was made from changed.
 
-Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched ahead). Validation text comes from
+Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched ahead); tokens are not made again
+(prepare_tokens.py). Validation text comes from
 `val` if that is given, else it is held out from the source; it never depends on how much training text there is
 beyond that.
 """
@@ -8,7 +9,7 @@ beyond that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
 from quern.recipe import Recipe
+from quern.stages.prepare_tokens import is_tokens, open_tokens, sample
 from quern.stages.progress import Meter
 from quern.text import hub, tinyworld
 from quern.text.documents import files, read
@@ -157,6 +159,10 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
 
 def prepare(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Prepared:
     """Everything that training needs of the text. recipe: resolved."""
+    if is_tokens(recipe.data):
+        tokenizer, train, val = open_tokens(recipe)
+        samples = {"validation text": sample(val, tokenizer)}
+        return Prepared(tokenizer, train, val, _facts(Path(recipe.data).stem, samples, tokenizer, train, val))
     source = open_source(recipe, out)
     tokenizer = train_tokenizer(recipe, source, out, say)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
@@ -167,7 +173,12 @@ def prepare(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Prepared:
         for split in ("val", "train"):
             _tokenize(source, split, tokenizer, folder, mark, say)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
-    return Prepared(tokenizer, train, val, _facts(recipe, source, tokenizer, train, val))
+    samples = (
+        tinyworld.kinds_of_text(recipe.seed)
+        if recipe.data == "tinyworld"
+        else {"validation text": "\n".join(islice(source.read("val"), 50))}
+    )
+    return Prepared(tokenizer, train, val, _facts(source.name, samples, tokenizer, train, val))
 
 
 def _tokenize(
@@ -192,14 +203,10 @@ def _tokenize(
     say(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
 
 
-def _facts(recipe: Recipe, source: Source, tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
-    if recipe.data == "tinyworld":
-        samples = tinyworld.kinds_of_text(recipe.seed)
-    else:
-        samples = {"validation text": "\n".join(islice(source.read("val"), 50))}
+def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
     return {
         "data": {
-            "source": source.name,
+            "source": name,
             "train": {"documents": train.num_documents, "tokens": train.num_tokens},
             "validation": {"documents": val.num_documents, "tokens": val.num_tokens},
         },

@@ -1,7 +1,8 @@
 """Byte-level BPE tokenizer: text to token ids and back.
 
 rustbpe trains the merges, tiktoken encodes with them, a JSON file keeps them (base64, no pickle). Ids: 0..255
-are the single bytes, then the merges in rank order, then the special tokens. This file knows no chat format
+are the single bytes, then the merges in rank order, then the special tokens. GPT-2's vocabulary can be taken over from
+tiktoken's file of it, for data that was made with it. This file knows no chat format
 (chat.py) and no file formats of data (documents.py). Sizes are in bytes of UTF-8 unless a name says
 otherwise.
 
@@ -34,6 +35,9 @@ SPLIT_PATTERN = (
     r"|\s{0,255}[\r\n]|\s{1,256}(?!\S)|\s"
 )
 
+# GPT-2's own (Radford et al., 2019), for its vocabulary.
+GPT2_SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
 SPECIAL_TOKENS = (
     "<|bos|>",
     "<|system_start|>",
@@ -49,6 +53,7 @@ SPECIAL_TOKENS = (
 )
 
 FILE_FORMAT = "quern-tokenizer-1"
+IN_ORDER = bytes(range(256))
 TRAINING_PIECE_CHARACTERS = 65_536  # the trainer is fed pieces of at most this length ...
 TRAINING_BUFFER_PIECES = 256  # ... and holds this many at a time, so a huge document needs no more memory
 
@@ -56,7 +61,8 @@ TRAINING_BUFFER_PIECES = 256  # ... and holds this many at a time, so a huge doc
 class Tokenizer:
     """An immutable vocabulary. `merges` are the byte strings of ids 256 and up, in rank order.
 
-    `notes` says what the caller should tell the user (a corpus too small for the vocabulary asked for).
+    `single_bytes` are those of ids 0 to 255, in order. `notes` says what the caller should tell the user (a corpus too
+    small for the vocabulary asked for).
     """
 
     def __init__(
@@ -65,8 +71,11 @@ class Tokenizer:
         pattern: str = SPLIT_PATTERN,
         special_tokens: Sequence[str] = SPECIAL_TOKENS,
         notes: Sequence[str] = (),
+        single_bytes: bytes = IN_ORDER,
     ) -> None:
-        ranks = {bytes([byte]): byte for byte in range(256)}
+        if sorted(single_bytes) != list(IN_ORDER):
+            raise ValueError("single_bytes must hold each of the 256 bytes once")
+        ranks = {bytes([byte]): i for i, byte in enumerate(single_bytes)}
         for token in merges:
             if len(token) < 2 or token in ranks:
                 raise ValueError(f"merge {token!r} is a single byte or stands there twice")
@@ -75,6 +84,7 @@ class Tokenizer:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
         self.pattern = pattern
         self.merges = tuple(merges)
+        self.single_bytes = single_bytes
         self.special_tokens = tuple(special_tokens)
         self.special_ids = {name: len(ranks) + i for i, name in enumerate(special_tokens)}
         self.notes = tuple(notes)
@@ -125,10 +135,12 @@ class Tokenizer:
         return cls(merges, pattern, notes=notes)
 
     def _contents(self) -> dict[str, str | list[str]]:
+        unusual = self.single_bytes != IN_ORDER
         return {
+            **({"single_bytes": _text(self.single_bytes)} if unusual else {}),
             "pattern": self.pattern,
             "special_tokens": list(self.special_tokens),
-            "merges": [base64.b64encode(token).decode("ascii") for token in self.merges],
+            "merges": [_text(token) for token in self.merges],
         }
 
     def save(self, path: str | Path) -> Path:
@@ -155,12 +167,33 @@ class Tokenizer:
             if contents["format"] != FILE_FORMAT:
                 raise ValueError(f"its format is {contents['format']!r}, not {FILE_FORMAT!r}")
             merges = [base64.b64decode(token, validate=True) for token in contents["merges"]]
-            tokenizer = cls(merges, contents["pattern"], contents["special_tokens"])
+            single_bytes = base64.b64decode(contents["single_bytes"]) if "single_bytes" in contents else IN_ORDER
+            tokenizer = cls(merges, contents["pattern"], contents["special_tokens"], single_bytes=single_bytes)
             if tokenizer.fingerprint != contents["fingerprint"]:
                 raise ValueError("its contents do not match its fingerprint")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a sound tokenizer file ({error}): train it again") from error
         return tokenizer
+
+    @classmethod
+    def from_tiktoken(cls, path: str | Path, pattern: str = GPT2_SPLIT_PATTERN) -> "Tokenizer":
+        """A vocabulary from tiktoken's file of it: a line for each token, its bytes in base64 and its id.
+
+        Special tokens take the ids after the last one; BOS the first of them, which in GPT-2 is <|endoftext|>.
+        ValueError where the file is something else.
+        """
+        path = Path(path)
+        try:
+            pairs = [line.split() for line in path.read_text(encoding="ascii").splitlines() if line]
+            tokens = [base64.b64decode(token, validate=True) for token, _ in pairs]
+            if [int(rank) for _, rank in pairs] != list(range(len(pairs))):
+                raise ValueError("ids do not count from 0")
+            return cls(tokens[256:], pattern, single_bytes=b"".join(tokens[:256]))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is not a vocabulary of tiktoken's ({error}): each line is a token in base64 and its id, "
+                "as in r50k_base.tiktoken"
+            ) from error
 
     def special(self, name: str) -> int:
         """The id of a special token, by its full name such as "<|user_start|>"."""
@@ -233,6 +266,10 @@ def well_formed(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def _text(token: bytes) -> str:
+    return base64.b64encode(token).decode("ascii")
 
 
 def _training_pieces(texts: Iterable[str], max_bytes: int) -> Iterator[str]:

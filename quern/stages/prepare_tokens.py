@@ -1,0 +1,81 @@
+"""Data that is tokens already: .bin files, read as they are, with the tokenizer that made them beside them.
+
+A source is a .bin file or a folder of them (modded-nanogpt's, nanoGPT's, our own shards). Validation is `val` (a file
+or folder too), else the files of the folder with "val" in their name, else documents held out from the rest; of it,
+the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`: ours (.json) or tiktoken's
+file of GPT-2's vocabulary (.tiktoken), whose <|endoftext|> is then the BOS.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from quern.data.shards import Corpus
+from quern.recipe import Recipe
+from quern.text.tokenizer import Tokenizer
+
+BYTES_PER_TOKEN = 4
+HELD_OUT_EVERY = 20
+
+
+def is_tokens(data: str) -> bool:
+    """Whether `--data` names tokens rather than text."""
+    path = Path(data)
+    return path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
+
+
+def open_tokens(recipe: Recipe) -> tuple[Tokenizer, Corpus, Corpus]:
+    """(tokenizer, training, validation). Raises FileNotFoundError or ValueError saying what is missing."""
+    tokenizer = _tokenizer(recipe)
+    train, val = _files(recipe.data), _files(recipe.val) if recipe.val else []
+    if not val:
+        val = [path for path in train if "val" in path.name]
+        train = [path for path in train if path not in val]
+    if not train:
+        raise FileNotFoundError(f"--data {recipe.data}: every file there is for validation, none is left to train on")
+    corpus = Corpus.from_file(*train, bos=tokenizer.bos)
+    most = int(recipe.text.val_megabytes * 1e6 / BYTES_PER_TOKEN)
+    if val:
+        other = Corpus.from_file(*val, bos=tokenizer.bos)
+        return tokenizer, corpus, other.part(_first(other, np.arange(other.num_documents), most))
+    held_out = _first(corpus, np.arange(HELD_OUT_EVERY // 2, corpus.num_documents, HELD_OUT_EVERY), most)
+    if not held_out.size:
+        raise ValueError(f"--data {recipe.data} holds too few documents to hold some out: name a file with --val")
+    rest = np.setdiff1d(np.arange(corpus.num_documents), held_out)
+    return tokenizer, corpus.part(rest), corpus.part(held_out)
+
+
+def sample(corpus: Corpus, tokenizer: Tokenizer, documents: int = 50) -> str:
+    """The text of the first documents."""
+    found = (corpus.gather(i)[1:].tolist() for i in range(min(documents, corpus.num_documents)))
+    return "\n".join(tokenizer.decode(ids) for ids in found)
+
+
+def _first(corpus: Corpus, documents: np.ndarray, tokens: int) -> np.ndarray:
+    """So many of the documents, in order, that they hold about as many tokens; one at least."""
+    before = np.cumsum(corpus.lengths[documents]) - corpus.lengths[documents]
+    return documents[before < max(1, tokens)]
+
+
+def _files(data: str) -> list[Path]:
+    path = Path(data)
+    found = sorted(path.glob("*.bin")) if path.is_dir() else [path]
+    if not found or not all(file.is_file() and file.suffix == ".bin" for file in found):
+        raise FileNotFoundError(f"{data}: there is no .bin file of that name, nor one in a folder of that name")
+    return found
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    name = recipe.text.tokenizer
+    if name is None:
+        raise ValueError(
+            f"--data {recipe.data} is tokens already, and evaluation and chat need the tokenizer that made them: name "
+            "its file with --text.tokenizer, a tokenizer.json of quern's or, for GPT-2's tokens, tiktoken's "
+            "r50k_base.tiktoken"
+        )
+    path = Path(name)
+    if not path.is_file():
+        raise FileNotFoundError(f"--text.tokenizer {name}: there is no such file")
+    return Tokenizer.from_tiktoken(path) if path.suffix == ".tiktoken" else Tokenizer.load(path)

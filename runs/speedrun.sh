@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# modded-nanogpt's run of May 2025: 12 layers, 768 wide, 6 heads, 1,770 steps of 8 streams of 48k tokens of FineWeb.
+# Its goal is a validation loss of 3.28 on the first 10,485,760 tokens of its validation file (at four bytes a token,
+# as val-megabytes counts).
+#
+#   runs/speedrun.sh fineweb10B r50k_base.tiktoken [more flags of `quern pretrain unet`]
+#
+# fineweb10B: a folder of its .bin files (fineweb_train_*.bin, fineweb_val_*.bin); r50k_base.tiktoken: GPT-2's vocabulary
+# as tiktoken keeps it. One GPU takes the eight streams of a step one after the other.
+set -euo pipefail
+
+if [ $# -lt 2 ]; then
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+data=$1 tokenizer=$2
+shift 2
+
+exec quern pretrain unet --run speedrun \
+    --data "$data" --text.tokenizer "$tokenizer" --text.val-megabytes 41.94304 \
+    --depth 12 --model.width 768 --model.heads 6 --model.head-dim 128 --model.context 49152 \
+    --train.steps 1770 --train.batch-tokens 393216 --train.micro-batch-tokens 49152 \
+    --train.eval-every 125 --train.save-every 885 "$@"

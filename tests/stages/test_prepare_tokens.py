@@ -1,0 +1,121 @@
+"""Tokens that are there already: which files train, which validate, which tokenizer reads them."""
+
+import base64
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quern.data.shards import Corpus
+from quern.generate.engine import Engine
+from quern.machine import Machine
+from quern.recipe import Recipe, TextRecipe, resolve
+from quern.recipes.unet import RECIPE
+from quern.stages import pretrain
+from quern.stages.load import load
+from quern.stages.places import Places
+from quern.stages.prepare import prepare
+from quern.stages.prepare_tokens import is_tokens
+from quern.text.chat import render_prompt
+from quern.text.tokenizer import Tokenizer
+from tests.train.toy import CPU
+
+TOKENIZER = Tokenizer.train(["the miller grinds the grain and the baker bakes the bread, day after day"] * 4, 280)
+
+
+def texts(count: int, start: int = 0) -> list[str]:
+    return [f"the grain {i} and the bread {i * i}" for i in range(start, start + count)]
+
+
+def write_bin(path: Path, documents: list[str], header: bool = True) -> Path:
+    tokens = [token for text in documents for token in (TOKENIZER.bos, *TOKENIZER.encode(text))]
+    head = np.zeros(256, dtype="<i4")
+    head[:3] = 20240520, 1, len(tokens)
+    path.write_bytes((head.tobytes() if header else b"") + np.array(tokens, dtype="<u2").tobytes())
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    return str(TOKENIZER.save(tmp_path / "tokenizer.json"))
+
+
+def recipe_for(data: Path, tokenizer: str | None, val: Path | None = None, megabytes: float = 1.0) -> Recipe:
+    text = TextRecipe(tokenizer=tokenizer, val_megabytes=megabytes)
+    return resolve(replace(RECIPE, data=str(data), val=str(val) if val else None, text=text))
+
+
+def read(corpus: Corpus) -> list[str]:
+    return [TOKENIZER.decode(corpus.gather(i)[1:].tolist()) for i in range(corpus.num_documents)]
+
+
+def test_a_folder_as_the_speedruns(tmp_path: Path, tokenizer: str) -> None:
+    for name, first in [("x_train_000001", 0), ("x_train_000002", 30), ("x_val_000000", 60)]:
+        write_bin(tmp_path / f"{name}.bin", texts(30, first))
+    prepared = prepare(recipe_for(tmp_path, tokenizer), tmp_path / "out", print)
+    assert read(prepared.train) == texts(60) and read(prepared.val) == texts(30, 60)
+    assert prepared.tokenizer.fingerprint == TOKENIZER.fingerprint
+    assert prepared.facts["data"]["train"] == {"documents": 60, "tokens": prepared.train.num_tokens}
+    assert prepared.facts["tokenizer"]["compression"][0]["bytes_per_token"] > 1
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_one_file_holds_out_every_twentieth_document(tmp_path: Path, tokenizer: str, header: bool) -> None:
+    path = write_bin(tmp_path / "x.bin", texts(100), header)
+    prepared = prepare(recipe_for(path, tokenizer), tmp_path / "out", print)
+    assert read(prepared.val) == texts(100)[10::20]
+    assert sorted(read(prepared.train) + read(prepared.val)) == sorted(texts(100))
+
+
+def test_validation_is_as_much_as_was_asked_for(tmp_path: Path, tokenizer: str) -> None:
+    path, val = write_bin(tmp_path / "x.bin", texts(50)), write_bin(tmp_path / "y.bin", texts(50, 50))
+    prepared = prepare(recipe_for(path, tokenizer, val, megabytes=1e-4), tmp_path / "out", print)  # 25 tokens
+    assert read(prepared.train) == texts(50)
+    kept = read(prepared.val)
+    assert kept == texts(50, 50)[: len(kept)]
+    assert prepared.val.num_tokens - prepared.val.lengths[-1] < 25 <= prepared.val.num_tokens
+
+
+def test_what_is_missing_is_said(tmp_path: Path, tokenizer: str) -> None:
+    path = write_bin(tmp_path / "x.bin", texts(100))
+    with pytest.raises(ValueError, match="is tokens already, .* name its file with --text.tokenizer, a tokenizer.json"):
+        prepare(recipe_for(path, None), tmp_path / "out", print)
+    with pytest.raises(FileNotFoundError, match="--text.tokenizer nowhere.json: there is no such file"):
+        prepare(recipe_for(path, "nowhere.json"), tmp_path / "out", print)
+    with pytest.raises(FileNotFoundError, match="there is no .bin file of that name"):
+        prepare(recipe_for(tmp_path / "z.bin", tokenizer), tmp_path / "out", print)
+    few = write_bin(tmp_path / "few.bin", texts(3))
+    with pytest.raises(ValueError, match="too few documents to hold some out: name a file with --val"):
+        prepare(recipe_for(few, tokenizer), tmp_path / "out", print)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_bin(folder / "x_val.bin", texts(3))
+    with pytest.raises(FileNotFoundError, match="every file there is for validation"):
+        prepare(recipe_for(folder, tokenizer), tmp_path / "out", print)
+    assert not is_tokens("tinyworld") and not is_tokens(str(tmp_path / "folder" / "none"))
+
+
+def test_a_file_of_gpt2s_tokens_becomes_a_model_that_replies(tmp_path: Path) -> None:
+    """Its vocabulary is laid out as GPT-2's, with quern's special tokens after it."""
+    singles = bytes([*range(33, 256), *range(33)])
+    gpt2 = Tokenizer(TOKENIZER.merges, single_bytes=singles)
+    vocabulary = tmp_path / "v.tiktoken"
+    lines = [*(singles[i : i + 1] for i in range(256)), *gpt2.merges]
+    vocabulary.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(lines)))
+    tokens = [token for text in texts(80) for token in (gpt2.bos, *gpt2.encode(text))]
+    np.array(tokens, dtype="<u2").tofile(tmp_path / "x.bin")
+    recipe = replace(
+        RECIPE,
+        depth=2,
+        data=str(tmp_path / "x.bin"),
+        text=TextRecipe(tokenizer=str(vocabulary)),
+        model=replace(RECIPE.model, width=32, head_dim=16, context=512),
+        train=replace(RECIPE.train, steps=3, batch_tokens=512),
+    )
+    places, machine = Places(tmp_path / "out", "bin"), Machine(CPU.device, CPU.dtype, compile=False, threads=1)
+    assert pretrain.run(recipe, machine, places, resume=False, source=None, command="test", say=print) == 0
+    loaded = load(places, machine, print)
+    assert loaded.tokenizer.bos == loaded.recipe.model.bos == gpt2.bos == 256 + len(gpt2.merges)
+    prompt = render_prompt(loaded.tokenizer, [{"role": "user", "content": "Who are you?"}])
+    assert len(Engine(loaded.model, loaded.tokenizer, machine).generate([prompt], max_tokens=5)[0][0].ids) >= 1
