@@ -1,0 +1,330 @@
+"""FP8's rounding, scales, products and gradients against NumPy; how far they are from exact ones is the law's."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from quern.kernels import fp8 as module
+from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy
+from quern.kernels.fp8 import (
+    E4M3,
+    E5M2,
+    HeadProducts,
+    HeadScales,
+    Quantised,
+    fp8_linear,
+    has_fast_product,
+    product,
+    quantise,
+)
+from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
+from tests.kernels import fp8_oracle as oracle
+from tests.kernels.fp8_oracle import Format, through
+from tests.train.toy import eager
+
+__all__ = ["eager"]  # a fixture
+pytestmark = pytest.mark.usefixtures("eager")
+
+FORMATS = {"E4M3": (E4M3, oracle.E4M3), "E5M2": (E5M2, oracle.E5M2)}
+by_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def random(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
+    return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def array(x: Tensor) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+# Rounding and scales ----------------------------------------------------------------------------------------
+
+
+def awkward(of: Format) -> np.ndarray:
+    """Every number of a format, the middles between them, a little beside those, what is beyond, of both signs."""
+    middles = (of.values[1:] + of.values[:-1]) / 2
+    beyond = of.values[-1] * np.array([1.01, 1.0625, 1.1, 2, 1e3, 1e30])
+    near = [middles, np.nextafter(middles, 0, dtype=np.float32), np.nextafter(middles, np.inf, dtype=np.float32)]
+    every = np.concatenate([of.values, *near, beyond]).astype(np.float32)
+    return np.concatenate([every, -every])
+
+
+@by_format
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-6])
+def test_every_number_and_every_middle_is_rounded_as_the_format_says(name: str, scale: float) -> None:
+    dtype, of = FORMATS[name]
+    x = (awkward(of) * np.float32(scale)).astype(np.float32)
+    x = x[np.isfinite(x)]
+    found = quantise(torch.from_numpy(x), dtype, torch.tensor(scale))
+    assert found.values.dtype == dtype and found.scale.dtype == torch.float32
+    np.testing.assert_array_equal(array(found.values), oracle.rounded(x / np.float32(scale), of))
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dynamic_scale_makes_the_largest_entry_just_fit(name: str, dtype: torch.dtype) -> None:
+    kind, of = FORMATS[name]
+    for std in (1.0, 1e-4, 3e7):
+        x = random(40, 24, std=std).to(dtype)
+        found = quantise(x, kind)
+        assert found.scale.shape == () and found.scale.item() == oracle.scale_of(array(x), of)
+        assert found.values.float().abs().max() == of.values[-1]
+        np.testing.assert_array_equal(array(found.values) * float(found.scale), through(array(x), of))
+
+
+def test_gradients_far_below_anything_usual_keep_their_precision() -> None:
+    for size in (1e-12, 1e-20, 1e-27):
+        x = random(16, 16, std=size)
+        found = quantise(x, E5M2)
+        error = (found.values.double() * found.scale.double() - x.double()).norm() / x.double().norm()
+        assert error < 0.07
+    assert quantise(random(4, 4, std=1e-42), E5M2).values.float().count_nonzero() == 0
+
+
+@by_format
+def test_zeros_stay_zeros(name: str) -> None:
+    found = quantise(torch.zeros(16, 16), FORMATS[name][0])
+    assert found.values.float().count_nonzero() == 0 and found.scale > 0
+
+
+@by_format
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_visible_at_a_dynamic_scale(name: str, bad: float) -> None:
+    x = random(16, 16)
+    x[3, 4] = bad
+    assert quantise(x, FORMATS[name][0]).values.float().isnan().any()
+
+
+@by_format
+def test_beyond_a_static_scale_stands_the_largest_number(name: str) -> None:
+    dtype, of = FORMATS[name]
+    x = torch.tensor([1e9, -1e9, 1e38, of.values[-1] * 1.04, 1.0])
+    found = quantise(x, dtype, torch.tensor(1.0))
+    largest = of.values[-1]
+    assert found.values.float().tolist() == [largest, -largest, largest, largest, 1.0]
+
+
+# Products ---------------------------------------------------------------------------------------------------
+
+SHAPES = [(16, 16, 16), (48, 32, 80), (1, 16, 16), (33, 128, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@by_format
+def test_a_product_is_that_of_the_rounded_operands(name: str, shape: tuple[int, int, int]) -> None:
+    M, K, N = shape
+    a, b = random(M, K, seed=1), random(N, K, seed=2, std=0.02)
+    kind, of = FORMATS[name]
+    expected = through(array(a), of) @ through(array(b), oracle.E4M3).T
+    found = product(quantise(a, kind), quantise(b, E4M3), torch.float32, emulated=True)
+    # K products, exact, are added in fp32: at most K roundings of the sum of magnitudes, and two of the scales.
+    magnitudes = np.abs(through(array(a), of)) @ np.abs(through(array(b), oracle.E4M3)).T
+    assert (np.abs(array(found) - expected) <= (K + 2) * 2.0**-24 * magnitudes).all()
+    low = product(quantise(a, kind), quantise(b, E4M3), torch.bfloat16, emulated=True)
+    assert low.dtype == torch.bfloat16 and torch.equal(low, found.bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(16, 24, 16), (16, 16, 24)])
+def test_a_product_that_the_hardware_refuses_is_refused_everywhere(shape: tuple[int, int, int]) -> None:
+    M, K, N = shape
+    with pytest.raises(ValueError, match="make the last two multiples of 16"):
+        product(quantise(random(M, K), E4M3), quantise(random(N, K), E4M3), torch.float32, emulated=True)
+
+
+def test_a_device_without_fp8_has_no_fast_product() -> None:
+    assert has_fast_product(torch.device("meta")) is False
+
+
+# The linear layer -------------------------------------------------------------------------------------------
+
+
+def linear_and_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = fp8_linear(x, weight, True)
+    y.backward(grad)
+    assert x.grad is not None and weight.grad is not None
+    return [y.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 16, 16), (64, 32, 80), (32, 144, 16)])
+def test_a_linear_layer_and_its_gradients(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    N, D, outputs = shape
+    x, weight = random(N, D).to(dtype), random(outputs, D, seed=1, std=0.1).to(dtype)
+    grad = random(N, outputs, seed=2).to(dtype)
+    x8, w8 = through(array(x), oracle.E4M3), through(array(weight), oracle.E4M3)
+    g8 = through(array(grad), oracle.E5M2)
+    expected = [x8 @ w8.T, g8 @ w8, g8.T @ x8]
+    magnitudes = [np.abs(x8) @ np.abs(w8.T), np.abs(g8) @ np.abs(w8), np.abs(g8.T) @ np.abs(x8)]
+    half_ulp = 2.0**-9 if dtype == torch.bfloat16 else 2.0**-25
+    for found, e, m, K in zip(
+        linear_and_gradients(x, weight, grad), expected, magnitudes, (D, outputs, N), strict=True
+    ):
+        assert found.dtype == dtype
+        assert (np.abs(array(found) - e) <= (K + 2) * 2.0**-24 * m + half_ulp * 2 * np.abs(e)).all()
+
+
+def test_zero_input_and_zero_gradient_give_zeros() -> None:
+    x, weight, grad = torch.zeros(16, 32), random(48, 32), random(16, 48)
+    y, dx, dw = linear_and_gradients(x, weight, grad)
+    assert y.count_nonzero() == 0 and dw.count_nonzero() == 0 and dx.count_nonzero() > 0
+    _, dx, dw = linear_and_gradients(random(16, 32), weight, torch.zeros_like(grad))
+    assert dx.count_nonzero() == 0 and dw.count_nonzero() == 0
+
+
+def test_tokens_that_are_no_multiple_of_16_are_refused_before_the_backward_pass() -> None:
+    with pytest.raises(ValueError, match="20 tokens cannot be multiplied in FP8: hand in a multiple of 16"):
+        fp8_linear(random(20, 16), random(16, 16), True)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Forward and backward run on tensors without data, which nothing could be read from."""
+    with FakeTensorMode():
+        y, dx, dw = linear_and_gradients(torch.empty(32, 16), torch.empty(48, 16), torch.empty(32, 48))
+        assert (y.shape, dx.shape, dw.shape) == ((32, 48), (32, 16), (48, 16))
+        x, weight = torch.empty(32, 16, requires_grad=True), torch.empty(64, 16, requires_grad=True)
+        products = head_products(16)(x, weight, torch.empty(()))
+        assert products.logits(slice(0, 16)).shape == (16, 64)
+        assert [t.shape for t in products.gradients(slice(0, 16), torch.empty(16, 64), torch.empty(16))] == [
+            (16, 16),
+            (64, 16),
+        ]
+
+
+# torch's own tracer makes an object of the class that it says none should be made of.
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
+def test_the_compiler_takes_it_whole() -> None:
+    """No break in the graph, forward or backward, and the same bits."""
+    x, weight, grad = random(32, 16), random(48, 16, seed=1), random(32, 48, seed=2)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.relu(fp8_linear(x * 2, weight, True)) + 1
+
+    results = []
+    with torch.compiler.set_stance("default"):
+        for path in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)):
+            parts = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            y = path(*parts)
+            y.backward(grad)
+            results.append([y.detach(), *(part.grad for part in parts)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# The head's products in the loss ----------------------------------------------------------------------------
+
+CAPS: dict[str, Cap] = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 30.0), "no": NoCap()}
+
+
+def head_products(width: int, kind: type[HeadProducts] = HeadProducts):  # noqa: ANN201
+    return lambda x, weight, bound: kind(x, weight, bound, HeadScales.for_width(width), True)
+
+
+def loss_inputs(N: int, V: int, D: int, std: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normed hidden states; a third of the targets masked, the others weighted, some negatively."""
+    generator = torch.Generator().manual_seed(N)
+    x = torch.nn.functional.rms_norm(torch.randn(N, D, generator=generator), (D,))
+    targets = torch.randint(0, V, (N,), generator=generator)
+    scale = torch.randn(N, generator=generator) * (torch.rand(N, generator=generator) > 1 / 3) / N
+    return x, std * torch.randn(V, D, generator=generator), targets, scale
+
+
+def loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap, **options: object) -> list[Tensor]:
+    x, weight = (part.clone().requires_grad_() for part in inputs[:2])
+    total, losses = cross_entropy(x, weight, *inputs[2:], cap, **options)  # type: ignore[arg-type]
+    total.backward()
+    assert x.grad is not None and weight.grad is not None
+    return [losses, x.grad, weight.grad]
+
+
+def expected_loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap) -> list[np.ndarray]:
+    """The definition in float64 around the rounded operands; autograd gives the gradient by the logits."""
+    x, weight, targets, scale = inputs
+    D = x.size(1)
+    x8 = through(array(x), oracle.E4M3, np.float32(np.sqrt(D) / 448))
+    w8 = through(array(weight), oracle.E4M3, np.float32(24 / 448))
+    logits = torch.from_numpy(x8 @ w8.T).requires_grad_()
+    losses = torch.nn.functional.cross_entropy(cap(logits), targets, reduction="none")
+    (losses * scale).sum().backward()
+    assert logits.grad is not None
+    slope = cap.tanh_form[0] / cap.tanh_form[1] if cap.tanh_form else 1.0
+    bound = np.float32(slope * float(scale.abs().max()))
+    g8 = through(array(logits.grad), oracle.E5M2, bound * np.float32(1 / 448))
+    return [array(losses), g8 @ w8, g8.T @ x8]
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_the_heads_products_in_the_loss(cap: str) -> None:
+    inputs = loss_inputs(CHUNK_TOKENS + 48, 208, 32)
+    found = loss_and_gradients(inputs, CAPS[cap], products=head_products(32))
+    expected = expected_loss_and_gradients(inputs, CAPS[cap])
+    assert np.abs(array(found[0]) - expected[0]).max() <= 2e-5
+    for ours, e in zip(found[1:], expected[1:], strict=True):
+        # fp32 gradients by the logits are off by some 1e-6, which moves about that share of them, times 8 for
+        # the spacing, over a middle to the next E5M2 number, a fourth away: sqrt(1e-5) / 4. FP8 itself: 3e-2.
+        assert np.linalg.norm(array(ours) - e) <= 1e-3 * np.linalg.norm(e)
+
+
+class FactorAfterwards(HeadProducts):
+    """The mistake of rounding before the row's factor is in."""
+
+    def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dw = super().gradients(part, grad_NV, factor_N.abs().amax().expand_as(factor_N))
+        return dx * (factor_N / factor_N.abs().amax())[:, None], dw
+
+
+def rows_error(kind: type[HeadProducts]) -> float:
+    """The worst error of a row of dx, over the sum of its terms' sizes, where half of the rows have logits around 10,
+    the others around -10, and so denominators that differ by a factor of 10^8."""
+    _, weight, targets, _ = loss_inputs(64, 208, 32)
+    common = torch.nn.functional.normalize(random(32), dim=0)
+    weight += 2.1 * common
+    x = math.sqrt(32) * common * torch.tensor([1.0, -1.0]).repeat(32)[:, None]
+    inputs = x, weight, targets, torch.full((64,), 1 / 64)
+    logits = (x @ weight.T).requires_grad_()
+    torch.nn.functional.cross_entropy(TanhCap(15.0)(logits), targets).backward()
+    assert logits.grad is not None
+    plain = loss_and_gradients(inputs, TanhCap(15.0))[1]
+    found = loss_and_gradients(inputs, TanhCap(15.0), products=head_products(32, kind))[1]
+    return float(((found - plain).norm(dim=1) / (logits.grad.abs() @ weight.norm(dim=1))).max())
+
+
+def test_rows_with_small_denominators_keep_their_gradients() -> None:
+    worst = (1 + 1 / 8) * (1 + 1 / 16) - 1  # every gradient and every weight rounded as badly as can be
+    assert rows_error(HeadProducts) <= worst
+    assert rows_error(FactorAfterwards) > 2 * worst
+
+
+def test_a_head_saturates_and_stays_finite() -> None:
+    """Hidden states beyond sqrt(width) and weights beyond 24 count as that much."""
+    x, weight, targets, scale = loss_inputs(32, 48, 16)
+    x[0], weight[0] = 1e6, -1e6
+    at_the_ends = x.clone(), weight.clone()
+    at_the_ends[0][0], at_the_ends[1][0] = 4.0, -24.0
+    over = loss_and_gradients((x, weight, targets, scale), TanhCap(15.0), products=head_products(16))
+    ends = loss_and_gradients((*at_the_ends, targets, scale), TanhCap(15.0), products=head_products(16))
+    assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(over, ends, strict=True))
+
+
+def test_all_masked_is_zero_and_not_nan() -> None:
+    x, weight, targets, _ = loss_inputs(16, 48, 16)
+    losses, dx, dw = loss_and_gradients((x, weight, targets, torch.zeros(16)), NoCap(), products=head_products(16))
+    assert torch.isfinite(losses).all() and dx.count_nonzero() == 0 and dw.count_nonzero() == 0
+
+
+def test_without_a_graph_the_loss_is_plain() -> None:
+    inputs = loss_inputs(32, 48, 16)
+    with torch.no_grad():
+        _, plain = cross_entropy(*inputs, TanhCap(15.0))
+        _, found = cross_entropy(*inputs, TanhCap(15.0), head_products(16))
+    assert torch.equal(plain, found)
+    assert not torch.equal(plain, loss_and_gradients(inputs, TanhCap(15.0), products=head_products(16))[0])
+
+
+def test_a_transposed_operand_is_laid_out_anew() -> None:
+    q = quantise(random(16, 32), E4M3)
+    assert q.transposed().values.is_contiguous() and torch.equal(q.transposed().values.t().float(), q.values.float())
+    assert isinstance(q.transposed(), Quantised) and module.MULTIPLE == 16

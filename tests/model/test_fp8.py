@@ -1,0 +1,154 @@
+"""What `use_fp8` replaces, what it leaves alone and why; that parameters stay themselves; what is recorded."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quern.model.fp8 import Fp8Head, Fp8Linear, head_products, use_fp8
+from quern.model.loss import loss_sum
+from quern.stages.start import lower_precision
+from quern.train.step import to_device
+from tests.train.toy import CPU, eager, toy_loader, toy_recipe, toy_state
+
+__all__ = ["eager"]  # a fixture
+pytestmark = pytest.mark.usefixtures("eager")
+
+MATRICES = ["attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down"]
+
+
+def model(**shape: Any) -> Any:
+    return toy_state(toy_recipe(model={"vocab_size": 64, **shape})).model
+
+
+def test_parameters_keep_their_names_order_and_identity() -> None:
+    made = model()
+    before, groups, state = list(made.named_parameters()), made.parameter_groups(), list(made.state_dict())
+    use_fp8(made)
+    after = list(made.named_parameters())
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
+    assert list(made.state_dict()) == state
+    for name, parameters in made.parameter_groups().items():
+        assert [(n, id(p)) for n, p in parameters] == [(n, id(p)) for n, p in groups[name]]
+
+
+def test_the_head_gets_static_scales_and_the_blocks_dynamic_ones() -> None:
+    made = model()
+    report = use_fp8(made)
+    assert report.dynamic == tuple(f"blocks.{layer}.{name}" for layer in range(2) for name in MATRICES)
+    assert report.static == ("head",) and type(made.head) is Fp8Head
+    assert all(type(made.get_submodule(name)) is Fp8Linear for name in report.dynamic)
+    assert report.skipped == {
+        "blocks.1.attention.value_gate": "12 inputs, no multiple of 16",
+        "smear_gate": "24 inputs, no multiple of 16",
+    }
+    assert type(made.smear_gate) is nn.Linear
+
+
+def test_what_the_hardware_refuses_is_named_with_the_reason() -> None:
+    made = model(vocab_size=61, width=40, head_dim=8, kv_heads=5)
+    report = use_fp8(made)
+    assert report.dynamic == report.static == () and type(made.head) is nn.Linear
+    assert report.skipped["head"] == "40 inputs, no multiple of 16"
+    odd_vocabulary = use_fp8(model(vocab_size=61))
+    assert odd_vocabulary.skipped["head"] == "61 outputs, no multiple of 16" and len(odd_vocabulary.dynamic) == 12
+    odd_rows = use_fp8(model(context=20))
+    assert odd_rows.skipped["head"] == "20 tokens in a row, no multiple of 16" and odd_rows.dynamic == ()
+
+
+def test_a_layer_with_a_bias_or_of_another_kind_is_left_alone() -> None:
+    class Sharded(nn.Linear): ...
+
+    made = model()
+    made.blocks[0].mlp.up = Sharded(32, 128, bias=False)
+    made.blocks[1].mlp.up = nn.Linear(32, 128)
+    report = use_fp8(made)
+    assert report.skipped["blocks.0.mlp.up"] == "it is a Sharded already"
+    assert report.skipped["blocks.1.mlp.up"] == "it has a bias"
+    again = use_fp8(made)
+    assert again.dynamic == again.static == () and again.skipped["head"] == "it is a Fp8Head already"
+
+
+def test_a_device_that_multiplies_no_fp8_keeps_everything() -> None:
+    report = use_fp8(model().to("meta"))
+    assert report.dynamic == report.static == ()
+    assert set(report.skipped.values()) == {
+        "this meta device has no FP8 product",
+    }
+
+
+def test_one_line_says_it_all() -> None:
+    report = use_fp8(model())
+    assert str(report) == (
+        "fp8: 12 layers at dynamic scales, 1 at static ones; "
+        "emulated, since this device has no fast FP8 product: the same numbers, slower; "
+        "left alone: blocks.*.attention.value_gate (12 inputs, no multiple of 16), "
+        "smear_gate (24 inputs, no multiple of 16)"
+    ) or (not report.emulated and "emulated" not in str(report))
+    assert "emulated" not in str(replace(report, emulated=False))
+    assert str(replace(report, emulated=False, skipped={})) == "fp8: 12 layers at dynamic scales, 1 at static ones"
+
+
+def test_fp8_is_where_gradients_are_recorded_and_nowhere_else() -> None:
+    made = model()
+    linear, head = made.blocks[0].mlp.up, made.head
+    use_fp8(made)
+    low, x = made.blocks[0].mlp.up, torch.randn(2, 16, 32)
+    assert low.weight is linear.weight and not torch.equal(low(x), linear(x))
+    assert low(x).shape == (2, 16, 128)
+    with torch.no_grad():
+        assert torch.equal(low(x), linear(x))
+        assert low(x[:, :3]).shape == (2, 3, 128)  # generation is free in its number of tokens
+    with torch.inference_mode():
+        assert torch.equal(low(x), linear(x))
+    assert torch.equal(made.head(x), head(x))
+
+
+def test_the_loss_takes_its_products_from_the_head() -> None:
+    made = toy_state(toy_recipe(model={"vocab_size": 64})).model
+    batch = toy_loader().batch(0)
+    inputs = to_device(batch, int(batch.mask.sum()), CPU)
+    plain = loss_sum(made, *inputs)[0]
+    use_fp8(made)
+    low = loss_sum(made, *inputs)[0]
+    low.backward()
+    assert low != plain and low.item() == pytest.approx(plain.item(), rel=0.02)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in made.parameters())
+    x, weight = torch.randn(16, 32), made.head.weight.detach()
+    exact = x @ weight.T
+    found = head_products(made.head)(x, weight, torch.tensor(1.0)).logits(slice(0, 16))
+    assert not torch.equal(found, exact) and (found - exact).norm() <= 0.05 * exact.norm()
+
+
+# torch's own tracer makes an object of a class that it says none should be made of, and looks at every input's .grad.
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_part_of_a_block_compiles_whole_and_to_the_same_bits() -> None:
+    """No break in the graph; the evaluation of the compiled model is that of the plain one."""
+    batch = toy_loader().batch(0)
+    inputs = to_device(batch, int(batch.mask.sum()), CPU)
+    results = []
+    for compiled in (False, True):
+        made = toy_state(toy_recipe(model={"vocab_size": 64})).model
+        use_fp8(made)
+        with torch.compiler.set_stance("default"):
+            if compiled:
+                made.blocks[1].mlp.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+            x = made(inputs[0], made.context(inputs[0]))
+            x.square().sum().backward()
+            with torch.no_grad():
+                without = made(inputs[0], made.context(inputs[0]))
+        results.append([x.detach(), without, *(p.grad for p in made.blocks.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True) if a is not None)
+
+
+def test_a_recipe_asks_for_it() -> None:
+    said: list[str] = []
+    assert lower_precision(toy_recipe(), model(), said.append) == {} and said == []
+    made = model()
+    facts = lower_precision(toy_recipe(fp8=True), made, said.append)["fp8"]
+    assert facts["static"] == ("head",) and "smear_gate" in facts["skipped"] and type(made.head) is Fp8Head
+    assert len(said) == 1 and said[0].startswith("fp8: 12 layers")
