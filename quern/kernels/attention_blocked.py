@@ -18,12 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries first … last - 1 and keys low … last - 1; apart: some query and key of them differ in document."""
+    """Queries first … last - 1 and keys low … last - 1; some query does not see some key below `apart`, which belongs
+    to another document."""
 
     first: int
     last: int
     low: int
-    apart: bool = False
+    apart: int = 0
 
 
 def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
@@ -46,22 +47,37 @@ def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
     blocks = []
     for (first, last, low), begin, end in zip(spans, earliest, latest, strict=True):
         low = max(low, begin // 64 * 64)
-        blocks.append(_Block(first, last, low, apart=end > low))
+        blocks.append(_Block(first, last, low, apart=end))
     return blocks
 
 
-def _hide(scores_NTT: Tensor, block: _Block, window: int, documents_BT: Tensor | None) -> None:
-    """Writes -inf over the scores of one block that its queries may not see."""
-    # Without a window only the keys beside the queries can be hidden, unless documents meet in the block.
-    start = block.low if window or block.apart else block.first
-    distance = torch.arange(block.first, block.last)[:, None] - torch.arange(start, block.last)
-    hidden = (distance < 0) | (distance >= window) if window else distance < 0
-    if documents_BT is not None and block.apart:
-        own, seen = documents_BT[:, block.first : block.last], documents_BT[:, start : block.last]
-        hidden = (hidden | (own[:, :, None] != seen[:, None, :]))[:, None]  # (B, 1, queries, keys)
-        scores_NTT = scores_NTT.view(len(documents_BT), -1, *scores_NTT.shape[1:])
-    bias = torch.zeros(hidden.shape, dtype=scores_NTT.dtype).masked_fill_(hidden, float("-inf"))
-    scores_NTT[..., start - block.low :] += bias
+class _Hider:
+    """Adds -inf to the scores that queries may not see; of one call, since most of its blocks look alike."""
+
+    def __init__(self, window: int, documents_BT: Tensor | None, dtype: torch.dtype) -> None:
+        self.window, self.documents_BT, self.dtype = window, documents_BT, dtype
+        self.made: dict[tuple[int, int, int, bool], Tensor] = {}
+
+    def hide(self, scores_NTT: Tensor, block: _Block) -> None:
+        queries, beside = block.last - block.first, block.first - block.low
+        scores_NTT[:, :, beside:] += self._triangle(queries, queries, 1, upper=True)
+        behind = block.last - self.window - block.low  # how many keys the last query no longer sees
+        if self.window and behind > 0:
+            scores_NTT[:, :, :behind] += self._triangle(queries, behind, beside - self.window, upper=False)
+        if self.documents_BT is not None and block.apart > block.low:
+            own_BT = self.documents_BT[:, block.first : block.last]
+            seen_BT = self.documents_BT[:, block.low : block.apart]
+            other_B1TT = (own_BT[:, :, None] != seen_BT[:, None, :])[:, None]
+            bias_B1TT = torch.zeros(other_B1TT.shape, dtype=self.dtype).masked_fill_(other_B1TT, -math.inf)
+            scores_NTT.unflatten(0, (len(own_BT), -1))[..., : block.apart - block.low] += bias_B1TT
+
+    def _triangle(self, queries: int, keys: int, diagonal: int, *, upper: bool) -> Tensor:
+        """-inf on and above (or below) a diagonal, 0 elsewhere."""
+        key = (queries, keys, diagonal, upper)
+        if key not in self.made:
+            full = torch.full((queries, keys), -math.inf, dtype=self.dtype)
+            self.made[key] = full.triu_(diagonal) if upper else full.tril_(diagonal)
+        return self.made[key]
 
 
 def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
@@ -109,16 +125,17 @@ def attend_blocked(
     q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
     kept = q.new_empty(kept_elements)
     y, offset = torch.empty_like(q), 0
+    hider = _Hider(window, documents_BT, q.dtype)
     for block in _blocks(T, window, documents_BT):
         queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+        p = _part(kept, offset, (B * H, block.last - block.first, block.last - block.low))
+        offset += p.numel()
         # The scale stands in the product, whose accumulation is fp32, so that no rounding is added.
-        empty = q.new_empty(B * H, block.last - block.first, block.last - block.low)
-        scores = torch.baddbmm(empty, q[:, queries], k[:, keys].transpose(1, 2), beta=0, alpha=scale)
-        _hide(scores, block, window, documents_BT)
-        p = kept[offset : offset + scores.numel()].view(scores.shape)
-        offset += scores.numel()
-        torch.softmax(scores, -1, out=p)
-        y[:, queries] = torch.bmm(p, v[:, keys])
+        turned = k[:, keys].contiguous().transpose(1, 2)
+        torch.baddbmm(p, q[:, queries].contiguous(), turned, beta=0, alpha=scale, out=p)
+        hider.hide(p, block)
+        torch.softmax(p, -1, out=p)
+        y[:, queries] = torch.bmm(p, v[:, keys].contiguous())
     return y.view(q_BHTE.shape), kept
 
 
@@ -155,22 +172,31 @@ def attend_blocked_backward(
     grad = grad_BHTE.contiguous().flatten(0, 1)
     blocks = _blocks(T, window, documents_BT)
     dq, dk, dv = torch.empty_like(q), _Sum(k, len(blocks)), _Sum(v, len(blocks))
-    offset = 0
+    room, offset = q.new_empty(max(_scores(block, B * H) for block in blocks)), 0
     for block in blocks:
-        queries, keys = slice(block.first, block.last), slice(block.low, block.last)
         shape = (B * H, block.last - block.first, block.last - block.low)
-        p = kept[offset : offset + math.prod(shape)].view(shape)
-        offset += math.prod(shape)
-        dp = torch.bmm(grad[:, queries], v[:, keys].transpose(1, 2))
-        ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
+        p, ds = _part(kept, offset, shape), _part(room, 0, shape)
+        offset += p.numel()
+        queries, keys = slice(block.first, block.last), slice(block.low, block.last)
+        grad_block, k_block = grad[:, queries].contiguous(), k[:, keys].contiguous()
+        torch.bmm(grad_block, v[:, keys].contiguous().transpose(1, 2), out=ds)
+        torch.ops.aten._softmax_backward_data(ds, p, -1, p.dtype, grad_input=ds)
         empty = q.new_empty(B * H, shape[1], E)
-        dq[:, queries] = torch.baddbmm(empty, ds, k[:, keys], beta=0, alpha=scale)
+        dq[:, queries] = torch.baddbmm(empty, ds, k_block, beta=0, alpha=scale)
         empty = q.new_empty(B * H, shape[2], E)
-        scaled = torch.baddbmm(empty, ds.transpose(1, 2), q[:, queries], beta=0, alpha=scale)
-        dk.add(block.low, block.last, scaled)
-        dv.add(block.low, block.last, torch.bmm(p.transpose(1, 2), grad[:, queries]))
+        q_block = q[:, queries].contiguous()
+        dk.add(block.low, block.last, torch.baddbmm(empty, ds.transpose(1, 2), q_block, beta=0, alpha=scale))
+        dv.add(block.low, block.last, torch.bmm(p.transpose(1, 2), grad_block))
     shape = (B, k_BKTE.size(1), groups, T, E)
     return dq.view(q_BHTE.shape), dk.result(shape), dv.result(shape)
+
+
+def _scores(block: _Block, heads: int) -> int:
+    return heads * (block.last - block.first) * (block.last - block.low)
+
+
+def _part(flat: Tensor, offset: int, shape: tuple[int, int, int]) -> Tensor:
+    return flat[offset : offset + math.prod(shape)].view(shape)
 
 
 class _Sum:
@@ -213,10 +239,11 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents_BT, ctx.window, varying, ctx.scale, _ = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # of the probabilities there is none, and it would be as large as they are
     ctx.save_for_backward(q, k, v, output[1], documents_BT, varying)
 
 
-def _backward(ctx: Any, grad_y: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_y: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, kept, documents_BT, varying = ctx.saved_tensors
     grads = attend_blocked_backward(grad_y, q, k, v, kept, documents_BT, ctx.window, varying, ctx.scale)
     return *grads, None, None, None, None, None
