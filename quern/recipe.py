@@ -139,6 +139,8 @@ class TrainRecipe:
     """Checkpoints kept."""
     max_skips: int = 10
     """Non-finite steps in a row before the run stops."""
+    fp8: bool = False
+    """Matrix products in FP8 where gradients are recorded; evaluation and generation keep the compute dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)

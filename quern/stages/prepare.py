@@ -1,9 +1,8 @@
 """Prepare: raw text → tokenizer → token shards, each re-used when nothing that it was made from changed.
 
 Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched ahead); tokens are not made again
-(prepare_tokens.py). Validation text comes from
-`val` if that is given, else it is held out from the source; it never depends on how much training text there is
-beyond that.
+(prepare_tokens.py). Validation text comes from `val` if that is given, else it is held out from the source; it never
+depends on how much training text there is beyond that.
 """
 
 from __future__ import annotations
