@@ -32,6 +32,7 @@ EXAMPLES = {
     "serve": "quern serve --run mine --port 8000",
     "report": "quern report --run mine",
     "bench": "quern bench train",
+    "grug": "quern grug train --data tinyworld --run twin",
 }
 SUMMARIES = {
     "run": "the whole way: prepare, pretrain, fine-tune, evaluate, report; goes on where it was stopped",
@@ -44,6 +45,7 @@ SUMMARIES = {
     "serve": "serve a run's model: an OpenAI-compatible API and a page to chat on",
     "report": "write report.md and report.html of a run from its records",
     "bench": "measure this machine: data, training, generation",
+    "grug": "the JAX twin: train, eval, export, import, gauntlet",
 }
 
 
@@ -381,6 +383,12 @@ def verb_bench(verb: str, rest: list[str]) -> int:
     return bench.main(rest, say)
 
 
+def verb_grug(verb: str, rest: list[str]) -> int:
+    from quern.stages import grug
+
+    return grug.main(rest, say)
+
+
 VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "run": verb_run,
     "prepare": verb_prepare,
@@ -392,6 +400,7 @@ VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "serve": verb_serve,
     "report": verb_report,
     "bench": verb_bench,
+    "grug": verb_grug,
 }
 
 if __name__ == "__main__":

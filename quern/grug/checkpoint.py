@@ -23,6 +23,8 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from quern.grug.mesh import same_everywhere, wait_for_all
 
@@ -146,11 +148,15 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, like: Any) -> Any:
-    """The state at `path`, cut as `like` (arrays, or `jax.ShapeDtypeStruct` with shardings) is. Verify it first."""
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+def load(path: Path, like: Any, mesh: Mesh) -> Any:
+    """The state at `path`, cut over the mesh as `like` (arrays or `jax.ShapeDtypeStruct`) is. Verify it first."""
+
+    def target(x: Any) -> jax.ShapeDtypeStruct:
+        spec = P() if x.sharding is None else x.sharding.spec  # tracing leaves out what is whole everywhere
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
     with ocp.StandardCheckpointer() as reader:
-        return reader.restore(path / "state", target)
+        return reader.restore(path / "state", jax.tree.map(target, like))
 
 
 def _is_whole(path: Path) -> bool:

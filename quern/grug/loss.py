@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from quern.grug.attention import AttentionMask
-from quern.grug.model import Params, forward, logits
+from quern.grug.attention import AttentionMask, attention
+from quern.grug.model import Attend, Params, forward, logits
 from quern.recipe import ModelRecipe
 
 Batch = dict[str, jax.Array]
@@ -25,9 +25,10 @@ def loss_fn(
     *,
     block_tokens: int | None = None,
     mask: AttentionMask | None = None,
+    attend: Attend = attention,
 ) -> jax.Array:
     """Sum of scale · nats, fp32. block_tokens: positions of a row at a time; None is the whole row."""
-    x = forward(params, batch["tokens"], cfg, mask=mask)
+    x = forward(params, batch["tokens"], cfg, mask=mask, attend=attend)
     if block_tokens is None or block_tokens >= x.shape[1]:
         return jnp.sum(token_losses(params, x, batch["targets"], cfg) * batch["scale"])
     return _blockwise(params, x, batch, cfg, block_tokens)

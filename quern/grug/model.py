@@ -11,6 +11,7 @@ At rest a parameter is cut over `data` and `model`; for use it is gathered over 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ BTD = P(BATCH, None, None)
 BTF = P(BATCH, None, "model")
 
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 Leaf = Any
 """An array; in a description of the same structure a shape with its sharding (`layout`), or a name."""
 
@@ -159,10 +161,17 @@ def init_parameters(cfg: ModelRecipe, *, key: jax.Array) -> Params:
     return jax.tree.map(lambda x, shape: jax.reshard(x, shape.sharding.spec), fresh, shapes)
 
 
-def forward(params: Params, tokens: jax.Array, cfg: ModelRecipe, *, mask: AttentionMask | None = None) -> jax.Array:
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    cfg: ModelRecipe,
+    *,
+    mask: AttentionMask | None = None,
+    attend: Attend = attention,
+) -> jax.Array:
     """tokens (B, T) → normed hidden states (B, T, D) in the parameters' dtype; `logits` goes on from there.
 
-    mask: causal by default; each layer adds its own window to it.
+    mask: causal by default; each layer adds its own window to it. attend: how attention is computed.
     """
     assert cfg.head_dim
     mask = AttentionMask() if mask is None else mask
@@ -175,7 +184,7 @@ def forward(params: Params, tokens: jax.Array, cfg: ModelRecipe, *, mask: Attent
         if layer == len(params.blocks) // 2:
             halfway = x
         x = params.residual_scales[layer] * x + params.x0_scales[layer] * x0
-        x = x + attend(block, norm(x), tokens, rotary, _with_window(mask, window), cfg)
+        x = x + self_attention(block, norm(x), tokens, rotary, _with_window(mask, window), cfg, attend)
         x = x + feed_forward(block, norm(x))
     return norm(x - params.backout_scale * halfway)
 
@@ -188,10 +197,15 @@ def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
     return cfg.softcap * jnp.tanh(z / cfg.softcap)
 
 
-def attend(
-    block: Block, x: jax.Array, tokens: jax.Array, rotary: tuple[np.ndarray, np.ndarray], mask: AttentionMask,
+def self_attention(
+    block: Block,
+    x: jax.Array,
+    tokens: jax.Array,
+    rotary: tuple[np.ndarray, np.ndarray],
+    mask: AttentionMask,
     cfg: ModelRecipe,
-) -> jax.Array:  # fmt: skip
+    attend: Attend,
+) -> jax.Array:
     """Grouped-query attention over normed x, with QK norm and a gated value embedding."""
     assert cfg.head_dim
     q, k, v = (
@@ -203,7 +217,7 @@ def attend(
         gate = GATE_RANGE * jax.nn.sigmoid(jnp.einsum("btc,kc->btk", seen, block.value_gate, out_sharding=BTF))
         v = v + gate[..., None] * split_heads(look_up(block.value_embedding, tokens, "model"), cfg.head_dim)
     q, k = (norm(rotate(x, *rotary)) * QK_SCALE for x in (q, k))
-    y = merge_heads(attention(q, k, v, mask))
+    y = merge_heads(attend(q, k, v, mask))
     return jnp.einsum("bth,dh->btd", y, jax.reshard(block.out, P(None, "model")), out_sharding=BTD)
 
 

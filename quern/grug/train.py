@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from quern.data.loader import Loader, prefetch
+from quern.data.batch import Batches
+from quern.data.loader import prefetch
 from quern.grug import checkpoint
 from quern.grug.loss import Batch
 from quern.grug.mesh import anywhere
@@ -67,7 +68,7 @@ class Plan:
 def train(
     state: TrainState,
     counters: Counters,
-    loader: Loader,
+    loader: Batches,
     plan: Plan,
     folder: StageFolder,
     checkpoints: Path,
@@ -130,16 +131,18 @@ def train(
     return EXIT_DONE, state
 
 
-def resume(checkpoints: Path, like: TrainState, say: Callable[[str], None]) -> tuple[TrainState, Counters] | None:
+def resume(
+    checkpoints: Path, like: TrainState, mesh: Mesh, say: Callable[[str], None]
+) -> tuple[TrainState, Counters] | None:
     """Where the newest good checkpoint left off; None when there is none. like: see checkpoint.load."""
     found = checkpoint.latest(checkpoints, say)
     if found is None:
         return None
     path, manifest = found
-    return checkpoint.load(path, like), Counters(**manifest["meta"]["counters"])
+    return checkpoint.load(path, like, mesh), Counters(**manifest["meta"]["counters"])
 
 
-def device_batches(loader: Loader, start: int, plan: Plan, ahead: int = 2) -> Generator[tuple[Batch, int, int]]:
+def device_batches(loader: Batches, start: int, plan: Plan, ahead: int = 2) -> Generator[tuple[Batch, int, int]]:
     """(batch on the devices, valid targets, positions) of steps start … plan.steps - 1, placed ahead in a thread."""
     ready: queue.Queue[tuple[Batch, int, int] | BaseException | None] = queue.Queue(maxsize=ahead)
     closed = threading.Event()

@@ -1,0 +1,256 @@
+"""Compares the JAX twin with the PyTorch model, and a mesh with one device. Runs in JAX's process (process.py).
+
+Every function returns relative deviations: the norm of the difference over the norm of what is expected.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from quern.data.batch import Batch
+from quern.grug.bridge import from_torch, to_torch
+from quern.grug.loss import loss_fn
+from quern.grug.mesh import BATCH, make_mesh, place
+from quern.grug.model import forward, logits
+from quern.grug.optim import group_of, make_optimizer, rules
+from quern.grug.state import StepConfig, TrainState, device_batch, loss_and_grads, state_of, step_config, train_step
+from quern.model.loss import loss_sum
+from quern.optim import groups
+from quern.optim.schedule import Multipliers
+from quern.recipe import Recipe, resolve
+from quern.train.state import TrainState as TorchState
+from quern.train.step import to_device
+from quern.train.step import train_step as torch_step
+from tests.train.toy import CPU, ROWS, toy_loader, toy_recipe, toy_schedule, toy_state
+
+Arrays = dict[str, np.ndarray]
+MESHES = {  # replica_dcn, replica, data, model
+    "one": (1, 1, 1, 1),
+    "data": (1, 1, 8, 1),
+    "model": (1, 1, 1, 2),
+    "replica": (1, 2, 2, 2),
+    "all": (2, 2, 1, 2),
+}
+torch.compiler.set_stance("force_eager")
+
+
+@partial(jax.jit, static_argnames="cfg")
+def both(state: TrainState, batch: Any, told: Multipliers, cfg: StepConfig) -> Any:
+    """((loss, gradients), (state, metrics)) of one step, in one compilation."""
+    return loss_and_grads(state.params, batch, cfg), train_step(state, batch, told, cfg)
+
+
+def deviation(found: Arrays, expected: Arrays) -> float:
+    """The worst over all arrays, which must be the same ones."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max(relative(found[name], value) for name, value in expected.items())
+
+
+def relative(found: Any, expected: Any) -> float:
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    scale = np.linalg.norm(expected)
+    return float(np.linalg.norm(found - expected) / scale) if scale else float(np.linalg.norm(found))
+
+
+def mesh_of(name: str) -> Mesh:
+    sizes = MESHES[name]
+    count = int(np.prod(sizes))
+    axes = dict(zip(("replica_dcn", "replica", "data", "model"), sizes, strict=True))
+    return make_mesh(**axes, devices=jax.devices()[:count])
+
+
+def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any) -> Recipe:
+    """Toy sizes whose heads can be spread: four heads sharing two keys, unless said otherwise."""
+    toy = toy_recipe({"kv_heads": 2, "heads": 4, "head_dim": 8, "vocab_size": 62, **model}, **(train or {}))
+    return resolve(replace(toy, depth=depth))
+
+
+def weights_of(state: TorchState) -> Arrays:
+    return {name: p.detach().numpy().copy() for name, p in state.model.named_parameters()}
+
+
+def batch_of(kind: str, step: int = 0) -> Batch:
+    """full, or weighted: a third of the targets, with signed weights."""
+    batch = toy_loader().batch(step)
+    if kind == "full":
+        return batch
+    rng = np.random.default_rng(step)
+    mask = rng.random(batch.mask.shape) < 0.33
+    return replace(batch, mask=mask, weight=rng.normal(size=mask.shape).astype(np.float32))
+
+
+def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> TrainState:
+    return state_of(from_torch(weights, cfg.model, mesh), jax.random.key(0), cfg)
+
+
+# Against PyTorch --------------------------------------------------------------------------------------------
+
+
+def forward_and_backward(kind: str, model: dict[str, Any]) -> dict[str, float]:
+    """Logits, loss and the worst gradient, on one device.
+
+    Gradients are compared row by row of the batch: of the scales, single numbers, a whole batch's gradient can be a
+    thousandth of its terms, which fp32 then holds to three digits fewer, on either side.
+    """
+    recipe = recipe_of(**model)
+    torch_state, batch, mesh = toy_state(recipe), batch_of(kind), mesh_of("one")
+    weights, tokens = weights_of(torch_state), torch.from_numpy(batch.tokens.astype(np.int64))
+    with torch.no_grad():
+        expected = torch_state.model.logits(torch_state.model(tokens, torch_state.model.context(tokens))).numpy()
+    cfg = step_config(recipe, "float32")
+    losses, rows = [], []
+    with jax.set_mesh(mesh):
+        params = from_torch(weights, cfg.model, mesh)
+        run = jax.jit(lambda tokens: logits(params, forward(params, tokens, cfg.model), cfg.model))
+        found = run(place(batch.tokens, P(BATCH, None), mesh))
+        step = jax.jit(loss_and_grads, static_argnames="cfg")
+        for row in batch.split(1):
+            torch_state.model.zero_grad()
+            loss, _ = loss_sum(torch_state.model, *to_device(row, int(row.mask.sum()), CPU))
+            loss.backward()
+            theirs = {name: p.grad.numpy().copy() for name, p in torch_state.model.named_parameters()}
+            jax_loss, ours = step(params, device_batch(row, 1, mesh), cfg)
+            losses.append((float(jax_loss), float(loss)))
+            rows.append((to_torch(ours), theirs))
+    stacked = [{name: np.stack([row[side][name] for row in rows]) for name in weights} for side in (0, 1)]
+    return {
+        "logits": relative(found, expected),
+        "loss": relative(*zip(*losses, strict=True)),
+        "every gradient": deviation(stacked[0], stacked[1]),
+    }
+
+
+def updates(steps: int = 3) -> dict[str, float]:
+    """What each rule adds to the weights, from the same gradients and weights, over a few updates.
+
+    The gradients are drawn, so that their matrices are well conditioned: a polar factor of nearly singular ones
+    amplifies rounding, on either side.
+    """
+    recipe = recipe_of()
+    rng = np.random.default_rng(0)
+    torch_state, schedule = toy_state(recipe), toy_schedule(12)
+    cfg, mesh = step_config(recipe, "float32"), mesh_of("one")
+    optimizer: Any = make_optimizer(recipe.optim, jnp.dtype("float32"))
+    update = jax.jit(lambda grads, opt, params, told: optimizer.update(grads, opt, params, multipliers=told))
+    worst = {"AdamW": 0.0, "Muon": 0.0}
+    with jax.set_mesh(mesh):
+        params = from_torch(weights_of(torch_state), cfg.model, mesh)
+        kinds = dict(zip(to_torch(params), jax.tree.leaves(group_of(params)), strict=True))
+        opt_state = optimizer.init(params)
+        for step in range(steps):
+            before = weights_of(torch_state)
+            grads = {name: rng.normal(size=w.shape).astype(np.float32) for name, w in before.items()}
+            for name, p in torch_state.model.named_parameters():
+                p.grad = torch.from_numpy(grads[name].copy())
+            torch_state.optimizer.step(step, schedule(step))
+            ours, on_mesh = (from_torch(x, cfg.model, mesh) for x in (grads, before))
+            changes, opt_state = update(ours, opt_state, on_mesh, schedule(step))
+            changes = to_torch(changes)
+            for name, after in weights_of(torch_state).items():
+                kind = "Muon" if kinds[name] == "matrices" else "AdamW"
+                worst[kind] = max(worst[kind], relative(before[name] + changes[name], after))
+    return worst
+
+
+def direction() -> float:
+    """Muon's change itself, in one update, against quern.optim's on the same matrices (tall, wide, square)."""
+    from quern.optim.muon import Muon
+
+    rng = np.random.default_rng(1)
+    worst, mesh = 0.0, mesh_of("one")
+    rule: Any = rules(recipe_of().optim, jnp.dtype("float32"))["matrices"]
+    torch_rule, lr = groups.table(recipe_of().optim)["matrices"]
+    assert isinstance(torch_rule, Muon)
+    with jax.set_mesh(mesh):
+        for shape in ((24, 8), (8, 24), (16, 16)):
+            grad = rng.normal(size=shape).astype(np.float32)
+            master = torch.zeros(1, *shape)  # so that the weights afterwards are the change
+            scalars: Any = torch_rule.scalars(1, lr, 0.9, 1.0)
+            fresh = torch_rule.init_state(master)
+            torch_rule.update_(master, torch.from_numpy(grad)[None], fresh, scalars, dtype=torch.float32, out=None)
+            zeros, ours = (place(x, P(None, None), mesh) for x in (np.zeros(shape, np.float32), grad))
+            change, _ = jax.jit(rule.update)([ours], rule.init([zeros]), [zeros], multipliers=Multipliers(1.0, 0.9))
+            worst = max(worst, relative(change[0], master[0].numpy()))
+    return worst
+
+
+def whole_step(micro_rows: int, clip_norm: float | None) -> dict[str, float]:
+    """Loss, gradient norm and weights of a whole step from the same weights."""
+    recipe = recipe_of(train={"clip_norm": clip_norm})
+    torch_state, mesh, schedule = toy_state(recipe), mesh_of("one"), toy_schedule(12)
+    cfg = step_config(recipe, "float32")
+    batch, told = batch_of("weighted"), schedule(0)
+    with jax.set_mesh(mesh):
+        state = state_on(weights_of(torch_state), cfg, mesh)
+        expected = torch_step(torch_state, batch, told, CPU, micro_batch_rows=micro_rows, clip_norm=clip_norm)
+        state, found = train_step(state, device_batch(batch, micro_rows, mesh), told, cfg)
+        return {
+            "loss": relative(found["loss"], expected.loss),
+            "gradient norm": relative(found["grad_norm"], expected.grad_norm),
+            "weights": deviation(to_torch(state.params), weights_of(torch_state)),
+        }
+
+
+def table() -> list[str]:
+    """Groups of parameters, by name and rule, in which the two sides differ."""
+    recipe = recipe_of()
+    with jax.set_mesh(mesh_of("one")):
+        params = from_torch(weights_of(toy_state(recipe)), recipe.model, mesh_of("one"))
+        ours = dict(zip(to_torch(params), jax.tree.leaves(group_of(params)), strict=True))
+    theirs = {
+        name: group for group, members in toy_state(recipe).model.parameter_groups().items() for name, _ in members
+    }
+    names = rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
+    return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
+
+
+# Against one device -----------------------------------------------------------------------------------------
+
+
+def on_mesh(name: str, depth: int, micro_rows: int = ROWS) -> dict[str, float]:
+    """Loss, gradients and the state after a step on a mesh, against one device with the whole batch."""
+    recipe = recipe_of(depth)
+    cfg, weights, batch = step_config(recipe, "float32"), weights_of(toy_state(recipe)), batch_of("weighted")
+    results = []
+    for which, rows in (("one", ROWS), (name, micro_rows)):
+        mesh = mesh_of(which)
+        with jax.set_mesh(mesh):
+            (loss, grads), (state, metrics) = both(
+                state_on(weights, cfg, mesh), device_batch(batch, rows, mesh), toy_schedule(12)(0), cfg
+            )
+            leaves = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state.opt_state))}
+            results.append((float(loss), to_torch(grads), to_torch(state.params), leaves, float(metrics["grad_norm"])))
+    one, many = results
+    return {
+        "loss": relative(many[0], one[0]),
+        "every gradient": deviation(many[1], one[1]),
+        "weights after one update": deviation(many[2], one[2]),
+        "optimizer state": deviation(many[3], one[3]),
+        "gradient norm": relative(many[4], one[4]),
+    }
+
+
+def blockwise() -> dict[str, float]:
+    """Loss and gradients a block of positions at a time, against whole rows, on a mesh."""
+    recipe, mesh = recipe_of(), mesh_of("replica")
+    cfg = step_config(recipe, "float32")
+    weights, batch = weights_of(toy_state(recipe)), batch_of("weighted")
+    with jax.set_mesh(mesh):
+        params = from_torch(weights, cfg.model, mesh)
+        one = jax.tree.map(lambda x: x[0], device_batch(batch, ROWS, mesh))
+
+        def of(block_tokens: int | None) -> tuple[float, Arrays]:
+            loss, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, block_tokens=block_tokens)))(
+                params
+            )
+            return float(loss), to_torch(grads)
+
+        (whole, whole_grads), (blocks, block_grads) = of(None), of(4)
+    return {"loss": relative(blocks, whole), "every gradient": deviation(block_grads, whole_grads)}

@@ -1,0 +1,41 @@
+"""How arrays are cut, what compiles, what a step does: the JAX twin's model and step."""
+
+from tests.grug.process import Grug, grug
+
+__all__ = ["grug"]  # a fixture
+ROWS = "8@(replica_dcn,replica,data)"
+
+
+def test_types_say_how_arrays_are_cut(grug: Grug) -> None:
+    assert grug("pieces:shardings") == {
+        "hidden": f"float32[{ROWS},16,32]",
+        "logits": f"float32[{ROWS},16,62@model]",
+        "parameters, gradients and their layout agree": "True",
+        "query": "float32[32@model,32@data]",
+        "momentum": "float32[32@model,32@data]",
+    }
+
+
+def test_steps_share_one_program_and_lower_the_loss(grug: Grug) -> None:
+    found = grug("pieces:compiles_once")
+    assert found["programs"] == 1
+    assert found["shapes"]
+    assert found["losses"] == sorted(found["losses"], reverse=True) and len(set(found["losses"])) == 4
+    assert found["keys"] == 5
+
+
+def test_the_start_does_not_depend_on_the_mesh(grug: Grug) -> None:
+    assert grug("pieces:same_start_everywhere")
+
+
+def test_a_step_that_is_not_finite_changes_nothing(grug: Grug) -> None:
+    assert all(grug("pieces:not_finite").values())
+
+
+def test_bits_per_byte_are_the_other_sides(grug: Grug) -> None:
+    assert grug("pieces:bits_per_byte") <= 1e-5
+
+
+def test_flops_are_the_other_sides(grug: Grug) -> None:
+    ours, theirs = grug("pieces:flops")
+    assert ours == theirs

@@ -1,0 +1,63 @@
+"""Law: the JAX twin = PyTorch, from the same weights and batch; a mesh of devices = one device. In fp32, on a CPU.
+
+What is compared is written in tests/grug/parity.py, and runs in JAX's own process.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.grug.process import Grug, grug
+
+__all__ = ["grug"]  # a fixture
+BAR = 1e-5
+Law = Callable[[str, float | int | str, str], None]
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped queries, a window": {},
+    "three layers, one key for two heads, an odd vocabulary": {
+        "depth": 3, "kv_heads": 1, "heads": 2, "head_dim": 16, "vocab_size": 61, "windows": "SL"
+    },
+}  # fmt: skip
+
+
+def record(law: Law, name: str, found: dict[str, float]) -> None:
+    for what, value in found.items():
+        law(f"{name}: {what}", value, f"≤ {BAR:g} relative, fp32")
+    assert max(found.values()) <= BAR, found
+
+
+@pytest.mark.parametrize("kind", ["full", "weighted"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_jax_is_pytorch(grug: Grug, law: Law, shape: str, kind: str) -> None:
+    record(law, "JAX twin = PyTorch", grug("parity:forward_and_backward", kind=kind, model=SHAPES[shape]))
+
+
+def test_one_update_of_each_rule(grug: Grug, law: Law) -> None:
+    record(law, "JAX twin = PyTorch, weights after updates from the same gradients", grug("parity:updates"))
+    record(law, "JAX twin = PyTorch, Muon", {"the change of one update": grug("parity:direction")})
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_whole_steps(grug: Grug, law: Law, clip_norm: float | None) -> None:
+    found = grug("parity:whole_step", micro_rows=3, clip_norm=clip_norm)
+    record(law, "JAX twin = PyTorch, a whole step in micro-batches", found)
+
+
+def test_both_sides_group_parameters_alike(grug: Grug) -> None:
+    assert grug("parity:table") == []
+
+
+@pytest.mark.parametrize("mesh", ["data", "model", "all"])
+def test_a_mesh_is_one_device(grug: Grug, law: Law, mesh: str) -> None:
+    """One layer has every kind of parameter."""
+    record(law, "JAX twin, mesh of 2 to 8 devices = 1 device", grug("parity:on_mesh", name=mesh, depth=1))
+
+
+def test_micro_batches_on_a_mesh(grug: Grug, law: Law) -> None:
+    found = grug("parity:on_mesh", name="replica", depth=2, micro_rows=4)
+    record(law, "JAX twin, accumulation on a mesh = whole batch on 1 device", found)
+
+
+def test_blockwise_loss_is_the_whole_one(grug: Grug, law: Law) -> None:
+    record(law, "JAX twin, blockwise loss = whole", grug("parity:blockwise"))
