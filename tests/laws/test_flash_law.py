@@ -1,0 +1,159 @@
+"""Law: flash attention's Triton kernels equal the plain twin, forward and backward; the check catches broken kernels.
+
+The kernels run in Triton's interpreter, in fp32. The largest difference of y, dq, dk, dv, relative to the largest
+entry. Inputs whose tokens lie outside heads go through descriptors, as on GPUs that have them, the others through
+pointers. What only a GPU shows (bf16, tensor cores, the compiler) is `quern bench gpu`'s.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from quern.kernels.attention import MaskSpec, attend_plain
+from quern.kernels.flash import flash_attention
+from tests.kernels.interpreter import Interpreted, interpreted
+from tests.kernels.mutant import planted
+from tests.laws.deviation import deviation
+
+__all__ = ["interpreted"]  # a fixture
+
+FP32_BAR = 1e-5
+Law = Callable[[str, float | int | str, str], None]
+
+
+class Case(NamedTuple):
+    """documents: "none", "single" (each token is one) or "mixed"; window 0 is none; by_head: heads outside tokens."""
+
+    T: int
+    window: int = 0
+    documents: str = "none"
+    H: int = 2
+    K: int = 2
+    E: int = 32
+    B: int = 1
+    scale: float = 0.25
+    by_head: bool = False
+
+
+WINDOWS, HEADS = (0, 1, 64, 1000), ((1, 1), (2, 1), (4, 1))
+LENGTHS_WINDOWS_GROUPS = [
+    *(Case(T, window, H=H, K=K) for T, window, (H, K) in itertools.product((1, 17, 129), WINDOWS, HEADS)),
+    *(Case(127, window, H=4, K=2) for window in WINDOWS),
+]
+DOCUMENTS = [
+    Case(T, window, documents, H=2, K=1, B=2)
+    for T, window, documents in itertools.product((1, 17, 129), (0, 20), ("single", "mixed"))
+]
+HEAD_DIMS = [Case(129, 66, "mixed", H=1, K=1, E=E, scale=E**-0.5) for E in (16, 64, 128, 256)]
+SCALES = [Case(130, H=1, K=1, scale=scale) for scale in (0.01, 0.12, 1.0)]
+LONG = [Case(1000, H=1, K=1), Case(1000, 64, "mixed", H=2, K=1)]
+BY_HEAD = [
+    Case(T, window, documents, K=1, B=2, by_head=True)
+    for T, window, documents in ((17, 1, "none"), (129, 0, "none"), (129, 20, "mixed"))
+]
+
+
+def document_ids(case: Case, generator: torch.Generator) -> Tensor | None:
+    """Mixed: short and long ones, some of a single token, some that end where tiles do."""
+    if case.documents == "none":
+        return None
+    starts = torch.ones(case.B, case.T) if case.documents == "single" else torch.zeros(case.B, case.T)
+    if case.documents == "mixed":
+        starts = (torch.rand(case.B, case.T, generator=generator) < 0.03).float()
+        starts[:, 5:7] = 1
+        starts[0, 64::64] = 1
+    return starts.cumsum(1).int() + 3
+
+
+def worst_deviation(cases: list[Case]) -> float:
+    """Over cases, of y, dq, dk and dv."""
+    return max(deviation(ours(case), plain(case)) for case in cases)
+
+
+def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
+    """q, k, v and a gradient of y, and document ids."""
+    generator = torch.Generator().manual_seed(1000 * case.T + case.window)
+    shapes = [(case.B, case.T, heads, case.E) for heads in (case.H, case.K, case.K, case.H)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    if case.by_head:
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    return tensors, document_ids(case, generator)
+
+
+def with_gradients(attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    y = attend(q, k, v)
+    y.backward(tensors[3])
+    return [y.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+
+def ours(case: Case) -> list[Tensor]:
+    tensors, documents = inputs(case)
+    return with_gradients(lambda q, k, v: flash_attention(q, k, v, case.window, documents, case.scale), tensors)
+
+
+def plain(case: Case) -> list[Tensor]:
+    tensors, documents = inputs(case)
+    mask = MaskSpec(case.window or None, documents)
+    return with_gradients(lambda q, k, v: attend_plain(q, k, v, mask, case.scale), tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("lengths, windows, groups", LENGTHS_WINDOWS_GROUPS),
+        ("packed documents", DOCUMENTS),
+        ("head dims 16 to 256", HEAD_DIMS),
+        ("scales", SCALES),
+        ("length 1000", LONG),
+        ("heads outside tokens", BY_HEAD),
+    ],
+)
+def test_flash_attention_is_the_plain_twin(interpreted: Interpreted, law: Law, name: str, cases: list[Case]) -> None:
+    worst = interpreted(worst_deviation, cases)
+    law(f"flash attention = plain twin, y and gradients: {name}", worst, f"≤ {FP32_BAR:g} relative, fp32")
+    assert worst <= FP32_BAR
+
+
+TILE = "start // BLOCK_N * BLOCK_N"
+MISTAKES = {  # the file, what stands there, what is planted
+    "window one too wide, queries": ("flash_forward", "rows - window + 1", "rows - window"),
+    "window one too wide, keys": ("flash_backward", "clamped + window - 1", "clamped + window"),
+    "window or document, not both": ("flash_forward", "tl.maximum(low, tl.load", "tl.minimum(low, tl.load"),
+    "a diagonal tile not masked": ("flash_forward", f"diagonal = {TILE}", f"diagonal = {TILE} + BLOCK_N"),
+    "a document's start not masked": ("flash_forward", "tl.cdiv(tl.max(low, 0), BLOCK_N)", "tl.cdiv(begin, BLOCK_N)"),
+    "a window's end not masked": ("flash_backward", "(tl.min(high, 0) + 1) //", "(tl.max(high, 0) + 1) //"),
+    "the last query left out": ("flash_backward", "tl.cdiv(tl.max(high, 0) + 1,", "tl.cdiv(tl.max(high, 0),"),
+    "heads grouped the wrong way round": ("flash_forward", "head // GROUPS", "head % (H // GROUPS)"),
+    "one head of the group left out": ("flash_backward", "range(GROUPS)", "range(GROUPS - 1)"),
+    "no D": ("flash_backward", "tl.sum(y_tile * grad_tile, 1)", "tl.sum(y_tile * grad_tile, 1) * 0"),
+    "dk not scaled": ("flash_backward", "dk_tile * scale,", "dk_tile,"),
+    "sums not rescaled": ("flash_forward", "total * shrink + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
+    "log-sum-exp without the peak": ("flash_forward", "peak + tl.log2(total)", "tl.log2(total)"),
+}
+TELLING = [Case(129, 20, "mixed", H=4, K=2), Case(65, H=4, K=2), Case(129, 40, H=1, K=1)]
+
+
+def deviation_with(mistake: str) -> float:
+    file, right, wrong = MISTAKES[mistake]
+    with planted(f"quern.kernels.{file}", right, wrong):
+        importers = [f"quern.kernels.{name}" for name in ("flash_backward", "flash_launch") if name != file]
+        kept = {name: sys.modules.pop(name) for name in importers if name in sys.modules}
+        try:
+            return worst_deviation(TELLING)
+        finally:
+            sys.modules.update(kept)
+
+
+def test_the_check_passes_what_is_right(interpreted: Interpreted) -> None:
+    assert interpreted(worst_deviation, TELLING) <= FP32_BAR
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_check_catches(interpreted: Interpreted, mistake: str) -> None:
+    assert interpreted(deviation_with, mistake) > 100 * FP32_BAR
