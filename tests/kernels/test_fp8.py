@@ -216,7 +216,7 @@ def test_the_compiler_takes_it_whole() -> None:
 
 # The head's products in the loss ----------------------------------------------------------------------------
 
-CAPS: dict[str, Cap] = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 30.0), "no": NoCap()}
+CAPS: dict[str, Cap] = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 25.0), "no": NoCap()}
 
 
 def head_products(width: int, kind: type[HeadProducts] = HeadProducts):  # noqa: ANN201
