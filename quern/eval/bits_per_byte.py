@@ -21,6 +21,7 @@ import torch
 from quern.data.loader import Batch
 from quern.eval.score import Score
 from quern.machine import Machine
+from quern.mesh import Group
 from quern.model.interface import LanguageModel
 from quern.model.loss import token_losses
 
@@ -56,12 +57,17 @@ class BitsPerByte:
 
 
 def bits_per_byte(
-    model: LanguageModel, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine
+    model: LanguageModel,
+    batches: Iterable[Batch],
+    token_bytes: np.ndarray,
+    machine: Machine,
+    replicas: Group | None = None,
 ) -> BitsPerByte:
     """Measure `model` on `batches`; `token_bytes` (vocab_size,) says how many bytes each token id stands for.
 
     Losses are summed in float64, so that the number does not depend on how the rows were cut into batches.
-    No gradient is kept, and nothing of the model changes. Raises ValueError when no target counts.
+    replicas: those that measure other batches; the result is that of all. No gradient is kept, and nothing of the
+    model changes. Raises ValueError when no target counts.
     """
     table = np.asarray(token_bytes, dtype=np.int64)
     nats, tokens, num_bytes = 0.0, 0, 0
@@ -74,6 +80,10 @@ def bits_per_byte(
         nats += float(losses_BT[counts_BT].sum())
         tokens += int(counts_BT.sum())
         num_bytes += int(bytes_BT.sum())
+    if replicas is not None and replicas.size > 1:
+        totals = torch.tensor([nats, tokens, num_bytes], dtype=torch.float64, device=machine.device)
+        replicas.all_reduce(totals).wait()
+        nats, tokens, num_bytes = totals[0].item(), int(totals[1]), int(totals[2])
     return BitsPerByte.of(nats, tokens, num_bytes)
 
 

@@ -51,10 +51,16 @@ class Zero2:
         """While the last micro-batch's backward runs: for each bucket, the parameters still without a gradient."""
         self._next = 0
         self._small = _share_memory([bucket for bucket in self.buckets if bucket.small])
-        if self.mesh.data.size > 1:
-            for number, bucket in enumerate(self.buckets):
-                for place, (_, parameter) in enumerate(bucket.parameters):
-                    parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
+            for number, bucket in enumerate(self.buckets if self.mesh.data.size > 1 else [])
+            for place, (_, parameter) in enumerate(bucket.parameters)
+        ]
+
+    def close(self) -> None:
+        """Lets go of the parameters, so that another optimizer can take them over."""
+        for hook in self._hooks:
+            hook.remove()
 
     # Gradients ------------------------------------------------------------------------------------------------
 

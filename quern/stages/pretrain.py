@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quern.data.shards import Corpus
 from quern.data.stream import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
+from quern.mesh import Mesh, alone
 from quern.model.count import flops_per_token
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe, batch_rule, resolve
@@ -25,6 +27,8 @@ from quern.stages.prepare import Prepared, prepare
 from quern.stages.progress import Meter
 from quern.stages.start import (
     describe_run,
+    lower_precision,
+    main_first,
     measure_peak_flops,
     open_folder,
     refuse_other_recipe,
@@ -49,8 +53,9 @@ def run(
     command: str,
     say: Callable[[str], None],
     trackers: tuple = (),
+    mesh: Mesh | None = None,
 ) -> int:
-    """Trains to the recipe's horizon; returns an exit code. recipe: unresolved.
+    """Trains to the recipe's horizon; returns an exit code. recipe: unresolved. On a mesh every rank calls this.
 
     Raises ValueError when the run exists and `resume` was not asked for, or was trained with another recipe.
     """
@@ -59,23 +64,28 @@ def run(
         raise ValueError(
             f"run '{places.run}' has been pretrained already: go on with --resume, or name another run with --run"
         )
+    mesh = mesh or alone()
     recipe = resolve(recipe)
-    prepared = prepare(recipe, places.out, say)
+    with main_first(mesh):
+        prepared = prepare(recipe, places.out, say)
     recipe = fit_vocabulary(recipe, prepared)
-    places.folder.mkdir(parents=True, exist_ok=True)
-    prepared.tokenizer.save(places.folder / "tokenizer.json")
+    if mesh.main:
+        places.folder.mkdir(parents=True, exist_ok=True)
+        prepared.tokenizer.save(places.folder / "tokenizer.json")
     model = build_model(recipe, machine, recipe.seed)
+    precision = lower_precision(recipe, model, say)
     compile_model(model, machine)
     if recipe.train.minutes is not None:
-        recipe = fit_minutes(recipe, machine, model, prepared.train, path, say)
+        recipe = fit_minutes(recipe, machine, model, prepared.train, path, say, mesh)
         model.init_parameters(machine.generator(recipe.seed))
     if resume:
         refuse_other_recipe(recipe, path)
     loader = make_loader(recipe, prepared.train)
-    facts = {**prepared.facts, "packing": {"method": recipe.train.packing, **loader.report()}}
-    describe_run(recipe, machine, places, facts, command)
-    state = build_state(recipe, machine, model)
-    with open_folder(path, recipe, source, trackers) as folder:
+    facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
+    if mesh.main:
+        describe_run(recipe, machine, places, facts, command)
+    state = build_state(recipe, machine, model, mesh)
+    with open_folder(path, recipe, source, trackers, mesh) as folder:
         if resume and loop.resume(state, folder, say):
             say(f"resumed at step {state.step:,}")
         train = recipe.train
@@ -89,7 +99,7 @@ def run(
             save_every=train.save_every,
             keep=train.keep,
             flops_per_token=flops_per_token(recipe),
-            peak_flops=measure_peak_flops(machine),
+            peak_flops=measure_peak_flops(machine) * mesh.world.size,
             evaluators=[(train.eval_every, validation(recipe, prepared, machine))],
             meta={
                 "recipe": recipe.to_json(),
@@ -98,7 +108,7 @@ def run(
             },
         )
         say(f"pretraining: {train.steps:,} steps of {train.batch_tokens:,} tokens")
-        with Meter("pretraining", train.steps, "steps") as meter:
+        with Meter("pretraining", train.steps, "steps", silent=not mesh.main) as meter:
             code = loop.train(state, loader, plan, machine, folder, meter.say, show_training(meter))
     if code == EXIT_DONE:
         say(f"pretrained on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {path}")
@@ -133,21 +143,22 @@ def compile_model(model: Any, machine: Machine) -> None:
 
 
 def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Evaluator:
-    """Bits per byte on the fixed validation set, every byte once."""
+    """Bits per byte on the fixed validation set, every byte once; the replicas share its batches."""
     token_bytes = prepared.tokenizer.token_bytes()
     context, rows = recipe.model.context, micro_batch_rows(recipe)
     assert context
 
     def evaluate(state: TrainState) -> dict[str, Any]:
-        batches = windows(prepared.val, context, rows=rows)
-        score = bits_per_byte(state.model, batches, token_bytes, machine)
+        replicas = state.optimizer.mesh.data
+        batches = islice(windows(prepared.val, context, rows=rows), replicas.rank, None, replicas.size)
+        score = bits_per_byte(state.model, batches, token_bytes, machine, replicas)
         return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
 
     return evaluate
 
 
 def fit_minutes(
-    recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, path: Path, say: Callable[[str], None]
+    recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, path: Path, say: Callable[[str], None], mesh: Mesh
 ) -> Recipe:
     """Replaces `minutes` by the steps that fit in, from the measured time of a few steps; those change the model.
 
@@ -155,16 +166,19 @@ def fit_minutes(
     resume the steps are those in the run's own recipe. recipe: resolved.
     """
     assert recipe.train.minutes is not None
+    if mesh.tp > 1:
+        raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     written = path / "recipe.json"
     if saved_steps(path / "checkpoints") and written.exists():
         train = json.loads(written.read_text(encoding="utf-8"))["train"]
         steps, batch_tokens = train["steps"], train["batch_tokens"]
     else:
-        micro_seconds, update_seconds = _time_parts(recipe, machine, model, corpus)
+        measured = _time_parts(recipe, machine, model, corpus, mesh)
+        micro_seconds, update_seconds = mesh.world.broadcast_object(measured)
         micro_tokens = micro_batch_rows(recipe) * (recipe.model.context or 1)
         steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
         for _ in range(8):
-            step_seconds = micro_seconds * batch_tokens / micro_tokens + update_seconds
+            step_seconds = micro_seconds * batch_tokens / (micro_tokens * mesh.dp) + update_seconds
             steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
             batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
         say(f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine")
@@ -174,19 +188,20 @@ def fit_minutes(
     return resolve(replace(recipe, train=unset, optim=optim, sft=replace(recipe.sft, batch_tokens=None)))
 
 
-def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus) -> tuple[float, float]:
+def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, mesh: Mesh) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
-    state = build_state(recipe, machine, model)
+    state = build_state(recipe, machine, model, mesh)
     rows = micro_batch_rows(recipe)
-    loader = make_loader(recipe, corpus, rows)
+    loader = make_loader(recipe, corpus, rows * mesh.dp)
     passes, updates = [], []
     for step in range(CALIBRATION_STEPS):
         start = time.perf_counter()
-        accumulate(state, loader.batch(step), machine, rows)
+        accumulate(state, loader.batch(step, mesh.data.rank, mesh.data.size), machine, rows)
         state.optimizer.grad_norm().item()
         middle = time.perf_counter()
         state.optimizer.step(step, Multipliers())
         machine.synchronize()
         passes.append(middle - start)
         updates.append(time.perf_counter() - middle)
+    state.optimizer.close()
     return float(np.median(passes[2:])), float(np.median(updates[2:]))

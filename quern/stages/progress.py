@@ -15,9 +15,10 @@ PLAIN_LINE_SECONDS = 10.0
 class Meter:
     """`with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`; total None when unknown."""
 
-    def __init__(self, title: str, total: float | None, unit: str) -> None:
+    def __init__(self, title: str, total: float | None, unit: str, silent: bool = False) -> None:
+        """silent: say nothing, as ranks other than 0."""
         self.title, self.total, self.unit = title, total, unit
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, quiet=silent)
         self.started = self.last_line = time.monotonic()
         self.bar: Progress | None = None
 

@@ -18,6 +18,7 @@ from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
+from quern.mesh import Mesh, alone
 from quern.model.count import flops_per_token
 from quern.optim.schedule import multipliers
 from quern.recipe import REFERENCE_BATCH_TOKENS, Recipe, resolve
@@ -46,12 +47,13 @@ def run(
     source: str | None,
     say: Callable[[str], None],
     trackers: tuple = (),
+    mesh: Mesh | None = None,
 ) -> int:
-    """Fine-tunes the run's base model; returns an exit code. recipe: unresolved.
+    """Fine-tunes the run's base model; returns an exit code. recipe: unresolved. On a mesh every rank calls this.
 
     Raises FileNotFoundError without a base model, ValueError when it was fine-tuned and `resume` was not asked for.
     """
-    path = places.stage("sft")
+    mesh, path = mesh or alone(), places.stage("sft")
     if checkpoint.steps(path / "checkpoints") and not resume:
         raise ValueError(
             f"run '{places.run}' has been fine-tuned already: go on with --resume, or name another run with --run"
@@ -75,9 +77,9 @@ def run(
     model = build_model(recipe, machine, None)
     load_weights(model, weights_of(tensors))
     precision = lower_precision(recipe, model, say)
-    state = build_state(recipe, machine, model)
+    state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
-    with open_folder(path, recipe, source, trackers) as folder:
+    with open_folder(path, recipe, source, trackers, mesh) as folder:
         if resume and loop.resume(state, folder, say):
             say(f"resumed at step {state.step:,}")
         sft = recipe.sft
@@ -92,14 +94,14 @@ def run(
             save_every=max(1, steps // 4),
             keep=recipe.train.keep,
             flops_per_token=flops_per_token(recipe),
-            peak_flops=measure_peak_flops(machine),
+            peak_flops=measure_peak_flops(machine) * mesh.world.size,
             evaluators=[(max(1, steps // 4), held_out_loss(val_corpus, recipe, machine))],
             meta={"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": recipe.seed},
         )
         report = loader.report()
         folder.event("data", **{name: round(value, 5) for name, value in report.items()}, **precision)
         say(f"fine-tuning: {steps:,} steps on {train_corpus.num_documents:,} conversations")
-        with Meter("fine-tuning", steps, "steps") as meter:
+        with Meter("fine-tuning", steps, "steps", silent=not mesh.main) as meter:
             code = loop.train(state, loader, plan, machine, folder, meter.say, show_training(meter))
     if code == EXIT_DONE:
         say(f"fine-tuned in {state.seconds:,.0f} s of steps → {path}")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quern.machine import Machine
+from quern.mesh import Mesh
 from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
 from quern.model.fp8 import use_fp8
 from quern.recipe import Recipe
-from quern.records import StageFolder, git_hash
+from quern.records import Nowhere, Records, StageFolder, git_hash
 from quern.stages.places import Places
 from quern.stages.progress import Meter
 from quern.train.state import TrainState
@@ -94,8 +96,24 @@ def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
     return advance
 
 
-def open_folder(path: Path, recipe: Recipe, source: str | None, trackers: tuple = ()) -> StageFolder:
-    """The stage's records, with its recipe written."""
-    folder = StageFolder(path, trackers)
-    folder.write_recipe(recipe.to_json(), source)
-    return folder
+@contextmanager
+def open_folder(
+    path: Path, recipe: Recipe, source: str | None, trackers: tuple = (), mesh: Mesh | None = None
+) -> Iterator[Records]:
+    """The stage's records, with its recipe written; rank 0 alone writes."""
+    if mesh is not None and not mesh.main:
+        yield Nowhere(path)
+        return
+    with StageFolder(path, trackers) as folder:
+        folder.write_recipe(recipe.to_json(), source)
+        yield folder
+
+
+@contextmanager
+def main_first(mesh: Mesh) -> Iterator[None]:
+    """What is inside happens on rank 0, then on the others, which find what it has written."""
+    if not mesh.main:
+        mesh.world.barrier()
+    yield
+    if mesh.main:
+        mesh.world.barrier()
