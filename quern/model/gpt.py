@@ -79,7 +79,7 @@ class GPT(nn.Module):
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
-        self.embedding = Embedding(shape.vocab_size, shape.width)
+        self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
         self.value_embeddings = nn.ModuleDict(
             {

@@ -1,7 +1,7 @@
 """The `llama` architecture, single-device: exactly what Hugging Face calls Llama, so that weights go both ways.
 
 Pre-norm blocks with a learnable RMSNorm, rotary positions, grouped queries and SwiGLU; no biases, an untied head, no
-softcap (Llama 2, arXiv 2307.09288). Gate and up projection are one matrix, gate first. Dropout, if any, falls on the
+softcap (Llama 2, arXiv 2307.09288). Gate and up projection are one parameter, gate first. Dropout, if any, falls on the
 embedding and on what each block adds. Initialisation and the grouping of parameters stand here and nowhere else; how
 the weights are named elsewhere is said in `stages/hugging_face.py`.
 """
@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.embedding import embed
 from quern.kernels.softcap import Cap, NoCap
 from quern.model.context import CausalContext, Context
-from quern.model.layers import rotate
+from quern.model.layers import Embedding, rotate
 from quern.recipe import ModelRecipe
 
 NORM_EPS = 1e-5
@@ -103,15 +102,15 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate x) ∘ up x), gate and up in one product (arXiv 2002.05202)."""
+    """down(silu(gate x) ∘ up x), gate and up in one product (arXiv 2002.05202); it runs on some of the channels too."""
 
     def __init__(self, width: int, mlp_width: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(width, 2 * mlp_width, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(2, mlp_width, width))
         self.down = nn.Linear(mlp_width, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
+        gate, up = F.linear(x_BTD, self.gate_up.flatten(0, 1)).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
@@ -153,7 +152,7 @@ class Llama(nn.Module):
         self.cap: Cap = NoCap()
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
-        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
         self.dropout = nn.Dropout(shape.dropout or 0.0)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
         self.norm = RMSNorm(shape.width, shape.norm_eps or NORM_EPS)
@@ -162,7 +161,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
-        x_BTD = self.dropout(embed(tokens_BT, self.embedding.weight))
+        x_BTD = self.dropout(self.embedding(tokens_BT))
         rotary = self.rotary(context.positions(x_BTD), context.horizon(x_BTD))
         for block, window in zip(self.blocks, context.windows(self.windows), strict=True):
             x_BTD = block(x_BTD, rotary, window, context)
@@ -191,16 +190,17 @@ class Llama(nn.Module):
         small = INIT_STD / math.sqrt(2 * len(self.blocks))
         values: dict[Tensor, Tensor] = {}
 
-        def normal(linear: nn.Linear | nn.Embedding, std: float) -> None:
-            values[linear.weight] = torch.empty(linear.weight.shape).normal_(0.0, std, generator=generator)
+        def normal(p: Tensor, std: float) -> None:
+            values[p] = torch.empty(p.shape).normal_(0.0, std, generator=generator)
 
-        normal(self.embedding, INIT_STD)
-        normal(self.head, INIT_STD)
+        normal(self.embedding.weight, INIT_STD)
+        normal(self.head.weight, INIT_STD)
         for block in cast(list[Block], list(self.blocks)):
-            for linear in (block.attention.query, block.attention.key, block.attention.value, block.mlp.gate_up):
-                normal(linear, INIT_STD)
+            for linear in (block.attention.query, block.attention.key, block.attention.value):
+                normal(linear.weight, INIT_STD)
+            normal(block.mlp.gate_up, INIT_STD)
             for linear in (block.attention.out, block.mlp.down):
-                normal(linear, small)
+                normal(linear.weight, small)
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 values[module.weight] = torch.ones(module.weight.shape)

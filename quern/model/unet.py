@@ -146,7 +146,7 @@ class UNet(nn.Module):
         self.windows: list[int | None] = [*self._grown(1.0)]
         self.attention_layers = [layer for layer in range(shape.depth) if layer != without_attention(shape.depth)]
         self.head_dim = shape.head_dim
-        self.embedding = Embedding(shape.vocab_size, shape.width)
+        self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
         self.value_embeddings = nn.ModuleList(
             nn.Embedding(shape.vocab_size, shape.heads * shape.head_dim)
             for _ in range(min(VALUE_EMBEDDINGS, shape.depth // 2))

@@ -85,7 +85,7 @@ def in_numpy(model: Llama, ids: np.ndarray) -> np.ndarray:
                 weights = np.exp(keys @ turned(q[t, head * E : (head + 1) * E], t) / math.sqrt(E))
                 y[t, head] = weights / weights.sum() @ v[: t + 1, kv]
         x = x + y.reshape(T, -1) @ p[f"{name}.attention.out.weight"].T
-        gate, up = np.split(rms(x, f"{name}.mlp_norm.weight") @ p[f"{name}.mlp.gate_up.weight"].T, 2, axis=1)
+        gate, up = (rms(x, f"{name}.mlp_norm.weight") @ weight.T for weight in p[f"{name}.mlp.gate_up"])
         x = x + gate / (1 + np.exp(-gate)) * up @ p[f"{name}.mlp.down.weight"].T
     return rms(x, "norm.weight") @ p["head.weight"].T
 
