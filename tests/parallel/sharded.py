@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quern.mesh import Group, Mesh, Pending
 from quern.model.gpt import GPT
+from quern.model.llama import Llama
 from quern.model.loss import loss_sum, token_losses
 from quern.model.unet import UNet
 from quern.parallel import plan as plans
@@ -37,6 +38,7 @@ class SmallWindows(UNet):
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "gpt": lambda: GPT(SHAPE),
     "unet": lambda: SmallWindows(replace(SHAPE, kv_heads=8)),
+    "llama": lambda: Llama(replace(SHAPE, mlp_width=84)),
 }
 
 

@@ -1,0 +1,211 @@
+"""Which parameter of an architecture is cut how, as a table; a model cut by it; and the bytes that this costs.
+
+`shard_model` turns a whole single-device model into this process's shard of it, in place: the same class with the same
+parameter names, attributes and calls. Everything that parallelism needs is in the table, so an architecture knows
+nothing of it. What runs where: tensor.py, vocabulary.py. The optimizer and checkpoints are not here: they read
+`.sharding` off the parameters.
+
+Bytes that one rank sends through its model group in one training micro-batch (`bytes_sent`), with a ring (mesh.py):
+n shards; N tokens, filled up to n·t; width D; R regions; s bytes per element of the parameters' dtype:
+
+    all-gather       (n-1)/n · s·D · (2(R+1) · n·t + M·n)     regions' inputs, the head's input, and backward the
+                                                              gradients of regions' and embedding's outputs
+    reduce-scatter   as many                                  their transposes
+    all-reduce       2(n-1)/n · (8·N + 4·P)                   softmax denominators and targets' logits; summed gradients
+                     and 2(n-1)/n · 4·N                       where the logits have no cap: maxima
+
+with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. To compare: about 4·R+4 times
+the stream, where data parallelism sends each parameter's gradient and value once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quern.mesh import Mesh
+from quern.model.gpt import GPT
+from quern.model.llama import Llama
+from quern.model.unet import UNet
+from quern.parallel.sharding import sharding_of
+from quern.parallel.tensor import Region, Stream, cut
+from quern.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+
+VOCABULARY = ("embedding.weight", "head.weight")
+"""Cut by rows in every architecture."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an architecture is cut; names as patterns (`*`), each parameter in exactly one place.
+
+    regions: modules that run on all tokens with a part of their weights. cuts: their parameters, and embeddings that
+    are handed to them, each with the dim that is cut: heads or hidden channels. replicated: parameters held whole and
+    used on the stream, or on some heads. shifts: how often the model asks for the token before.
+    """
+
+    regions: tuple[str, ...]
+    cuts: Mapping[str, int]
+    replicated: tuple[str, ...]
+    shifts: int = 0
+
+    def dim_of(self, name: str) -> int | None:
+        """The dim along which a parameter is cut; None: it is replicated. Raises ValueError if the table is silent."""
+        dims = [dim for pattern, dim in self.cuts.items() if fnmatchcase(name, pattern)]
+        dims += [0 for known in VOCABULARY if name == known]
+        replicated = any(fnmatchcase(name, pattern) for pattern in self.replicated)
+        if len(dims) + replicated != 1:
+            raise ValueError(
+                f"the plan for tensor parallelism places '{name}' {len(dims) + replicated} times: name it once, among "
+                "the cuts with its dim of heads or channels, or among the replicated"
+            )
+        return None if replicated else dims[0]
+
+
+PLANS: Mapping[type, Plan] = MappingProxyType(
+    {
+        GPT: Plan(
+            regions=("blocks.*.attention", "blocks.*.mlp"),
+            cuts={
+                "blocks.*.attention.query.weight": 0,
+                "blocks.*.attention.key.weight": 0,
+                "blocks.*.attention.value.weight": 0,
+                "blocks.*.attention.value_gate.weight": 0,
+                "blocks.*.attention.out.weight": 1,
+                "blocks.*.mlp.up.weight": 0,
+                "blocks.*.mlp.down.weight": 1,
+                "value_embeddings.*.weight": 1,
+            },
+            replicated=("residual_scales", "x0_scales", "smear_gate.weight", "smear_scale", "backout_scale"),
+            shifts=1,
+        ),
+        UNet: Plan(
+            regions=("blocks.*.attention", "blocks.*.mlp"),
+            cuts={
+                "blocks.*.attention.qkv": 1,
+                "blocks.*.attention.out.weight": 1,
+                "blocks.*.mlp.up.weight": 0,
+                "blocks.*.mlp.down.weight": 1,
+                "value_embeddings.*.weight": 1,
+            },
+            replicated=("blocks.*.attention.value_scales", "blocks.*.residual_scales", "skip_scales"),
+        ),
+        Llama: Plan(
+            regions=("blocks.*.attention", "blocks.*.mlp"),
+            cuts={
+                "blocks.*.attention.query.weight": 0,
+                "blocks.*.attention.key.weight": 0,
+                "blocks.*.attention.value.weight": 0,
+                "blocks.*.attention.out.weight": 1,
+                "blocks.*.mlp.gate_up": 1,
+                "blocks.*.mlp.down.weight": 1,
+            },
+            replicated=("blocks.*.attention_norm.weight", "blocks.*.mlp_norm.weight", "norm.weight"),
+        ),
+    }
+)
+
+
+def plan_of(model: Any) -> Plan:
+    """The table of the model's class, or of the nearest class it derives from. Raises ValueError if there is none."""
+    for kind in type(model).__mro__:
+        if kind in PLANS:
+            return PLANS[kind]
+    known = ", ".join(sorted(kind.__name__ for kind in PLANS))
+    raise ValueError(f"no plan says how to cut {type(model).__name__} ({known} have one): use --tp 1, or hand one over")
+
+
+def shard_model(model: Any, mesh: Mesh, plan: Plan | None = None) -> Any:
+    """Cuts a whole model into this process's shard, in place, and returns it.
+
+    model: an `interface.LanguageModel` whose weights are initialised or loaded, whole, alike on every rank. Call it
+    before FP8, compilation and the optimizer. Afterwards the model takes and gives what it did: whole rows of tokens
+    in, hidden states of all tokens out, `logits` over all the vocabulary; its loss is `model.criterion`. Raises
+    ValueError, with nothing changed, where the plan misses a parameter, the sizes do not divide, or there is dropout.
+    """
+    group = mesh.model
+    if group.size == 1:
+        return model
+    plan = plan or plan_of(model)
+    dims = {name: plan.dim_of(name) for name, _ in model.named_parameters()}
+    _check_sizes(model, dims, group.size)
+    _check_dropout(model)
+    for name, dim in dims.items():
+        if dim is not None and name not in VOCABULARY:
+            cut(*_owner(model, name), dim, group)
+    model.embedding = VocabularyEmbedding.of(model.embedding, group)
+    head = VocabularyHead.of(model.head, group)
+    model.criterion = head.cross_entropy
+    _make_logits_whole(model, head)
+    for region in _regions(model, plan):
+        Region(group).stand_around(region)
+    Stream(group, tuple(_owner(model, name) for name, dim in dims.items() if dim is None)).stand_around(model)
+    return model
+
+
+def _regions(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    return [m for name, m in model.named_modules() if any(fnmatchcase(name, p) for p in plan.regions)]
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _make_logits_whole(model: Any, head: VocabularyHead) -> None:
+    logits_of_part = model.logits
+    model.logits = lambda x_BTD: head.whole_logits(logits_of_part(x_BTD))
+
+
+def _check_dropout(model: nn.Module) -> None:
+    """Each shard would draw its own: no two layouts would train the same model."""
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        raise ValueError("dropout is drawn for whole rows, which no shard holds: set model.dropout to 0, or use --tp 1")
+
+
+def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int) -> None:
+    sizes = {"heads": model.shape.heads, "key-value heads": model.shape.kv_heads or model.shape.heads}
+    for name, p in model.named_parameters():
+        dim = dims[name]
+        if dim is not None and name not in VOCABULARY and p.size(dim) % shards:
+            sizes[f"rows of {name}" if dim == 0 else f"indices along dim {dim} of {name}"] = p.size(dim)
+    common = math.gcd(*sizes.values())
+    if common % shards:
+        valid = [size for size in range(1, common + 1) if common % size == 0]
+        counts = ", ".join(f"{size} {what}" for what, size in list(sizes.items())[:4])
+        raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
+
+
+@torch.no_grad()
+def whole_parameters(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """(name, logical tensor) of every parameter, one after the other, on every rank: for `load_state_dict` of a model
+    that is not cut."""
+    for name, p in model.named_parameters():
+        held = sharding_of(p)
+        if held is None:
+            yield name, p.detach().clone()
+            continue
+        part = p.detach().movedim(held.dim, 0).contiguous()
+        whole = part.new_empty(mesh.model.size * part.size(0), *part.shape[1:])
+        mesh.model.all_gather(whole, part).wait()
+        yield name, whole[: held.whole].movedim(0, held.dim).contiguous()
+
+
+def bytes_sent(model: Any, tokens: int, shards: int, plan: Plan | None = None) -> dict[str, int]:
+    """Bytes that a rank sends through its model group in one training micro-batch, by kind of collective: the formula
+    above. model: whole, on any device (also "meta"), in the dtype it trains in; tokens: B·T."""
+    plan = plan or plan_of(model)
+    width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
+    filled = -(-tokens // shards) * shards
+    rows = 2 * (len(_regions(model, plan)) + 1) * filled + plan.shifts * shards
+    replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
+    stream = rows * width * itemsize * (shards - 1) // shards
+    numbers = (8 if model.cap.tanh_form is not None else 12) * tokens + 4 * replicated
+    return {"all_gather": stream, "reduce_scatter": stream, "all_reduce": 2 * numbers * (shards - 1) // shards}

@@ -1,0 +1,239 @@
+"""Tensor and sequence parallelism, the moving parts: collectives as autograd functions, and what stands around layers.
+
+The shards of a replica see the same micro-batch of N = B·T tokens. Between the layers each of them holds ceil(N / n)
+of these tokens, all channels: the *stream*, (1, t, D), cut from the flattened batch, so that any B and T will do; the
+last parts are filled up with zeros where N does not divide. Norms, residual sums and skips run on it as they are. A
+*region* (attention, feed-forward) runs on all tokens with a part of its heads or hidden channels: before it the stream
+is gathered, after it the partial results are summed and scattered. So a layer's linears stay ordinary linears around a
+part of their weight: those that come first hold rows of it (column-parallel), the last one columns (row-parallel).
+
+Megatron-LM's scheme (arXiv 1909.08053, 2205.05198), with tokens of all rows cut in one piece where it cuts each row;
+gathered inputs are kept for the backward pass, not gathered again. Which layers are cut how: plan.py.
+
+n shards, t tokens of one part. Every rank of the group makes the same calls in the same order, also backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quern.mesh import Group
+from quern.model.context import Context
+from quern.parallel.sharding import Sharding
+
+
+def _all_gather(part: Tensor, group: Group) -> Tensor:
+    whole = part.new_empty(group.size * part.size(0), *part.shape[1:])
+    group.all_gather(whole, part.contiguous()).wait()
+    return whole
+
+
+def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+    part = whole.new_empty(whole.size(0) // group.size, *whole.shape[1:])
+    group.reduce_scatter(part, whole.contiguous()).wait()
+    return part
+
+
+class _Gather(torch.autograd.Function):
+    """Parts → whole, along the first dim. Its transpose is `_ReduceScatter`: what follows differs from shard to shard,
+    so each brings a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grads[0], ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Sum over the shards → this one's part, along the first dim. Its transpose is `_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grads[0], ctx.group), None
+
+
+class _Collect(torch.autograd.Function):
+    """Parts → whole, along the first dim, for what every shard then does alike. Its transpose takes a part out of a
+    gradient that all shards hold, and sends nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size)[ctx.group.rank], None
+
+
+class _Replicate(torch.autograd.Function):
+    """Small parameters that every shard holds whole and uses on its part. The transpose is a sum over the shards: one
+    all-reduce in fp32 for all of them, once the last gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat = torch.cat([grad.flatten().float() for grad in grads])
+        ctx.group.all_reduce(flat).wait()
+        sums = flat.split([grad.numel() for grad in grads])
+        return None, *(s.view_as(grad).to(grad.dtype) for s, grad in zip(sums, grads, strict=True))
+
+
+# The compiler leaves these alone: it compiles what lies before and behind.
+
+
+def gather(x_1tD: Tensor, group: Group) -> Tensor:
+    """The stream → all tokens (1, n·t, D), the zeros that fill it up included."""
+    return _apply(_Gather, x_1tD[0], group)[None]
+
+
+def reduce_scatter(x_BTD: Tensor, group: Group) -> Tensor:
+    """Each shard's share in all tokens → their sum, as the stream (1, t, D)."""
+    x_ND = x_BTD.flatten(0, 1)
+    missing = -x_ND.size(0) % group.size
+    return _apply(_ReduceScatter, F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND, group)[None]
+
+
+def collect(part: Tensor, group: Group) -> Tensor:
+    """Parts → whole, along the first dim, where every shard then computes the same from it."""
+    return _apply(_Collect, part, group)
+
+
+@torch.compiler.disable()
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Any:
+    return function.apply(x, group)
+
+
+class StreamContext:
+    """The context of whole rows (B, T), for a model whose stream holds a part of their tokens."""
+
+    def __init__(self, context: Context, rows: tuple[int, int], group: Group) -> None:
+        self.context, self.rows, self.group = context, rows, group
+
+    def positions(self, x_BTD: Tensor) -> Tensor:
+        return self.context.positions(x_BTD.new_empty(*self.rows, 0))
+
+    def horizon(self, x_BTD: Tensor) -> int:
+        return self.context.horizon(x_BTD.new_empty(*self.rows, 0))
+
+    def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:
+        return self.context.windows(full)
+
+    def attend(
+        self,
+        layer: int,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        window: int | Tensor | None,
+        scale: float | None = None,
+    ) -> Tensor:
+        return self.context.attend(layer, q_BTHE, k_BTKE, v_BTKE, window, scale)
+
+    def previous(self, x_BTD: Tensor) -> Tensor:
+        """x is the stream: what precedes its first token is the last one of the part before."""
+        t, rank = x_BTD.size(1), self.group.rank
+        lasts_1nD = gather(x_BTD[:, -1:], self.group)  # the first shard takes part too: all must, backward as well
+        before = lasts_1nD[:, rank - 1 : rank or None]
+        begins = (torch.arange(t, device=x_BTD.device) + rank * t) % self.rows[1] == 0
+        return torch.cat([before, x_BTD[:, :-1]], dim=1).masked_fill(begins[:, None], 0)
+
+    def whole_rows(self, x_1tD: Tensor) -> Tensor:
+        """The stream → (B, T, D)."""
+        B, T = self.rows
+        x_1ND = gather(x_1tD, self.group)
+        return (x_1ND if x_1ND.size(1) == B * T else x_1ND[:, : B * T]).view(B, T, -1)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Stands around a module that runs on all tokens with a part of its weights; its first argument and its only
+    result are the stream. A module that is handed the context gets whole rows (B, T, D), since its tokens mix;
+    another one the tokens as they come, (1, n·t, D)."""
+
+    group: Group
+
+    def stand_around(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        contexts = [a for a in arguments if isinstance(a, StreamContext)]
+        x_1tD, *others = arguments
+        return (contexts[0].whole_rows(x_1tD) if contexts else gather(x_1tD, self.group), *others)
+
+    def _leave(self, module: nn.Module, arguments: tuple[Any, ...], out_BTD: Tensor) -> Tensor:
+        return reduce_scatter(out_BTD, self.group)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Stands around the whole model: its blocks find the stream's context, its caller whole rows (B, T, D).
+
+    replicated: parameters that are held whole and used on a part, as (module, name); while the model runs their copies
+    out of `_Replicate` take their place as attributes, and so gradients come summed.
+    What follows the model must differ by shard, as the vocabulary-parallel head does: gradients are summed there.
+    """
+
+    group: Group
+    replicated: tuple[tuple[nn.Module, str], ...]
+
+    def stand_around(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave)
+        model.register_forward_hook(self._put_back, always_call=True)
+
+    def _enter(self, model: nn.Module, arguments: tuple[Tensor, Context]) -> tuple[Tensor, Context]:
+        tokens_BT, context = arguments
+        if torch.is_grad_enabled() and self.replicated:
+            parameters = [module.get_parameter(name) for module, name in self.replicated]
+            for (module, name), copied in zip(self.replicated, _Replicate.apply(self.group, *parameters), strict=True):
+                module.__dict__[name] = copied  # before the parameter of that name, which stays registered
+        B, T = tokens_BT.shape
+        return tokens_BT, StreamContext(context, (B, T), self.group)
+
+    def _leave(self, model: nn.Module, arguments: tuple[Tensor, StreamContext], x_1tD: Tensor) -> Tensor:
+        return arguments[1].whole_rows(x_1tD)
+
+    def _put_back(self, model: nn.Module, arguments: Any, result: Any) -> None:
+        for module, name in self.replicated:
+            module.__dict__.pop(name, None)
+
+
+def cut(module: nn.Module, name: str, dim: int, group: Group, size: int | None = None) -> None:
+    """Replaces a whole parameter by this shard's part of it along `dim`, with its `Sharding`.
+
+    size: of each part, the last ones being filled up with zeros; None cuts evenly.
+    """
+    whole = module.get_parameter(name)
+    size = whole.size(dim) // group.size if size is None else size
+    offset = min(group.rank * size, whole.size(dim))
+    held = min(size, whole.size(dim) - offset)
+    values = whole.detach().new_zeros(*whole.shape[:dim], size, *whole.shape[dim + 1 :])
+    values.narrow(dim, 0, held).copy_(whole.detach().narrow(dim, offset, held))
+    part = nn.Parameter(values, requires_grad=whole.requires_grad)
+    part.sharding = Sharding(dim, offset, held, whole.size(dim))  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(module, name, part)
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = part.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = part.shape

@@ -1,0 +1,201 @@
+"""The vocabulary cut into parts: embedding, head and cross-entropy of which every shard holds some rows.
+
+The embedding looks up what it holds, and the sum over the shards is scattered as the stream (tensor.py). The head makes
+logits of its own rows only; the loss needs no others, since a softmax over parts is made of each part's logsumexp:
+
+    lse = log Σ_parts exp(lse_part)          loss = lse - z[target], known to the part that holds the target
+
+So the loss runs the kernels of one process (kernels/cross_entropy.py) on the part, and for each chunk of tokens sends
+two numbers per token in one all-reduce; without a cap one more before that, the maximum. The kernel's gradient is
+exact but for two things, put right here: its softmax is the part's, a factor of the row; and the entry at the target,
+which most parts do not hold.
+
+Parts are of one size, a multiple of 16 where that fits: fast products want it, FP8 needs it. Rows beyond the vocabulary
+are zero, no logits are made of them, and so they stay zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quern.kernels.cross_entropy import COMPILED, MAX_HEIGHT, TRITON, ChunkPath, MakeProducts, PlainProducts
+from quern.kernels.embedding import embed
+from quern.kernels.softcap import Cap
+from quern.mesh import Group
+from quern.parallel.sharding import Sharding
+from quern.parallel.tensor import collect, cut, reduce_scatter
+
+MULTIPLE = 16
+LEAST_SHARE = 1e-30
+"""Of a row's softmax that one part can have: below, its factor would leave fp32, and its inverse too."""
+
+
+def part_rows(vocabulary: int, shards: int) -> int:
+    """Rows of each part. Raises ValueError where a shard would be left without any."""
+    rows = -(-vocabulary // shards)
+    rounded = -(-rows // MULTIPLE) * MULTIPLE
+    if rounded * (shards - 1) < vocabulary:
+        return rounded
+    if rows * (shards - 1) >= vocabulary:
+        raise ValueError(f"{shards} shards cannot share a vocabulary of {vocabulary}: use fewer, or more tokens")
+    return rows
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """tokens (B, T) → the stream (1, t, D), from a part of the rows."""
+
+    sharding: Sharding
+    group: Group
+
+    @classmethod
+    def of(cls, whole: nn.Embedding, group: Group) -> VocabularyEmbedding:
+        """This shard's part of an embedding, whose weight keeps its name."""
+        part = cls(whole.num_embeddings, whole.embedding_dim, device="meta")
+        part.weight = whole.weight
+        cut(part, "weight", 0, group, part_rows(whole.num_embeddings, group.size))
+        part.sharding, part.group = _sharding(part.weight), group
+        return part.train(whole.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        ours_BT, local_BT = _localised(input, self.sharding)
+        x_BTD = embed(local_BT, self.weight) * ours_BT[..., None].to(self.weight.dtype)
+        return reduce_scatter(x_BTD, self.group)
+
+
+def _sharding(weight: Tensor) -> Sharding:
+    return cast(Any, weight).sharding
+
+
+def _localised(tokens: Tensor, held: Sharding) -> tuple[Tensor, Tensor]:
+    """→ which of the ids this part holds; their rows in it, 0 for the others."""
+    local = tokens - held.offset
+    ours = (local >= 0) & (local < held.size)
+    return ours, torch.where(ours, local, 0)
+
+
+@dataclass(frozen=True)
+class VocabularyHead:
+    """What a head that holds a part of the vocabulary needs to know."""
+
+    group: Group
+    held: Sharding
+
+    @classmethod
+    def of(cls, head: nn.Linear, group: Group) -> VocabularyHead:
+        """Cuts the weight of `head`, which stays a linear layer: of its own rows."""
+        cut(head, "weight", 0, group, part_rows(head.out_features, group.size))
+        return cls(group, _sharding(head.weight))
+
+    def whole_logits(self, part: Tensor) -> Tensor:
+        """(…, rows of this part) → (…, V): all logits on every shard."""
+        columns = collect(part.flatten(0, -2).T.contiguous(), self.group)
+        return columns[: self.held.whole].T.unflatten(0, part.shape[:-1])
+
+    def cross_entropy(
+        self,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        scale_N: Tensor,
+        cap: Cap,
+        products: MakeProducts = PlainProducts,
+        path: ChunkPath | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`kernels.cross_entropy.cross_entropy`, for this part of the weight: the same results on every shard.
+
+        The gradient by x is this part's share: the sum over the shards is the whole.
+        """
+        if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
+            raise ValueError(f"{cap} is too wide: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()")
+        path = path or (TRITON if x_ND.is_cuda else COMPILED)
+        if torch.is_grad_enabled():
+            return _VocabularyCrossEntropy.apply(self, x_ND, weight_VD, targets_N, scale_N, cap, products, path)
+        losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
+        for part in path.chunks(x_ND.size(0), weight_VD.size(0)):
+            logits = (x_ND[part] @ weight_VD.T)[:, : self.held.size]
+            ours_N, local_N = _localised(targets_N[part], self.held)
+            z_N, _ = _capped(logits, local_N, cap)
+            lse_N = path.losses(logits, local_N, cap) + z_N
+            losses[part] = self._loss(lse_N, z_N, ours_N, cap)[0]
+        return (losses * scale_N).sum(), losses
+
+    def _loss(self, lse_N: Tensor, z_N: Tensor, ours_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+        """From each part's logsumexp and the target's logit → losses and logsumexp of the whole vocabulary."""
+        highest = torch.zeros_like(lse_N)
+        if cap.tanh_form is None:
+            highest.copy_(lse_N)
+            self.group.all_reduce(highest, "max").wait()
+        both_2N = torch.stack([(lse_N - highest).exp(), torch.where(ours_N, z_N, 0)])
+        self.group.all_reduce(both_2N).wait()
+        whole_N = both_2N[0].log() + highest
+        return whole_N - both_2N[1], whole_N
+
+    def chunk_gradient(
+        self, logits_NV: Tensor, targets_N: Tensor, cap: Cap, path: ChunkPath
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """→ losses (N,); factor (N,) and over it the gradient of the losses by this part's logits (N, V)."""
+        rows = logits_NV.size(1)
+        ours_N, local_N = _localised(targets_N, self.held)
+        own_NV = logits_NV[:, : self.held.size]
+        z_N, slope_N = _capped(own_NV, local_N, cap)
+        part_losses, factor, grad = path.gradient(own_NV, local_N, torch.ones_like(z_N), cap)
+        lse_N = part_losses + z_N
+        losses, whole_N = self._loss(lse_N, z_N, ours_N, cap)
+        share = (lse_N - whole_N).exp().clamp(min=LEAST_SHARE)
+        # At the target, slope · (p - 1); where another part holds it, this is any entry, and has no 1.
+        at_local = torch.where(ours_N, ((z_N - whole_N).exp() - 1) / share, (z_N - lse_N).exp()) * slope_N / factor
+        grad = grad.scatter(1, local_N[:, None], at_local[:, None].to(grad.dtype))
+        return losses, factor * share, F.pad(grad, (0, rows - grad.size(1))) if rows > grad.size(1) else grad
+
+
+def _capped(logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
+    """The capped logit at each target, in the cap's tanh form, and the cap's slope there; fp32."""
+    z_N = logits_NV.gather(1, targets_N[:, None])[:, 0].float()
+    if cap.tanh_form is None:
+        return z_N, torch.ones_like(z_N)
+    height, divisor = cap.tanh_form
+    t_N = torch.tanh(z_N / divisor)
+    return height * t_N, height / divisor * (1 - t_N * t_N)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Gradients are computed along with the loss, as on one process; what they send is sent in the forward pass, and
+    the backward pass multiplies by a scalar that all shards hold."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: VocabularyHead,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        scale_N: Tensor,
+        cap: Cap,
+        products: MakeProducts,
+        path: ChunkPath,
+    ) -> tuple[Tensor, Tensor]:
+        steepest = cap.tanh_form[0] / cap.tanh_form[1] if cap.tanh_form is not None else 1.0
+        own = products(x_ND, weight_VD, steepest * scale_N.abs().amax())
+        losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
+        dx = torch.empty_like(x_ND)
+        dw = torch.zeros_like(weight_VD, dtype=torch.float32)
+        for part in path.chunks(x_ND.size(0), weight_VD.size(0)):
+            logits = own.logits(part)
+            losses[part], factor, grad = head.chunk_gradient(logits, targets_N[part], cap, path)
+            del logits  # nothing of a chunk may still be held when the next one is made
+            dx[part], slice_dw = own.gradients(part, grad, factor * scale_N[part])
+            del grad
+            dw += slice_dw
+        ctx.save_for_backward(dx, dw.to(weight_VD.dtype))
+        ctx.mark_non_differentiable(losses)
+        return (losses * scale_N).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        return None, dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None, None, None
