@@ -66,10 +66,10 @@ class Where:
     compile: bool = True
     """--no-compile runs eagerly."""
 
-    def machine(self) -> machines.Machine:
+    def machine(self, threads: int | None = None) -> machines.Machine:
         from quern.kernels.attention_pick import equip
 
-        machine = equip(machines.detect(self.device, self.dtype, self.compile, self.threads))
+        machine = equip(machines.detect(self.device, self.dtype, self.compile, threads or self.threads))
         for note in machine.notes:
             say(note)
         return machine
@@ -83,6 +83,12 @@ class Training:
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
     resume: bool = False
     """Go on from the newest good checkpoint."""
+    ranks: int = 1
+    """Processes on this machine that train together."""
+    tp: int = 1
+    """How many of them share one replica of the model (tensor parallel); the others are data parallel."""
+    restarts: int = 3
+    """With several ranks: how often all start anew when one dies."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
     questions: int = 200
@@ -256,34 +262,42 @@ def verb_pretrain(verb: str, rest: list[str]) -> int:
     from quern.stages import pretrain
 
     command = command_line(verb, rest)
-    options, source = parse(verb, rest, Training)
-    places = places_of(options.where)
-    return pretrain.run(
-        options.recipe,
-        options.where.machine(),
-        places,
-        resume=options.resume,
-        source=source,
-        command=command,
-        say=say,
-        trackers=trackers(options, places, "pretrain"),
-    )
+    return train_on_ranks(verb, rest, lambda common: pretrain.run(**common, command=command))
 
 
 def verb_sft(verb: str, rest: list[str]) -> int:
     from quern.stages import sft
 
+    return train_on_ranks(verb, rest, lambda common: sft.run(**common))
+
+
+def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]], int]) -> int:
+    """Runs a training stage in this process, or starts the ranks that do, or is one of them."""
+    from quern.recipe import resolve
+    from quern.stages import launch
+
+    arguments = [verb, *rest]
     options, source = parse(verb, rest, Training)
+    here = launch.place()
+    if options.ranks > 1 and here.ranks == 1:
+        resolve(options.recipe)  # refuses bad values once, not on every rank
+        return launch.launch(arguments, options.ranks, options.restarts)
     places = places_of(options.where)
-    return sft.run(
-        options.recipe,
-        options.where.machine(),
-        places,
-        resume=options.resume,
-        source=source,
-        say=say,
-        trackers=trackers(options, places, "sft"),
-    )
+    with launch.joined(options.tp, options.where.machine, options.where.threads) as (machine, mesh):
+        return launch.finish(
+            stage(
+                {
+                    "recipe": options.recipe,
+                    "machine": machine,
+                    "places": places,
+                    "resume": options.resume or here.restart > 0,
+                    "source": source,
+                    "say": say if mesh.main else lambda line: None,
+                    "trackers": trackers(options, places, verb) if mesh.main else (),
+                    "mesh": mesh,
+                }
+            )
+        )
 
 
 def verb_evaluate(verb: str, rest: list[str]) -> int:
