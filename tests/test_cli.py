@@ -40,7 +40,7 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     text = capsys.readouterr().out
     for verb in cli.VERBS:
         assert f"\n  {verb} " in text and cli.EXAMPLES[verb] in text
-    assert "recipes: gpt, or the path of a Python file that ends in RECIPE" in text
+    assert "recipes: gpt, llama, unet, or the path of a Python file that ends in RECIPE" in text
 
 
 @pytest.mark.parametrize("verb", list(cli.VERBS))
@@ -64,8 +64,8 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
     ("arguments", "expected"),
     [
         ("pretrian", "there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, evaluate"),
-        ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, or the path of a .py file"),
-        ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, or the path of a .py file"),
+        ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, llama, unet, or the path of a .py file"),
+        ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, llama, unet, or the path of a .py file"),
         ("pretrain --dpeth 3", "Unrecognized options: --dpeth, 3 .* Perhaps you meant: .*--depth INT"),
         ("pretrain --device tpu", "invalid choice 'tpu' .*'cpu'"),
         ("pretrain --dtype fp16", "invalid choice 'fp16' .*'(bf16|fp32)'"),
