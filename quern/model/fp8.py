@@ -102,13 +102,15 @@ def _obstacle(linear: nn.Linear, context: int) -> str | None:
         return f"it is a {type(linear).__name__} already"
     if linear.bias is not None:
         return "it has a bias"
-    sides = {"inputs": linear.in_features, "outputs": linear.out_features, "tokens in a row": context}
+    outputs, inputs = linear.weight.shape
+    sides = {"inputs": inputs, "outputs": outputs, "tokens in a row": context}
     return next((f"{size} {side}, no multiple of {MULTIPLE}" for side, size in sides.items() if size % MULTIPLE), None)
 
 
 def _replaced(linear: nn.Linear, kind: type[Fp8Linear] | type[Fp8Head], emulated: bool) -> nn.Linear:
     """A `kind` around the same parameter."""
-    replaced = kind(linear.in_features, linear.out_features, bias=False, device="meta")
+    outputs, inputs = linear.weight.shape  # which may be a shard's
+    replaced = kind(inputs, outputs, bias=False, device="meta")
     replaced.weight = linear.weight
     replaced.emulated = emulated
     return replaced.train(linear.training)
