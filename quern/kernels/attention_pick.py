@@ -92,6 +92,17 @@ def candidates(machine: Machine) -> Iterator[Callable[[], Backend]]:
         yield lambda: SDPA
 
 
+def available(machine: Machine) -> list[Backend]:
+    """Those that are installed, whether they work or not."""
+    there = []
+    for make in candidates(machine):
+        try:
+            there.append(make())
+        except ImportError:
+            continue  # not installed
+    return there
+
+
 def equip(machine: Machine) -> Machine:
     """The machine with its attention chosen; what does not work here is said in its notes.
 
@@ -99,13 +110,7 @@ def equip(machine: Machine) -> Machine:
     """
     if machine.device.type == "cpu":
         return replace(machine, attention=Picked(BLOCKED, BLOCKED, BLOCKED, BLOCKED))
-    there, notes = [], []
-    for make in candidates(machine):
-        try:
-            there.append(make())
-        except ImportError:
-            continue  # not installed
-    picked = {}
+    there, notes, picked = available(machine), [], {}
     for kind in KINDS:
         picked[kind], failures = pick(kind, there, machine)
         notes += [note for note in failures if note not in notes]

@@ -21,12 +21,16 @@ from quern.machine import detect
 from quern.stages.bench_attention import attention
 from quern.stages.bench_data import encode, loading, packing, tokenizer
 from quern.stages.bench_generate import decode, prefill
+from quern.stages.bench_material import Material
 from quern.stages.bench_model import MICRO_BATCH_TOKENS
 from quern.stages.bench_quality import quality
-from quern.stages.bench_record import Material, Outcome, Setup, load_average, record, table, versions, write
+from quern.stages.bench_record import Outcome, Setup, load_average, record, table, versions, write
 from quern.stages.bench_train import train
+from quern.stages.bench_windows import windows
 
-What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "quality"]
+What = Literal[
+    "tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows", "quality"
+]
 
 BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
     "tokenizer": tokenizer,
@@ -37,6 +41,7 @@ BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
     "prefill": prefill,
     "decode": decode,
     "attention": attention,
+    "windows": windows,
 }
 
 

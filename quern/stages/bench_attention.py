@@ -1,77 +1,125 @@
-"""Benchmark of causal attention alone: every path there is, at several lengths and windows, forward and
-backward.
+"""Benchmark of causal attention alone: every path there is here, forward and backward, by length and mask.
 
-Paths: `plain` (the definition, whole score matrices in fp32), `quern` (what the model uses on this device:
-the blocked path on a CPU), `sdpa` (torch's, with a mask where there is a window). A call gets 4,096 tokens
-in all, 4 heads of 64, eager, in the compute dtype; layout changes that a path needs are part of it.
-Milliseconds a call.
+It is the table behind what `Machine.attention` holds. Masks: full (causal and nothing more), a window of a quarter of
+the row, documents of a quarter of the row on average. Paths: on a CPU the blocked one, torch's SDPA (with a dense mask
+for a window or documents), the plain definition (whole score matrices in fp32), and flex_attention at the longest
+length, forward alone: it has no backward there and compiles anew for every shape. On a GPU whatever is installed
+(attention_backends.py). A call gets 4,096 tokens in all, 4 heads of 64, in the compute dtype, eager but for flex; what
+a path changes in the layout is part of it. Milliseconds a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from quern.kernels.attention import MaskSpec, attend, attend_plain, attend_sdpa
+from quern.kernels.attention import MaskSpec
+from quern.kernels.attention_backends import BLOCKED, PLAIN, SDPA, Backend, flex
+from quern.kernels.attention_pick import Picked, available, kind_of
+from quern.machine import Machine
 from quern.stages.bench_record import Measure, Outcome, Setup, alternate, grid, number, ratios, seconds_of
 
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
 LENGTHS = (256, 512, 1024, 2048)
+WAYS = ("forward", "backward")
 
-Attention = Callable[[Tensor, Tensor, Tensor, MaskSpec], Tensor]
-PATHS: dict[str, Attention] = {"plain": attend_plain, "quern": attend, "sdpa": attend_sdpa}
+Seconds = dict[tuple[str, str, str], tuple[float, ...]]
+"""By mask, path and way: a value for each round."""
 
 
 def attention(setup: Setup) -> Outcome:
     tokens, lengths = (128, (32, 64)) if setup.quick else (TOKENS, LENGTHS)
+    paths, alone = paths_of(setup.machine, setup.quick)
+    names = [path.name for path in [*paths, *alone]]
     measures: list[Measure] = []
     rows: list[list[str]] = []
     for length in lengths:
-        for window in (None, length // 4):
-            taken = _measure(setup, tokens // length, length, window)
-            place = f"T={length}, window {window or 'full'}"
-            row = [str(length), str(window or "full")]
-            for name in PATHS:
-                for way in ("forward", "backward"):
-                    values = tuple(1e3 * one for one in taken[f"{name} {way}"])
-                    measures.append(Measure(f"{place}: {name} {way}", "ms", values))
-                    row.append(number(measures[-1].median))
-            both = {n: _sum(taken[f"{n} forward"], taken[f"{n} backward"]) for n in PATHS}
-            faster = Measure(f"{place}: sdpa / quern, both ways", "×", ratios(both["sdpa"], both["quern"]))
-            measures.append(faster)
-            rows.append([*row, number(faster.median)])
-    head = ["T", "window", *(f"{name} {way}" for name in PATHS for way in ("fwd", "bwd")), "sdpa/quern"]
-    settings = {"tokens": tokens, "heads": HEADS, "head_dim": HEAD_DIM, "paths": list(PATHS)}
-    return Outcome(measures, settings, ["  milliseconds a call, medians", *grid(head, rows)])
+        masks = dict(example_masks(tokens // length, length, setup.machine, setup.seed))
+        taken = _measure(setup, masks, length, paths, WAYS)
+        if length == lengths[-1]:
+            taken |= _measure(setup, masks, length, alone, WAYS[:1])
+        figures = {key: tuple(1e3 * second for second in seconds) for key, seconds in taken.items()}
+        measures += [Measure(f"T={length}, {m}: {p} {w}", "ms", ms) for (m, p, w), ms in figures.items()]
+        measures += _gains(taken, setup.machine, length, masks)
+        for mask in masks:
+            cells = [figures.get((mask, name, way)) for name in names for way in WAYS]
+            rows.append(
+                [str(length), mask, *("" if ms is None else number(Measure("", "", ms).median) for ms in cells)]
+            )
+    head = ["T", "mask", *(f"{name} {way}" for name in names for way in ("fwd", "bwd"))]
+    settings = {"tokens": tokens, "heads": HEADS, "head_dim": HEAD_DIM, "picked": str(setup.machine.attention)}
+    gains = [m for m in measures if m.unit == "×"]
+    lines = ["  milliseconds a call, medians", *grid(head, rows), *(f"  {m.name}: {number(m.median)}×" for m in gains)]
+    return Outcome(measures, settings, lines)
 
 
-def _measure(setup: Setup, rows: int, length: int, window: int | None) -> dict[str, tuple[float, ...]]:
-    """Seconds by "path way"; the paths take turns."""
+def paths_of(machine: Machine, quick: bool) -> tuple[list[Backend], list[Backend]]:
+    """Those that are measured everywhere, and those that are measured at the longest length, forward alone."""
+    if machine.device.type != "cpu":
+        return [*available(machine), PLAIN], []
+    return [BLOCKED, SDPA, PLAIN], [flex()] if machine.compile and not quick else []
+
+
+def example_masks(rows: int, T: int, machine: Machine, seed: int) -> Iterator[tuple[str, MaskSpec]]:
+    """One of each kind, by name; documents of random lengths."""
+    yield "full", MaskSpec()
+    yield f"window {T // 4}", MaskSpec(T // 4)
+    begins_BT = torch.rand(rows, T, generator=machine.generator(seed)) < 4 / T
+    yield "documents", MaskSpec(None, begins_BT.cumsum(1).int().to(machine.device))
+
+
+def picked_for(machine: Machine, mask: MaskSpec, T: int) -> str:
+    """The name of the path that the machine would take."""
+    attention = machine.attention
+    if not isinstance(attention, Picked):
+        raise TypeError("the machine has not chosen how to compute attention: use attention_pick.equip")
+    return getattr(attention, kind_of(mask, T)).name
+
+
+def _gains(taken: Seconds, machine: Machine, T: int, masks: Mapping[str, MaskSpec]) -> Iterator[Measure]:
+    """What masks spare as they are picked, and what the pick gains over SDPA, both ways together."""
+
+    def both(mask: str, path: str) -> tuple[float, ...]:
+        return tuple(a + b for a, b in zip(*(taken[mask, path, way] for way in WAYS), strict=True))
+
+    full = both("full", picked_for(machine, masks["full"], T))
+    for name, mask in masks.items():
+        path = picked_for(machine, mask, T)
+        if name != "full":
+            yield Measure(f"T={T}: full / {name}, as picked", "×", ratios(full, both(name, path)))
+        if path != SDPA.name:
+            yield Measure(f"T={T}, {name}: sdpa / {path}", "×", ratios(both(name, SDPA.name), both(name, path)))
+
+
+def _measure(
+    setup: Setup, masks: Mapping[str, MaskSpec], T: int, paths: list[Backend], ways: tuple[str, ...]
+) -> Seconds:
+    """All masks and paths take turns."""
     machine = setup.machine
     numbers = machine.generator(setup.seed)
+    rows = len(masks["documents"].documents_BT) if masks["documents"].documents_BT is not None else 1
     q, k, v, grad = (
-        torch.randn(rows, length, HEADS, HEAD_DIM, generator=numbers).to(machine.device, machine.dtype)
-        for _ in range(4)
+        torch.randn(rows, T, HEADS, HEAD_DIM, generator=numbers).to(machine.device, machine.dtype) for _ in range(4)
     )
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    made: dict[str, Tensor] = {}
+    inputs = [x.requires_grad_(len(ways) == len(WAYS)) for x in (q, k, v)]
+    made: dict[tuple[str, str], Tensor] = {}
+    jobs: dict[tuple[str, str, str], Callable[[], float]] = {}
 
-    def forward(name: str) -> float:
-        return seconds_of(lambda: made.update({name: PATHS[name](q, k, v, MaskSpec(window))}), machine)
+    def add(name: str, path: Backend, mask: MaskSpec) -> None:
+        def forward() -> float:
+            return seconds_of(lambda: made.update({(name, path.name): path.attend(q, k, v, mask, None)}), machine)
 
-    def backward(name: str) -> float:
-        if name not in made:  # in rounds that go backwards
-            forward(name)
-        return seconds_of(lambda: torch.autograd.grad(made.pop(name), inputs, grad), machine)
+        def backward() -> float:
+            if (name, path.name) not in made:  # in rounds that go backwards
+                forward()
+            return seconds_of(lambda: torch.autograd.grad(made.pop((name, path.name)), inputs, grad), machine)
 
-    jobs: dict[str, Callable[[], float]] = {}
-    for name in PATHS:
-        jobs[f"{name} forward"] = lambda name=name: forward(name)
-        jobs[f"{name} backward"] = lambda name=name: backward(name)
-    return alternate(setup.rounds, jobs)
+        jobs.update({(name, path.name, way): job for way, job in zip(ways, (forward, backward), strict=False)})
 
-
-def _sum(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+    for name, mask in masks.items():
+        for path in paths:
+            add(name, path, path.prepare(mask, T, machine.device))
+    named = alternate(setup.rounds, {"|".join(key): job for key, job in jobs.items()})
+    return {key: named["|".join(key)] for key in jobs}

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 
 from quern.generate.engine import Engine
-from quern.stages.bench_model import pair_tokenizer, reference, talking_model
+from quern.stages.bench_model import reference
 from quern.stages.bench_record import Measure, Outcome, Setup, alternate, rates, ratios, seconds_of
+from quern.stages.bench_talking import pair_tokenizer, talking_model
 
 ROWS = (1, 8, 32)
 PREFILL_PROMPT_TOKENS = 384

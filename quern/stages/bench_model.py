@@ -10,13 +10,10 @@ from __future__ import annotations
 import torch
 
 from quern.data.loader import Batch
-from quern.machine import Machine
 from quern.model.gpt import GPT
 from quern.optim.groups import table
 from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
-from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
-from quern.train.state import build_model
 
 MICRO_BATCH_TOKENS = 4096
 
@@ -52,28 +49,3 @@ def random_batch(recipe: Recipe, seed: int) -> Batch:
     row_tokens = torch.randint(recipe.model.vocab_size, (rows, context + 1), generator=numbers, dtype=torch.int32)
     tokens, targets = row_tokens[:, :-1].contiguous().numpy(), row_tokens[:, 1:].contiguous().numpy()
     return Batch(tokens, targets, targets >= 0)
-
-
-def pair_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer of that size without training: the bytes, and as many pairs of bytes as there is room
-    for."""
-    room = vocab_size - 256 - len(SPECIAL_TOKENS)
-    return Tokenizer([bytes([i // 256, i % 256]) for i in range(room)])
-
-
-@torch.no_grad()
-def talking_model(recipe: Recipe, tokenizer: Tokenizer, machine: Machine) -> GPT:
-    """A random model that never says a special token: no reply ends early, and none calls a tool.
-
-    Its logits spread over the whole softcap, and those of the special tokens are zero, so that one of them
-    is drawn about once in a million tokens.
-    """
-    model = build_model(recipe, machine, recipe.seed)
-    numbers = machine.generator(recipe.seed)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            values = torch.empty(parameter.shape).normal_(0.0, parameter.size(-1) ** -0.5, generator=numbers)
-            parameter.copy_(values)
-    model.head.weight.mul_(model.head.weight.size(-1) ** 0.5)
-    model.head.weight[list(tokenizer.special_ids.values())] = 0
-    return model.eval()

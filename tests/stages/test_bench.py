@@ -14,9 +14,10 @@ from quern.model.context import CausalContext
 from quern.model.count import flops_per_token
 from quern.stages import bench
 from quern.stages.bench_data import shards
-from quern.stages.bench_model import pair_tokenizer, random_batch, reference, talking_model
+from quern.stages.bench_model import random_batch, reference
 from quern.stages.bench_record import Measure, alternate, number, ratios
 from quern.stages.bench_start import first_step
+from quern.stages.bench_talking import pair_tokenizer, talking_model
 from quern.text.tokenizer import Tokenizer
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
@@ -131,10 +132,11 @@ def test_every_quick_benchmark_prints_and_records(tmp_path: Path, said: list[str
     assert "MB/s" in units["tokenizer"] and {"MB/s", "tokens/s"} <= units["encode"]
     assert {m["name"] for m in found["prefill"]["measures"]} == {f"prefill, batch {n}" for n in (1, 8, 32)}
     attention = [m["name"] for m in found["attention"]["measures"]]
-    for path in ("plain", "quern", "sdpa"):
+    for path in ("plain", "blocked", "sdpa"):
         for way in ("forward", "backward"):
-            assert f"T=64, window 16: {path} {way}" in attention
-            assert f"T=64, window full: {path} {way}" in attention
+            assert all(f"T=64, {mask}: {path} {way}" in attention for mask in ("full", "window 16", "documents"))
+    assert "T=64: full / window 16, as picked" in attention
+    assert found["attention"]["settings"]["picked"].startswith("full blocked, window blocked")
     shown = "\n".join(said)
     assert "mean nothing" in shown and "torch 2" in shown and "seed 5" in shown and "float32" in shown
 
