@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from quern.kernels.rope import rotate_normed
 from quern.model.context import Context
-from quern.model.layers import norm, rotate
 
 QK_SCALE = 1.2
 """Both normed queries and keys are scaled up by this, which sharpens attention (nanochat)."""
@@ -48,7 +48,7 @@ class CausalSelfAttention(nn.Module):
             # Value residual learning (arXiv 2410.17897) from an embedding of the token, gated by the input per head.
             gate_BTK = GATE_RANGE * torch.sigmoid(self.value_gate(x_BTD[..., :GATE_CHANNELS]))
             v_BTKE = v_BTKE + gate_BTK[..., None] * value_embedding.view_as(v_BTKE)
-        q_BTHE = norm(rotate(q_BTHE, *rotary)) * QK_SCALE  # QK norm: arXiv 2010.04245
-        k_BTKE = norm(rotate(k_BTKE, *rotary)) * QK_SCALE
+        q_BTHE = rotate_normed(q_BTHE, *rotary, QK_SCALE)  # QK norm: arXiv 2010.04245
+        k_BTKE = rotate_normed(k_BTKE, *rotary, QK_SCALE)
         y_BTHE = context.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, window)
         return self.out(y_BTHE.reshape(B, T, -1))

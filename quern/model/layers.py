@@ -36,12 +36,6 @@ def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
 
 
-def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + E/2) of each head by its position's angles, clockwise; computed in fp32."""
-    first, second = x_BTHE.float().chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x_BTHE.dtype)
-
-
 class Embedding(nn.Embedding):
     """tokens (B, T) → rows of its weight (B, T, D)."""
 

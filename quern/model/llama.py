@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quern.kernels.rope import rotate
 from quern.kernels.softcap import Cap, NoCap
 from quern.model.context import CausalContext, Context
-from quern.model.layers import Embedding, rotate
+from quern.model.layers import Embedding
 from quern.recipe import ModelRecipe
 
 NORM_EPS = 1e-5

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
+from quern.kernels.rope import rotate_normed
 from quern.kernels.softcap import Cap, SigmoidCap
 from quern.model.context import CausalContext, Context
-from quern.model.layers import Embedding, SquaredReluMLP, norm, rotate
+from quern.model.layers import Embedding, SquaredReluMLP, norm
 from quern.recipe import ModelRecipe
 
 ATTENTION_SCALE = 0.12
@@ -46,7 +47,7 @@ def value_embedding_of(layer: int, depth: int) -> int | None:
 
 
 def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`: half of the pairs turn, from 1 to 1/base radians per token, the others stand.
+    """Cosines and sines of `rope.py`: half of the pairs turn, from 1 to 1/base radians per token, the others stand.
 
     positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2).
     """
@@ -82,7 +83,7 @@ class MergedAttention(nn.Module):
         v_BTHE = self.value_scales[0] * v_BTHE
         if value_embedding is not None:
             v_BTHE = v_BTHE + self.value_scales[1] * value_embedding.view_as(v_BTHE)
-        q_BTHE, k_BTHE = rotate(norm(q_BTHE), *rotary), rotate(norm(k_BTHE), *rotary)
+        q_BTHE, k_BTHE = rotate_normed(q_BTHE, *rotary, 1.0), rotate_normed(k_BTHE, *rotary, 1.0)
         y_BTHE = context.attend(self.layer, q_BTHE, k_BTHE, v_BTHE, window, ATTENTION_SCALE)
         return self.out(y_BTHE.reshape(B, T, -1))
 

@@ -1,0 +1,111 @@
+"""Rotary positions (RoFormer, arXiv 2104.09864), alone or with the RMSNorm of queries and keys: plain twins,
+operators around Triton kernels, and the pick.
+
+x: (B, T, H, E); the pairs (i, i + E/2) of a head turn clockwise by their position's angles, whose cosines and sines
+come as tables, (1 or B, T, 1, E/2) fp32. Pairs that stand still have an angle of zero in the table, as the second half
+of them in half-truncated RoPE: the kernels are bound by reading x, which that does not change. A rotation keeps the
+norm, so norm and rotation may change places but for rounding; and its gradient is the rotation back.
+
+On a GPU a kernel reads and writes each element once; elsewhere the plain twins run, which the compiler fuses. Device
+code is in rope_triton.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quern.kernels.triton_found import triton_found
+
+EPS = 1e-6
+"""Added to the mean square of a head."""
+
+
+def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair clockwise, computed in fp32 → (B, T, H, E) in x's dtype. Turns it back with -sin."""
+    if x_BTHE.is_cuda and triton_found():
+        return rotate_operator(x_BTHE, cos, sin, False)
+    return rotate_plain(x_BTHE, cos, sin)
+
+
+def rotate_normed(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+    """Turned as by `rotate`, with each head brought to a root mean square of `gain` → (B, T, H, E) in x's dtype."""
+    if x_BTHE.is_cuda and triton_found():
+        return rotate_normed_operator(x_BTHE, cos, sin, gain)
+    return rotate_normed_plain(x_BTHE, cos, sin, gain)
+
+
+def rotate_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BTHE.float().chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x_BTHE.dtype)
+
+
+def rotate_normed_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+    turned = rotate_plain(x_BTHE, cos, sin)
+    return F.rms_norm(turned.float(), (turned.size(-1),), eps=EPS).to(turned.dtype) * gain
+
+
+@torch.library.custom_op("quern::rotate", mutates_args=())
+def rotate_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """back: counterclockwise. Returns a contiguous tensor."""
+    from quern.kernels.rope_triton import turn
+
+    return turn(x_BTHE, cos, sin, back=back, gain=None, eps=EPS)
+
+
+@rotate_operator.register_fake
+def _(x_BTHE: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return x_BTHE.new_empty(x_BTHE.shape)
+
+
+def _save_tables(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return rotate_operator(grad, *ctx.saved_tensors, not ctx.back), None, None, None
+
+
+rotate_operator.register_autograd(_turn_back, setup_context=_save_tables)
+
+
+@torch.library.custom_op("quern::rotate_normed", mutates_args=())
+def rotate_normed_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+    """Returns a contiguous tensor."""
+    from quern.kernels.rope_triton import turn
+
+    return turn(x_BTHE, cos, sin, back=False, gain=gain, eps=EPS)
+
+
+@rotate_normed_operator.register_fake
+def _(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+    return x_BTHE.new_empty(x_BTHE.shape)
+
+
+@torch.library.custom_op("quern::rotate_normed_backward", mutates_args=())
+def rotate_normed_backward(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+    """dx, contiguous; the norm is computed once more from x."""
+    from quern.kernels.rope_triton import turn_back_normed
+
+    return turn_back_normed(grad_BTHE, x_BTHE, cos, sin, gain=gain, eps=EPS)
+
+
+@rotate_normed_backward.register_fake
+def _(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+    return x_BTHE.new_empty(x_BTHE.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
+    x, cos, sin, ctx.gain = inputs
+    ctx.save_for_backward(x, cos, sin)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return rotate_normed_backward(grad, *ctx.saved_tensors, ctx.gain), None, None, None
+
+
+rotate_normed_operator.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,130 @@
+"""Law: rotary positions in Triton, alone and with the norm, equal their plain twins, forward and backward; the check
+catches broken kernels. Runs in Triton's interpreter, fp32: the largest difference relative to the largest entry."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from quern.kernels.rope import (
+    rotate_normed_operator,
+    rotate_normed_plain,
+    rotate_operator,
+    rotate_plain,
+)
+from tests.kernels.interpreter import Interpreted, interpreted
+from tests.kernels.mutant import planted
+from tests.laws.deviation import deviation
+
+__all__ = ["interpreted"]  # a fixture
+
+FP32_BAR = 1e-5
+GAIN = 1.2
+LENGTHS = (1, 17, 127, 129, 1000)
+HEADS = ((3, 32), (1, 48), (2, 128))  # number and dim; half of 48 is no power of two
+
+Law = Callable[[str, float | int | str, str], None]
+Path = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def by_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate_operator(x, cos, sin, False)
+
+
+def normed_by_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate_normed_operator(x, cos, sin, GAIN)
+
+
+def normed_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate_normed_plain(x, cos, sin, GAIN)
+
+
+PAIRS: dict[str, tuple[Path, Path]] = {"": (by_triton, rotate_plain), "with QK norm": (normed_by_triton, normed_plain)}
+
+
+def cases(lengths: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """x, cosines, sines and a gradient of y: the tables full or half-truncated, of one row of tokens or of each; x a
+    tensor of its own or a slice of a merged projection, the gradient laid out in another order."""
+    for (T, (H, E)), (number, B) in itertools.product(itertools.product(lengths, HEADS), enumerate((1, 2))):
+        if T == 1000 and H > 1:  # the interpreter takes long
+            continue
+        generator = torch.Generator().manual_seed(T + E)
+        angles = 3 * torch.randn(B, T, 1, E // 2, generator=generator)
+        angles[..., E // 4 if number else E :] = 0  # the second half of the pairs stands still
+        x = 2 * torch.randn(2, T, 3, H, E, generator=generator)
+        x = x[:, :, 0].contiguous() if number else x.unbind(2)[1]
+        yield x, angles.cos(), angles.sin(), torch.randn(2, H, T, E, generator=generator).transpose(1, 2)
+
+
+def with_gradient(path: Path, x: Tensor, cos: Tensor, sin: Tensor, grad: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()  # keeps its strides
+    y = path(x, cos, sin)
+    y.backward(grad)
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def rope_deviation(name: str, lengths: tuple[int, ...] = LENGTHS) -> float:
+    return max(deviation(*(with_gradient(path, *case) for path in PAIRS[name])) for case in cases(lengths))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_triton_rope_is_its_plain_twin(name: str, interpreted: Interpreted, law: Law) -> None:
+    worst = interpreted(rope_deviation, name)
+    law(" ".join(["Triton RoPE", name, "= plain twin, y and gradient"]), worst, f"≤ {FP32_BAR:g} relative, fp32")
+    assert worst <= FP32_BAR
+
+
+def mutant_deviation(name: str, right: str, wrong: str) -> float:
+    with planted("quern.kernels.rope_triton", right, wrong):
+        return rope_deviation(name, (17,))
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("", "-1.0 if back else 1.0", "1.0"),  # the gradient turns on instead of back
+        ("", "row // H % T", "row // (H + 1) % T"),
+        ("", "0 if cos.size(0) == 1 else", "0 *"),  # the first row's positions for all
+        ("", 'x_BTHE.stride()[:3], "y"', 'x_BTHE.contiguous().stride()[:3], "y"'),
+        ("with QK norm", "(grad_first - first * along)", "grad_first"),
+        ("with QK norm", "scale = gain * inverse\n", "scale = inverse\n"),
+        ("with QK norm", "/ E + eps", "/ (E + 1) + eps"),
+        ("with QK norm", "first * grad_first + second * grad_second", "first * turned_first + second * turned_second"),
+    ],
+)
+def test_the_check_can_fail(name: str, right: str, wrong: str, interpreted: Interpreted) -> None:
+    assert interpreted(mutant_deviation, name, right, wrong) > 10 * FP32_BAR
+
+
+def test_the_check_can_fail_by_a_thousandth(interpreted: Interpreted) -> None:
+    right = "scale = gain * inverse_norm"
+    assert interpreted(mutant_deviation, "with QK norm", right, right.replace("gain", "1.001 * gain")) > 10 * FP32_BAR
+
+
+def traced_deviation() -> float:
+    """Both operators traced by the compiler, as one node each of its graph; against the same untraced."""
+    worst = 0.0
+    for path, _ in PAIRS.values():
+        traced = torch.compile(path, backend="aot_eager", fullgraph=True)
+        for case in cases((17,)):
+            worst = max(worst, deviation(with_gradient(traced, *case), with_gradient(path, *case)))
+    return worst
+
+
+def test_the_compiler_passes_through(interpreted: Interpreted) -> None:
+    assert interpreted(traced_deviation) == 0
+
+
+def check_operators() -> None:
+    x, cos, sin, _ = next(cases((5,)))
+    x = x.detach().requires_grad_()
+    torch.library.opcheck(torch.ops.quern.rotate, (x, cos, sin, False))
+    torch.library.opcheck(torch.ops.quern.rotate_normed, (x, cos, sin, GAIN))
+
+
+def test_the_operators_say_what_they_do(interpreted: Interpreted) -> None:
+    """Their fake implementations, their gradients, how they are traced: torch's own checks."""
+    interpreted(check_operators)
