@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # modded-nanogpt's run of May 2025: 12 layers, 768 wide, 6 heads, 1,770 steps of 8 streams of 48k tokens of FineWeb.
 # Its goal is a validation loss of 3.28 on the first 10,485,760 tokens of its validation file (at four bytes a token,
-# as val-megabytes counts).
+# as val-megabytes counts); ours leaves out the <|endoftext|> targets and reads each document from its beginning.
 #
-#   runs/speedrun.sh fineweb10B r50k_base.tiktoken [more flags of `quern pretrain unet`]
+#   runs/speedrun.sh fineweb10B r50k_base.tiktoken --ranks 8 --train.fp8 [more flags of `quern pretrain unet`]
 #
 # fineweb10B: a folder of its .bin files (fineweb_train_*.bin, fineweb_val_*.bin); r50k_base.tiktoken: GPT-2's vocabulary
-# as tiktoken keeps it. One GPU takes the eight streams of a step one after the other.
+# as tiktoken keeps it. Eight GPUs read a stream each; with fewer ranks each reads several, one after the other.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 data=$1 tokenizer=$2
