@@ -36,6 +36,18 @@ def test_n_ranks_are_one(count: int, masked: bool, rows: int, clip: float | None
         law(f"{count} ranks = 1{', uneven masks' if masked else ''}: {measure}", worst, "≤ 1e-5")
 
 
+@pytest.mark.parametrize("architecture", ["gpt", "llama", "unet"])
+def test_replicas_of_shards_are_one(architecture: str, ranks: Ranks, law: Law) -> None:
+    """(dp, tp) of (1, 2), (2, 2), (1, 4): losses, clipped norms, one and ten updates. Gradients: test_tensor_law.py."""
+    worst: dict[str, float] = {}
+    for count, tp in ((2, 2), (4, 2), (4, 4)):
+        found = ranks(count, "tests.parallel.compared:optimized_shards", tp=tp, architecture=architecture)
+        worst = {name: max(worst.get(name, 0.0), *(one[name] for one in found)) for name in found[0]}
+    for name, value in worst.items():
+        law(f"dp x tp = 1 rank, {architecture}: {name}", value, "≤ 1e-5")
+    assert max(worst.values()) <= BAR, worst
+
+
 @pytest.mark.parametrize("broken", [name for name in BROKEN if name])
 def test_the_law_can_fail(broken: str, ranks: Ranks) -> None:
     found = ranks(2, "tests.parallel.compared:optimized", masked=True, rows=3, clip=0.5, broken=broken)
