@@ -1,7 +1,7 @@
 """The command line: a verb, then a recipe's name or file, then the recipe's fields as flags.
 
-Flags come from the dataclasses through tyro. An error of the user's making is printed as one line, without a
-traceback; the exit codes are those of `train/guard.py`.
+Flags come from dataclasses (flags.py, or the file of the stage) through tyro. An error of the user's making is printed
+as one line, without a traceback; the exit codes are those of `train/guard.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import pkgutil
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tyro
 
 from quern import machine as machines
 from quern import recipes
+from quern.flags import Evaluating, Reporting, Talking, Training, Where, say
 from quern.recipe import Recipe
 
 EXAMPLES = {
@@ -32,6 +32,8 @@ EXAMPLES = {
     "serve": "quern serve --run mine --port 8000",
     "report": "quern report --run mine",
     "bench": "quern bench train",
+    "export": "quern export --run mine --to hf --dir mine-hf",
+    "import": "quern import mine-hf --run copy",
     "grug": "quern grug train --data tinyworld --run twin",
 }
 SUMMARIES = {
@@ -45,98 +47,10 @@ SUMMARIES = {
     "serve": "serve a run's model: an OpenAI-compatible API and a page to chat on",
     "report": "write report.md and report.html of a run from its records",
     "bench": "measure this machine: data, training, generation",
+    "export": "write a run's model in a format that other programs read",
+    "import": "make a run of a Llama in Hugging Face's format",
     "grug": "the JAX twin: train, eval, export, import, gauntlet",
 }
-
-
-@dataclass
-class Where:
-    """Where things are and what computes."""
-
-    out: Path = Path("out")
-    """The folder that everything goes under."""
-    run: str = "first"
-    """The run's name."""
-    device: Literal["cpu", "cuda", "mps"] | None = None
-    """Default: the best there is."""
-    dtype: Literal["bf16", "fp32"] | None = None
-    """Default: bf16 where it is measured to be faster."""
-    threads: int | None = None
-    """CPU threads. Default: one for each core."""
-    compile: bool = True
-    """--no-compile runs eagerly."""
-
-    def machine(self, threads: int | None = None) -> machines.Machine:
-        from quern.kernels.attention_pick import equip
-
-        machine = equip(machines.detect(self.device, self.dtype, self.compile, threads or self.threads))
-        for note in machine.notes:
-            say(note)
-        return machine
-
-
-@dataclass
-class Training:
-    """Flags of the training verbs: the recipe's fields, and where it runs."""
-
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    resume: bool = False
-    """Go on from the newest good checkpoint."""
-    ranks: int = 1
-    """Processes on this machine that train together."""
-    tp: int = 1
-    """How many of them share one replica of the model (tensor parallel); the others are data parallel."""
-    restarts: int = 3
-    """With several ranks: how often all start anew when one dies."""
-    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Also send metrics to these."""
-    questions: int = 200
-    """Held-out questions of each kind, for `run`."""
-
-
-@dataclass
-class Evaluating:
-    """Flags of `quern evaluate`."""
-
-    recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    questions: int = 200
-    """Held-out questions of each kind."""
-
-
-@dataclass
-class Talking:
-    """Flags of `quern chat` and `quern serve`."""
-
-    recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    """Ask this one question and leave."""
-    stage: Literal["pretrain", "sft"] | None = None
-    """Default: the last one the run has."""
-    temperature: float = 0.7
-    top_k: int = 50
-    top_p: float = 1.0
-    max_tokens: int = 256
-    seed: int = 0
-    host: str = "127.0.0.1"
-    """`serve` listens here; anything but loopback lets others in, and there is no password."""
-    port: int = 8000
-
-
-@dataclass
-class Reporting:
-    """Flags of `quern report`."""
-
-    out: Path = Path("out")
-    """The folder that everything goes under."""
-    run: str = "first"
-    """The run's name."""
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -178,6 +92,10 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+def described(verb: str) -> str:
+    return f"{SUMMARIES[verb]}\n\nexample: {EXAMPLES[verb]}"
+
+
 def recipe_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
@@ -209,7 +127,7 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
         prog=f"quern {verb}",
         args=rest,
         default=flags(recipe=recipe),
-        description=f"{SUMMARIES[verb]}\n\nexample: {EXAMPLES[verb]}",
+        description=described(verb),
     )
     return parsed, source
 
@@ -384,7 +302,7 @@ def verb_report(verb: str, rest: list[str]) -> int:
         Reporting,
         prog="quern report",
         args=rest,
-        description=f"{SUMMARIES[verb]}\n\nexample: {EXAMPLES[verb]}",
+        description=described(verb),
     )
     for path in report.build(places_of(options).folder):
         say(f"report: {path}")
@@ -395,6 +313,18 @@ def verb_bench(verb: str, rest: list[str]) -> int:
     from quern.stages import bench
 
     return bench.main(rest, say)
+
+
+def verb_export(verb: str, rest: list[str]) -> int:
+    from quern.stages import export
+
+    return export.main(rest, say, described(verb))
+
+
+def verb_import(verb: str, rest: list[str]) -> int:
+    from quern.stages import adopt
+
+    return adopt.main(rest, say, load_recipe("llama")[0], described(verb))
 
 
 def verb_grug(verb: str, rest: list[str]) -> int:
@@ -414,6 +344,8 @@ VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "serve": verb_serve,
     "report": verb_report,
     "bench": verb_bench,
+    "export": verb_export,
+    "import": verb_import,
     "grug": verb_grug,
 }
 

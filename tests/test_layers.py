@@ -23,6 +23,7 @@ LAYERS = (
     ("train", "eval", "grug"),
     ("stages", "serve"),
     ("lab", "recipes"),
+    ("flags",),
     ("cli",),  # verbs over all of the above
     ("__main__",),  # python -m quern
 )

@@ -25,7 +25,6 @@ class LanguageModel(Protocol):
 
     shape: ModelRecipe
     """Resolved."""
-    embedding: nn.Embedding
     head: nn.Linear
     cap: Cap
     """What the logits go through."""
@@ -36,6 +35,9 @@ class LanguageModel(Protocol):
 
     group_kinds: ClassVar[Mapping[str, str]]
     """For each group of `parameter_groups`, one of KINDS."""
+
+    @property
+    def embedding(self) -> nn.Embedding: ...
 
     def __call__(self, tokens_BT: Tensor, context: Any) -> Any:
         """tokens: (B, T) integers; context: a `context.Context` → (B, T, D) in the parameters' dtype."""

@@ -52,8 +52,8 @@ def run(
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
     for name in ["untrained", *stages]:
-        loaded = load(places, machine, say, "pretrain" if name == "untrained" else name, callables)
-        prepared = prepared or prepare(loaded.recipe, places.out, lambda line: None)
+        loaded = load(places, machine, say, stages[0] if name == "untrained" else name, callables)
+        prepared = prepared or prepare(loaded.recipe, places.out, lambda line: None, loaded.tokenizer)
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = Loaded(fresh, loaded.tokenizer, loaded.recipe, name, 0)

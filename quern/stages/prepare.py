@@ -156,14 +156,14 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
         yield text
 
 
-def prepare(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Prepared:
-    """Everything that training needs of the text. recipe: resolved."""
+def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
+    """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
     if is_tokens(recipe.data):
         tokenizer, train, val = open_tokens(recipe)
         samples = {"validation text": sample(val, tokenizer)}
         return Prepared(tokenizer, train, val, _facts(Path(recipe.data).stem, samples, tokenizer, train, val))
     source = open_source(recipe, out)
-    tokenizer = train_tokenizer(recipe, source, out, say)
+    tokenizer = tokenizer or train_tokenizer(recipe, source, out, say)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     folder = out / "data" / f"{source.name}-{mark[:8]}"
     if prepared(folder, mark):

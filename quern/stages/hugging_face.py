@@ -1,0 +1,155 @@
+"""How Hugging Face writes a Llama down: its configuration and the names of its weights. Both ways, without its library.
+
+A weight is the same numbers under another name; gate and up are one parameter here and two there. Nothing is computed,
+so a round trip is exact in whatever dtype the weights have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
+from quern.recipe import ModelRecipe
+from quern.text.tokenizer import Tokenizer
+
+OUTSIDE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+IN_BLOCK = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.query.weight": "self_attn.q_proj.weight",
+    "attention.key.weight": "self_attn.k_proj.weight",
+    "attention.value.weight": "self_attn.v_proj.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+MERGED = ("mlp.gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight")
+"""Ours, and the two that it is a stack of."""
+
+
+def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """Our weights under their names. Raises KeyError for a weight that is missing."""
+    found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
+    for layer in range(depth):
+        before, after = f"blocks.{layer}.", f"model.layers.{layer}."
+        found |= {after + theirs: weights[before + ours] for ours, theirs in IN_BLOCK.items()}
+        gate, up = weights[before + MERGED[0]].unbind(0)
+        found |= {after + MERGED[1]: gate, after + MERGED[2]: up}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> dict[str, Tensor]:
+    """Their weights under our names; a tied head becomes a matrix of its own, equal to the embedding.
+
+    Raises ValueError naming weights that are missing, or left over and hence part of another architecture.
+    """
+    left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    if tied:
+        left.setdefault(OUTSIDE["head.weight"], left.get(OUTSIDE["embedding.weight"], torch.empty(0)))
+    missing: list[str] = []
+
+    def take(name: str) -> Tensor:
+        if name not in left:
+            missing.append(name)
+        return left.pop(name, torch.empty(0))
+
+    found = {ours: take(theirs).clone() for ours, theirs in OUTSIDE.items()}
+    for layer in range(depth):
+        before, after = f"blocks.{layer}.", f"model.layers.{layer}."
+        found |= {before + ours: take(after + theirs) for ours, theirs in IN_BLOCK.items()}
+        gate, up = (take(after + name) for name in MERGED[1:])
+        found[before + MERGED[0]] = torch.stack([gate, up]) if gate.shape == up.shape else gate
+    if missing:
+        raise ValueError(f"weights are missing: {_some(missing)}")
+    if left:
+        raise ValueError(f"these weights are no Llama's: {_some(sorted(left))}")
+    return found
+
+
+def config_to(shape: ModelRecipe, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+    """The body of config.json. Raises ValueError for what their Llama cannot be."""
+    assert shape.width and shape.heads and shape.head_dim
+    if any(window is not None for window in shape.window_sizes()):
+        raise ValueError(
+            f"the model's attention has windows ({shape.windows}), Hugging Face's Llama sees everything: "
+            "train with --model.windows L"
+        )
+    if shape.width % shape.heads:
+        raise ValueError(
+            f"transformers refuses a width of {shape.width} for {shape.heads} heads, since it is no multiple: "
+            "train with other --model.heads"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "intermediate_size": mlp_width(shape),
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": shape.norm_eps or NORM_EPS,
+        # Both spellings: transformers from 5 on reads the second, earlier ones and most other programs the first.
+        "rope_theta": shape.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": INIT_STD,
+        "use_cache": True,
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": tokenizer.special("<|assistant_end|>"),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
+    """The shape that a config.json describes. Raises ValueError for another architecture, or a kind of Llama that
+    this one is not, naming what stands in the way."""
+    if config.get("model_type") != "llama":
+        raise ValueError(f"it holds a model of type {config.get('model_type')!r}: only llama can be imported")
+    # Since version 5 both stand in rope_parameters; before it, the base stood alone and the rest in rope_scaling.
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {})}
+    rope |= config.get("rope_parameters") or {}
+    found = {
+        "hidden_act": config.get("hidden_act", "silu"),
+        "attention_bias": config.get("attention_bias", False),
+        "mlp_bias": config.get("mlp_bias", False),
+        "rope_type": rope.get("rope_type", rope.get("type", "default")),
+    }
+    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_type": "default"}
+    wrong = [f"{name} {value!r} instead of {wanted[name]!r}" for name, value in found.items() if value != wanted[name]]
+    if wrong:
+        raise ValueError(f"this kind of Llama cannot be imported: it has {', '.join(wrong)}")
+    try:
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        return ModelRecipe(
+            depth=config["num_hidden_layers"],
+            width=width,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or width // heads,
+            mlp_width=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+            context=config["max_position_embeddings"],
+            norm_eps=config["rms_norm_eps"],
+            rope_base=float(rope["rope_theta"]),
+            windows="L",
+        )
+    except KeyError as error:
+        raise ValueError(f"its config.json does not say {error}") from error
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,300 @@
+"""Exported = native: Hugging Face's own Llama computes what ours does, from the files alone; imported = exported.
+
+The oracle is `transformers.LlamaForCausalLM`, which shares no code with quern. Logits within 1e-4 where they spread
+over units, gradients within 1e-4 of the largest, weights back bit for bit, ids equal. Some tests break what is exported
+and require the same comparison to notice.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from safetensors.torch import load_file, save_file
+
+from quern.model.context import CausalContext
+from quern.model.loss import loss_sum
+from quern.recipe import Recipe
+from quern.stages import adopt, export
+from quern.stages.hugging_face import weights_to
+from quern.stages.load import load
+from quern.stages.places import Places
+from quern.text.chat import Message, render, render_prompt
+from quern.text.hugging_face import DIALECT, tokenizer_json
+from quern.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from tests.generate.toy import toy_tokenizer
+from tests.stages.llama_run import FP32, llama_recipe, model_of, write_run
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+LOGITS_BAR = 1e-4
+SHAPES: dict[str, dict[str, Any]] = {
+    "odd sizes, keys shared by three": {},
+    "one key head": {"kv_heads": 1, "depth": 1},
+    "a key for each query": {"kv_heads": 6, "depth": 3, "rope_base": 500.0},
+    "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 5, "norm_eps": 1e-6},
+}
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def tokens(recipe: Recipe, B: int = 2, T: int = 41) -> torch.Tensor:
+    assert recipe.model.vocab_size
+    return torch.randint(0, recipe.model.vocab_size, (B, T), generator=torch.Generator().manual_seed(T))
+
+
+def exported(tmp_path: Path, recipe: Recipe) -> Path:
+    places, folder = write_run(tmp_path / "out", recipe), tmp_path / "exported"
+    export.run(places, folder, stage=None, dtype=torch.float32, say=lambda line: None)
+    return folder
+
+
+def deviation(folder: Path, recipe: Recipe, T: int = 41) -> float:
+    """Largest difference of a logit between the two models."""
+    theirs, ours, ids = transformers.LlamaForCausalLM.from_pretrained(folder), model_of(recipe), tokens(recipe, T=T)
+    assert theirs.dtype == torch.float32
+    with torch.no_grad():
+        logits = ours.logits(ours(ids, CausalContext()))
+        assert logits.std() > 1, "logits this flat prove nothing"
+        return float((theirs(ids).logits - logits).abs().max())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_transformers(name: str, tmp_path: Path, law: Callable[..., None]) -> None:
+    recipe = llama_recipe(**SHAPES[name])
+    folder = exported(tmp_path, recipe)
+    found = max(deviation(folder, recipe), deviation(folder, recipe, T=1))
+    law("exported Llama = transformers' Llama: logits, fp32, odd sizes, grouped queries", found, "≤ 1e-4")
+    assert found <= LOGITS_BAR
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_transformers(name: str, tmp_path: Path, law: Callable[..., None]) -> None:
+    recipe = llama_recipe(**SHAPES[name])
+    theirs, ours = transformers.LlamaForCausalLM.from_pretrained(exported(tmp_path, recipe)), model_of(recipe)
+    ids = tokens(recipe)
+    loss = theirs(ids, labels=ids).loss
+    loss.backward()
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    total, _ = loss_sum(ours, inputs, targets, torch.full(targets.shape, 1 / targets.numel()))
+    total.backward()
+    grads = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    found = weights_to(grads, recipe.model.depth or 0)
+    assert found.keys() == expected.keys()
+    worst = max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items())
+    law("exported Llama = transformers' Llama: every gradient of the loss, fp32, relative", worst, "≤ 1e-4")
+    assert abs(total.item() - loss.item()) <= 1e-5 * loss.item() and worst <= 1e-4
+
+
+def test_imported_is_exported_bit_for_bit(tmp_path: Path, law: Callable[..., None]) -> None:
+    recipe = llama_recipe()
+    folder = exported(tmp_path, recipe)
+    copy = Places(tmp_path / "out", "copy")
+    adopt.run(folder, copy, recipe, stage="pretrain", tokenizer=None, say=lambda line: None)
+    loaded, before = load(copy, FP32, print), model_of(recipe).state_dict()
+    now = loaded.model.state_dict()
+    equal = now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
+    law("imported = exported: weights, fp32; tokenizer", equal and loaded.tokenizer.fingerprint, "equal")
+    assert equal and loaded.tokenizer.fingerprint == toy_tokenizer().fingerprint
+    assert loaded.recipe.model == recipe.model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_transformers_saved_is_read_back(tied: bool, tmp_path: Path, law: Callable[..., None]) -> None:
+    """A model of theirs, never ours before, in several files, its tokenizer written by their library too."""
+    folder = tmp_path / "theirs"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=toy_tokenizer().vocab_size,
+        hidden_size=48,
+        intermediate_size=76,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(folder, max_shard_size="60KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe())).save_pretrained(folder)
+    places = Places(tmp_path / "out", "theirs")
+    adopt.run(folder, places, llama_recipe(), stage="pretrain", tokenizer=None, say=lambda line: None)
+    loaded = load(places, FP32, print)
+    ids = tokens(loaded.recipe)
+    with torch.no_grad():
+        logits = loaded.model.logits(loaded.model(ids, CausalContext()))
+        found = float((theirs(ids).logits - logits).abs().max())
+    law("imported Llama = transformers' own: logits, fp32, several files, head tied or not", found, "≤ 1e-4")
+    assert logits.std() > 0.5 and found <= LOGITS_BAR
+    assert loaded.tokenizer.fingerprint == toy_tokenizer().fingerprint
+
+
+# What is exported, broken -----------------------------------------------------------------------------------
+
+
+def swap_gate_and_up(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    for name in [name for name in weights if "gate_proj" in name]:
+        other = name.replace("gate_proj", "up_proj")
+        weights[name], weights[other] = weights[other], weights[name]
+
+
+def interleave_halves(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """The other layout of rotary pairs: neighbours instead of halves."""
+    for name in [name for name in weights if "q_proj" in name or "k_proj" in name]:
+        by_head = weights[name].unflatten(0, (-1, 2, config["head_dim"] // 2))
+        weights[name] = by_head.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def swap_norms(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    one, other = "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"
+    weights[one], weights[other] = weights[other], weights[one]
+
+
+def other_head_for_its_keys(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Groups of queries taken modulo the key heads instead of side by side."""
+    E, heads, kv = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    for name in [name for name in weights if "q_proj" in name]:
+        weights[name] = weights[name].unflatten(0, (kv, heads // kv, E)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def forget_the_base(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    config["rope_parameters"]["rope_theta"] = config["rope_theta"] = 100_000.0
+
+
+def forget_the_epsilon(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    config["rms_norm_eps"] = 1e-5
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [swap_gate_and_up, interleave_halves, swap_norms, other_head_for_its_keys, forget_the_base, forget_the_epsilon],
+)
+def test_the_law_can_fail(broken: Callable[..., None], tmp_path: Path) -> None:
+    recipe = llama_recipe()
+    folder = exported(tmp_path, recipe)
+    assert deviation(folder, recipe) <= LOGITS_BAR
+    weights, path = load_file(folder / "model.safetensors"), folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    broken(weights, config)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert deviation(folder, recipe) > 10 * LOGITS_BAR
+
+
+# The words --------------------------------------------------------------------------------------------------
+
+ODD_TEXTS = (
+    "",
+    " ",
+    "The miller grinds the grain at dawn, and it's 1234567 o'clock.",
+    "    indented\n\n\n  twice\t\ttabs \r\n\r\n trailing   ",
+    "don't DON'T we'LL I'm they'ſ '’s",
+    "Grüße aus Köln! Ça va? 你好，世界。 Привет, мир. ١٢٣٤٥ ²³ Ⅻ",
+    "👋🏽 👨‍👩‍👧 é e\u0301 हिन्दी \u200b\u00a0\u2028\u3000\x00\x1f\x85",
+    "a" * 300 + " " * 700 + "\n" * 300 + "1" * 301,
+    "hahahahahaha aaaaaaa ababab    ha",
+    "<|bos|><|user_start|>Who are you?<|user_end|> <|bos|x <|assistant_end|>",
+    "for i in range(10):\n\tprint(f'{i:>3}')  # !!! ... ---\n",
+)
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be brief.\n"},
+    {"role": "user", "content": " What is 3 × 4 - 1?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "tool", "text": "3*4-1"},
+            {"type": "output", "text": "11"},
+            {"type": "text", "text": "It is 11. "},
+        ],
+    },
+    {"role": "user", "content": "Danke, schön!"},
+]
+
+
+def test_the_tokenizer_is_transformers(tmp_path: Path, law: Callable[..., None]) -> None:
+    ours, theirs = toy_tokenizer(), transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe()))
+    for text in ODD_TEXTS:
+        ids = ours.encode(text)
+        found = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert found == ids, text
+        assert theirs.decode(ids) == ours.decode(ids), text
+        if "<|" not in text:
+            assert theirs(text)["input_ids"] == [ours.bos, *ids], text
+    halves = [ours.encode("你")[0], ours.bos, 255, 0xC3]
+    assert theirs.decode(halves) == ours.decode(halves)
+    assert len(theirs) == ours.vocab_size
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos, ours.special("<|assistant_end|>"))
+    law("exported tokenizer = native: ids and text of odd strings", "equal", "equal")
+
+
+def pairs_of_bytes(pattern: str) -> Tokenizer:
+    """Any two bytes merge, so that ids tell nearly every split of a text from any other."""
+    pairs = [bytes([i // 256, i % 256]) for i in range(2**16)]
+    return Tokenizer(pairs, pattern, single_bytes=bytes(reversed(range(256))))
+
+
+ODD_CHARACTERS = strategies.sampled_from("ab'sldte 1²٣\n\r\t\u00a0\u0085\u2028é\u0301?!-हि你👋")
+
+
+@pytest.mark.parametrize("number", range(len(DIALECT)))
+def test_text_is_split_as_they_split_it(number: int) -> None:
+    ours = pairs_of_bytes(list(DIALECT)[number])
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(ours)))
+
+    @hypothesis.settings(max_examples=300)
+    @hypothesis.given(strategies.text(ODD_CHARACTERS, max_size=40))
+    def same(text: str) -> None:
+        assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
+
+    same()
+
+
+@pytest.mark.campaign
+def test_every_character_is_split_as_they_split_it() -> None:
+    ours = pairs_of_bytes(SPLIT_PATTERN)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(ours)))
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    for start in range(0, len(characters), 64):
+        text = "".join(f"a{c}b1{c}2 {c}{c}.'{c}" for c in characters[start : start + 64])
+        assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text), hex(start)
+
+
+def test_the_chat_template_is_the_chat_format(tmp_path: Path, law: Callable[..., None]) -> None:
+    ours, theirs = toy_tokenizer(), transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe()))
+    for count in (2, 4):
+        asked = theirs.apply_chat_template(CHAT[:count], add_generation_prompt=True, return_dict=False)
+        assert asked == render_prompt(ours, CHAT[:count])
+    assert theirs.apply_chat_template(CHAT[:3], return_dict=False) == render(ours, CHAT[:3])[0].tolist()
+    law("exported chat template = native: ids of a conversation", "equal", "equal")
+
+
+def test_a_tokenizer_with_other_words_is_noticed(tmp_path: Path) -> None:
+    """The comparison of ids can fail: digits in groups of three instead of two."""
+    other = Tokenizer(toy_tokenizer().merges, toy_tokenizer().pattern.replace("{1,2}", "{1,3}"))
+    theirs = transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe()))
+    assert any(theirs(text, add_special_tokens=False)["input_ids"] != other.encode(text) for text in ODD_TEXTS)
+
+
+def test_transformers_generates_what_we_do(tmp_path: Path, law: Callable[..., None]) -> None:
+    from quern.generate.engine import Engine
+
+    recipe, tokenizer = llama_recipe(), toy_tokenizer()
+    folder = exported(tmp_path, recipe)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
+    prompt = [tokenizer.bos, *tokenizer.encode("The miller")]
+    ours = Engine(model_of(recipe), tokenizer, FP32).generate([prompt], max_tokens=20, temperature=0)[0][0].ids
+    found = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, temperature=None, top_k=None)
+    assert found[0, len(prompt) :].tolist() == ours
+    law("generated by transformers = by the engine: greedy tokens", "equal", "equal")
