@@ -34,7 +34,7 @@ def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
     and keys are read from a multiple of 64 on, since unaligned operands halve the speed of a product. The last block
     comes first, because without a window or documents it sees every key (`_Sum`).
     """
-    size = min(256, max(128, window // 2)) if window else 256
+    size = min(256, max(128, 3 * window // 8 // 64 * 64)) if window else 256
     firsts = list(reversed(range(0, T, size)))
     spans = [(i, min(T, i + size), max(0, i - window + 1) // 64 * 64 if window else 0) for i in firsts]
     if documents_BT is None:
