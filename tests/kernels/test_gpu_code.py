@@ -1,0 +1,74 @@
+"""Kernels compile for GPUs, where there is none: the interpreter, which the laws run in, knows no types and no threads.
+
+Each is compiled to machine code for sm_90 with bf16 inputs, 16-byte aligned, as a model launches it; what is asserted
+are instructions whose absence would make it slow. What it computes is the laws' matter.
+"""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from quern.kernels import cross_entropy_triton, rope_triton, symmetric_triton
+
+STRIDES = ("i32", "i32", "i32")
+SIZES = {"B": "i32", "T": "i32", "H": "i32", "R": "i32", "C": "i32", "V": "i32"}
+SCALARS = {"gain": "fp32", "eps": "fp32", "direction": "fp32", "alpha": "fp32", "beta": "fp32"}
+TABLES = {"cos": "*fp32", "sin": "*fp32", "table_stride": "i32"}
+
+
+def ptx(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, stages: int = 3) -> str:
+    """The assembly of a kernel, after the assembler has taken it. types: of arguments that are not constant; all
+    pointers and integers count as multiples of 16."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, name in enumerate(names):
+        kind = signature[name]
+        if isinstance(kind, tuple):
+            aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(kind) - ("constexpr" in kind))}
+        elif kind[0] in "*i":
+            aligned[i,] = [["tt.divisibility", 16]]
+    values: dict[Any, Any] = {(names.index(name),): value for name, value in constants.items()}
+    values |= {(names.index(name), 2): 1 for name in names if signature[name] == ("i32", "i32", "constexpr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("capped", [True, False])
+def test_the_loss_reads_and_writes_sixteen_bytes_at_a_time(capped: bool) -> None:
+    types = {"logits": "*bf16", "targets": "*i64", "scale": "*fp32", "losses": "*fp32", "factor": "*fp32"}
+    types |= {"row_stride": "i32", "V": "i32", "height": "fp32", "slope": "fp32"}
+    found = ptx(cross_entropy_triton.loss_kernel, types, {"CAPPED": capped, "GRADIENT": True, "BLOCK": 4096}, 8)
+    assert found.count("ld.global.v4") == (2 if capped else 4)  # 16 logits a thread, in one pass or two
+    assert found.count("st.global.v4") == 2
+
+
+@pytest.mark.parametrize("name", ["turn_kernel", "norm_gradient_kernel"])
+def test_rope_reads_and_writes_sixteen_bytes_at_a_time(name: str) -> None:
+    types = SIZES | SCALARS | TABLES | {one: "*bf16" for one in ("x", "y", "grad", "dx")}
+    types |= {"x_strides": STRIDES, "grad_strides": STRIDES}
+    constants = {"E": 128, "HALF": 64, "ROWS": 32} | ({"NORM": True} if name == "turn_kernel" else {})
+    found = ptx(getattr(rope_triton, name), types, constants, 4)
+    assert found.count("st.global") == found.count("st.global.v4") == 4
+    assert found.count("ld.global") == found.count("ld.global.v4")
+    assert "bar.sync" not in found  # a head's norm stays within a warp
+
+
+def test_the_symmetric_product_multiplies_by_the_tensor_cores() -> None:
+    rows = ("i32", "i32", "constexpr")
+    types = SIZES | SCALARS | {"x": "*bf16", "a": "*bf16", "y": "*bf16", "x_strides": rows, "a_strides": rows}
+    for block, step, stages, warps in symmetric_triton.TILES[:1]:
+        constants = {"PRECISION": "ieee", "BLOCK": block, "BLOCK_K": step}
+        found = ptx(symmetric_triton.product_kernel, types, constants, warps, stages)
+        assert "wgmma.mma_async" in found and "cp.async.cg" in found
