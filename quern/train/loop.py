@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from quern.data.batch import Batch, Batches
 from quern.data.loader import prefetch
 from quern.machine import Machine
@@ -66,6 +69,7 @@ def train(
     with Stop() as stop, closing(_batches(state, loader, plan)) as batches:
         for batch in batches:
             start = time.perf_counter()
+            _seed_draws(state, plan)
             result = train_step(
                 state,
                 batch,
@@ -98,7 +102,7 @@ def train(
             stopping = _anyone(stop.requested, state) and state.step < plan.steps
             for every, evaluator in plan.evaluators:
                 if state.step % every == 0 or state.step == plan.steps:
-                    folder.metric(step=state.step, tokens=state.tokens, **evaluator(state))
+                    folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
             if state.step % plan.save_every == 0 or state.step == plan.steps or stopping:
                 try:
                     save(state, plan, folder)
@@ -124,6 +128,21 @@ def _batches(state: TrainState, loader: Batches, plan: Plan) -> Generator[Batch,
     """This replica's rows of the batches to come."""
     data = state.optimizer.mesh.data
     return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
+
+
+def _seed_draws(state: TrainState, plan: Plan) -> None:
+    """What a model draws in a step (dropout) follows from seed, step and replica, so a resumed run draws the same."""
+    facts = plan.meta.get("seed", 0), state.step, state.optimizer.mesh.data.rank
+    torch.manual_seed(int(np.random.SeedSequence(facts).generate_state(1)[0]))  # mixed: it reads 32 bits on a CPU
+
+
+def _evaluated(state: TrainState, evaluator: Evaluator) -> dict[str, Any]:
+    """What it says of the model while nothing is dropped."""
+    state.model.eval()
+    try:
+        return evaluator(state)
+    finally:
+        state.model.train()
 
 
 def save(state: TrainState, plan: Plan, folder: Records) -> Path:
