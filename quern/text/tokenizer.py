@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rustbpe
 import tiktoken
 
 # GPT-4's split with three differences. Digits go in groups of at most two: better than three at the
@@ -118,6 +117,8 @@ class Tokenizer:
                 f"vocab_size {vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens "
                 f"need at least {smallest}"
             )
+        import rustbpe  # only training needs it: text can be read and encoded where it is not installed
+
         trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)
         pieces = _training_pieces(texts, max_bytes)
         trainer.train_from_iterator(
