@@ -21,6 +21,7 @@ from quern.machine import Machine
 from quern.mesh import Mesh, alone
 from quern.model.count import flops_per_token
 from quern.optim.schedule import Multipliers
+from quern.parallel.plan import shard_model
 from quern.recipe import Recipe, batch_rule, resolve
 from quern.stages.places import Places
 from quern.stages.prepare import Prepared, prepare
@@ -72,7 +73,7 @@ def run(
     if mesh.main:
         places.folder.mkdir(parents=True, exist_ok=True)
         prepared.tokenizer.save(places.folder / "tokenizer.json")
-    model = build_model(recipe, machine, recipe.seed)
+    model = shard_model(build_model(recipe, machine, recipe.seed), mesh)
     precision = lower_precision(recipe, model, say)
     compile_model(model, machine)
     if recipe.train.minutes is not None:

@@ -21,6 +21,7 @@ from quern.machine import Machine
 from quern.mesh import Mesh, alone
 from quern.model.count import flops_per_token
 from quern.optim.schedule import multipliers
+from quern.parallel.plan import shard_model
 from quern.recipe import REFERENCE_BATCH_TOKENS, Recipe, resolve
 from quern.stages.places import Places
 from quern.stages.prepare import fetch
@@ -76,6 +77,7 @@ def run(
         refuse_other_recipe(recipe, path)
     model = build_model(recipe, machine, None)
     load_weights(model, weights_of(tensors))
+    shard_model(model, mesh)
     precision = lower_precision(recipe, model, say)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
