@@ -1,6 +1,8 @@
 """Small random models and a small tokenizer, shared by the tests of generation and of the server."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -34,8 +36,9 @@ def toy_model(
     vocab_size: int = 96,
     seed: int = 0,
     window: int | None = None,
-) -> GPT:
-    """A GPT with every parameter random: no path through it is silent. `window` replaces the short one."""
+    make_model: Callable[[ModelRecipe], Any] = GPT,
+) -> Any:
+    """A model with every parameter random: no path through it is silent. `window` replaces the short one."""
     recipe = ModelRecipe(
         depth=depth,
         width=8 * heads,
@@ -46,7 +49,7 @@ def toy_model(
         vocab_size=vocab_size,
         windows=windows,
     )
-    model = GPT(recipe)
+    model = make_model(recipe)
     # The last layer is long in every recipe; here the letters are taken at their word.
     kinds = [windows[layer % len(windows)] for layer in range(depth)]
     model.windows = [(window or context // 4) if kind == "S" else None for kind in kinds]

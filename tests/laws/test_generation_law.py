@@ -1,4 +1,4 @@
-"""Cached = uncached, batched = alone, chunked prefill = whole, samples share a prefill, streamed = not.
+"""Cached = uncached, batched = alone, chunked prefill = whole, samples share a prefill, streamed = not; gpt and llama.
 
 The oracle is the model over whole rows (`CausalContext`), run again for every token. Logits within 1e-5 in
 fp32, greedy tokens equal. The last tests break the cache on purpose and require the same comparison to
@@ -16,7 +16,9 @@ from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode
 from quern.generate.engine import pad
 from quern.generate.reply import Completion
 from quern.model.context import CausalContext
+from quern.model.gpt import GPT
 from quern.model.interface import LanguageModel
+from quern.model.llama import Llama
 from tests.generate.toy import toy_engine, toy_model
 
 BAR = 1e-5
@@ -28,6 +30,7 @@ class Pattern:
     windows: str
     window: int | None = None
     kv_heads: int = 4
+    make_model: type = GPT
 
 
 PATTERNS = {
@@ -40,12 +43,21 @@ PATTERNS = {
     "window longer than the rows": Pattern("SSSL", window=100),
     "grouped queries": Pattern("SSSL", kv_heads=2),
     "one key head": Pattern("SL", window=3, kv_heads=1),
+    "llama": Pattern("L", kv_heads=2, make_model=Llama),
+    "llama, windows": Pattern("SSSL", window=3, kv_heads=1, make_model=Llama),
 }
+PIECES = ("SSSL", "window 1", "window 2", "window longer than the rows", "one key head", "llama", "llama, windows")
 LENGTHS = (1, 2, 7, 8, 9, 17, 20)
 
 
 def build(pattern: Pattern) -> LanguageModel:
-    return toy_model(pattern.windows, window=pattern.window, kv_heads=pattern.kv_heads, context=CONTEXT)
+    return toy_model(
+        pattern.windows,
+        window=pattern.window,
+        kv_heads=pattern.kv_heads,
+        context=CONTEXT,
+        make_model=pattern.make_model,
+    )
 
 
 def rows(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
@@ -111,7 +123,7 @@ def test_cached_is_uncached(name: str, law: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 13])
-@pytest.mark.parametrize("name", ["SSSL", "window 1", "window 2", "window longer than the rows", "one key head"])
+@pytest.mark.parametrize("name", PIECES)
 def test_prefill_in_pieces_is_prefill_at_once(name: str, chunk: int, law: Callable[..., None]) -> None:
     found = deviation(build(PATTERNS[name]), steps=4, chunk=chunk)
     law("prefill in pieces = at once: logits, fp32; greedy tokens equal", found, "≤ 1e-5")
@@ -171,14 +183,14 @@ def test_samples_of_one_prefill_are_those_of_their_own(law: Callable[..., None])
 class WindowOneTooWide(DecodeContext):
     """The bug of a ring that keeps one token more than the window."""
 
-    def attend(self, layer, q_BTHE, k_BTKE, v_BTKE, window):  # noqa: ANN001, ANN201
+    def attend(self, layer, q_BTHE, k_BTKE, v_BTKE, window, scale=None):  # noqa: ANN001, ANN201
         keys = self._cache.keys_BKRE[layer]
         if keys.size(2) < self._cache.max_tokens:
             fresh = torch.zeros_like(keys[:, :, :1])
             self._cache.keys_BKRE[layer] = torch.cat([keys, fresh], dim=2)
             self._cache.values_BKRE[layer] = torch.cat([self._cache.values_BKRE[layer], fresh], dim=2)
             self._cache.rings[layer] += 1
-        return super().attend(layer, q_BTHE, k_BTKE, v_BTKE, window)
+        return super().attend(layer, q_BTHE, k_BTKE, v_BTKE, window, scale)
 
 
 class PositionsOfTheFirstRow(DecodeContext):
@@ -212,17 +224,19 @@ class OldTokensNeverLeave(PrefillContext):
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"),
+    ("name", "broken", "pattern"),
     [
-        ("DecodeContext", PositionsOfTheFirstRow),
-        ("DecodeContext", NoSmear),
-        ("DecodeContext", WindowOneTooWide),
-        ("PrefillContext", PaddingIsStored),
-        ("PrefillContext", OldTokensNeverLeave),
+        ("DecodeContext", PositionsOfTheFirstRow, "SSSL"),
+        ("DecodeContext", NoSmear, "SSSL"),
+        ("DecodeContext", WindowOneTooWide, "SSSL"),
+        ("PrefillContext", PaddingIsStored, "SSSL"),
+        ("PrefillContext", OldTokensNeverLeave, "SSSL"),
+        ("DecodeContext", PositionsOfTheFirstRow, "llama"),
+        ("PrefillContext", OldTokensNeverLeave, "llama, windows"),
     ],
 )
-def test_the_law_can_fail(name: str, broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(PATTERNS["SSSL"])
+def test_the_law_can_fail(name: str, broken: type, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(PATTERNS[pattern])
     assert deviation(model, chunk=5) <= BAR
     monkeypatch.setattr(cache_module, name, broken)
     assert deviation(model, chunk=5) > 100 * BAR

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+from torch import nn
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
@@ -319,7 +320,7 @@ class Steps:
     def __init__(self, engine: Engine, seconds: float):
         self.count = 0
         self.seconds = seconds
-        self.handle = engine.model.register_forward_hook(self)
+        self.handle = cast(nn.Module, engine.model).register_forward_hook(self)
 
     def __call__(self, *_: Any) -> None:
         self.count += 1
