@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -171,8 +172,9 @@ def _descriptors(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
 @cache
 def _tuned(name: str, E: int, element_bytes: int, tma: bool, device: torch.device) -> Any:
     """The kernel with its candidates of tiles for one kind of input."""
-    properties = torch.cuda.get_device_properties(device)
-    tiles = candidates(name, E, element_bytes, tma, properties.shared_memory_per_block_optin)
+    gpus: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]: what CUDA's driver adds
+    shared_memory = gpus.get_device_properties(device.index)["max_shared_mem"]
+    tiles = candidates(name, E, element_bytes, tma, shared_memory)
     configs = [
         triton.Config({QUERIES: t.queries, KEYS: t.keys, "TMA": tma}, num_warps=t.warps, num_stages=t.stages)
         for t in tiles

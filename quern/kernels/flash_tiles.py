@@ -37,12 +37,12 @@ WITH_DESCRIPTORS: Table = {
     "query_gradient": {
         64: [Tiles(128, 128, 8, 2), Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3)],
         128: [Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)],
-        256: [Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)],
+        256: [Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 16, 4, 2)],
     },
     "key_gradients": {
         64: [Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 2)],
         128: [Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2)],
-        256: [Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1)],
+        256: [Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(16, 64, 8, 2)],
     },
 }
 WITH_POINTERS: Table = {
