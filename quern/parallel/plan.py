@@ -174,12 +174,13 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int) -> Non
     sizes = {"heads": model.shape.heads, "key-value heads": model.shape.kv_heads or model.shape.heads}
     for name, p in model.named_parameters():
         dim = dims[name]
-        if dim is not None and name not in VOCABULARY and p.size(dim) % shards:
-            sizes[f"rows of {name}" if dim == 0 else f"indices along dim {dim} of {name}"] = p.size(dim)
+        if dim is None or name in VOCABULARY or p.size(dim) % shards == 0 or p.size(dim) in sizes.values():
+            continue
+        sizes[f"indices of {name} along dim {dim}"] = p.size(dim)
     common = math.gcd(*sizes.values())
     if common % shards:
         valid = [size for size in range(1, common + 1) if common % size == 0]
-        counts = ", ".join(f"{size} {what}" for what, size in list(sizes.items())[:4])
+        counts = ", ".join(f"{size} {what}" for what, size in sizes.items())
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
 
 

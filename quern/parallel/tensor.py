@@ -83,7 +83,7 @@ class _Collect(torch.autograd.Function):
 
 class _Replicate(torch.autograd.Function):
     """Small parameters that every shard holds whole and uses on its part. The transpose is a sum over the shards: one
-    all-reduce in fp32 for all of them, once the last gradient is there."""
+    all-reduce, in fp32, for all of them, once the last gradient is there."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -92,7 +92,7 @@ class _Replicate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat = torch.cat([grad.flatten().float() for grad in grads])
+        flat = torch.cat([grad.flatten().to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads])
         ctx.group.all_reduce(flat).wait()
         sums = flat.split([grad.numel() for grad in grads])
         return None, *(s.view_as(grad).to(grad.dtype) for s, grad in zip(sums, grads, strict=True))

@@ -1,0 +1,180 @@
+"""What tensor parallelism refuses, and its parts by themselves: transposes, the loss over a cut vocabulary, FP8,
+compilation. That shards are one model is the law's to say (tests/laws/test_tensor_law.py)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quern.mesh import Group, Mesh, alone
+from quern.model.gpt import GPT
+from quern.model.llama import Llama
+from quern.parallel.plan import PLANS, Plan, plan_of, shard_model
+from quern.parallel.sharding import sharding_of
+from quern.parallel.vocabulary import part_rows
+from tests.parallel.ranks import Ranks, running
+from tests.parallel.sharded import ARCHITECTURES, SHAPE, whole_model
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with running() as started:
+        yield started
+
+
+def shard_of(tp: int, rank: int = 0) -> Mesh:
+    """A mesh whose groups send nothing: enough to cut a model, or to be refused."""
+    return replace(alone(), tp=tp, rank=rank, model=Group("model", tp, rank))
+
+
+# Cutting ----------------------------------------------------------------------------------------------------
+
+
+def test_one_process_keeps_its_model() -> None:
+    model = whole_model("gpt")
+    before = dict(model.named_parameters())
+    assert shard_model(model, alone()) is model
+    assert all(p is before[name] and sharding_of(p) is None for name, p in model.named_parameters())
+    assert not hasattr(model, "criterion")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_names_and_order_stay_and_parts_make_the_whole(architecture: str) -> None:
+    whole = dict(whole_model(architecture).named_parameters())
+    parts = [dict(shard_model(whole_model(architecture), shard_of(4, rank)).named_parameters()) for rank in range(4)]
+    for name, p in whole.items():
+        pieces = []
+        for part in parts:
+            assert list(part) == list(whole)
+            held = sharding_of(part[name])
+            if held is None:
+                assert torch.equal(part[name], p)
+                continue
+            assert held.whole == p.size(held.dim) and held.offset == sum(piece.size(held.dim) for piece in pieces)
+            assert not part[name].narrow(held.dim, held.size, part[name].size(held.dim) - held.size).any()
+            pieces.append(part[name].narrow(held.dim, 0, held.size))
+        if pieces:
+            assert torch.equal(torch.cat(pieces, sharding_of(parts[0][name]).dim), p)  # pyright: ignore
+            assert len({part[name].shape for part in parts}) == 1
+
+
+def test_what_a_shard_holds() -> None:
+    """By hand, for the largest of them: a quarter of all that multiplies."""
+    model = shard_model(whole_model("llama"), shard_of(4, 3))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes["blocks.0.attention.query.weight"] == (16, 64)
+    assert shapes["blocks.0.attention.key.weight"] == (8, 64)
+    assert shapes["blocks.0.attention.out.weight"] == (64, 16)
+    assert shapes["blocks.0.mlp.gate_up"] == (2, 21, 64)
+    assert shapes["blocks.0.mlp.down.weight"] == (64, 21)
+    assert shapes["head.weight"] == (256, 64)  # 1001 = 3 · 256 + 233
+    assert (model.head.out_features, model.blocks[0].mlp.down.in_features) == (256, 21)
+    held = sharding_of(model.head.weight)
+    assert held is not None and (held.dim, held.offset, held.size, held.whole) == (0, 768, 233, 1001)
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_heads_that_do_not_divide() -> None:
+    """The key-value heads decide; nothing has been changed."""
+    model = whole_model("gpt")
+    shapes = [p.shape for p in model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"8 shards cannot share 8 heads, 4 key-value heads evenly: use --tp of one of \[1, 2, 4\]"
+    ):
+        shard_model(model, shard_of(8))
+    assert [p.shape for p in model.parameters()] == shapes
+
+
+def test_channels_that_do_not_divide() -> None:
+    model = Llama(replace(SHAPE, mlp_width=86))
+    with pytest.raises(ValueError, match=r"86 indices of blocks.0.mlp.gate_up along dim 1 evenly: .*one of \[1, 2\]"):
+        shard_model(model, shard_of(4))
+
+
+def test_dropout() -> None:
+    with pytest.raises(ValueError, match="set model.dropout to 0, or use --tp 1"):
+        shard_model(Llama(replace(SHAPE, mlp_width=84, dropout=0.1)), shard_of(2))
+
+
+def test_a_parameter_that_the_plan_does_not_know() -> None:
+    class Extended(GPT):
+        def __init__(self) -> None:
+            super().__init__(SHAPE)
+            self.temperature = torch.nn.Parameter(torch.ones(1))
+
+    with pytest.raises(ValueError, match="places 'temperature' 0 times"):
+        shard_model(Extended(), shard_of(2))
+    known = plan_of(Extended())
+    assert known is PLANS[GPT]
+    shard_model(Extended(), shard_of(2), replace(known, replicated=(*known.replicated, "temperature")))
+
+
+def test_a_parameter_that_the_plan_knows_twice() -> None:
+    with pytest.raises(ValueError, match="places 'head.weight' 2 times"):
+        Plan((), {"head.*": 0}, ()).dim_of("head.weight")
+
+
+def test_a_model_without_a_plan() -> None:
+    with pytest.raises(ValueError, match=r"no plan says how to cut Linear \(GPT, Llama, UNet have one\): use --tp 1"):
+        shard_model(torch.nn.Linear(2, 2), shard_of(2))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "shards", "rows"), [(1001, 2, 512), (1001, 4, 256), (1024, 4, 256), (300, 18, 17), (50257, 8, 6288)]
+)
+def test_parts_of_the_vocabulary(vocabulary: int, shards: int, rows: int) -> None:
+    """Multiples of 16, unless the last shard would have none."""
+    assert part_rows(vocabulary, shards) == rows
+    assert 0 < vocabulary - rows * (shards - 1) <= rows
+
+
+def test_too_few_tokens_to_share() -> None:
+    with pytest.raises(ValueError, match="4 shards cannot share a vocabulary of 5"):
+        part_rows(5, 4)
+
+
+# On ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_each_collective_has_its_transpose(ranks: Ranks) -> None:
+    """⟨A x, y⟩ = ⟨x, Aᵀ y⟩ over all ranks, in fp64, for what the backward pass is told to be Aᵀ."""
+    for count in (2, 3):
+        for found in ranks(count, "tests.parallel.tensor_parts:transposes", tp=count):
+            assert max(found.values()) <= 1e-12, found
+
+
+@pytest.mark.parametrize("cap", ["tanh", "sigmoid", "no"])
+def test_loss_over_parts_of_a_vocabulary(cap: str, ranks: Ranks) -> None:
+    """Several chunks, padding, weights of either sign, logits far apart; the same on every rank."""
+    for found in ranks(3, "tests.parallel.tensor_parts:loss", tp=3, cap=cap):
+        assert max(found["fp32"], found["far apart"], found["no gradient"]) <= 1e-5, found
+        assert max(found[f"bf16 {name}"] for name in ("losses", "dx", "dW")) <= 1.1, found
+        assert found["calls"] == (2 if cap == "no" else 1)
+
+
+def test_fp8_shards(ranks: Ranks) -> None:
+    """Dynamic scales are those of a part, so results differ by FP8's rounding, about as from fp32, and no more."""
+    for found in ranks(2, "tests.parallel.tensor_parts:fp8", tp=2):
+        assert found["layers"] == found["layers of one process"]
+        assert 0 < found["loss from fp32"] < 1e-2
+        assert found["gradients from fp32"] <= 1.2 * found["gradients of one process from fp32"]
+
+
+def test_compiled_shards(ranks: Ranks) -> None:
+    for found in ranks(2, "tests.parallel.tensor_parts:compiled", tp=2, architecture="unet", depth=4):
+        assert found["deviation"] <= 1e-6
+        assert found["graphs"] > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_of_one_kind_share_their_graphs(architecture: str, ranks: Ranks) -> None:
+    graphs = []
+    for depth in (4, 8, 12):
+        found = ranks(2, "tests.parallel.tensor_parts:compiled", tp=2, architecture=architecture, depth=depth)
+        assert max(one["deviation"] for one in found) <= 1e-6
+        graphs += [one["graphs"] for one in found]
+    assert max(graphs) <= min(graphs) + 2
