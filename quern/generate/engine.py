@@ -185,7 +185,8 @@ class Engine:
         if self._compiled is not None and self._compiled.seats(len(rows)) is not None:
             logits_BV = self._compiled(cache, tokens_B, slots_S)
         else:
-            logits_BV = decode(self.model, cache, tokens_B, slots_S)
+            with torch.compiler.set_stance("force_eager"):
+                logits_BV = decode(self.model, cache, tokens_B, slots_S)
         return self._own(logits_BV[: len(rows)])
 
     def _seats(self, rows: int) -> int:
@@ -209,7 +210,8 @@ class Engine:
         for first in range(0, len(needed), group_rows):
             group = [prompts[p] for p in needed[first : first + group_rows]]
             cache = KVCache.for_model(self.model, len(group), capacity)
-            hidden.append(cache.prefill(self.model, *pad(group, self.tokenizer.bos, cache.positions_B.device)))
+            with torch.compiler.set_stance("force_eager"):  # a model in training is compiled for its rows alone
+                hidden.append(cache.prefill(self.model, *pad(group, self.tokenizer.bos, cache.positions_B.device)))
             caches.append(cache)
         cache, x_BD = KVCache.join(caches), torch.cat(hidden)
         order = [needed.index(row.prompt) for row in rows]

@@ -1,0 +1,112 @@
+"""Compilation by block, once: nothing is compiled after the first step, whatever is evaluated and sampled."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quern.data.loader import windows
+from quern.eval.bits_per_byte import bits_per_byte
+from quern.generate.engine import Engine
+from quern.machine import Machine
+from quern.recipe import Recipe
+from quern.recipes import gpt, llama, unet
+from quern.records import StageFolder
+from quern.train import loop
+from quern.train.state import TrainState, build_model, build_state
+from tests.generate.toy import toy_tokenizer
+from tests.train.toy import CONTEXT, ROWS, toy_loader, toy_plan, toy_recipe
+
+# torch's tracer looks at `.grad` of tensors between two compiled parts, and warns of that itself.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+MACHINE = Machine(torch.device("cpu"), torch.float32, compile=True, threads=1)
+
+
+class Counter:
+    """A compiler that counts what it is given, and compiles nothing."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    torch.compiler.set_stance("default")
+    yield
+    torch.compiler.reset()
+
+
+def recipe_of(source: Recipe, depth: int) -> Recipe:
+    toy = toy_recipe()
+    tokenizer = toy_tokenizer()
+    shape = replace(toy.model, depth=depth, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, kv_heads=2)
+    shape = replace(shape, windows=source.model.windows)
+    return replace(
+        toy,
+        make_model=source.make_model,
+        make_rules=source.make_rules,
+        make_schedule=source.make_schedule,
+        depth=depth,
+        model=shape,
+    )
+
+
+# Kinds of blocks at a depth of eight, and the parts around them. gpt: windows S and L, with and without a value
+# embedding, of which S without one, S with one and L with one occur; enter and leave. llama: its block, the last norm.
+# unet: with a skip and without, with a value embedding and without, no attention; enter, merge, leave.
+@pytest.mark.parametrize(("source", "most"), [(gpt.RECIPE, 5), (llama.RECIPE, 2), (unet.RECIPE, 7)])
+def test_nothing_is_compiled_after_the_first_step(source: Recipe, most: int, tmp_path: Path) -> None:
+    recipe, counter = recipe_of(source, 8), Counter()
+    model = build_model(recipe, MACHINE, 0)
+    model.compile(backend=counter, dynamic=False)
+    state = build_state(recipe, replace(MACHINE, compile=False), model)
+    engine = Engine(model, toy_tokenizer(), replace(MACHINE, compile=False))
+    seen: list[int] = []
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        seen.append(counter.graphs)
+        length = 3 * state.step
+        shapes = windows(toy_loader().corpus, length % CONTEXT + 1, rows=state.step, multiple=1)
+        bits_per_byte(model, shapes, np.ones(recipe.model.vocab_size or 0, dtype=np.int32), MACHINE)
+        prompts = [[toy_tokenizer().bos, *range(5, 5 + n)] for n in range(1, state.step + 1)]
+        engine.generate(prompts, max_tokens=3, samples=state.step % 2 + 1)
+        return {"graphs": counter.graphs}
+
+    # A window that grows, as in the recipe's own schedule, and micro-batches of one size.
+    plan = toy_plan(
+        6, micro_batch_rows=ROWS // 2, evaluators=[(1, evaluate)], schedule=recipe.make_schedule(recipe.train)
+    )
+    with StageFolder(tmp_path) as folder:
+        assert loop.train(state, toy_loader(), plan, MACHINE, folder, pytest.fail) == 0
+    assert seen == [seen[0]] * 6 and counter.graphs == seen[0], "something was compiled after the first step"
+    assert 0 < seen[0] <= most
+
+
+def test_the_count_can_rise() -> None:
+    """A batch of other rows is another compilation: the counter sees it."""
+    recipe, counter = recipe_of(llama.RECIPE, 2), Counter()
+    model = build_model(recipe, MACHINE, 0)
+    model.compile(backend=counter, dynamic=False)
+    for rows in (2, 3):
+        tokens = torch.zeros(rows, CONTEXT, dtype=torch.int64)
+        model(tokens, model.context(tokens))
+    assert counter.graphs == 4
+
+
+def test_without_compilation_everything_runs_eagerly() -> None:
+    recipe, counter = recipe_of(gpt.RECIPE, 2), Counter()
+    model = build_model(recipe, MACHINE, 0)
+    model.compile(backend=counter, dynamic=False)
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64)
+    with torch.compiler.set_stance("force_eager"):  # what --no-compile sets
+        model(tokens, model.context(tokens))
+    assert counter.graphs == 0
