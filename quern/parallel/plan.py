@@ -35,7 +35,7 @@ from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.unet import UNet
 from quern.parallel.sharding import sharding_of
-from quern.parallel.tensor import Region, Stream, cut
+from quern.parallel.tensor import Region, Stream, StreamDropout, cut
 from quern.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 VOCABULARY = ("embedding.weight", "head.weight")
@@ -128,7 +128,7 @@ def shard_model(model: Any, mesh: Mesh, plan: Plan | None = None) -> Any:
     model: an `interface.LanguageModel` whose weights are initialised or loaded, whole, alike on every rank. Call it
     before FP8, compilation and the optimizer. Afterwards the model takes and gives what it did: whole rows of tokens
     in, hidden states of all tokens out, `logits` over all the vocabulary; its loss is `model.criterion`. Raises
-    ValueError, with nothing changed, where the plan misses a parameter, the sizes do not divide, or there is dropout.
+    ValueError, with nothing changed, where the plan misses a parameter or the sizes do not divide.
     """
     group = mesh.model
     if group.size == 1:
@@ -136,7 +136,7 @@ def shard_model(model: Any, mesh: Mesh, plan: Plan | None = None) -> Any:
     plan = plan or plan_of(model)
     dims = {name: plan.dim_of(name) for name, _ in model.named_parameters()}
     _check_sizes(model, dims, group.size)
-    _check_dropout(model)
+    dropouts = _dropouts(model, plan)
     for name, dim in dims.items():
         if dim is not None and name not in VOCABULARY:
             cut(*_owner(model, name), dim, group)
@@ -144,6 +144,8 @@ def shard_model(model: Any, mesh: Mesh, plan: Plan | None = None) -> Any:
     head = VocabularyHead.of(model.head, group)
     model.criterion = head.cross_entropy
     _make_logits_whole(model, head)
+    for name, dropout in dropouts.items():
+        model.set_submodule(name, StreamDropout.of(dropout, group))
     for region in _regions(model, plan):
         Region(group).stand_around(region)
     Stream(group, tuple(_owner(model, name) for name, dim in dims.items() if dim is None)).stand_around(model)
@@ -164,10 +166,13 @@ def _make_logits_whole(model: Any, head: VocabularyHead) -> None:
     model.logits = lambda x_BTD: head.whole_logits(logits_of_part(x_BTD))
 
 
-def _check_dropout(model: nn.Module) -> None:
-    """Each shard would draw its own: no two layouts would train the same model."""
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise ValueError("dropout is drawn for whole rows, which no shard holds: set model.dropout to 0, or use --tp 1")
+def _dropouts(model: nn.Module, plan: Plan) -> dict[str, nn.Dropout]:
+    """Those on the stream, by name. Raises ValueError for one inside of a region, where channels are cut."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    for name, module in found.items():
+        if module.p > 0 and any(fnmatchcase(name, f"{region}.*") for region in plan.regions):
+            raise ValueError(f"'{name}' drops some of a shard's channels: no two layouts would agree; use --tp 1")
+    return found
 
 
 def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int) -> None:

@@ -219,6 +219,27 @@ class Stream:
             module.__dict__.pop(name, None)
 
 
+class StreamDropout(nn.Dropout):
+    """Dropout of a part of the tokens, as drawn for all of them: every shard draws the same and takes its part.
+
+    So shards must be seeded alike. Where the tokens divide, what is dropped is what one process drops.
+    """
+
+    group: Group
+
+    @classmethod
+    def of(cls, whole: nn.Dropout, group: Group) -> StreamDropout:
+        part = cls(whole.p)
+        part.group = group
+        return part.train(whole.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return input
+        kept = F.dropout(input.new_ones(self.group.size, *input.shape[1:]), self.p)
+        return input * kept[self.group.rank]
+
+
 def cut(module: nn.Module, name: str, dim: int, group: Group, size: int | None = None) -> None:
     """Replaces a whole parameter by this shard's part of it along `dim`, with its `Sharding`.
 

@@ -15,6 +15,7 @@ from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from quern.mesh import Group, Mesh
 from quern.model.context import CausalContext
 from quern.model.fp8 import Fp8Report, use_fp8
+from quern.model.llama import Llama
 from quern.parallel import tensor
 from quern.parallel.plan import shard_model
 from quern.parallel.vocabulary import VocabularyHead
@@ -162,6 +163,24 @@ def _passed(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     tokens, targets, scale = (part[:, :32] for part in sharded.batch(2))
     total, _ = sharded.passed(model, [(tokens, targets, scale)])
     return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+def dropped(mesh: Mesh) -> dict[str, float]:
+    """Loss and gradients of two micro-batches, each rank seeded alike."""
+    torch.compiler.set_stance("force_eager")
+    sharded.ARCHITECTURES["llama"] = lambda: Llama(replace(sharded.SHAPE, mlp_width=84, dropout=0.2))
+    results = []
+    for model in (sharded.whole_model("llama"), shard_model(sharded.whole_model("llama"), mesh)):
+        torch.manual_seed(3)
+        results.append([_passed(model)[0], _passed(model)[0], model])
+    one, ours = results
+    without = _passed(one[2].eval())[0]
+    expected = {name: p.grad for name, p in one[2].named_parameters()}
+    _passed(ours[2].eval())  # its gradients too, which add up
+    return {
+        "deviation": max(deviation(ours[:2], one[:2]), sharded.gradients_apart(ours[2], expected)),
+        "from the model without": (without - one[0]).abs().item(),
+    }
 
 
 def fp8(mesh: Mesh) -> dict[str, Any]:

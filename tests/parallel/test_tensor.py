@@ -94,9 +94,11 @@ def test_channels_that_do_not_divide() -> None:
         shard_model(model, shard_of(4))
 
 
-def test_dropout() -> None:
-    with pytest.raises(ValueError, match="set model.dropout to 0, or use --tp 1"):
-        shard_model(Llama(replace(SHAPE, mlp_width=84, dropout=0.1)), shard_of(2))
+def test_dropout_of_channels() -> None:
+    model = whole_model("llama")
+    model.blocks[0].mlp.dropout = torch.nn.Dropout(0.1)
+    with pytest.raises(ValueError, match="'blocks.0.mlp.dropout' drops some of a shard's channels"):
+        shard_model(model, shard_of(2))
 
 
 def test_a_parameter_that_the_plan_does_not_know() -> None:
@@ -153,6 +155,13 @@ def test_loss_over_parts_of_a_vocabulary(cap: str, ranks: Ranks) -> None:
         assert max(found["fp32"], found["far apart"], found["no gradient"]) <= 1e-5, found
         assert max(found[f"bf16 {name}"] for name in ("losses", "dx", "dW")) <= 1.1, found
         assert found["calls"] == (2 if cap == "no" else 1)
+
+
+def test_what_is_dropped_does_not_depend_on_shards(ranks: Ranks) -> None:
+    for count in (2, 4):
+        for found in ranks(count, "tests.parallel.tensor_parts:dropped", tp=count):
+            assert found["deviation"] <= 1e-5
+            assert found["from the model without"] > 1e-2
 
 
 def test_fp8_shards(ranks: Ranks) -> None:
