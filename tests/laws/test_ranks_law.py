@@ -72,6 +72,21 @@ def test_resharded_is_not_resharded(ranks: Ranks, tmp_path: Path, law: Law) -> N
     assert differing == [] and len(first[0]) > 40
 
 
+@pytest.mark.parametrize("architecture", ["gpt", "llama", "unet"])
+def test_replicas_become_shards_and_back(architecture: str, ranks: Ranks, tmp_path: Path, law: Law) -> None:
+    """(dp, tp): (2, 1) → (1, 2) → (2, 2) → (1, 1)."""
+    for number, (count, tp) in enumerate([(2, 1), (2, 2), (4, 2), (1, 1)]):
+        source, target = str(tmp_path / str(number - 1)) if number else None, str(tmp_path / str(number))
+        found = ranks(
+            count, "tests.parallel.compared:saved_shards", tp, architecture=architecture, source=source, target=target
+        )
+        assert found == [[]] * count
+    first, last = (checkpoint.load(checkpoint.path_of(tmp_path / str(number), 3)) for number in (0, 3))
+    differing = [name for name in first[0].keys() | last[0].keys() if not torch.equal(first[0][name], last[0][name])]
+    law(f"resharded = not resharded: (2,1) → (1,2) → (2,2) → (1,1), {architecture}", len(differing), "0")
+    assert differing == [] and len(first[0]) > 40
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 6])
 def test_any_number_of_ranks_reads_the_same_global_batches(count: int) -> None:
     loader = toy_loader()

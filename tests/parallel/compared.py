@@ -79,12 +79,34 @@ def optimized_shards(mesh: Mesh, architecture: str, broken: str = "") -> dict[st
     return worst | {"ten updates": state_apart(ours, reference)}
 
 
+def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str) -> list[str]:
+    """Resumes from `source`, or trains three steps; saves to `target` → what differs in a bit from the file loaded."""
+    torch.compiler.set_stance("force_eager")
+    small_cuts()
+    state = _state(shard_model(sharded.whole_model(architecture), mesh), architecture, mesh)
+    differing = []
+    if source is None:
+        for step in range(3):
+            advance(state, _rows(mesh, step)[1], step, 2, None)
+    else:
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.zero_()
+        tensors, meta = checkpoint.load(checkpoint.path_of(Path(source), 3))
+        state.restore(tensors, meta["state"])
+        differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
+        for name, parameter in state.model.named_parameters():
+            part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
+            if part is not None and not torch.equal(part.tensor, part.of(tensors[f"master.{name}"])):
+                differing.append(name)
+    checkpoint.save(Path(target), 3, state.slices(), {"state": state.meta()}, keep=1, mesh=mesh)
+    return differing
+
+
 def _state(model: Any, architecture: str, mesh: Mesh) -> TrainState:
     # Rates for a batch this small, the smear's too, which the rule does not scale; and an eps under which AdamW does
     # not make a whole step of the rounding of a gradient that cancels out, as it does with 1e-10.
-    rules = RECIPES[architecture].make_rules(
-        OptimRecipe(lr_scale=0.02, decay_scale=0.1, smear_lr=0.2 * 0.02, eps=1e-6)
-    )
+    rules = RECIPES[architecture].make_rules(OptimRecipe(lr_scale=0.02, decay_scale=0.1, smear_lr=0.2 * 0.02, eps=1e-6))
     groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
     return TrainState(model, Zero2(groups, mesh=mesh), Guard(1))
 
