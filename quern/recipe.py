@@ -139,8 +139,9 @@ class TrainRecipe:
     """Checkpoints kept."""
     max_skips: int = 10
     """Non-finite steps in a row before the run stops."""
-    fp8: bool = False
-    """Matrix products in FP8 where gradients are recorded; evaluation and generation keep the compute dtype."""
+    fp8: str = "off"
+    """off, head or all: which matrix products are in FP8 where gradients are recorded; evaluation and generation keep
+    the compute dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +335,7 @@ def _check(recipe: Recipe) -> None:
         train.packing not in packings,
         f"train.packing must be one of {', '.join(packings)}, not {train.packing}",
     )
+    _refuse(train.fp8 not in ("off", "head", "all"), f"train.fp8 must be off, head or all, not {train.fp8}")
     _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
     for name, value in [
         ("train.steps", train.steps),

@@ -3,7 +3,7 @@
 # Its goal is a validation loss of 3.28 on the first 10,485,760 tokens of its validation file (at four bytes a token,
 # as val-megabytes counts); ours leaves out the <|endoftext|> targets and reads each document from its beginning.
 #
-#   runs/speedrun.sh fineweb10B r50k_base.tiktoken --ranks 8 --train.fp8 [more flags of `quern pretrain unet`]
+#   runs/speedrun.sh fineweb10B r50k_base.tiktoken --ranks 8 --train.fp8 head [more flags of `quern pretrain unet`]
 #
 # fineweb10B: a folder of its .bin files (fineweb_train_*.bin, fineweb_val_*.bin); r50k_base.tiktoken: GPT-2's vocabulary
 # as tiktoken keeps it. Eight GPUs read a stream each; with fewer ranks each reads several, one after the other.

@@ -72,7 +72,7 @@ class Fp8Report:
         return "; ".join(parts)
 
 
-def use_fp8(model: Any) -> Fp8Report:
+def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
     """Replaces the linear layers of a model (`interface.LanguageModel`) in place, where the hardware can multiply them.
 
     Call it on the device that trains, before compilation; weights may be loaded and the optimizer made before or
@@ -82,7 +82,7 @@ def use_fp8(model: Any) -> Fp8Report:
     emulated = not has_fast_product(device)
     dynamic, static, skipped = [], [], {}
     for name, linear in list(model.named_modules()):
-        if not isinstance(linear, nn.Linear):
+        if not isinstance(linear, nn.Linear) or (head_only and linear is not model.head):
             continue
         reason = _obstacle(linear, model.shape.context)
         if emulated and device.type != "cpu":

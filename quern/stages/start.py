@@ -57,9 +57,9 @@ def describe_run(recipe: Recipe, machine: Machine, places: Places, facts: dict[s
 
 def lower_precision(recipe: Recipe, model: Any, say: Callable[[str], None]) -> dict[str, Any]:
     """Makes the model train in FP8 if the recipe says so → what to record of it. Call it before compilation."""
-    if not recipe.train.fp8:
+    if recipe.train.fp8 == "off":
         return {}
-    report = use_fp8(model)
+    report = use_fp8(model, head_only=recipe.train.fp8 == "head")
     say(str(report))
     return {"fp8": report.to_json()}
 

@@ -149,6 +149,16 @@ def test_a_recipe_asks_for_it() -> None:
     said: list[str] = []
     assert lower_precision(toy_recipe(), model(), said.append) == {} and said == []
     made = model()
-    facts = lower_precision(toy_recipe(fp8=True), made, said.append)["fp8"]
+    facts = lower_precision(toy_recipe(fp8="all"), made, said.append)["fp8"]
     assert facts["static"] == ("head",) and "smear_gate" in facts["skipped"] and type(made.head) is Fp8Head
     assert len(said) == 1 and said[0].startswith("fp8: 12 layers")
+
+
+def test_the_head_alone_can_be_in_fp8() -> None:
+    made = model()
+    said: list[str] = []
+    facts = lower_precision(toy_recipe(fp8="head"), made, said.append)["fp8"]
+    assert facts["dynamic"] == () and facts["static"] == ("head",) and isinstance(made.head, Fp8Head)
+    assert not any(isinstance(one, Fp8Linear) for one in made.modules())
+    with pytest.raises(ValueError, match="train.fp8 must be off, head or all, not yes"):
+        toy_recipe(fp8="yes")
