@@ -19,6 +19,7 @@ import tyro
 from quern.kernels.attention_pick import equip
 from quern.machine import detect
 from quern.stages.bench_attention import attention
+from quern.stages.bench_cross_entropy import cross_entropy
 from quern.stages.bench_data import encode, loading, packing, tokenizer
 from quern.stages.bench_generate import decode, prefill
 from quern.stages.bench_material import Material
@@ -29,7 +30,17 @@ from quern.stages.bench_train import train
 from quern.stages.bench_windows import windows
 
 What = Literal[
-    "tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows", "quality"
+    "tokenizer",
+    "encode",
+    "packing",
+    "loading",
+    "train",
+    "prefill",
+    "decode",
+    "attention",
+    "windows",
+    "cross-entropy",
+    "quality",
 ]
 
 BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
@@ -42,6 +53,7 @@ BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
     "decode": decode,
     "attention": attention,
     "windows": windows,
+    "cross-entropy": cross_entropy,
 }
 
 

@@ -3,6 +3,8 @@
 import json
 import math
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,8 +139,29 @@ def test_every_quick_benchmark_prints_and_records(tmp_path: Path, said: list[str
             assert all(f"T=64, {mask}: {path} {way}" in attention for mask in ("full", "window 16", "documents"))
     assert "T=64: full / window 16, as picked" in attention
     assert found["attention"]["settings"]["picked"].startswith("full blocked, window blocked")
+    loss = [m["name"] for m in found["cross-entropy"]["measures"]]
+    assert {"chunked: time", "full / chunked: time", "chunked: memory", "full / chunked: memory"} <= set(loss)
     shown = "\n".join(said)
     assert "mean nothing" in shown and "torch 2" in shown and "seed 5" in shown and "float32" in shown
+
+
+PEAK = """
+import torch
+from quern.machine import Machine
+from quern.stages.bench_cross_entropy import peak_bytes
+kept = torch.ones(2**24)
+def job():
+    once = torch.full((2**24,), 1.0)
+    del once
+    held = [torch.full((2**22,), 1.0) for _ in range(2)]
+print(peak_bytes(job, Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)) / kept.nbytes)
+"""
+
+
+def test_the_peak_of_a_call_is_what_it_holds_at_once() -> None:
+    """Not what it holds at the end, nor all that it ever asked for, nor what was there before."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, encoding="utf-8", check=True)
+    assert float(done.stdout) == pytest.approx(1, rel=0.05)
 
 
 def check_record(name: str, body: dict) -> None:
