@@ -66,7 +66,7 @@ def run(
             f"run '{places.run}' has been pretrained already: go on with --resume, or name another run with --run"
         )
     mesh = mesh or alone()
-    recipe = resolve(recipe)
+    asked, recipe = recipe, resolve(recipe)
     with main_first(mesh):
         prepared = prepare(recipe, places.out, say)
     recipe = fit_vocabulary(recipe, prepared)
@@ -77,7 +77,8 @@ def run(
     precision = lower_precision(recipe, model, say)
     compile_model(model, machine)
     if recipe.train.minutes is not None:
-        recipe = fit_minutes(recipe, machine, model, prepared.train, path, say, mesh)
+        steps = fit_minutes(recipe, machine, model, prepared.train, path, say, mesh)
+        recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.init_parameters(machine.generator(recipe.seed))
     if resume:
         refuse_other_recipe(recipe, path)
@@ -160,8 +161,8 @@ def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Eva
 
 def fit_minutes(
     recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, path: Path, say: Callable[[str], None], mesh: Mesh
-) -> Recipe:
-    """Replaces `minutes` by the steps that fit in, from the measured time of a few steps; those change the model.
+) -> dict[str, int]:
+    """→ the steps, and tokens in each, that fit into `minutes`: from the time of a few steps, which change the model.
 
     The batch follows from the horizon, and the horizon from the batch and the speed: iterated until they agree. On
     resume the steps are those in the run's own recipe. recipe: resolved.
@@ -183,10 +184,7 @@ def fit_minutes(
             steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
             batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
         say(f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine")
-    keep = {"eval_every", "save_every", "warmup_steps"}
-    unset = replace(recipe.train, steps=steps, batch_tokens=batch_tokens, **dict.fromkeys(keep, None))
-    optim = replace(recipe.optim, lr_scale=None, decay_scale=None)
-    return resolve(replace(recipe, train=unset, optim=optim, sft=replace(recipe.sft, batch_tokens=None)))
+    return {"steps": steps, "batch_tokens": batch_tokens}
 
 
 def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, mesh: Mesh) -> tuple[float, float]:

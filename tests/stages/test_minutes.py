@@ -1,0 +1,20 @@
+"""`--train.minutes`: the steps follow from the measured speed, and what was asked for stays as it was asked."""
+
+import json
+from pathlib import Path
+
+from quern import cli
+
+ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.01 --text.vocab-size 320 --depth 1
+ --model.width 16 --model.head-dim 16 --model.context 32 --no-compile --dtype fp32 --threads 1 --train.minutes 0.01
+ --train.save-every 7 --train.warmup-steps 0 --optim.lr-scale 0.01 --run timed""".split()
+
+
+def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    folder = tmp_path / "runs" / "timed" / "pretrain"
+    recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
+    train = recipe["train"]
+    assert train["steps"] > 1 and train["batch_tokens"] == 4096
+    assert (train["save_every"], train["warmup_steps"], recipe["optim"]["lr_scale"]) == (7, 0, 0.01)
+    assert train["eval_every"] == -(-train["steps"] // 8)
