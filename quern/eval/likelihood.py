@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
 from quern.eval.bits_per_byte import batch_losses
 from quern.eval.score import Score, accuracy
 from quern.machine import Machine
+from quern.model.interface import LanguageModel
 
 # Every batch has batch_rows rows, of a length that is a multiple of this: compiled code sees few shapes.
 PAD_MULTIPLE = 32
@@ -49,7 +49,7 @@ def per_byte(text: str, ids: Sequence[int]) -> float:
 
 
 def continuation_nats(
-    model: nn.Module,
+    model: LanguageModel,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     machine: Machine,
     *,
@@ -81,7 +81,7 @@ def continuation_nats(
 
 
 def multiple_choice(
-    model: nn.Module,
+    model: LanguageModel,
     questions: Sequence[MultipleChoice],
     machine: Machine,
     *,
