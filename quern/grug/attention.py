@@ -20,7 +20,10 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from quern.grug.mesh import BATCH
+from quern.grug.product import product
 
+BY_HEAD = P(BATCH, "model", None, None)
+GROUPED = P(BATCH, None, "model", None, None)
 BLOCK_QUERIES = 256
 SPLASH_BLOCK = 128
 
@@ -87,27 +90,34 @@ def visible(mask: AttentionMask, first: int, last: int, low: int, high: int) -> 
 
 
 def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Block by block of queries, on any device; scores and their softmax in fp32."""
-    T, E = q.shape[1], q.shape[-1]
-    q = _by_kv_head(q, k.shape[2])
+    """Block by block of queries, on any device; scores and their softmax in fp32.
+
+    Heads come first and the queries of a group stand one below the other, so that each product is a plain batch of
+    matrix products: on a CPU nearly twice as fast as with the tokens first.
+    """
+    (B, T, H, E), K = q.shape, k.shape[2]
+    G = H // K
+    q = jnp.transpose(_by_kv_head(q, K), (0, 2, 3, 1, 4))
+    k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k, v))
     size = BLOCK_QUERIES if mask.window is None else min(BLOCK_QUERIES, max(64, mask.window // 2))
     parts = []
     for first in range(0, T, size):
         last = min(T, first + size)
         low = 0 if mask.window is None else max(0, first - mask.window + 1)
         high = last if mask.causal else T
-        keys, values = k[:, low:high], v[:, low:high]
-        scores = jnp.einsum("bqkge,bske->bkgqs", q[:, first:last], keys, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible(mask, first, last, low, high), scores * E**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        parts.append(jnp.einsum("bkgqs,bske->bqkge", weights, values))
-    return _by_head(jnp.concatenate(parts, axis=1))
+        queries = jnp.reshape(q[:, :, :, first:last], (B, K, G * (last - first), E), out_sharding=BY_HEAD)
+        scores = product("bkme,bkse->bkms", queries, k[:, :, low:high], BY_HEAD, jnp.float32) * E**-0.5
+        allowed = jnp.tile(visible(mask, first, last, low, high)[:, 0], (1, 1, G, 1))
+        weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(v.dtype)
+        y = product("bkms,bkse->bkme", weights, v[:, :, low:high], BY_HEAD)
+        parts.append(jnp.reshape(y, (B, K, G, last - first, E), out_sharding=P(BATCH, "model", None, None, None)))
+    return _by_head(jnp.transpose(jnp.concatenate(parts, axis=3), (0, 3, 1, 2, 4)))
 
 
 def _by_kv_head(q: jax.Array, K: int) -> jax.Array:
     """(B, T, H, E) → (B, T, K, G, E): each kv-head with the G query heads that share it, cut along K."""
     B, T, H, E = q.shape
-    return jnp.reshape(q, (B, T, K, H // K, E), out_sharding=P(BATCH, None, "model", None, None))
+    return jnp.reshape(q, (B, T, K, H // K, E), out_sharding=GROUPED)
 
 
 def _by_head(y: jax.Array) -> jax.Array:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +26,24 @@ def flops_per_token(cfg: ModelRecipe, mesh: Mesh) -> int:
     return 6 * multiplied + sum(12 * cfg.heads * cfg.head_dim * span for span in spans)
 
 
-def measure_peak_flops(dtype: str, mesh: Mesh, size: int = 2048, repeats: int = 8) -> float:
+def measure_peak_flops(dtype: str, mesh: Mesh) -> float:
     """FLOP/s of all devices of the mesh: the best of a few large square products on one of them, times their number.
 
     On a CPU that is split into several devices these share one processor, and count as one.
     """
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    devices = jax.process_count() if device.platform == "cpu" else mesh.devices.size
+    return devices * matmul_flops(dtype, device, 2048, 8)
+
+
+def matmul_flops(dtype: str, device: Any, size: int, repeats: int) -> float:
+    """FLOP/s of the fastest of a few products of two (size, size) matrices, accumulated in fp32."""
     a = jax.device_put(np.ones((size, size), np.float32), device).astype(dtype)
-    product = jax.jit(jnp.matmul)
+    product = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
     product(a, a).block_until_ready()
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
         product(a, a).block_until_ready()
         best = min(best, time.perf_counter() - start)
-    devices = jax.process_count() if device.platform == "cpu" else mesh.devices.size
-    return devices * 2 * size**3 / best
+    return 2 * size**3 / best

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
 from quern.grug.mesh import BATCH, AnyMesh, fit
+from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
 QK_SCALE = 1.2
@@ -193,7 +194,7 @@ def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
     """Hidden states (B, T, D) → fp32 logits (B, T, V), softcapped, cut along V where the model axis divides it."""
     vocabulary = jax.typeof(params.head).sharding.spec[0]
     head = jax.reshard(params.head, P(vocabulary, None))
-    z = jnp.einsum("btd,vd->btv", x, head, out_sharding=P(BATCH, None, vocabulary)).astype(jnp.float32)
+    z = product("btd,vd->btv", x, head, P(BATCH, None, vocabulary), jnp.float32)
     return cfg.softcap * jnp.tanh(z / cfg.softcap)
 
 
@@ -209,23 +210,23 @@ def self_attention(
     """Grouped-query attention over normed x, with QK norm and a gated value embedding."""
     assert cfg.head_dim
     q, k, v = (
-        split_heads(jnp.einsum("btd,hd->bth", x, jax.reshard(w, P("model", None)), out_sharding=BTF), cfg.head_dim)
+        split_heads(product("btd,hd->bth", x, jax.reshard(w, P("model", None)), BTF), cfg.head_dim)
         for w in (block.query, block.key, block.value)
     )
     if block.value_gate is not None and block.value_embedding is not None:
         seen = x[..., :GATE_CHANNELS]
-        gate = GATE_RANGE * jax.nn.sigmoid(jnp.einsum("btc,kc->btk", seen, block.value_gate, out_sharding=BTF))
+        gate = GATE_RANGE * jax.nn.sigmoid(product("btc,kc->btk", seen, block.value_gate, BTF))
         v = v + gate[..., None] * split_heads(look_up(block.value_embedding, tokens, "model"), cfg.head_dim)
     q, k = (norm(rotate(x, *rotary)) * QK_SCALE for x in (q, k))
     y = merge_heads(attend(q, k, v, mask))
-    return jnp.einsum("bth,dh->btd", y, jax.reshard(block.out, P(None, "model")), out_sharding=BTD)
+    return product("bth,dh->btd", y, jax.reshard(block.out, P(None, "model")), BTD)
 
 
 def feed_forward(block: Block, x: jax.Array) -> jax.Array:
     """D → F → D with ReLU² in between."""
     up, down = jax.reshard(block.up, P("model", None)), jax.reshard(block.down, P(None, "model"))
-    hidden = jnp.square(jax.nn.relu(jnp.einsum("btd,fd->btf", x, up, out_sharding=BTF)))
-    return jnp.einsum("btf,df->btd", hidden, down, out_sharding=BTD)
+    hidden = jnp.square(jax.nn.relu(product("btd,fd->btf", x, up, BTF)))
+    return product("btf,df->btd", hidden, down, BTD)
 
 
 def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
@@ -271,7 +272,7 @@ def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
 
 def _smear(gate: jax.Array, x: jax.Array) -> jax.Array:
     seen = x[..., : gate.shape[1]]
-    return jax.nn.sigmoid(jnp.einsum("btc,oc->bto", seen, gate, out_sharding=BTD))
+    return jax.nn.sigmoid(product("btc,oc->bto", seen, gate, BTD))
 
 
 def _with_window(mask: AttentionMask, window: int | None) -> AttentionMask:

@@ -138,9 +138,14 @@ def polar_express(x_NRC: jax.Array, steps: int) -> jax.Array:
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
     x = (x / (norm * MARGIN + TINY)).astype(x_NRC.dtype)
     for a, b, c in [POLAR_EXPRESS[i] if i < len(POLAR_EXPRESS) else CONVERGENT for i in range(steps)]:
-        gram = x @ jnp.swapaxes(x, -1, -2)
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = _times(x, jnp.swapaxes(x, -1, -2))
+        x = (a * x + _times((b * gram + c * _times(gram, gram)).astype(x.dtype), x)).astype(x.dtype)
     return jnp.swapaxes(x, -1, -2) if tall else x
+
+
+def _times(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product in x's dtype, accumulated in fp32 (see product.py)."""
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def _direction(

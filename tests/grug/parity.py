@@ -117,7 +117,7 @@ def forward_and_backward(kind: str, model: dict[str, Any]) -> dict[str, float]:
             loss.backward()
             theirs = {name: p.grad.numpy().copy() for name, p in torch_state.model.named_parameters()}
             jax_loss, ours = step(params, device_batch(row, 1, mesh), cfg)
-            losses.append((float(jax_loss), float(loss)))
+            losses.append((float(jax_loss), float(loss.detach())))
             rows.append((to_torch(ours), theirs))
     stacked = [{name: np.stack([row[side][name] for row in rows]) for name in weights} for side in (0, 1)]
     return {

@@ -61,3 +61,19 @@ def test_micro_batches_on_a_mesh(grug: Grug, law: Law) -> None:
 
 def test_blockwise_loss_is_the_whole_one(grug: Grug, law: Law) -> None:
     record(law, "JAX twin, blockwise loss = whole", grug("parity:blockwise"))
+
+
+CURVE_BAR = 1e-3
+
+
+def test_the_curves_are_one(grug: Grug, law: Law) -> None:
+    *gaps, learned = grug("curves:gaps", steps=300, shown=80)
+    law("JAX twin = PyTorch, loss curves over the first 80 of 300 steps", max(gaps), f"≤ {CURVE_BAR:g} nats, fp32")
+    assert max(gaps) <= CURVE_BAR and learned > 0.3
+
+
+@pytest.mark.campaign
+def test_the_curves_are_one_over_300_steps(grug: Grug, law: Law) -> None:
+    *gaps, learned = grug("curves:gaps", steps=300, shown=300)
+    law("JAX twin = PyTorch, loss curves over 300 steps", max(gaps), f"≤ {CURVE_BAR:g} nats, fp32")
+    assert max(gaps) <= CURVE_BAR and learned > 1.0

@@ -1,0 +1,77 @@
+"""Runs the JAX twin's stage in processes that die: a forking server, imported once, with JAX not yet started.
+
+    python -m tests.grug.runs LOG     a JSON request on each line of stdin, a JSON answer on each of stdout
+
+A request holds `arguments` (of `quern grug train`) and, optionally, `kill`: the number of the event before which the
+child dies by SIGKILL. Events are the calls, of Python and of C functions, that quern.grug's loop, checkpoints and
+records make or receive, in any thread. An answer holds `status` (the exit code, or minus the signal) and `events`.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import orbax.checkpoint
+
+from quern import cli
+from quern.grug import checkpoint, train
+from quern.stages import grug_train
+
+COUNTED = tuple(str(Path(module.__file__ or "")) for module in (checkpoint, train)) + (
+    str(Path(cli.__file__).parent / "records.py"),
+)
+assert orbax.checkpoint  # slow to import, so imported once
+
+
+class Events:
+    """A profile function for all threads; counts, and kills this process before one event."""
+
+    def __init__(self, kill: int | None) -> None:
+        self.kill, self.count = kill, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and frame.f_code.co_filename in COUNTED:
+            self.count += 1
+            if self.count == self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def child(request: dict[str, Any], answer: int, log: Path) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    events = Events(request.get("kill"))
+    threading.setprofile(events)
+    sys.setprofile(events)
+    status = cli.main(["grug", "train", *request["arguments"]])
+    sys.setprofile(None)
+    sys.stdout.flush()
+    os.write(answer, json.dumps({"events": events.count}).encode())
+    os._exit(status)
+
+
+def serve(log: Path) -> None:
+    for line in sys.stdin:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                child(json.loads(line), writer, log)
+            finally:
+                os._exit(99)
+        os.close(writer)
+        with os.fdopen(reader) as answers:
+            answer = json.loads(answers.read() or "{}")
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps({"events": None} | answer | {"status": status}), flush=True)
+
+
+if __name__ == "__main__":
+    # The peak is only the `mfu` column's, and takes longer than these runs.
+    grug_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
+    serve(Path(sys.argv[1]))

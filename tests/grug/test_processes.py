@@ -1,0 +1,63 @@
+"""Two processes of two devices each, on one machine, are one device; and the twin lives without torch."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.grug.process import ROOT, Grug, environment, grug
+
+__all__ = ["grug"]  # a fixture
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def test_two_processes_are_one(grug: Grug, tmp_path: Path) -> None:
+    coordinator = f"127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.grug.two_processes", coordinator, str(i), str(tmp_path / "checkpoints")],
+            cwd=ROOT,
+            env=environment(tmp_path / f"compiled-{i}", devices=2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    answers = [process.communicate(timeout=280) for process in started]
+    assert [process.returncode for process in started] == [0, 0], answers[0][1][-2000:] + answers[1][1][-2000:]
+    found = [json.loads(out.strip().splitlines()[-1]) for out, _ in answers]
+    assert found[0] == found[1]
+    assert found[0]["named alike"] == "name-0"
+    assert found[0]["one raised"] and not found[0]["none raised"]
+    one = grug("two_processes:expected", folder=str(tmp_path / "checkpoints"))
+    gaps = [abs(a - b) / abs(b) for a, b in zip(found[0]["losses"], one["losses"], strict=True)]
+    assert max(gaps) <= 1e-5, gaps
+    # Three updates of AdamW amplify what fp32 leaves of a gradient that nearly cancels; the laws compare one.
+    assert one["weights"] <= 1e-3
+
+
+def test_importing_the_twin_imports_no_torch() -> None:
+    modules = sorted(
+        f"quern.grug.{path.stem}" for path in (ROOT / "quern" / "grug").glob("*.py") if path.stem != "__init__"
+    )
+    assert len(modules) >= 12
+    code = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+    code += "from quern.grug.recipe import RECIPE, from_torch_json, torch_json\n"
+    code += "assert from_torch_json(torch_json(RECIPE)) == RECIPE\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
+
+
+def test_another_architecture_is_refused() -> None:
+    code = "from quern.grug.recipe import *\nbody = torch_json(RECIPE) | {'make_model': 'quern.model.unet:UNet'}\n"
+    code += "try: from_torch_json(body)\nexcept ValueError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "the JAX twin computes the `gpt` recipe only" in done.stdout, done.stderr

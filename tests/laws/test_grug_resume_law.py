@@ -1,0 +1,165 @@
+"""Law: the JAX twin, killed anywhere and resumed = the run that nobody touched, bit for bit.
+
+Real runs of `quern grug train` in real processes that die by SIGKILL, in the loop, in the thread that writes a
+checkpoint, or while resuming; each resumed one is killed again. Compared: every logged line but for what a clock says,
+and every file of the last checkpoint's state.
+"""
+
+import itertools
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.grug import checkpoint
+from quern.records import read_metrics
+from quern.text import tinyworld
+from tests.grug.process import environment
+
+Law = Callable[[str, float | int | str, str], None]
+TIMED = {"seconds", "tokens_per_second", "mfu"}
+FLAGS = """--data text.jsonl --depth 1 --text.vocab-size 320 --model.width 32 --model.head-dim 16 --model.context 32
+ --train.batch-tokens 128 --train.micro-batch-tokens 64 --train.steps 12 --optim.lr-scale 0.3 --train.log-every 2
+ --train.eval-every 6 --train.save-every 3 --out out --dtype fp32""".split()
+
+
+class Bench:
+    """A folder with a small text and the runs of a test, and the process that forks them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.names = folder, (f"run-{number}" for number in itertools.count())
+        with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in tinyworld.documents(0, 0.003, "train"))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.grug.runs", str(folder / "log.txt")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment(folder / "compiled", devices=1),
+        )
+
+    def run(self, name: str, *more: str, kill: int | None = None) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = {"arguments": [*FLAGS, "--run", name, *more], "kill": kill}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or "{}")
+        log = (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
+        assert answer.get("status") == 0 or (kill and answer.get("status") == -signal.SIGKILL), (answer, log)
+        return answer
+
+    def outcome(self, name: str) -> dict[str, Any]:
+        """Logged lines without times, and the bytes of the newest state with its counters."""
+        stage = self.folder / "out" / "runs" / name / "grug"
+        lines = [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(stage)]
+        newest = checkpoint.latest(stage / "checkpoints", pytest.fail)
+        assert newest is not None
+        meta = newest[1]["meta"]
+        meta["counters"].pop("seconds")
+        return {"lines": lines, "meta": meta, "state": state_bytes(newest[0])}
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
+        self.process.stdout.close()
+
+
+def state_bytes(path: Path) -> dict[str, bytes]:
+    """Every array of a checkpoint's state by name, read by TensorStore alone, without JAX or orbax."""
+    import tensorstore
+
+    driver = {"driver": "ocdbt", "base": f"file://{path}/state/"}
+    keys = tensorstore.KvStore.open(driver).result().list().result()
+    names = sorted({key.decode().removesuffix("/.zarray") for key in keys if key.decode().endswith("/.zarray")})
+    spec = {"driver": "zarr", "kvstore": driver}
+    arrays = {name: tensorstore.open(spec | {"path": name}, open=True).result().read().result() for name in names}
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("grug-resume"))
+    yield made
+    made.close()
+
+
+def killed_and_resumed(bench: Bench, points: int, seed: int) -> int:
+    """Kills a chain of resumed runs at seeded events until it has died that often; returns how many ended otherwise."""
+    reference = next(bench.names)
+    events = bench.run(reference)["events"]
+    expected = bench.outcome(reference)
+    assert len(expected["lines"]) == 8 and len(expected["state"]) > 30
+    rng, kills, wrong = random.Random(seed), 0, 0
+    while kills < points:
+        name = next(bench.names)
+        for _ in range(min(5, points - kills)):
+            # Resumed runs are shorter: what lies behind their end does not kill them.
+            died = bench.run(name, "--resume", kill=rng.randrange(1, events))["status"] != 0
+            kills += died
+            if not died:
+                break
+        bench.run(name, "--resume")
+        wrong += bench.outcome(name) != expected
+    return wrong
+
+
+@pytest.mark.timeout(900)
+def test_killed_and_resumed_is_uninterrupted(bench: Bench, law: Law) -> None:
+    wrong = killed_and_resumed(bench, points=10, seed=0)
+    law("JAX twin, killed at 10 points and resumed = uninterrupted", wrong == 0, "bit for bit")
+    assert wrong == 0
+
+
+@pytest.mark.campaign
+def test_killed_at_a_hundred_points(bench: Bench) -> None:
+    assert killed_and_resumed(bench, points=100, seed=1) == 0
+
+
+def test_a_run_that_forgets_its_moments_is_noticed(bench: Bench) -> None:
+    """That the comparison can fail: a byte of one moment differs."""
+    name = next(bench.names)
+    bench.run(name)
+    outcome = bench.outcome(name)
+    moment = next(name for name in outcome["state"] if "momentum" in name)
+    changed = bytes([outcome["state"][moment][0] ^ 1]) + outcome["state"][moment][1:]
+    assert outcome | {"state": outcome["state"] | {moment: changed}} != bench.outcome(name)
+
+
+def test_a_signal_saves_and_stops(bench: Bench) -> None:
+    folder = bench.folder
+    command = [
+        sys.executable,
+        "-m",
+        "quern.cli",
+        "grug",
+        "train",
+        *FLAGS,
+        "--run",
+        "stopped",
+        "--train.steps",
+        "100000",
+    ]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(folder / "compiled", 1), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("training:"):
+                break
+        events = folder / "out" / "runs" / "stopped" / "grug" / "events.jsonl"
+        while process.poll() is None and '"compile"' not in events.read_text(encoding="utf-8"):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 75, rest
+    assert "saved: go on with --resume" in rest
+    assert checkpoint.latest(events.parent / "checkpoints", pytest.fail) is not None
