@@ -29,13 +29,15 @@ def as_it_is(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
 @dataclass(frozen=True)
 class Backend:
     """One way to compute attention. windows, documents: it leaves out what those hide, so that it gets faster;
-    growing: the window may be a tensor. prepare: called once for each window of a step, before its layers."""
+    growing: the window may be a tensor. by_shape: it compiles for every shape, which takes long. prepare: called once
+    for each window of a step, before its layers."""
 
     name: str
     attend: AttendFunction
     windows: bool = False
     documents: bool = False
     growing: bool = False
+    by_shape: bool = False
     prepare: Callable[[MaskSpec, int, torch.device], MaskSpec] = as_it_is
 
 
@@ -74,7 +76,7 @@ def flex(compile: Callable[..., Any] = WITH_FIXED_SHAPES) -> Backend:
         y_BHTE = compiled(q, k, v, block_mask=mask.blocks, scale=scale_or_default(scale, q_BTHE), enable_gqa=grouped)
         return y_BHTE.transpose(1, 2)
 
-    return Backend("flex", attend_flex, windows=True, documents=True, growing=True, prepare=prepare)
+    return Backend("flex", attend_flex, windows=True, documents=True, growing=True, by_shape=True, prepare=prepare)
 
 
 def mask_function(mask: MaskSpec, T: int, device: torch.device) -> Callable[..., Tensor]:

@@ -123,8 +123,8 @@ def pick(
     """The fastest of those that work, and a line for each that does not."""
     best, best_seconds, notes = None, float("inf"), []
     for backend in there:
-        # flex takes long to compile, and only ever stands in for kernels that skip by themselves.
-        if not fits(backend, kind) or (backend.name == "flex" and best is not None):
+        # What compiles for every shape only ever stands in for kernels that need not.
+        if not fits(backend, kind) or (backend.by_shape and best is not None):
             continue
         problem = problem_with(backend, kind, machine)
         if problem is not None:
@@ -161,7 +161,7 @@ def inputs(machine: Machine, B: int, T: int, H: int, K: int, E: int) -> tuple[li
 def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
     """None where it agrees with the plain twin, forward and backward; else the reason in a few words."""
     T = 301
-    (q, k, v), grad = inputs(machine, 2, T, 4, 2, 64)
+    (q, k, v), grad = inputs(machine, 2, T, 4, 2, SIZES[-1])  # the head dim that is timed: what it compiles is used
     mask = on_device(example(kind, T), machine.device)
     # Traced whole, as a model's blocks are; what the compiler makes of the rest does not matter here.
     traced = torch.compile(backend.attend, backend="aot_eager", dynamic=False, fullgraph=True)

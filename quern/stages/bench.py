@@ -1,7 +1,8 @@
 """`quern bench`: how fast each part of the mill is on this machine, and how good a model some minutes make.
 
 Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. How each
-is measured is said at the head of its file, bench_*.py. Without a name all the quick ones run.
+is measured is said at the head of its file, bench_*.py. Without a name all the quick ones run. `quern bench gpu`
+is a program of its own: bench_gpu.py.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ What = Literal[
     "attention",
     "windows",
     "cross-entropy",
+    "grug",
     "quality",
 ]
 
@@ -64,10 +66,12 @@ class Options:
     example: quern bench train decode
 
     example: quern bench quality --train train.parquet --val val.parquet --minutes 10
+
+    example: quern bench gpu --help
     """
 
     what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
-    """What to measure; all but quality when nothing is named."""
+    """What to measure; all but grug and quality when nothing is named."""
     out: Path = Path("out")
     """The folder that records go under, in bench/."""
     rounds: int = 5
@@ -103,6 +107,10 @@ class Options:
 
 def main(arguments: list[str], say: Callable[[str], None]) -> int:
     """Runs what is asked for; returns the exit code. A mistyped name leaves through tyro with code 2."""
+    if arguments[:1] == ["gpu"]:  # with flags of its own
+        from quern.stages import bench_gpu
+
+        return bench_gpu.main(arguments[1:], say)
     options = tyro.cli(Options, prog="quern bench", args=arguments)
     refuse(options)
     setup = prepare(options, say)
@@ -167,6 +175,10 @@ def introduce(setup: Setup) -> None:
 
 
 def measure(what: str, options: Options, setup: Setup) -> Outcome:
+    if what == "grug":  # needs packages that the others do without
+        from quern.stages.bench_grug import grug
+
+        return grug(setup)
     if what != "quality":
         return BENCHMARKS[what](setup)
     assert options.train and options.val
