@@ -89,14 +89,14 @@ def check(module: ModuleType) -> dict[str, dict[str, Any]]:
     one, many = (_losses_and_grads(module, cfg, host, mesh) for mesh in (single_mesh(), wide))
     silent = [path for path, g in one["grads"].items() if not np.any(g)]
     infinite = [path for path, g in one["grads"].items() if not np.all(np.isfinite(g))]
-    gap = max(_relative(many["grads"][path], g) for path, g in one["grads"].items())
-    relative = f"≤ {TOLERANCE:g} relative"
+    gap = max(relative(many["grads"][path], g) for path, g in one["grads"].items())
+    bar = f"≤ {TOLERANCE:g} relative"
     return {
-        "fast attention = reference, logits": _found(_relative(one["fast"], one["reference"]), TOLERANCE, relative),
+        "fast attention = reference, logits": _found(relative(one["fast"], one["reference"]), TOLERANCE, bar),
         "gradients that are not finite": _found(len(infinite), 0, "none"),
         f"parameters without a gradient {silent}": _found(len(silent), 0, "none"),
-        f"{wide.devices.size} devices = 1, loss": _found(_relative(many["loss"], one["loss"]), TOLERANCE, relative),
-        f"{wide.devices.size} devices = 1, worst gradient": _found(gap, TOLERANCE, relative),
+        f"{wide.devices.size} devices = 1, loss": _found(relative(many["loss"], one["loss"]), TOLERANCE, bar),
+        f"{wide.devices.size} devices = 1, worst gradient": _found(gap, TOLERANCE, bar),
         "loss after four steps, of the first": _found(_progress(module, cfg, host), 0.999, "below 1"),
     }
 
@@ -149,7 +149,7 @@ def random_batch(cfg: Any, seed: int, multiple: int) -> dict[str, np.ndarray]:
 def _losses_and_grads(module: ModuleType, cfg: Any, host: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
     """Logits on either path, loss and gradients, at moved weights: some start at zero and silence the others."""
     with jax.set_mesh(mesh):
-        params = jax.tree.map(_moved, module.init_fn(cfg, jax.random.key(0)).params)
+        params = jax.tree.map(moved, module.init_fn(cfg, jax.random.key(0)).params)
         batch = _placed(host, mesh)
         forward = jax.jit(module.fwd_fn, static_argnums=(2, 3))
         objective = jax.jit(jax.value_and_grad(module.loss_fn), static_argnums=(2, 3))
@@ -163,7 +163,8 @@ def _losses_and_grads(module: ModuleType, cfg: Any, host: dict[str, np.ndarray],
         }
 
 
-def _moved(p: jax.Array) -> jax.Array:
+def moved(p: jax.Array) -> jax.Array:
+    """The parameter with noise, the same on every mesh."""
     noise = np.random.default_rng(p.size).normal(size=p.shape).astype(np.float32)
     return p + 0.05 * jax.reshard(jnp.asarray(noise), jax.typeof(p).sharding.spec)
 
@@ -182,7 +183,8 @@ def _placed(host: dict[str, np.ndarray], mesh: Mesh) -> Batch:
     return {name: place(array, P(BATCH, None), mesh) for name, array in host.items()}
 
 
-def _relative(found: Any, expected: Any) -> float:
+def relative(found: Any, expected: Any) -> float:
+    """The norm of the difference over the norm of what is expected."""
     scale = float(np.linalg.norm(expected))
     return float(np.linalg.norm(np.asarray(found) - expected)) / (scale or 1.0)
 
