@@ -235,7 +235,8 @@ def _operator(
     """→ losses and factor; the logits become the gradient over that factor, if asked for. height None: no cap."""
     from quern.kernels.cross_entropy_triton import losses_and_factor
 
-    return losses_and_factor(logits_NV, targets_N, scale_N, height, divisor, gradient)
+    with torch.cuda.device_of(logits_NV):
+        return losses_and_factor(logits_NV, targets_N, scale_N, height, divisor, gradient)
 
 
 @_operator.register_fake

@@ -53,7 +53,8 @@ def rotate_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Ten
     """back: counterclockwise. Returns a contiguous tensor."""
     from quern.kernels.rope_triton import turn
 
-    return turn(x_BTHE, cos, sin, back=back, gain=None, eps=EPS)
+    with torch.cuda.device_of(x_BTHE):
+        return turn(x_BTHE, cos, sin, back=back, gain=None, eps=EPS)
 
 
 @rotate_operator.register_fake
@@ -78,7 +79,8 @@ def rotate_normed_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float
     """Returns a contiguous tensor."""
     from quern.kernels.rope_triton import turn
 
-    return turn(x_BTHE, cos, sin, back=False, gain=gain, eps=EPS)
+    with torch.cuda.device_of(x_BTHE):
+        return turn(x_BTHE, cos, sin, back=False, gain=gain, eps=EPS)
 
 
 @rotate_normed_operator.register_fake
@@ -91,7 +93,8 @@ def rotate_normed_backward(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: 
     """dx, contiguous; the norm is computed once more from x."""
     from quern.kernels.rope_triton import turn_back_normed
 
-    return turn_back_normed(grad_BTHE, x_BTHE, cos, sin, gain=gain, eps=EPS)
+    with torch.cuda.device_of(x_BTHE):
+        return turn_back_normed(grad_BTHE, x_BTHE, cos, sin, gain=gain, eps=EPS)
 
 
 @rotate_normed_backward.register_fake

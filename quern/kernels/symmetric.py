@@ -37,7 +37,8 @@ def symmetric_product_plain(
 def symmetric_product_operator(x_NRC: Tensor, a_NRR: Tensor | None, beta: float, alpha: float) -> Tensor:
     from quern.kernels.symmetric_triton import product
 
-    return product(x_NRC, a_NRR, beta, alpha)
+    with torch.cuda.device_of(x_NRC):
+        return product(x_NRC, a_NRR, beta, alpha)
 
 
 @symmetric_product_operator.register_fake
