@@ -3,7 +3,8 @@
 Rank = replica · tp + shard: the shards of one replica are neighbours, since they talk most. Every collective that
 quern makes goes through a `Group`, which counts what it moves, so that what a layout costs is measured and not assumed.
 In a group of one process nothing is sent: the same code runs on one process and on many. Which tensors travel, and
-when, is not decided here (parallel/).
+when, is not decided here (parallel/). How far this process is stands in `Whereabouts`, for the other ranks to be told
+(train/watch.py).
 
 Bytes are those that one rank sends with a ring (Thakur et al., 2005), n ranks, for a tensor of S bytes in full:
 all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather, all-to-all and broadcast (n-1)/n·S.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 # The same under their newer names; the older ones warn from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,6 +32,62 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 SET_UP_TIMEOUT = timedelta(minutes=20)
 """Until training runs: ranks load data and compile at their own pace."""
+
+
+class PeersLostError(RuntimeError):
+    """A collective failed because another rank is gone; the message says which collective."""
+
+
+STEPPING, FIRST_STEP = "training", "compiling in the first step"
+
+
+@dataclass
+class Whereabouts:
+    """How far this process is. step: None before training; calls: collectives begun within the step; call: the last
+    one; waiting: whether the process stands still in it."""
+
+    doing: str = "setting up"
+    step: int | None = None
+    calls: int = 0
+    call: str = "none yet"
+    waiting: bool = False
+
+    def begin_step(self, step: int, doing: str) -> None:
+        self.doing, self.step, self.calls, self.call = doing, step, 0, "none yet"
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """While something else than a step is done, which may take one rank longer than the others."""
+        before, self.doing = self.doing, what
+        yield
+        self.doing = before  # not after an error: where it happened is part of its report
+
+    @contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Around one collective. Raises PeersLostError where it fails."""
+        self.calls, self.call = self.calls + 1, call
+        with _losing_peers(call):
+            yield
+
+    @contextmanager
+    def standing(self, call: str) -> Iterator[None]:
+        """While the process waits for the others in a collective."""
+        self.waiting = True
+        try:
+            with _losing_peers(call):
+                yield
+        finally:
+            self.waiting = False
+
+
+@contextmanager
+def _losing_peers(call: str) -> Iterator[None]:
+    try:
+        yield
+    except PeersLostError:
+        raise
+    except RuntimeError as error:
+        raise PeersLostError(f"{call} failed: {str(error).splitlines()[0][:200]}") from error
 
 
 @dataclass
@@ -47,71 +107,74 @@ class Traffic:
 class Pending:
     """A collective under way; `wait` before its tensors are read or written."""
 
-    def __init__(self, work: Any, traffic: Traffic) -> None:
-        self._work, self._traffic = work, traffic
+    def __init__(self, work: Any, group: Group, call: str = "") -> None:
+        self._work, self._group, self._call = work, group, call
 
     def wait(self) -> None:
         if self._work is None:
             return
-        start = time.perf_counter()
-        self._work.wait()
-        self._traffic.waited_seconds += time.perf_counter() - start
+        with self._group.standing(self._call):
+            self._work.wait()
         self._work = None
 
 
 class Group:
     """Some ranks of the mesh. Tensors are contiguous; all ranks of a group make the same calls in the same order."""
 
-    def __init__(self, name: str, size: int, rank: int, group: Any = None) -> None:
-        """group: torch's process group, None for a group of one."""
+    def __init__(
+        self, name: str, size: int, rank: int, group: Any = None, whereabouts: Whereabouts | None = None
+    ) -> None:
+        """group: torch's process group, None for a group of one; whereabouts: where its calls are noted."""
         self.name, self.size, self.rank, self.group = name, size, rank, group
+        self.whereabouts = whereabouts or Whereabouts()
         self.traffic = Traffic()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """In place. op: "sum", "max" or "min"."""
         kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         if self.size == 1:
-            return Pending(None, self.traffic)
-        self._count("all_reduce", 2 * tensor.nbytes)
-        return self._pending(dist.all_reduce(tensor, kinds[op], self.group, async_op=True))
+            return self._done()
+        with self._counted("all_reduce", 2 * tensor.nbytes) as call:
+            return Pending(dist.all_reduce(tensor, kinds[op], self.group, async_op=True), self, call)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Pending:
         """out = the sum over ranks of their `whole`, this rank's equal part of it (cut along the first dim)."""
         if self.size == 1:
             out.copy_(whole.view_as(out))
-            return Pending(None, self.traffic)
-        self._count("reduce_scatter", whole.nbytes)
-        return self._pending(_reduce_scatter(out, whole, group=self.group, async_op=True))
+            return self._done()
+        with self._counted("reduce_scatter", whole.nbytes) as call:
+            return Pending(_reduce_scatter(out, whole, group=self.group, async_op=True), self, call)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
         """whole = the parts of all ranks, one after the other along the first dim."""
         if self.size == 1:
             whole.view_as(part).copy_(part)
-            return Pending(None, self.traffic)
-        self._count("all_gather", whole.nbytes)
-        return self._pending(_all_gather(whole, part, group=self.group, async_op=True))
+            return self._done()
+        with self._counted("all_gather", whole.nbytes) as call:
+            return Pending(_all_gather(whole, part, group=self.group, async_op=True), self, call)
 
     def all_to_all(self, out: Tensor, whole: Tensor) -> Pending:
         """Part i (along the first dim) of `whole` goes to rank i; `out` holds what came, in the order of ranks."""
         if self.size == 1:
             out.copy_(whole)
-            return Pending(None, self.traffic)
-        self._count("all_to_all", whole.nbytes)
-        return self._pending(dist.all_to_all_single(out, whole, group=self.group, async_op=True))
+            return self._done()
+        with self._counted("all_to_all", whole.nbytes) as call:
+            return Pending(dist.all_to_all_single(out, whole, group=self.group, async_op=True), self, call)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """In place, from the group's rank `source`."""
         if self.size == 1:
-            return Pending(None, self.traffic)
-        self._count("broadcast", tensor.nbytes)
-        return self._pending(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+            return self._done()
+        with self._counted("broadcast", tensor.nbytes) as call:
+            return Pending(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), self, call)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """A small JSON-like value from the group's rank `source`; what the others hand in is ignored."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=source)
+        with self.whole_call("broadcast of a value"):
+            dist.broadcast_object_list(box, group=self.group, group_src=source)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -119,19 +182,39 @@ class Group:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        with self.whole_call("all_gather of values"):
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier(group=self.group)
+            with self.whole_call("barrier"):
+                dist.barrier(group=self.group)
 
-    def _count(self, kind: str, size_in_bytes: int) -> None:
+    @contextmanager
+    def whole_call(self, kind: str) -> Iterator[None]:
+        """Around a collective that returns when it is done. Raises PeersLostError where it fails."""
+        call = f"{kind} over {self.name}"
+        with self.whereabouts.calling(call), self.standing(call):
+            yield
+
+    @contextmanager
+    def standing(self, call: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self.whereabouts.standing(call):
+            yield
+        self.traffic.waited_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def _counted(self, kind: str, size_in_bytes: int) -> Iterator[str]:
         self.traffic.bytes[kind] += size_in_bytes * (self.size - 1) // self.size
         self.traffic.calls[kind] += 1
+        call = f"{kind} over {self.name}"
+        with self.whereabouts.calling(call):
+            yield call
 
-    def _pending(self, work: Any) -> Pending:
-        return Pending(work, self.traffic)
+    def _done(self) -> Pending:
+        return Pending(None, self)
 
 
 @dataclass(frozen=True)
@@ -147,6 +230,9 @@ class Mesh:
     world: Group
     files: Group
     """All again, over gloo and with an order of calls of its own: what is saved in the background."""
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    store: Any = None
+    """Where ranks meet (torch's Store), None for one process."""
 
     @property
     def main(self) -> bool:
@@ -161,6 +247,10 @@ class Mesh:
             for kind, count in sorted(group.traffic.bytes.items())
         }
 
+    def waited_seconds(self) -> float:
+        """How long this process has stood still in collectives. On GPUs the device waits, and this stays small."""
+        return sum(group.traffic.waited_seconds for group in (self.data, self.model, self.world))
+
     def reset_traffic(self) -> None:
         for group in (self.data, self.model, self.world):
             group.traffic.reset()
@@ -168,7 +258,8 @@ class Mesh:
 
 def alone() -> Mesh:
     """One process."""
-    return Mesh(1, 1, 0, *(Group(name, 1, 0) for name in ("data", "model", "world", "files")))
+    data, model, world, files = (Group(name, 1, 0) for name in ("data", "model", "world", "files"))
+    return Mesh(1, 1, 0, data, model, world, files)
 
 
 def connect(tp: int, device: torch.device, rank: int, ranks: int, timeout: timedelta = SET_UP_TIMEOUT) -> Mesh:
@@ -181,15 +272,19 @@ def connect(tp: int, device: torch.device, rank: int, ranks: int, timeout: timed
         raise ValueError(f"--tp {tp} does not divide {ranks} ranks: use one of {valid}")
     if ranks == 1:
         return alone()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=timeout)
+    store, _, _ = next(iter(rendezvous("env://", rank, ranks, timeout=timeout)))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("data", "model"))
+    whereabouts = Whereabouts()
     groups = {}
     for name in ("data", "model"):
         group = mesh.get_group(name)
         size = dist.get_world_size(group)
-        groups[name] = Group(name, size, dist.get_rank(group), group if size > 1 else None)
+        groups[name] = Group(name, size, dist.get_rank(group), group if size > 1 else None, whereabouts)
+    groups["world"] = Group("world", ranks, rank, dist.group.WORLD, whereabouts)
     files = Group("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
-    return Mesh(ranks // tp, tp, rank, **groups, world=Group("world", ranks, rank, dist.group.WORLD), files=files)
+    return Mesh(ranks // tp, tp, rank, **groups, files=files, whereabouts=whereabouts, store=store)
 
 
 def disconnect(mesh: Mesh) -> None:

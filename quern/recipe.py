@@ -137,6 +137,8 @@ class TrainRecipe:
     """Steps between checkpoints; a tenth of the run."""
     keep: int = 2
     """Checkpoints kept."""
+    save_in_background: bool = False
+    """Copy the state and go on training while it is written; takes the memory of masters and moments once more."""
     max_skips: int = 10
     """Non-finite steps in a row before the run stops."""
     fp8: str = "off"

@@ -100,6 +100,7 @@ def run(
             log_every=train.log_every,
             save_every=train.save_every,
             keep=train.keep,
+            save_in_background=train.save_in_background,
             flops_per_token=flops_per_token(recipe),
             peak_flops=measure_peak_flops(machine) * mesh.world.size,
             evaluators=[(train.eval_every, validation(recipe, prepared, machine))],

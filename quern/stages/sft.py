@@ -95,6 +95,7 @@ def run(
             log_every=recipe.train.log_every,
             save_every=max(1, steps // 4),
             keep=recipe.train.keep,
+            save_in_background=recipe.train.save_in_background,
             flops_per_token=flops_per_token(recipe),
             peak_flops=measure_peak_flops(machine) * mesh.world.size,
             evaluators=[(max(1, steps // 4), held_out_loss(val_corpus, recipe, machine))],

@@ -24,7 +24,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,14 @@ def save(
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
         raise
-    try:
-        if mesh.main:
+    problem = None
+    if mesh.main:
+        try:
             _prune(folder, final, keep, at)
-    except OSError as error:
-        raise CheckpointError(f"{final} is saved, but an older one cannot be removed: {error}") from error
+        except OSError as error:
+            problem = f"{final} is saved, but an older one cannot be removed: {error}"
+    if (problem := mesh.files.broadcast_object(problem)) is not None:
+        raise CheckpointError(problem)
     return final
 
 
@@ -246,11 +249,14 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | Slice], me
         return
     # save_distributed: one process writes what one rank of many would, so the same reader serves both.
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    one = mesh.world.size == 1
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            one = mesh.world.size == 1
-            dcp_save(written, storage_writer=writer, planner=_Planner(), process_group=mesh.files.group, no_dist=one)
+            with nullcontext() if one else mesh.files.whole_call("save"):
+                dcp_save(
+                    written, storage_writer=writer, planner=_Planner(), process_group=mesh.files.group, no_dist=one
+                )
     except CheckpointException as failure:  # a BaseException that wraps each rank's own error
         raise next(iter(failure.failures.values()))[0] from failure
 

@@ -72,7 +72,9 @@ class Stop:
     installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = True) -> None:
+        """alone: whether to say so here; of several ranks the first says it when all have heard."""
+        self.alone = alone
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -98,6 +100,8 @@ class Stop:
         for which in SIGNALS:
             signal.signal(which, signal.SIG_DFL)
         self.signal = signal.Signals(number)
+        if not self.alone:
+            return
         note = f"\n{self.signal.name}: finishing this step, saving, then exiting; once more exits at once.\n"
         with contextlib.suppress(OSError):  # nobody may be listening any more
             os.write(2, note.encode())  # print() is not safe here: it may have been interrupted midway

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,13 @@ import torch
 from quern.data.batch import Batch, Batches
 from quern.data.loader import prefetch
 from quern.machine import Machine
+from quern.mesh import FIRST_STEP, STEPPING, Mesh
 from quern.optim.schedule import Multipliers
 from quern.records import Records
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
+from quern.train.pace import Pace
+from quern.train.saver import Saver
 from quern.train.state import TrainState
 from quern.train.step import StepResult, train_step
 
@@ -44,6 +46,7 @@ class Plan:
     flops_per_token: float
     peak_flops: float
     evaluators: Sequence[tuple[int, Evaluator]] = ()
+    save_in_background: bool = False
     meta: dict[str, Any] = field(default_factory=dict)
     """Goes into every checkpoint beside the state: the recipe, the tokenizer's fingerprint, …"""
 
@@ -64,11 +67,14 @@ def train(
     """
     folder.rewind(state.step)  # also where a run died before its first checkpoint
     folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
-    window = _Window()
+    window, pace = _Window(), Pace()
     fresh = True
-    with Stop() as stop, closing(_batches(state, loader, plan)) as batches:
+    mesh = state.optimizer.mesh
+    saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background)
+    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan)) as batches:
         for batch in batches:
-            start = time.perf_counter()
+            mesh.whereabouts.begin_step(state.step, FIRST_STEP if fresh else STEPPING)
+            start, waited = time.perf_counter(), mesh.waited_seconds()
             _seed_draws(state, plan)
             result = train_step(
                 state,
@@ -92,24 +98,30 @@ def train(
             else:
                 folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
             if result.verdict == "stop":
-                return _diverged(state, folder, say)
+                return _diverged(state, saver, folder, say)
             if state.step % plan.log_every == 0 or state.step == plan.steps:
                 line = _metrics(state, result, window, plan)
                 folder.metric(**line)
                 advance(state, line)
                 window = _Window()
                 state.unlogged_nats, state.unlogged_tokens = 0.0, 0
-            stopping = _anyone(stop.requested, state) and state.step < plan.steps
+            asked, slow = _exchange(stop.requested, seconds - mesh.waited_seconds() + waited, mesh, machine, pace)
+            stopping = asked and state.step < plan.steps
+            if slow:
+                folder.event("slow", step=state.step, reason=slow)
+                say(slow)
             for every, evaluator in plan.evaluators:
                 if state.step % every == 0 or state.step == plan.steps:
-                    folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
+                    with mesh.whereabouts.during("evaluating"):
+                        folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
             if state.step % plan.save_every == 0 or state.step == plan.steps or stopping:
                 try:
-                    save(state, plan, folder)
+                    with mesh.whereabouts.during("saving"):
+                        saver.save(state, plan.meta)
+                        if stopping or state.step == plan.steps:
+                            saver.settle()
                 except checkpoint.CheckpointError as error:
-                    folder.event("stop", step=state.step, reason=str(error))
-                    say(f"stopped at step {state.step}: {error}")
-                    return EXIT_NOT_SAVED
+                    return _not_saved(error, state, folder, say)
             if stopping:
                 folder.event("stop", step=state.step, reason="signal")
                 say(f"stopped after step {state.step} as asked, and saved: go on with --resume")
@@ -118,10 +130,18 @@ def train(
     return EXIT_DONE
 
 
-def _anyone(asked: bool, state: TrainState) -> bool:
-    """Whether a signal has reached any rank: all stop after the same step."""
-    world = state.optimizer.mesh.world
-    return asked if world.size == 1 else any(world.gather_objects(asked))
+def _exchange(asked: bool, seconds: float, mesh: Mesh, machine: Machine, pace: Pace) -> tuple[bool, str | None]:
+    """→ whether a signal has reached any rank, so that all stop after the same step; what to say of a slow rank.
+
+    seconds: this rank's own of the step.
+    """
+    if mesh.world.size == 1:
+        return asked, None
+    own = torch.tensor([float(asked), seconds], device=machine.device)
+    heard = own.new_empty(2 * mesh.world.size)
+    mesh.world.all_gather(heard, own).wait()
+    signals, times = heard.view(-1, 2).T.tolist()
+    return any(signals), pace.observe(times)
 
 
 def _batches(state: TrainState, loader: Batches, plan: Plan) -> Generator[Batch, None, None]:
@@ -143,16 +163,6 @@ def _evaluated(state: TrainState, evaluator: Evaluator) -> dict[str, Any]:
         return evaluator(state)
     finally:
         state.model.train()
-
-
-def save(state: TrainState, plan: Plan, folder: Records) -> Path:
-    """Writes the checkpoint of state.step."""
-    start = time.perf_counter()
-    meta = {**plan.meta, "state": state.meta()}
-    mesh = state.optimizer.mesh
-    path = checkpoint.save(folder.path / "checkpoints", state.step, state.slices(), meta, plan.keep, mesh=mesh)
-    folder.event("save", step=state.step, path=path.name, seconds=round(time.perf_counter() - start, 3))
-    return path
 
 
 def resume(state: TrainState, folder: Records, say: Callable[[str], None]) -> bool:
@@ -195,7 +205,17 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -
     return line
 
 
-def _diverged(state: TrainState, folder: Records, say: Callable[[str], None]) -> int:
+def _not_saved(error: Exception, state: TrainState, folder: Records, say: Callable[[str], None]) -> int:
+    folder.event("stop", step=state.step, reason=str(error))
+    say(f"stopped at step {state.step}: {error}")
+    return EXIT_NOT_SAVED
+
+
+def _diverged(state: TrainState, saver: Saver, folder: Records, say: Callable[[str], None]) -> int:
+    try:
+        saver.settle()
+    except checkpoint.CheckpointError as error:
+        return _not_saved(error, state, folder, say)
     found = checkpoint.latest(folder.path / "checkpoints", say)
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"

@@ -153,7 +153,7 @@ def _without_replicated(stand_around: Callable[..., None]) -> Callable[..., None
 
 def _loss_not_summed() -> None:
     def own(self: Group, tensor: Tensor, op: str = "sum") -> Pending:
-        return Pending(None, self.traffic) if tensor.ndim == 2 else all_reduce(self, tensor, op)
+        return Pending(None, self) if tensor.ndim == 2 else all_reduce(self, tensor, op)
 
     all_reduce = Group.all_reduce
     Group.all_reduce = own  # type: ignore[method-assign]
