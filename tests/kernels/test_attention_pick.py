@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from quern.kernels.attention import MaskSpec, attend, attend_plain
-from quern.kernels.attention_backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash
+from quern.kernels.attention_backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash, triton_flash
 from quern.kernels.attention_pick import KINDS, Picked, equip, example, kind_of, pick, problem_with
 from quern.machine import Machine
 from quern.model.context import CausalContext
+from tests.kernels.interpreter import Interpreted, interpreted
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+__all__ = ["interpreted"]  # a fixture
 SMALL = (2, 100, 4, 2, 16)
 
 
@@ -175,3 +177,20 @@ def test_block_masks_are_made_once_for_all_layers_and_nothing_compiles_again(mon
             assert (y - expected).abs().max() <= 1e-5
             assert len(made) == 2 * (step + 1)
     assert len(compilations) <= 2
+
+
+def triton_deviation(kind: str) -> float:
+    """Runs where Triton interprets: the largest difference from the plain twin, forward and gradients."""
+    backend, mask = triton_flash(), example(kind, 70)
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 70, heads, 16, generator=numbers).requires_grad_() for heads in (4, 2, 2, 4))
+    results = []
+    for attend_so in (backend.attend, attend_plain):
+        y = attend_so(q, k, v, backend.prepare(mask, 70, q.device), 0.3)
+        results.append([y, *torch.autograd.grad(y, (q, k, v), grad)])
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_triton_kernels_see_what_the_mask_says(interpreted: Interpreted, kind: str) -> None:
+    assert interpreted(triton_deviation, kind) <= 1e-5
