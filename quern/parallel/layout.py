@@ -1,0 +1,105 @@
+"""What a rank of a mesh would hold, worked out without its memory and without the other ranks.
+
+The recipe's model, cut, and the optimizer's buckets are made by the code that makes them in training, but on torch's
+"meta" device, which keeps shapes and no numbers, and around groups that send nothing. So sizes are those of training,
+padding included; what they cost is counted in traffic.py and memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quern.mesh import Group, Mesh, Pending, alone
+from quern.optim.groups import make_groups
+from quern.parallel.buckets import Bucket, Settings, make_buckets
+from quern.parallel.plan import shard_model
+from quern.recipe import Recipe
+
+
+class Done(Pending):
+    """What is no longer under way."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class Unconnected(Group):
+    """A group whose collectives move nothing: its tensors have shapes only."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        return Done()
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Pending:
+        return Done()
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
+        return Done()
+
+    def all_to_all(self, out: Tensor, whole: Tensor) -> Pending:
+        return Done()
+
+
+def unconnected(dp: int, tp: int) -> Mesh:
+    """The mesh as rank 0 sees it."""
+    data, model, world = (Unconnected(name, n, 0) for name, n in (("data", dp), ("model", tp), ("world", dp * tp)))
+    return replace(alone(), dp=dp, tp=tp, data=data, model=model, world=world)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """recipe: resolved; whole: the model; shard: what rank 0 holds of it, in the dtype of training, on "meta"; buckets:
+    its optimizer's."""
+
+    recipe: Recipe
+    dp: int
+    tp: int
+    whole: Any
+    shard: Any
+    buckets: Sequence[Bucket]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shard.embedding.weight.dtype
+
+    @property
+    def rows(self) -> int:
+        """Of one replica in one step; of the largest share where they cannot be shared evenly."""
+        context, batch_tokens = self.recipe.model.context, self.recipe.train.batch_tokens
+        assert context and batch_tokens
+        return -(-max(1, batch_tokens // context) // self.dp)
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The rows of each forward pass of a step."""
+        context, tokens = self.recipe.model.context, self.recipe.train.micro_batch_tokens
+        assert context and tokens
+        most = max(1, tokens // context)
+        return [min(most, self.rows - first) for first in range(0, self.rows, most)]
+
+
+def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int) -> Layout:
+    """recipe: resolved. Raises ValueError where the model cannot be cut so, or a replica would be left without rows."""
+    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
+    assert context and batch_tokens
+    rows = max(1, batch_tokens // context)
+    if dp > rows:
+        raise ValueError(f"a batch of {rows:,} rows cannot feed {dp:,} replicas: raise train.batch-tokens, or --tp")
+    mesh = unconnected(dp, tp)
+    whole = weightless(recipe, dtype)
+    shard = shard_model(weightless(recipe, dtype), mesh)
+    groups = make_groups(shard.parameter_groups(), recipe.make_rules(recipe.optim), shard.named_parameters())
+    return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, Settings(mesh, dtype, False)))
+
+
+def weightless(recipe: Recipe, dtype: torch.dtype) -> Any:
+    """The recipe's model on "meta"."""
+    with torch.device("meta"):
+        return recipe.make_model(recipe.model).to(dtype=dtype)

@@ -1,0 +1,72 @@
+"""Bytes that one rank sends in one optimizer step, by group and kind of collective: the formula, and nothing measured.
+
+A ring sends 2(n-1)/n times a tensor's bytes to sum it on all n ranks, (n-1)/n to gather, scatter or exchange it
+(mesh.py). With n replicas, m shards, s bytes per element of the parameters' dtype, over the optimizer's buckets of P
+elements each, padding included (buckets.py):
+
+    data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their owners
+    data/all_gather       as many                                             parameters back
+    data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 8 + 8)       their gradients; the number of targets;
+                                                                              the loss and the number of tokens
+    world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
+    model/all_to_all      2 · (m-1)/m · s/n · Σ P of stacks of cut matrices   gradients to whole matrices, and back
+    model/…               what each micro-batch sends: plan.py
+
+A tensor's share is rounded down to whole bytes. What it is compared with: `Mesh.traffic` over a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quern.parallel.layout import Layout
+from quern.parallel.plan import bytes_sent
+
+COUNT_BYTES = 8
+"""An int64: the number of targets in the global batch."""
+TOTALS_BYTES = 8
+"""Two numbers in fp32: the loss, and the tokens computed."""
+NORM_BYTES = 4
+
+
+def bytes_per_step(layout: Layout) -> dict[str, int]:
+    """By "group/kind", as `Mesh.traffic` counts them."""
+    return {kind: count for kind, count in sorted((data_bytes(layout) + model_bytes(layout)).items()) if count}
+
+
+def data_bytes(layout: Layout) -> Counter[str]:
+    """Of the data group and the world: once a step."""
+    n, world = layout.dp, layout.dp * layout.tp
+    sent: Counter[str] = Counter()
+    small: Counter[tuple] = Counter()
+    for bucket in layout.buckets:
+        if bucket.small:
+            small[bucket.grads.dtype, bucket.grads.device] += bucket.grads.nbytes
+        else:
+            sent["data/reduce_scatter"] += part(bucket.grads.nbytes, n)
+            sent["data/all_gather"] += part(bucket.params.nbytes, n)
+    for size in (*small.values(), COUNT_BYTES, TOTALS_BYTES):
+        sent["data/all_reduce"] += part(2 * size, n)
+    sent["world/all_reduce"] += part(2 * NORM_BYTES, world)
+    return sent
+
+
+def model_bytes(layout: Layout) -> Counter[str]:
+    """Of the model group: each micro-batch, and Muon's exchange of parts of matrices once a step."""
+    sent: Counter[str] = Counter()
+    if layout.tp == 1:
+        return sent
+    context = layout.recipe.model.context
+    assert context
+    for rows in layout.micro_batches:
+        for kind, count in bytes_sent(layout.whole, rows * context, layout.tp).items():
+            sent[f"model/{kind}"] += count
+    for bucket in layout.buckets:
+        if bucket.exchange is not None:
+            sent["model/all_to_all"] += 2 * part(bucket.owned_grads.nbytes, layout.tp)
+    return sent
+
+
+def part(size_in_bytes: int, ranks: int) -> int:
+    """(n-1)/n of it."""
+    return size_in_bytes * (ranks - 1) // ranks

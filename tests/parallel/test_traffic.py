@@ -1,0 +1,114 @@
+"""Bytes moved by a training step: counted on real processes over gloo, against the formula; and by hand."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quern.data.batch import Batch
+from quern.mesh import Mesh
+from quern.optim.schedule import Multipliers
+from quern.parallel import buckets
+from quern.parallel.layout import lay_out
+from quern.parallel.plan import shard_model
+from quern.parallel.traffic import bytes_per_step, data_bytes
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
+from quern.recipes import gpt, llama, unet
+from quern.train.state import build_model, build_state
+from quern.train.step import train_step
+from tests.parallel.ranks import Ranks, running
+from tests.train.toy import CPU
+
+RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
+CONTEXT, ROWS = 13, 12
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with running() as server:
+        yield server
+
+
+def recipe(architecture: str) -> Recipe:
+    """Twelve rows, so that 2, 3 and 4 replicas have equal shares, of which each makes two unequal micro-batches."""
+    kv_heads = 8 if architecture == "unet" else 4
+    shape = ModelRecipe(
+        width=64, head_dim=8, heads=8, kv_heads=kv_heads, context=CONTEXT, vocab_size=1001, bos=0, windows="L"
+    )
+    train = TrainRecipe(steps=4, batch_tokens=ROWS * CONTEXT, micro_batch_tokens=2 * CONTEXT)
+    return resolve(replace(RECIPES[architecture], depth=4, model=shape, train=train))
+
+
+def small_cuts() -> None:
+    """Several stacks, rows that are cut and rows that are not."""
+    buckets.SMALL_ELEMENTS, buckets.LEAST_ELEMENTS = 2000, 10_000
+
+
+def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, int]:
+    """A step's traffic. broken: what is small travels with the rest, as in a simpler optimizer."""
+    torch.compiler.set_stance("force_eager")
+    small_cuts()
+    if broken:
+        buckets.SMALL_ELEMENTS = 0
+    made = recipe(architecture)
+    model = shard_model(build_model(made, CPU, 0), mesh)
+    state = build_state(made, CPU, model, mesh)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(1, 1001, (2, ROWS, CONTEXT), generator=generator, dtype=torch.int32).numpy()
+    batch = Batch(*(array[mesh.data.rank :: mesh.data.size] for array in (tokens, targets, targets > 0)))
+    mesh.reset_traffic()
+    train_step(state, batch, Multipliers(), CPU, micro_batch_rows=2)
+    return mesh.traffic()
+
+
+def formula(architecture: str, dp: int, tp: int) -> dict[str, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "SMALL_ELEMENTS", 2000)
+        patch.setattr(buckets, "LEAST_ELEMENTS", 10_000)
+        return bytes_per_step(lay_out(recipe(architecture), torch.float32, dp, tp))
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "llama", "unet"])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
+def test_a_step_sends_what_the_formula_says(architecture: str, dp: int, tp: int, ranks: Ranks) -> None:
+    kinds = {"data/reduce_scatter", "data/all_gather", "data/all_reduce"} if dp > 1 else set()
+    kinds |= {f"model/{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if tp > 1}
+    expected = formula(architecture, dp, tp)
+    assert set(expected) == kinds | {"world/all_reduce"}
+    for found in ranks(dp * tp, "tests.parallel.test_traffic:counted", tp=tp, architecture=architecture):
+        assert found == expected
+
+
+def test_the_comparison_can_fail(ranks: Ranks) -> None:
+    expected = formula("gpt", 2, 1)
+    for found in ranks(2, "tests.parallel.test_traffic:counted", architecture="gpt", broken=True):
+        assert found != expected
+
+
+def test_the_formula_by_hand(monkeypatch: Any) -> None:
+    """llama with two layers, width 16, vocabulary 400, on 3 replicas in bf16."""
+    monkeypatch.setattr(buckets, "SMALL_ELEMENTS", 1000)
+    shape = ModelRecipe(width=16, head_dim=8, heads=2, mlp_width=32, context=8, vocab_size=400, windows="L")
+    train = TrainRecipe(steps=1, batch_tokens=3 * 8)
+    made = resolve(replace(llama.RECIPE, depth=2, model=shape, train=train))
+    # Query, key, value and out of two layers are one stack of 8, of which a rank has 3 places; gate and up (2, 32, 16)
+    # of two layers have a place on each rank, and so has down.
+    matrices = 9 * 16 * 16 + 3 * 2 * 32 * 16 + 3 * 16 * 32
+    # 400 rows on 3 ranks: 134 places, in embedding and head.
+    rows = 2 * 3 * 134 * 16
+    norms = 5 * 64  # each begins at a multiple of 64
+    moved = 2 * 2 * (matrices + rows) // 3
+    small = 2 * 2 * 2 * norms // 3 + 2 * (2 * 2 * 8 // 3)
+    assert data_bytes(lay_out(made, torch.bfloat16, 3, 1)) == {
+        "data/reduce_scatter": moved,
+        "data/all_gather": moved,
+        "data/all_reduce": small,
+        "world/all_reduce": 2 * 2 * 4 // 3,
+    }
+
+
+def test_more_replicas_than_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="12 rows cannot feed 13 replicas: raise train.batch-tokens"):
+        lay_out(recipe("gpt"), torch.float32, 13, 1)
