@@ -199,16 +199,17 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
     here = launch.place()
     if options.ranks > 1 and here.ranks == 1:
         resolve(options.recipe)  # refuses bad values once, not on every rank
-        return launch.launch(arguments, options.ranks, options.restarts)
+        return launch.launch(arguments, options.ranks, options.tp, options.restarts)
     places = places_of(options.where)
-    with launch.joined(options.tp, options.where.machine, options.where.threads) as (machine, mesh):
+    where = options.where
+    with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
         return launch.finish(
             stage(
                 {
                     "recipe": options.recipe,
                     "machine": machine,
                     "places": places,
-                    "resume": options.resume or here.restart > 0,
+                    "resume": options.resume or launch.restarted(mesh),
                     "source": source,
                     "say": say if mesh.main else lambda line: None,
                     "trackers": trackers(options, places, verb) if mesh.main else (),

@@ -59,6 +59,9 @@ class Training:
     """How many of them share one replica of the model (tensor parallel); the others are data parallel."""
     restarts: int = 3
     """With several ranks: how often all start anew when one dies."""
+    timeout: float = 60.0
+    """With several ranks: seconds without progress in a training step until the rank that is the cause is looked for,
+    and all start anew."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
     questions: int = 200

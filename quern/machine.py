@@ -220,6 +220,11 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def hand_down(values: Mapping[str, str]) -> None:
+    """Puts values into the environment of the processes that this one will start."""
+    os.environ.update(values)
+
+
 def on_terminal() -> bool:
     """Whether progress may be drawn (a bar) or must be printed (plain lines)."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
