@@ -165,7 +165,9 @@ def fp8_state(machine: Machine = CPU, moved: float = 0.05) -> TrainState:
 def trained_loss(fp8: bool, seed: int, steps: int = 32, rows: int = 16) -> float:
     """Loss on held-out rows after training in bf16, with or without FP8, without a graph."""
     recipe = toy_recipe(model={"vocab_size": 64, "width": 64, "kv_heads": None}, steps=steps)
-    state = toy_state(replace(recipe, seed=seed), BF16, moved=0.0)
+    # At its own rate the smear, which the batch rule does not scale, makes the loss of so small a batch spike.
+    recipe = replace(recipe, seed=seed, optim=replace(recipe.optim, smear_lr=0.02))
+    state = toy_state(recipe, BF16, moved=0.0)
     if fp8:
         use_fp8(state.model)
     loader, schedule = Loader(toy_corpus(documents=400), CONTEXT, rows, seed, "best-fit"), toy_schedule(steps)
@@ -177,11 +179,11 @@ def trained_loss(fp8: bool, seed: int, steps: int = 32, rows: int = 16) -> float
 
 
 def test_training_in_fp8_comes_to_nearly_the_same_loss(law: Law) -> None:
-    """From 4.16 nats; paired over seeds, which alone move the loss by a hundredth."""
+    """From 4.16 nats to 2.7; paired over seeds, which alone move the loss by a few thousandths."""
     ratios = [trained_loss(True, seed) / trained_loss(False, seed) for seed in range(2)]
     difference = float(np.mean(ratios)) - 1
-    law("loss after 32 steps in FP8, relative to bf16's, mean of 2 seeds", difference, "≤ 0.03")
-    assert difference <= 0.03
+    law("loss after 32 steps in FP8, relative to bf16's, mean of 2 seeds", difference, "≤ 0.005")
+    assert abs(difference) <= 0.005
 
 
 def test_training_fails_where_gradients_round_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
