@@ -1,9 +1,9 @@
 """Which tile sizes are worth trying for flash attention's kernels on a GPU. Numbers only; `flash_launch.py` times them.
 
-They come from compiled code, not from timings: compiled for sm_90 and sm_80, what stands here spills few registers or
-none and lets matrix instructions run asynchronously; `tests/kernels/test_flash_compiled.py` holds that. Sums of
-products per byte read decide the rest: on an H200 keys fetched for fewer than 128 queries of head dim 128 saturate the
-level-2 cache before the tensor cores.
+They come from compiled code, not from timings: compiled for sm_80 and sm_90, what stands here spills few registers or
+none, and with descriptors matrix instructions run asynchronously (`tests/kernels/test_flash_compiled.py` holds that).
+The second reason is arithmetic: head dim 128 in bf16 does 64 floating-point operations for each byte of keys and
+values when a tile has 64 queries and 128 when it has 128; Hopper needs the latter, lest level-2 cache be the limit.
 
 Shared memory is in bytes.
 """
@@ -54,12 +54,12 @@ WITH_POINTERS: Table = {
     "query_gradient": {
         64: [Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)],
         128: [Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)],
-        256: [Tiles(64, 32, 8, 1), Tiles(32, 32, 4, 1)],
+        256: [Tiles(64, 32, 8, 2), Tiles(64, 16, 4, 2)],
     },
     "key_gradients": {
-        64: [Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)],
-        128: [Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2)],
-        256: [Tiles(32, 64, 8, 1), Tiles(32, 32, 4, 1)],
+        64: [Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2)],
+        128: [Tiles(32, 128, 8, 2), Tiles(64, 64, 8, 1), Tiles(32, 64, 8, 2)],
+        256: [Tiles(32, 32, 8, 1)],
     },
 }
 # Single precision is for checking: its products run without tensor cores, which would drop bits.
