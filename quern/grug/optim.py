@@ -68,7 +68,7 @@ def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTran
         "residual_scales": adam(recipe.residual_lr * scale, 0.8, 0.95, 0.05),
         "x0_scales": adam(recipe.x0_lr * scale, 0.96, 0.95, 0.0),
         "gates": adam(recipe.gate_lr * scale, 0.8, 0.95, 0.0),
-        "smear": adam(recipe.smear_lr, 0.8, 0.95, 0.0),
+        "smear": adam(recipe.smear_lr * scale, 0.8, 0.95, 0.0),
     }
 
 

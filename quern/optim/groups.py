@@ -108,7 +108,7 @@ def table(recipe: OptimRecipe) -> dict[str, tuple[Rule, float]]:
         "residual_scales": (adamw(0.8, 0.95, 0.05), recipe.residual_lr * scale),
         "x0_scales": (adamw(0.96, 0.95, 0.0), recipe.x0_lr * scale),
         "gates": (adamw(0.8, 0.95, 0.0), recipe.gate_lr * scale),
-        "smear": (adamw(0.8, 0.95, 0.0), recipe.smear_lr),
+        "smear": (adamw(0.8, 0.95, 0.0), recipe.smear_lr * scale),
     }
 
 

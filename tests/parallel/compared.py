@@ -104,9 +104,8 @@ def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str)
 
 
 def _state(model: Any, architecture: str, mesh: Mesh) -> TrainState:
-    # Rates for a batch this small, the smear's too, which the rule does not scale; and an eps under which AdamW does
-    # not make a whole step of the rounding of a gradient that cancels out, as it does with 1e-10.
-    rules = RECIPES[architecture].make_rules(OptimRecipe(lr_scale=0.01, decay_scale=0.1, smear_lr=0.2 * 0.01, eps=1e-4))
+    # An eps under which AdamW does not make a whole step of the rounding of a gradient that cancels out, as with 1e-10.
+    rules = RECIPES[architecture].make_rules(OptimRecipe(lr_scale=0.01, decay_scale=0.1, eps=1e-4))
     groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
     return TrainState(model, Zero2(groups, mesh=mesh), Guard(1))
 
