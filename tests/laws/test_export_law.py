@@ -23,6 +23,7 @@ from quern.stages import adopt, export
 from quern.stages.hugging_face import weights_to
 from quern.stages.load import load
 from quern.stages.places import Places
+from quern.text import tinyworld
 from quern.text.chat import Message, render, render_prompt
 from quern.text.hugging_face import DIALECT, tokenizer_json
 from quern.text.tokenizer import SPLIT_PATTERN, Tokenizer
@@ -259,6 +260,21 @@ def test_text_is_split_as_they_split_it(number: int) -> None:
         assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
 
     same()
+
+
+def test_words_are_merged_as_they_merge_them() -> None:
+    """Words that are no tokens, of letters that make many; merging in any other order would show."""
+    ours = Tokenizer.train(tinyworld.documents(0, 0.2, "train"), 1200)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(ours)))
+
+    @hypothesis.settings(max_examples=300)
+    @hypothesis.given(strategies.text(strategies.sampled_from("aeinorst  hl"), min_size=8, max_size=60))
+    def same(text: str) -> None:
+        assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
+
+    same()
+    for text in tinyworld.documents(1, 0.05, "val"):
+        assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
 
 
 @pytest.mark.campaign
