@@ -1,7 +1,8 @@
 """The `llama` recipe: Hugging Face's Llama architecture, every number from `--depth`, Muon for the matrices.
 
-Muon and AdamW were compared on the built-in world at depth 4; the matrices learn far faster under Muon. Everything
-else is AdamW's, norms without decay.
+Muon or AdamW for the matrices was tried on the built-in world at depth 4 (vocabulary 2,048, context 256, 250 steps of
+2,048 tokens, each at the best rate of a small grid): 0.53 and 0.68 bits per byte. All else is AdamW's; norms do not
+decay. In so short a run higher rates than these are better still: they are chosen for thousands of steps.
 """
 
 from __future__ import annotations
@@ -37,5 +38,5 @@ RECIPE = Recipe(
     make_rules=rules,
     make_schedule=warmup_stable_decay,
     model=ModelRecipe(windows="L", rope_base=10_000.0),
-    optim=OptimRecipe(matrix_lr=0.04, head_lr=0.01, embedding_lr=0.01, residual_lr=0.01),
+    optim=OptimRecipe(matrix_lr=0.06, head_lr=0.03, embedding_lr=0.03, residual_lr=0.02),
 )
