@@ -18,6 +18,7 @@ TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 LAWS := out/laws.json
 
@@ -26,7 +27,7 @@ LAWS := out/laws.json
 help:
 	@sed -n 's/^#   /  /p' Makefile
 
-setup: $(STAMP)
+setup: $(DEV)
 
 # torch goes first and by exact version: a range would let pip replace a local CPU build by the newest CUDA one.
 $(STAMP): pyproject.toml constraints.txt
@@ -35,6 +36,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
 		$(BIN)/python -m pip install "torch==$(TORCH)"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[serve]"
+	@touch $@
+
+# What tests and checks need besides.
+$(DEV): $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,serve]"
 	@touch $@
 
@@ -47,23 +53,23 @@ quickstart: $(STAMP)
 	@echo "Your own text:      $(BIN)/quern run --data path/to/texts --run mine"
 	@echo "A larger model:     $(BIN)/quern run --depth 8 --run larger"
 
-test: $(STAMP)
+test: $(DEV)
 	$(PYTEST) -n $(JOBS) -m "not campaign" --durations=15 $(TESTS)
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(PYTEST) -q tests/test_layers.py
 
-laws: $(STAMP)
+laws: $(DEV)
 	$(PYTEST) -n $(JOBS) -m "not campaign" --laws-out $(LAWS) tests/laws
 	$(BIN)/python tests/laws/table.py $(LAWS) README.md
 
 bench: $(STAMP)
 	$(BIN)/quern bench
 
-campaign: $(STAMP)
+campaign: $(DEV)
 	$(PYTEST) -n $(JOBS) -m campaign --timeout 0 --durations=15 $(TESTS)
 
 clean:
