@@ -323,6 +323,22 @@ def batch_rule(horizon_tokens: float, context: int) -> int:
     return max(context, MINIMUM_BATCH_TOKENS, 2 ** round(math.log2(max(1.0, wanted))))
 
 
+ABOVE_ZERO = {
+    "model": ("width", "head_dim", "heads", "kv_heads", "context", "softcap", "mlp_width", "norm_eps"),
+    "train": (
+        "steps",
+        "minutes",
+        "horizon_ratio",
+        "batch_tokens",
+        "micro_batch_tokens",
+        "log_every",
+        "eval_every",
+        "save_every",
+    ),
+    "sft": ("epochs", "steps", "batch_tokens"),
+}
+
+
 def _check(recipe: Recipe) -> None:
     train, sft = recipe.train, recipe.sft
     _refuse(recipe.depth < 1, f"depth must be at least 1, not {recipe.depth}")
@@ -340,12 +356,13 @@ def _check(recipe: Recipe) -> None:
     )
     _refuse(train.fp8 not in ("off", "head", "all"), f"train.fp8 must be off, head or all, not {train.fp8}")
     _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
-    for name, value in [
-        ("train.steps", train.steps),
-        ("train.minutes", train.minutes),
-        ("sft.steps", sft.steps),
-    ]:
-        _refuse(value is not None and value <= 0, f"{name} must be above 0, not {value}")
+    for part, names in ABOVE_ZERO.items():
+        for name in names:
+            value = getattr(getattr(recipe, part), name)
+            flag = f"{part}.{name.replace('_', '-')}"
+            _refuse(value is not None and value <= 0, f"{flag} must be above 0, not {value}")
+    for name, value in [("train.warmup-steps", train.warmup_steps), ("train.final-lr", train.final_lr)]:
+        _refuse(value is not None and value < 0, f"{name} must not be negative, not {value}")
     _refuse(train.keep < 1, f"train.keep must be at least 1, not {train.keep}")
     _refuse(not 0 <= train.warmdown_share <= 1, "train.warmdown-share must lie between 0 and 1")
     _refuse(
@@ -367,9 +384,6 @@ def _check_shape(model: ModelRecipe) -> None:
         f"model.kv-heads must divide the {model.heads} heads: one of {divisors}, not {model.kv_heads}",
     )
     _refuse(model.context < 2, f"model.context must be at least 2 tokens, not {model.context}")
-    _refuse(model.softcap <= 0, f"model.softcap must be above 0, not {model.softcap}")
-    for name, value in [("model.mlp-width", model.mlp_width), ("model.norm-eps", model.norm_eps)]:
-        _refuse(value is not None and value <= 0, f"{name} must be above 0, not {value}")
     _refuse(
         model.dropout is not None and not 0 <= model.dropout < 1,
         f"model.dropout must be at least 0 and below 1, not {model.dropout}",
