@@ -1,7 +1,7 @@
 """Saving: the checkpoint of a step, at once or in the background while training goes on.
 
 In the background the rank's slices are copied first; a thread then does what saving at once does,
-through collectives of their own (`Mesh.files`), so the files are the same, byte for byte. At most one save is under
+through collectives of their own (`Mesh.files`), so the checkpoint is the same, byte for byte. At most one save is under
 way: the next one waits for it. What went wrong in it is raised at the next save or at the end, on all ranks alike. The
 memory it takes is that of the rank's masters and moments once more.
 """

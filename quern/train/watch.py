@@ -117,7 +117,7 @@ class Watch:
         cause = self._still(self._board)
         if not self._board.words():
             if cause and self._board.first():
-                self.say(f"{cause}; the others end")
+                self.say(f"{cause}; all end")
             elif not cause:
                 self.say(f"rank {self.mesh.rank} lost the others: {why}")
 
@@ -181,7 +181,8 @@ class Watch:
             rank for rank, beat in after.items() if beat.number == before[rank].number and rank not in board.mourning()
         ]
         places = "; ".join(f"rank {rank} is gone or stopped, last seen {after[rank]}" for rank in self._standing)
-        return places or None
+        own = after[self.mesh.rank]
+        return f"{places}; rank {self.mesh.rank} is {own}" if places else None
 
     def _behind(self, board: _Board) -> str | None:
         beats = board.beats()
