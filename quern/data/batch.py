@@ -77,7 +77,10 @@ class Batches(ABC):
     def _rows_of(self, step: int, rank: int, ranks: int) -> np.ndarray:
         """Which rows of the endless sequence of rows rank `rank` of `ranks` reads at `step`."""
         if not 0 <= rank < ranks <= self.batch_rows:
-            raise ValueError(f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows")
+            raise ValueError(
+                f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows: take fewer ranks, "
+                "or more tokens in a batch, a row for each rank at least"
+            )
         return self._first_row(step) + np.arange(rank, self.batch_rows, ranks)
 
     def _first_row(self, step: int) -> int:

@@ -170,9 +170,10 @@ def typical(stage: StageRecords, key: str) -> float | None:
 
 
 def model_rows(run: RunRecords) -> Rows:
-    """The shape of the model and its counts."""
-    model = run.recipe.get("model")
-    return [*flatten(model if isinstance(model, dict) else {}), *flatten(_part(run, "model"))]
+    """What the model is called, its shape and its counts."""
+    model, made_by = run.recipe.get("model"), run.recipe.get("make_model")
+    name: Rows = [("architecture", made_by.rpartition(":")[2])] if isinstance(made_by, str) else []
+    return [*name, *flatten(model if isinstance(model, dict) else {}), *flatten(_part(run, "model"))]
 
 
 def training_rows(stage: StageRecords) -> Rows:

@@ -59,7 +59,7 @@ def test_everything_is_there(tmp_path):
     for text in (markdown.replace("\\", ""), page.text):
         for expected in (
             "9,437,184", "464 TFLOP", "12,288,000", "99.9%", "2.3%", "24 MB", "4.629", "a94a8fe5",
-             # trained, on what
+            "architecture",  # trained, on what
             "Pretraining", "Fine-tuning", "16K", "63%", "the gradient is not finite", "SIGTERM",
             "resume", "save ×4", "tinyworld/word_problems", "1,001,346", "9b74c9897bac770f",
             "Mira the otter", "27+48", "Odo is a heron.",
