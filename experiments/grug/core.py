@@ -43,7 +43,7 @@ def build_cfg(size: str) -> Config:
 
 
 def init_fn(cfg: Config, key: jax.Array) -> TrainState:
-    return init_state(int(jax.random.bits(key) % 2**31), cfg.step)
+    return init_state(int(jax.random.bits(key) >> 1), cfg.step)
 
 
 def fwd_fn(params: model.Params, tokens: jax.Array, cfg: Config, attend: model.Attend) -> jax.Array:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from quern.grug.attention import AttentionMask, attention
-from quern.grug.model import Attend, Params, forward, logits
+from quern.grug.model import Attend, Params, cap, forward, logits, look_up
 from quern.recipe import ModelRecipe
 
+MAX_SOFTCAP = 60.0
 Batch = dict[str, jax.Array]
 """tokens, targets: (B, T) int32; scale: (B, T) fp32 = mask · weight / valid targets of the whole batch."""
 
@@ -35,12 +36,17 @@ def loss_fn(
 
 
 def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRecipe) -> jax.Array:
-    """Nats of each target (B, T), fp32, from hidden states."""
-    z = logits(params, x, cfg)
-    # A comparison instead of a gather: it works where V is cut over devices, and fuses with the sum over V.
-    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, 2, out_sharding=jax.typeof(z).sharding)
-    at_target = jnp.sum(jnp.where(ids == targets[..., None], z, 0.0), axis=-1)
-    return jax.nn.logsumexp(z, axis=-1) - at_target
+    """Nats of each target (B, T), fp32, from hidden states.
+
+    Capped logits need no maximum subtracted, and a target's own logit is taken anew from its row of the head, which
+    spares two passes over the vocabulary. Raises ValueError for a cap over 60, whose exponentials fp32 could not sum.
+    """
+    if cfg.softcap > MAX_SOFTCAP:
+        raise ValueError(f"model.softcap {cfg.softcap} is too large for this loss: use at most {MAX_SOFTCAP:g}")
+    total = jnp.sum(jnp.exp(logits(params, x, cfg)), axis=-1)
+    rows = look_up(params.head, targets, None)
+    at_target = jnp.sum(x.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
+    return jnp.log(total) - cap(at_target, cfg)
 
 
 def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ModelRecipe, size: int) -> jax.Array:

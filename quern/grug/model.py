@@ -195,6 +195,11 @@ def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
     vocabulary = jax.typeof(params.head).sharding.spec[0]
     head = jax.reshard(params.head, P(vocabulary, None))
     z = product("btd,vd->btv", x, head, P(BATCH, None, vocabulary), jnp.float32)
+    return cap(z, cfg)
+
+
+def cap(z: jax.Array, cfg: ModelRecipe) -> jax.Array:
+    """What the model does to its logits before the softmax."""
     return cfg.softcap * jnp.tanh(z / cfg.softcap)
 
 

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from quern.data.batch import Batch
 from quern.grug import checkpoint
 from quern.grug.bridge import to_torch
+from quern.grug.gauntlet import moved
 from quern.grug.mesh import anywhere, join_processes, make_mesh, same_everywhere
 from quern.grug.recipe import RECIPE
-from quern.grug.state import StepConfig, TrainState, device_batch, init_state, step_config, train_step
+from quern.grug.state import StepConfig, TrainState, device_batch, init_state, state_of, step_config, train_step
 from quern.recipe import ModelRecipe, TrainRecipe, resolve
 
 ROWS = 8
@@ -30,16 +32,24 @@ def config() -> StepConfig:
     return step_config(resolve(replace(RECIPE, depth=1, model=shape, train=train)), "float32")
 
 
-def steps(mesh: Mesh, cfg: StepConfig, count: int = 2) -> tuple[TrainState, list[float]]:
-    """The state after, and the losses of, a few steps; the mesh is set."""
+def steps(mesh: Mesh, cfg: StepConfig, saver: checkpoint.Saver | None) -> tuple[TrainState, list[float]]:
+    """The state after one step, which is saved, and the losses of two; the mesh is set.
+
+    From moved weights, as in the laws: at the start some gradients are nearly singular, and Muon amplifies rounding.
+    """
     state, losses, rng = init_state(0, cfg), [], np.random.default_rng(0)
-    schedule = RECIPE.make_schedule(TrainRecipe(steps=12, warmup_steps=2))
-    for step in range(count):
+    state = state_of(jax.tree.map(moved, state.params), jax.random.key(1), cfg)
+    schedule, first = RECIPE.make_schedule(TrainRecipe(steps=12, warmup_steps=2)), state
+    for step in range(2):
         tokens = rng.integers(0, 62, (ROWS, 17), dtype=np.int32)
         batch = Batch(tokens[:, :-1], tokens[:, 1:], rng.random((ROWS, 16)) < 0.5)
         state, metrics = train_step(state, device_batch(batch, ROWS, mesh), schedule(step), cfg)
         losses.append(float(metrics["loss"]))
-    return state, losses
+        if step == 0:
+            first = jax.tree.map(jnp.copy, state)
+            if saver is not None:
+                saver.save(1, state, {"step": 1})
+    return first, losses
 
 
 def main(coordinator: str, process: int, folder: Path) -> None:
@@ -47,8 +57,7 @@ def main(coordinator: str, process: int, folder: Path) -> None:
     cfg, mesh = config(), make_mesh(data=2, model=2)
     assert len(jax.local_devices()) == 2 and jax.process_count() == 2
     with jax.set_mesh(mesh), checkpoint.Saver(folder, keep=2) as saver:
-        state, losses = steps(mesh, cfg)
-        saver.save(2, state, {"step": 2})
+        _, losses = steps(mesh, cfg, saver)
         saver.wait()
         found = {
             "losses": losses,
@@ -63,7 +72,7 @@ def expected(folder: str) -> dict[str, Any]:
     """The same steps in one process on one device, and how far its weights lie from what the two saved."""
     cfg, mesh = config(), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        state, losses = steps(mesh, cfg)
+        state, losses = steps(mesh, cfg, None)
         newest = checkpoint.latest(Path(folder), print)
         assert newest is not None
         saved: TrainState = checkpoint.load(newest[0], state, mesh)
