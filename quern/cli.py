@@ -35,6 +35,7 @@ EXAMPLES = {
     "export": "quern export --run mine --to hf --dir mine-hf",
     "import": "quern import mine-hf --run copy",
     "grug": "quern grug train --data tinyworld --run twin",
+    "lab": "quern lab plan gpt --depth 20 --gpus 64 --gpu h100 --network ib-ndr",
 }
 SUMMARIES = {
     "run": "the whole way: prepare, pretrain, fine-tune, evaluate, report; goes on where it was stopped",
@@ -50,6 +51,7 @@ SUMMARIES = {
     "export": "write a run's model in a format that other programs read",
     "import": "make a run of a Llama in Hugging Face's format",
     "grug": "the JAX twin: train, eval, export, import, gauntlet",
+    "lab": "plan: what a run would take on some GPUs, before it starts",
 }
 
 
@@ -334,6 +336,16 @@ def verb_grug(verb: str, rest: list[str]) -> int:
     return grug.main(rest, say)
 
 
+def verb_lab(verb: str, rest: list[str]) -> int:
+    from quern.lab import plan
+
+    if rest[:1] != ["plan"]:
+        raise ValueError("say what of it: quern lab plan [RECIPE] [FLAGS]")
+    rest = rest[1:]
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"
+    return plan.main(rest, say, load_recipe(name)[0], described(verb))
+
+
 VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "run": verb_run,
     "prepare": verb_prepare,
@@ -348,6 +360,7 @@ VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "export": verb_export,
     "import": verb_import,
     "grug": verb_grug,
+    "lab": verb_lab,
 }
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import Recipe, batch_rule, resolve
 from quern.stages.places import Places
+from quern.stages.preflight import refuse_what_cannot_fit
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.progress import Meter
 from quern.stages.start import (
@@ -66,6 +67,7 @@ def run(
             f"run '{places.run}' has been pretrained already: go on with --resume, or name another run with --run"
         )
     mesh = mesh or alone()
+    refuse_what_cannot_fit(recipe, machine, mesh, say)
     asked, recipe = recipe, resolve(recipe)
     with main_first(mesh):
         prepared = prepare(recipe, places.out, say)

@@ -1,0 +1,252 @@
+"""Memory of one rank of a layout, by category, in bytes: counted where it is tensors, traced where it is computation.
+
+Parameters, gradients, masters and moments are the optimizer's buffers (buckets.py), padding included, on the rank that
+owns most. Activations are found by running the forward pass of the largest micro-batch on "meta" and adding up what
+autograd keeps. The compiler keeps less: it computes pointwise results again from what else is kept, and keeps what a
+matrix product or attention made, in the dtype in which it was made. So the peak of a step is
+
+    buffers + max(activations + gradients in flight + loss, gradients in flight at the end of backward, update)
+
+Gradients in flight are autograd's own, until they lie in the buffers: with replicas the largest one; on one replica all
+of them, through all micro-batches. The loss is what its chunks take (kernels/cross_entropy.py), the update what the
+largest bucket's rule takes beside its buffers. Not counted: the interpreter and its libraries, a GPU's context, what
+allocators keep of freed blocks (on a CPU a third and more: machine.keep_freed_memory), and FP8's second copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quern.kernels.attention import MaskSpec, scale_or_default, split_window
+from quern.kernels.attention_blocked import attend_blocked, kept_elements
+from quern.kernels.cross_entropy import COMPILED, TRITON
+from quern.kernels.flash import flash_attention
+from quern.parallel.buckets import Bucket
+from quern.parallel.layout import Layout
+
+POINTWISE = (
+    "Add", "Sub", "Mul", "Div", "Neg", "Pow", "Relu", "Silu", "Sigmoid", "Tanh", "Rsqrt", "ToCopy", "Cat", "Mean",
+    "Sum", "Square", "FusedRmsNorm",
+)  # fmt: skip
+"""Autograd's nodes whose results the compiler makes again rather than keep them."""
+VIEWS = (
+    "View", "ReshapeAlias", "Reshape", "Transpose", "Clone", "Split", "Slice", "Select", "Unsqueeze", "Unbind", "Alias",
+    "Expand", "Permute", "T", "ConstantPadNd", "UnsafeView", "Squeeze",
+)  # fmt: skip
+"""Those that move or cut one tensor."""
+EAGER_LOGITS = 5
+"""fp32 copies of a chunk's logits that stand at once where the loss is not compiled."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank; what each is, is said above. `in_flight` are gradients."""
+
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+    activations: int
+    loss: int
+    in_flight: int
+    update: int
+    accumulates: bool
+
+    @property
+    def buffers(self) -> int:
+        return self.parameters + self.gradients + self.masters + self.moments
+
+    @property
+    def peak(self) -> int:
+        during = self.activations + self.loss + (self.in_flight if self.accumulates else 0)
+        return self.buffers + max(during, self.in_flight, self.update)
+
+
+def memory(layout: Layout, device: str, compiled: bool, row_bytes: int | None = None) -> Memory:
+    """device: "cpu" or "cuda", whose attention and loss keep different things; compiled: whether torch.compile is used;
+    row_bytes: what `activations` gave for this layout, where it is known.
+
+    Of the rank that owns most, in a step of the recipe's batch and micro-batches.
+    """
+    row_bytes = activations(layout, device, compiled) if row_bytes is None else row_bytes
+    parameters = [p.nbytes for p in layout.shard.parameters()]
+    masters, moments = _owned(layout)
+    most_rows, context = max(layout.micro_batches), layout.recipe.model.context
+    assert context
+    return Memory(
+        parameters=sum(bucket.params.nbytes for bucket in layout.buckets),
+        gradients=sum(bucket.grads.nbytes for bucket in layout.buckets),
+        masters=masters,
+        moments=moments,
+        activations=most_rows * row_bytes,
+        loss=_loss(layout, most_rows * context, device, compiled),
+        in_flight=sum(parameters) if layout.dp == 1 else max(parameters),
+        update=max(_update(bucket, layout.dp, compiled) for bucket in layout.buckets),
+        accumulates=len(layout.micro_batches) > 1,
+    )
+
+
+def _owned(layout: Layout) -> tuple[int, int]:
+    """Bytes of masters and of moments, on the rank on which they are most."""
+    totals = [[0, 0] for _ in range(layout.dp)]
+    for bucket in layout.buckets:
+        # Parameters in fp32 are their own masters.
+        same = bucket.masters.untyped_storage()._cdata == bucket.params.untyped_storage()._cdata
+        unit = bucket.masters.new_empty(1, *bucket.masters.shape[1:])
+        one = [0 if same else unit.nbytes, sum(state.nbytes for state in bucket.rule.init_state(unit).values())]
+        for total, count in zip(totals, owned_counts(bucket, layout.dp), strict=True):
+            total[0] += one[0] * count
+            total[1] += one[1] * count
+    masters, moments = max(totals, key=sum)
+    return masters, moments
+
+
+def owned_counts(bucket: Bucket, ranks: int) -> list[int]:
+    """Of masters, along their first dim, on each rank of the data group."""
+    if not bucket.rule.stacked or bucket.exchange is not None:
+        return [len(bucket.masters)] * ranks
+    counts, region = [0] * ranks, bucket.params.numel() // ranks
+    for view in bucket.param_views:
+        counts[(view.storage_offset() - bucket.params.storage_offset()) // region] += view.shape[:-2].numel()
+    return counts
+
+
+# Activations ------------------------------------------------------------------------------------------------
+
+
+def activations(layout: Layout, device: str, compiled: bool) -> int:
+    """Bytes that autograd keeps of one row's forward pass, up to the head. Raises ValueError where the model cannot be
+    run without numbers."""
+    shape = layout.recipe.model
+    assert shape.context
+    tokens_BT = torch.empty(1, shape.context, dtype=torch.int64, device="meta")
+    model = layout.shard
+    _move_tables(model)
+    context = model.context(tokens_BT, 1.0)
+    context._attend = _attend_as_on_cpu if device == "cpu" else _attend_as_on_gpu
+    known = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in known:
+            kept.setdefault(storage, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        x_BTD = model(tokens_BT, context)
+    keep(x_BTD)
+    tensors = list(kept.values())
+    return sum(_compiled_bytes(tensors) if compiled else (t.untyped_storage().nbytes() for t in tensors))
+
+
+def _compiled_bytes(kept: list[Tensor]) -> Iterator[int]:
+    """Operands of matrix products and attention stay. Nothing is kept that follows pointwise from the rest; and what
+    was only cast up to fp32, as it was before."""
+    nodes = {tensor.grad_fn for tensor in kept}
+
+    def follows(node: Any) -> bool:
+        inputs = [before for before, _ in node.next_functions if before is not None]
+        cheap = _operation(node) in POINTWISE + VIEWS
+        return cheap and bool(inputs) and all(one in nodes or follows(one) for one in inputs)
+
+    for tensor in kept:
+        node, size = tensor.grad_fn, tensor.untyped_storage().nbytes()
+        if node is not None and _operation(node) in POINTWISE and follows(node):
+            continue
+        cast_up = node is not None and _operation(node) == "ToCopy" and tensor.dtype == torch.float32
+        yield size // 2 if cast_up else size
+
+
+def _operation(node: Any) -> str:
+    return node.name().rstrip("0123456789").removesuffix("Backward")
+
+
+def _move_tables(model: torch.nn.Module) -> None:
+    """Constants that a module keeps beside its parameters follow them to "meta"."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                setattr(module, name, value.to("meta"))
+
+
+def _attend_as_on_cpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+    """`kernels.attention.attend`, which asks where its tensors are."""
+    q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    scale, kept = scale_or_default(scale, q_BTHE), kept_elements(q_BHTE, fixed)
+    y_BHTE, _ = attend_blocked(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
+    return y_BHTE.transpose(1, 2)
+
+
+def _attend_as_on_gpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+    """Whatever kernel runs, none of them keeps probabilities."""
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    window = fixed if varying is None else varying
+    scale = scale_or_default(scale, q_BTHE)
+    return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale)
+
+
+# Loss and update --------------------------------------------------------------------------------------------
+
+
+def _loss(layout: Layout, tokens: int, device: str, compiled: bool) -> int:
+    """Gradients by hidden states and head, which are made along with the loss, and the logits of one chunk."""
+    (V, D), s = layout.shard.head.weight.shape, layout.dtype.itemsize
+    path = COMPILED if device == "cpu" else TRITON
+    chunk = min(tokens, path.chunks(tokens, V)[0].stop) * V
+    beside = 0 if device != "cpu" else s if compiled else 4 * EAGER_LOGITS
+    return tokens * D * s + V * D * 4 + max(chunk * (s + beside), chunk * s + V * D * s)
+
+
+def _update(bucket: Bucket, ranks: int, compiled: bool) -> int:
+    """What the rule allocates at once, and whole matrices that are put together for it."""
+    exchanged = 0 if bucket.exchange is None else 3 * bucket.owned_grads.nbytes
+    if compiled and not bucket.rule.stacked:  # the compiler makes one pass of it; matrix products stay apart
+        return exchanged
+    trace = _LiveBytes()
+    run_update(bucket, ranks, trace)
+    return exchanged + trace.most
+
+
+def run_update(bucket: Bucket, ranks: int, trace: AbstractContextManager[Any]) -> None:
+    """The rule once on "meta", under `trace`, on what the rank that owns most of the bucket has."""
+    masters = bucket.masters.new_empty(max(owned_counts(bucket, ranks)), *bucket.masters.shape[1:])
+    dtype, state = bucket.params.dtype, bucket.rule.init_state(masters)
+    grads, out = masters.to(dtype), torch.empty_like(masters, dtype=dtype)
+    scalars: dict[str, Any] = dict(bucket.rule.scalars(1, 1.0, 0.9, 1.0))
+    with torch.no_grad(), trace:
+        bucket.rule.update_(masters, grads, state, scalars, dtype=dtype, out=out)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Adds up the storages that operators make, until they are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.most = 0, 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in known | self.seen:
+                self.seen.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._dropped, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.live)
+        return result
+
+    def _dropped(self, storage: int, size: int) -> None:
+        self.seen.discard(storage)
+        self.live -= size

@@ -1,0 +1,67 @@
+"""What ranks run to measure the memory of a training step: the most that a process held, less what it held before."""
+
+import ctypes
+import gc
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from quern.data.batch import Batch
+from quern.machine import DTYPES, Machine
+from quern.mesh import Mesh
+from quern.optim.schedule import Multipliers
+from quern.parallel.plan import shard_model
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
+from quern.recipes import gpt, llama, unet
+from quern.stages.pretrain import compile_model, micro_batch_rows
+from quern.train.state import build_model, build_state
+from quern.train.step import train_step
+
+RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
+
+
+def recipe(architecture: str, width: int, rows: int, micro_rows: int, depth: int = 4, vocabulary: int = 4096) -> Recipe:
+    context = 256
+    shape = ModelRecipe(width=width, head_dim=64, context=context, vocab_size=vocabulary, bos=0, windows="L")
+    train = TrainRecipe(steps=4, batch_tokens=rows * context, micro_batch_tokens=micro_rows * context)
+    return resolve(replace(RECIPES[architecture], depth=depth, model=shape, train=train))
+
+
+def peak(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, **sizes: int) -> int:
+    """Bytes that two steps take beside what the process, its libraries and a step of a tiny model had taken."""
+    torch.compiler.set_stance("default" if compiled else "force_eager")
+    return_freed_memory()
+    machine = Machine(torch.device("cpu"), DTYPES[dtype], compiled, 1)
+    _steps(recipe(architecture, 128, 2 * mesh.dp, 1, depth=2, vocabulary=512), machine, mesh)
+    gc.collect()
+    before = _resident("VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
+        file.write("5")  # the high-water mark begins anew
+    _steps(recipe(architecture, **sizes), machine, mesh)
+    return _resident("VmHWM") - before
+
+
+def return_freed_memory() -> None:
+    """Every block from 64 KiB on is mapped and unmapped by itself, so that what a process holds is what it uses."""
+    libc = ctypes.CDLL("libc.so.6")
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    assert libc.mallopt(M_MMAP_THRESHOLD, 2**16) and libc.mallopt(M_TRIM_THRESHOLD, 2**16)
+
+
+def _steps(made: Recipe, machine: Machine, mesh: Mesh) -> None:
+    model = shard_model(build_model(made, machine, 0), mesh)
+    compile_model(model, machine)
+    state = build_state(made, machine, model, mesh)
+    assert made.train.batch_tokens and made.model.context and made.model.vocab_size
+    rows = made.train.batch_tokens // made.model.context // mesh.dp
+    numbers = np.random.default_rng(mesh.data.rank)
+    for _ in range(2):
+        tokens, targets = numbers.integers(1, made.model.vocab_size, (2, rows, made.model.context), dtype=np.int32)
+        batch = Batch(tokens, targets, targets > 0)
+        train_step(state, batch, Multipliers(), machine, micro_batch_rows=micro_batch_rows(made))
+
+
+def _resident(which: str) -> int:
+    with open("/proc/self/status", encoding="utf-8") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(which + ":"))
