@@ -28,7 +28,7 @@ PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model
  --train.log-every 1 --train.eval-every 8 --out out --no-compile --dtype fp32 --threads 1""".split()
 SHORT = ["--train.steps", "23", "--train.save-every", "5"]
 STATED_SECONDS = 30
-TIMEOUT_SECONDS = 5
+TIMEOUT_SECONDS = 10
 TIMES, CAMPAIGN_TIMES = 2, 20
 
 

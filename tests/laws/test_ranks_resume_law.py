@@ -1,0 +1,168 @@
+"""Law: ranks of which one dies, anywhere, and all start anew by themselves = the run that nobody touched.
+
+Real commands on two ranks over gloo that die by SIGKILL, some in a save, some while they resume; or whose agent does,
+after which the run is resumed by hand. Bit for bit, as in test_resume_law.py, with the same number of ranks.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.records import read_events, read_metrics
+from quern.train.guard import EXIT_STOPPED
+from tests.laws.test_resume_law import ENVIRONMENT, PRETRAIN, differences, wait_for
+from tests.parallel.faulty_ranks import FaultyRanks, faulty
+from tests.parallel.test_faults import write_text
+
+COMMAND = [*PRETRAIN, "--out", "out", "--no-compile", "--dtype", "fp32", "--threads", "1", "--timeout", "10"]
+KINDS = ("kill", "kill", "kill", "kill", "agent")
+Law = Callable[[str, float | int | str, str], None]
+
+
+class Bench:
+    def __init__(self, folder: Path, server: FaultyRanks) -> None:
+        self.folder, self.server, self.count = folder, server, 0
+        name, untouched = self.run([])
+        assert untouched["exits"] == [[0, 0]], untouched["said"]
+        self.reference, self.events = self.stage(name), untouched["events"]["0"]
+
+    def run(self, faults: list[dict[str, Any] | None], name: str = "", more: tuple[str, ...] = ()) -> Any:
+        self.count += 1
+        name = name or str(self.count)
+        return name, self.server([*COMMAND, *more, "--run", name], faults, restarts=len(faults) + 2)
+
+    def stage(self, name: str) -> Path:
+        return self.folder / "out" / "runs" / name / "pretrain"
+
+    def fault(self, rng: random.Random, kind: str, stretch: float) -> dict[str, Any]:
+        part = rng.choice(["train", "train", "save"])
+        number = 1 + int(stretch * (self.events[part] - 1))
+        return {"kind": kind, "rank": rng.randrange(2), "part": part, "number": number}
+
+    def killed(self, kinds: tuple[str, ...], seed: int) -> tuple[list[str], list[str]]:
+        """One run for each of `kinds`, which fails once at a point of its own stretch of the run, and where the ranks
+        start anew by themselves, a second time somewhere → differences, places."""
+        rng = random.Random(seed)
+        found, places = [], []
+        for number, kind in enumerate(kinds):
+            first = self.fault(rng, kind, (number + rng.random()) / len(kinds))
+            again = self.fault(rng, "kill", 0.4 * rng.random())
+            name, answer = self.run([first, again] if kind == "kill" else [first])
+            places += answer["places"]
+            if kind == "agent":
+                assert answer["exits"] == [], answer  # nobody was left to note them
+                name, answer = self.run([None], name, ("--resume",))
+            assert answer["exits"][-1] == [0, 0] and answer["result"] == 0, (first, again, answer)
+            found += [f"{name}, {first}: {one}" for one in differences(self.stage(name), self.reference)]
+        return found, places
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("ranks-resume")
+    write_text(folder)
+    with faulty(folder) as server:
+        yield Bench(folder, server)
+
+
+@pytest.mark.timeout(600)
+def test_killed_ranks_start_anew_as_if_nothing_had_happened(bench: Bench, law: Law) -> None:
+    differing, places = bench.killed(KINDS + KINDS[-2:], seed=0)
+    law(f"resumed = uninterrupted: 2 ranks, {len(places)} kills of a rank or their agent", len(differing), "0")
+    assert differing == [], places
+    assert len(places) >= 10, places
+    assert any(place.startswith("save") for place in places), places
+
+
+@pytest.mark.campaign
+def test_killed_ranks_100_times(bench: Bench, law: Law) -> None:
+    differing, places = bench.killed(KINDS * 12, seed=1)
+    law(f"resumed = uninterrupted: 2 ranks, {len(places)} kills of a rank or their agent", len(differing), "0")
+    assert differing == [], places
+    assert len(places) >= 100, places
+
+
+def test_the_law_can_fail(bench: Bench) -> None:
+    """One weight of one rank that changes on the way is seen."""
+    name, answer = bench.run([{"kind": "changed", "rank": 1, "number": 12}])
+    assert answer["exits"] == [[0, 0]], answer["said"]
+    assert len(differences(bench.stage(name), bench.reference)) > 10
+
+
+# From outside, with the real launcher -----------------------------------------------------------------------
+
+
+LONG = [*COMMAND, "--train.steps", "60", "--timeout", "60", "--restarts", "3"]
+
+
+def begin(bench: Bench, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "quern.cli", *LONG, "--run", "outside", "--ranks", "2", *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=bench.folder,
+        env=ENVIRONMENT,
+    )
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that it has started and that are still there, by their parent's number."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text(encoding="utf-8").rpartition(")")[2].split()
+            if int(fields[1]) == launcher and fields[0] != "Z":
+                found.append(int(status.parent.name))
+    return found
+
+
+def gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
+def test_the_real_launcher_and_its_ranks_killed_and_stopped(bench: Bench, law: Law) -> None:
+    """A rank dies, and all start anew by themselves; SIGTERM to the launcher, which exits with 75; resumed by hand, the
+    launcher itself dies, and its ranks with it; resumed once more, it ends as the run that nobody touched."""
+    _, untouched = bench.run([], "untouched", ("--train.steps", "60"))
+    assert untouched["exits"] == [[0, 0]], untouched["said"]
+    stage = bench.stage("outside")
+    process = begin(bench)
+    wait_for(process, lambda: len(read_metrics(stage)) >= 9)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    wait_for(process, lambda: [event["kind"] for event in read_events(stage)].count("compile") == 2)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=200)[0]
+    assert process.returncode == EXIT_STOPPED == 75, said
+    assert said.count("is gone or stopped") == 1 and "Traceback" not in said, said
+
+    process = begin(bench, "--resume")
+    wait_for(process, lambda: [event["kind"] for event in read_events(stage)].count("compile") == 3)
+    ranks = ranks_of(process.pid)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 30
+    while not all(gone(rank) for rank in ranks):
+        assert time.monotonic() < until, "ranks without a launcher go on"
+        time.sleep(0.05)
+    assert len(ranks) == 2
+    process.communicate()
+    _, answer = bench.run([], "outside", ("--train.steps", "60", "--resume"))
+    assert answer["exits"] == [[0, 0]], answer["said"]
+    differing = differences(stage, bench.stage("untouched"), ignored="kept")
+    law("resumed = uninterrupted: a rank killed, the launcher stopped, then killed, from outside", len(differing), "0")
+    assert differing == []
