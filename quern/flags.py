@@ -67,6 +67,13 @@ class Training:
     questions: int = 200
     """Held-out questions of each kind, for `run`."""
 
+    def __post_init__(self) -> None:
+        for name, value, least in (("ranks", self.ranks, 1), ("tp", self.tp, 1), ("restarts", self.restarts, 0)):
+            if value < least:
+                raise ValueError(f"--{name} must be at least {least}, not {value}")
+        if self.timeout <= 0:
+            raise ValueError(f"--timeout must be above 0 seconds, not {self.timeout:g}")
+
 
 @dataclass
 class Evaluating:

@@ -90,6 +90,10 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("evaluate --out none --no-compile --dtype fp32", "nothing to evaluate under none: make one with `quern run`"),
         ("report --out none", "holds no records of a run; .*train one first with `quern run`"),
         ("bench everything", "invalid choice 'everything' .*'train'"),
+        ("pretrain --ranks 0", "--ranks must be at least 1, not 0"),
+        ("pretrain --tp 0", "--tp must be at least 1, not 0"),
+        ("sft --ranks 2 --restarts -1", "--restarts must be at least 0, not -1"),
+        ("pretrain --ranks 2 --timeout 0", "--timeout must be above 0 seconds, not 0"),
         ("pretrain --track mlflow", "invalid choice 'mlflow' .*'tensorboard'"),
     ],
 )
