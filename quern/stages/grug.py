@@ -106,8 +106,9 @@ class Running:
 def main(arguments: list[str], say: Callable[[str], None]) -> int:
     """Runs a verb; returns the exit code. Raises ImportError naming the extra when JAX is missing."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        say("\n".join(["usage: quern grug VERB [FLAGS]", "", *(f"  {verb:9} {text}" for verb, text in VERBS.items())]))
-        return 0
+        verbs = [f"  {verb:9} {text}" for verb, text in VERBS.items()]
+        say("\n".join(["usage: quern grug VERB [FLAGS]", "", *verbs, "", "example: quern grug train --data tinyworld"]))
+        raise SystemExit(0)
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         raise ValueError(f"there is no 'grug {verb}': use one of {', '.join(VERBS)}")
