@@ -199,6 +199,8 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
     arguments = [verb, *rest]
     options, source = parse(verb, rest, Training)
     here = launch.place()
+    if here.ranks == 1:
+        launch.refuse_uneven(options.ranks, options.tp)
     if options.ranks > 1 and here.ranks == 1:
         resolve(options.recipe)  # refuses bad values once, not on every rank
         return launch.launch(arguments, options.ranks, options.tp, options.restarts)
@@ -236,6 +238,8 @@ def verb_run(verb: str, rest: list[str]) -> int:
 
     command = command_line(verb, rest)
     options, source = parse(verb, rest, Training)
+    if options.ranks > 1 or options.tp > 1:
+        raise ValueError("this verb trains in one process: give --ranks and --tp to `quern pretrain` and `quern sft`")
     return whole.run(
         options.recipe,
         options.where.machine(),

@@ -91,6 +91,8 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("report --out none", "holds no records of a run; .*train one first with `quern run`"),
         ("bench everything", "invalid choice 'everything' .*'train'"),
         ("pretrain --ranks 0", "--ranks must be at least 1, not 0"),
+        ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
+        ("run --ranks 2", "quern run: this verb trains in one process: give --ranks and --tp to `quern pretrain` and"),
         ("pretrain --tp 0", "--tp must be at least 1, not 0"),
         ("sft --ranks 2 --restarts -1", "--restarts must be at least 0, not -1"),
         ("pretrain --ranks 2 --timeout 0", "--timeout must be above 0 seconds, not 0"),
