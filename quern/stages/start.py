@@ -70,8 +70,8 @@ def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
     if not path.exists():
         return
     before, now = json.loads(path.read_text(encoding="utf-8")), recipe.to_json()
-    differing = sorted(set(_flat(before).items()) ^ set(_flat(now).items()))
-    names = sorted({name for name, _ in differing})
+    old, new = _flat(before), _flat(now)
+    names = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])  # not fields that came later
     if names:
         raise ValueError(
             f"cannot resume {folder}: this recipe differs from the one it was trained with in {', '.join(names)}; "
