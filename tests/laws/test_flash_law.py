@@ -103,6 +103,7 @@ def plain(case: Case) -> list[Tensor]:
     return with_gradients(lambda q, k, v: attend_plain(q, k, v, mask, case.scale), tensors)
 
 
+@pytest.mark.timeout(900)  # seconds of interpreting, minutes where others compute too
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
