@@ -96,7 +96,7 @@ class Fault:
         self.parts, self.training = PARTS, TRAINING
         self.fault, self.answers = fault or {}, answers
         self.counts = {"train": 0, "save": 0, "resume": 0}
-        self.part, self.steps = "train", 0
+        self.part, self.steps, self.woke = "train", 0, time.perf_counter()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
@@ -113,7 +113,9 @@ class Fault:
     def each_step(self, frame: FrameType) -> None:
         self.steps += 1
         if self.fault.get("kind") == "slow":
-            time.sleep(0.05)
+            own = time.perf_counter() - self.woke  # of the step before, however loaded the machine is
+            time.sleep(min(2.0, 1.5 * own))
+            self.woke = time.perf_counter()
         if self.fault.get("kind") == "nan" and self.fault["number"] == self.steps:
             batch = frame.f_locals["batch"]
             object.__setattr__(batch, "weight", np.full(batch.mask.shape, np.nan, np.float32))
@@ -265,3 +267,4 @@ def serve() -> None:
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)  # taking everything down in good order would take seconds
