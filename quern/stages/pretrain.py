@@ -79,7 +79,7 @@ def run(
     precision = lower_precision(recipe, model, say)
     compile_model(model, machine)
     if recipe.train.minutes is not None:
-        steps = fit_minutes(recipe, machine, model, prepared.train, path, say, mesh)
+        steps = fit_minutes(recipe, machine, model, prepared.train, path, say, mesh, resume)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.init_parameters(machine.generator(recipe.seed))
     if resume:
@@ -163,7 +163,14 @@ def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Eva
 
 
 def fit_minutes(
-    recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, path: Path, say: Callable[[str], None], mesh: Mesh
+    recipe: Recipe,
+    machine: Machine,
+    model: Any,
+    corpus: Corpus,
+    path: Path,
+    say: Callable[[str], None],
+    mesh: Mesh,
+    resume: bool,
 ) -> dict[str, int]:
     """→ the steps, and tokens in each, that fit into `minutes`: from the time of a few steps, which change the model.
 
@@ -174,7 +181,7 @@ def fit_minutes(
     if mesh.tp > 1:
         raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     written = path / "recipe.json"
-    if saved_steps(path / "checkpoints") and written.exists():
+    if resume and written.exists():  # also where it died before its first checkpoint
         train = json.loads(written.read_text(encoding="utf-8"))["train"]
         steps, batch_tokens = train["steps"], train["batch_tokens"]
     else:

@@ -1,6 +1,7 @@
 """`--train.minutes`: the steps follow from the measured speed, and what was asked for stays as it was asked."""
 
 import json
+import shutil
 from pathlib import Path
 
 from quern import cli
@@ -18,3 +19,13 @@ def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
     assert train["steps"] > 1 and train["batch_tokens"] == 4096
     assert (train["save_every"], train["warmup_steps"], recipe["optim"]["lr_scale"]) == (7, 0, 0.01)
     assert train["eval_every"] == -(-train["steps"] // 8)
+
+
+def test_what_died_before_its_first_checkpoint_keeps_its_steps(tmp_path: Path) -> None:
+    """A restart resumes with nothing saved yet: measured anew, the steps would be others, and refused."""
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    folder = tmp_path / "runs" / "timed" / "pretrain"
+    before = (folder / "recipe.json").read_text(encoding="utf-8")
+    shutil.rmtree(folder / "checkpoints")
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--resume"]) == 0
+    assert (folder / "recipe.json").read_text(encoding="utf-8") == before
