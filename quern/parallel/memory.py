@@ -43,8 +43,6 @@ VIEWS = (
     "Expand", "Permute", "T", "ConstantPadNd", "UnsafeView", "Squeeze",
 )  # fmt: skip
 """Those that move or cut one tensor."""
-EAGER_LOGITS = 5
-"""fp32 copies of a chunk's logits that stand at once where the loss is not compiled."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +201,20 @@ def _loss(layout: Layout, tokens: int, device: str, compiled: bool) -> int:
     """Gradients by hidden states and head, which are made along with the loss, and the logits of one chunk."""
     (V, D), s = layout.shard.head.weight.shape, layout.dtype.itemsize
     path = COMPILED if device == "cpu" else TRITON
-    chunk = min(tokens, path.chunks(tokens, V)[0].stop) * V
-    beside = 0 if device != "cpu" else s if compiled else 4 * EAGER_LOGITS
-    return tokens * D * s + V * D * 4 + max(chunk * (s + beside), chunk * s + V * D * s)
+    chunk = min(tokens, path.chunks(tokens, V)[0].stop)
+    beside = 0  # a GPU's kernel writes the gradient over the logits
+    if device == "cpu":
+        beside = chunk * V * s if compiled else _loss_eagerly(layout, chunk, V)
+    return tokens * D * s + V * D * 4 + max(chunk * V * s + beside, chunk * V * s + V * D * s)
+
+
+def _loss_eagerly(layout: Layout, tokens: int, V: int) -> int:
+    """The most that stands beside a chunk's logits while its gradient is made, op by op."""
+    logits, trace = torch.empty(tokens, V, dtype=layout.dtype, device="meta"), LiveBytes()
+    targets = torch.empty(tokens, dtype=torch.int64, device="meta")
+    with torch.compiler.set_stance("force_eager"), torch.no_grad(), trace:
+        COMPILED.gradient(logits, targets, targets.float(), layout.whole.cap)
+    return trace.most
 
 
 def _update(bucket: Bucket, ranks: int, compiled: bool) -> int:
@@ -213,7 +222,7 @@ def _update(bucket: Bucket, ranks: int, compiled: bool) -> int:
     exchanged = 0 if bucket.exchange is None else 3 * bucket.owned_grads.nbytes
     if compiled and not bucket.rule.stacked:  # the compiler makes one pass of it; matrix products stay apart
         return exchanged
-    trace = _LiveBytes()
+    trace = LiveBytes()
     run_update(bucket, ranks, trace)
     return exchanged + trace.most
 
@@ -228,7 +237,7 @@ def run_update(bucket: Bucket, ranks: int, trace: AbstractContextManager[Any]) -
         bucket.rule.update_(masters, grads, state, scalars, dtype=dtype, out=out)
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Adds up the storages that operators make, until they are dropped."""
 
     def __init__(self) -> None:

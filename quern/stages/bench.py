@@ -26,6 +26,7 @@ from quern.stages.bench_generate import decode, prefill
 from quern.stages.bench_material import Material
 from quern.stages.bench_model import MICRO_BATCH_TOKENS
 from quern.stages.bench_quality import quality
+from quern.stages.bench_ranks import ranks
 from quern.stages.bench_record import Outcome, Setup, load_average, record, table, versions, write
 from quern.stages.bench_train import train
 from quern.stages.bench_windows import windows
@@ -41,6 +42,7 @@ What = Literal[
     "attention",
     "windows",
     "cross-entropy",
+    "ranks",
     "grug",
     "quality",
 ]
@@ -71,7 +73,7 @@ class Options:
     """
 
     what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
-    """What to measure; all but grug and quality when nothing is named."""
+    """What to measure; all but ranks, grug and quality when nothing is named."""
     out: Path = Path("out")
     """The folder that records go under, in bench/."""
     rounds: int = 5
@@ -175,6 +177,8 @@ def introduce(setup: Setup) -> None:
 
 
 def measure(what: str, options: Options, setup: Setup) -> Outcome:
+    if what == "ranks":
+        return ranks(setup)
     if what == "grug":  # needs packages that the others do without
         from quern.stages.bench_grug import grug
 

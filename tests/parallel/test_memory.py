@@ -1,0 +1,67 @@
+"""The memory of a rank: predicted without running, against the most that fresh processes held; and by hand."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quern.machine import DTYPES
+from quern.parallel import buckets
+from quern.parallel.layout import lay_out
+from quern.parallel.memory import memory
+from quern.recipe import ModelRecipe, TrainRecipe, resolve
+from quern.recipes import llama
+from tests.parallel.measured import recipe
+from tests.parallel.ranks import Ranks, running
+
+Law = Callable[[str, float | int | str, str], None]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with running() as server:
+        yield server
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
+@pytest.mark.parametrize(
+    ("architecture", "dp", "tp", "dtype", "micro_rows"),
+    [("gpt", 1, 1, "fp32", 8), ("gpt", 2, 1, "fp32", 2), ("llama", 1, 2, "fp32", 4), ("unet", 2, 1, "bf16", 4)],
+)
+def test_the_peak_is_as_predicted(
+    architecture: str, dp: int, tp: int, dtype: str, micro_rows: int, ranks: Ranks, law: Law
+) -> None:
+    sizes = {"width": 384, "rows": 8, "micro_rows": micro_rows}
+    found = ranks(dp * tp, "tests.parallel.measured:peak", tp=tp, architecture=architecture, dtype=dtype, **sizes)
+    expected = memory(lay_out(recipe(architecture, **sizes), DTYPES[dtype], dp, tp), "cpu", compiled=False)
+    off = max(found) / expected.peak - 1
+    law(f"peak memory of a rank = predicted: {architecture}, dp {dp} x tp {tp}, {dtype}", abs(off), "≤ 0.1")
+    assert abs(off) <= 0.1, (found, expected.peak, expected)
+
+
+def test_buffers_by_hand(monkeypatch: Any) -> None:
+    """ZeRO's 2 + 2 + 12/N bytes per parameter for AdamW in bf16, Muon's 2 + 2 + 8/N and its row norms."""
+    monkeypatch.setattr(buckets, "SMALL_ELEMENTS", 0)
+    shape = ModelRecipe(width=64, head_dim=16, heads=4, mlp_width=128, context=8, vocab_size=400, windows="L")
+    train = TrainRecipe(steps=1, batch_tokens=4 * 8)
+    made = resolve(replace(llama.RECIPE, depth=4, model=shape, train=train))
+    adamw, muon = 2 * 400 * 64 + 9 * 64, 4 * (4 * 64 * 64 + 2 * 128 * 64 + 128 * 64)
+    for n in (1, 4):
+        found = memory(lay_out(made, torch.bfloat16, n, 1), "cpu", compiled=True)
+        second = 4 * (4 * 64 + 2 * 128 + 128)
+        padding = 64 * 9 * 15 * 4 if n == 1 else 0  # of small ones; on one process norms are small
+        assert abs(found.parameters - 2 * (adamw + muon)) <= padding and found.gradients == found.parameters
+        assert abs(found.masters - 4 * (adamw + muon) / n) <= padding
+        assert abs(found.moments - (8 * adamw + 4 * muon + 4 * second) / n) <= 2 * padding
+
+
+def test_the_compiler_keeps_less_and_a_gpu_less_still() -> None:
+    layout = lay_out(recipe("gpt", width=128, rows=4, micro_rows=4), torch.bfloat16, 1, 1)
+    eager, compiled, gpu = (
+        memory(layout, device, done).activations for device, done in (("cpu", False), ("cpu", True), ("cuda", True))
+    )
+    heads_keys = 4 * 4 * 2 * (256 * 256) * 2  # rows, layers, heads, probabilities in bf16
+    assert gpu + heads_keys < compiled * 1.05 and compiled < 0.9 * eager
