@@ -343,9 +343,9 @@ def verb_grug(verb: str, rest: list[str]) -> int:
 def verb_lab(verb: str, rest: list[str]) -> int:
     from quern.lab import plan
 
-    if rest[:1] != ["plan"]:
+    if rest[:1] not in (["plan"], ["-h"], ["--help"]):
         raise ValueError("say what of it: quern lab plan [RECIPE] [FLAGS]")
-    rest = rest[1:]
+    rest = rest[rest[0] == "plan" :]
     name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"
     return plan.main(rest, say, load_recipe(name)[0], described(verb))
 
