@@ -7,11 +7,13 @@
 #
 # Variables:  PYTHON  the interpreter that makes .venv (3.11 or newer)
 #             TORCH   the torch version to install; a torch already in .venv is kept
+#             TRITON  the triton version for the tests' interpreter; one that came with torch's CUDA build is kept
 #             JOBS    test processes; each computes on one thread
 #             TESTS   what `make test` runs, for example TESTS=tests/text
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
+TRITON ?= 3.6.0
 JOBS ?= 2
 TESTS ?= tests
 
@@ -39,8 +41,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e ".[serve]"
 	@touch $@
 
-# What tests and checks need besides.
+# What tests and checks need besides. triton's annotations change with its version, and pyright reads them.
 $(DEV): $(STAMP)
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(sys.platform == "linux" and u.find_spec("triton") is None)' || \
+		$(BIN)/python -m pip install "triton==$(TRITON)"
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,serve]"
 	@touch $@
 
