@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 # The same under their newer names; the older ones warn from torch 2.13 on.
@@ -262,9 +263,18 @@ def alone() -> Mesh:
     return Mesh(1, 1, 0, data, model, world, files)
 
 
-def connect(tp: int, device: torch.device, rank: int, ranks: int, timeout: timedelta = SET_UP_TIMEOUT) -> Mesh:
+def connect(
+    tp: int,
+    device: torch.device,
+    rank: int,
+    ranks: int,
+    timeout: timedelta = SET_UP_TIMEOUT,
+    met: Callable[[], None] = lambda: None,
+) -> Mesh:
     """Joins the other processes (their addresses are in the environment, as torchrun sets it) into ranks/tp × tp.
 
+    met: called once every process is there. What is left takes seconds, or an hour if one of them goes now, since gloo
+    waits five times the timeout (github.com/pytorch/gloo/issues/520): bound it.
     Raises ValueError, naming the valid sizes, when tp does not divide the number of ranks.
     """
     if ranks % tp:
@@ -273,6 +283,8 @@ def connect(tp: int, device: torch.device, rank: int, ranks: int, timeout: timed
     if ranks == 1:
         return alone()
     store, _, _ = next(iter(rendezvous("env://", rank, ranks, timeout=timeout)))
+    store = _meet(store, rank, ranks, timeout)
+    met()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("data", "model"))
@@ -285,6 +297,31 @@ def connect(tp: int, device: torch.device, rank: int, ranks: int, timeout: timed
     groups["world"] = Group("world", ranks, rank, dist.group.WORLD, whereabouts)
     files = Group("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
     return Mesh(ranks // tp, tp, rank, **groups, files=files, whereabouts=whereabouts, store=store)
+
+
+def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
+    """The part of the store that belongs to this start, once every rank is there.
+
+    torchrun keeps one store when it starts ranks anew, with all that the ranks before them have left in it: addresses
+    where nobody listens any more, and beats (train/watch.py). Rank 0 numbers the starts; each of the others comes to
+    the newest, and sees by its own mark there that a number is one of an earlier start; only a living rank 0 completes
+    one. Raises TimeoutError.
+    """
+    if rank == 0:
+        store.set("start", str(store.add("starts", 1)))
+    came, pause, until = None, 0.01, time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until:
+        start = store.get("start").decode() if store.check(["start"]) else None
+        if start is not None and start != came and store.add(f"{start}/rank {rank}", 1) == 1:
+            came = start
+            store.add(f"{start}/came", 1)
+        if rank == 0 and store.add(f"{start}/came", 0) == ranks:
+            store.set(f"{start}/complete", "yes")
+        if start is not None and start == came and store.check([f"{start}/complete"]):
+            return PrefixStore(f"{start}/mesh", store)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    raise TimeoutError(f"not all of {ranks} ranks came within {timeout.total_seconds():.0f} s")
 
 
 def disconnect(mesh: Mesh) -> None:

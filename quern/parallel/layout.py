@@ -100,6 +100,7 @@ def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int) -> Layout:
 
 
 def weightless(recipe: Recipe, dtype: torch.dtype) -> Any:
-    """The recipe's model on "meta"."""
+    """The recipe's model on "meta". Which token the BOS is costs nothing, and is not known before the tokenizer."""
+    bos = 0 if recipe.model.bos is None else recipe.model.bos
     with torch.device("meta"):
-        return recipe.make_model(recipe.model).to(dtype=dtype)
+        return recipe.make_model(replace(recipe.model, bos=bos)).to(dtype=dtype)

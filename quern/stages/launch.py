@@ -36,6 +36,8 @@ RESULT, PARENT = "QUERN_RESULT", "QUERN_PARENT"
 """Name the file in which the first rank of a machine says how it ended, and the launching process."""
 SHUTDOWN_SECONDS = 300
 """After a signal to the parent: how long the ranks may take to finish their step and to save."""
+CONNECT_SECONDS = 60.0
+"""Once all ranks are there: how long they may take to connect to each other."""
 USERS = (ValueError, OSError, ImportError, CheckpointError)
 """Errors that before training are the user's to mend: said once, by one rank, and not tried again."""
 EXPECTED = (*USERS, RuntimeError)
@@ -166,7 +168,8 @@ def joined(
             torch.cuda.set_device(here.local_rank)
         refuse_uneven(here.ranks, tp)
         machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
-        mesh = connect(tp, machine.device, here.rank, here.ranks)
+        with fall.limited(CONNECT_SECONDS, "connect to the others, though all were there") as begin:
+            mesh = connect(tp, machine.device, here.rank, here.ranks, met=begin)
         fall.watch = Watch(mesh, timeout, fall.say, lambda: os.getppid() != parent, lambda: _leave(1))
         yield machine, mesh
         mesh.world.barrier()
@@ -194,6 +197,21 @@ class _Fall:
 
     def say(self, line: str) -> None:
         _say(f"{self.command}: {line}")
+
+    @contextmanager
+    def limited(self, seconds: float, what: str) -> Iterator[Callable[[], None]]:
+        """Gives what starts the clock: this process ends, to be started anew, where it is not done in time."""
+
+        def end() -> None:
+            self.say(f"rank {self.here.rank} could not {what}, within {seconds:.0f} s; all end")
+            _leave(1)
+
+        clock = threading.Timer(seconds, end)
+        clock.daemon = True
+        try:
+            yield clock.start
+        finally:
+            clock.cancel()
 
     def __enter__(self) -> None:
         signal.signal(signal.SIGTERM, self._terminate)

@@ -104,15 +104,21 @@ def test_the_law_can_fail(bench: Bench) -> None:
 LONG = [*COMMAND, "--train.steps", "60", "--timeout", "60", "--restarts", "3"]
 
 
-def begin(bench: Bench, *more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def begun(bench: Bench, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """Its launcher; when the test leaves, it is gone, and its ranks with it."""
+    with subprocess.Popen(
         [sys.executable, "-m", "quern.cli", *LONG, "--run", "outside", "--ranks", "2", *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=bench.folder,
         env=ENVIRONMENT,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -124,6 +130,10 @@ def ranks_of(launcher: int) -> list[int]:
             if int(fields[1]) == launcher and fields[0] != "Z":
                 found.append(int(status.parent.name))
     return found
+
+
+def compilations(stage: Path) -> int:
+    return [event["kind"] for event in read_events(stage)].count("compile")
 
 
 def gone(process: int) -> bool:
@@ -141,26 +151,25 @@ def test_the_real_launcher_and_its_ranks_killed_and_stopped(bench: Bench, law: L
     _, untouched = bench.run([], "untouched", ("--train.steps", "60"))
     assert untouched["exits"] == [[0, 0]], untouched["said"]
     stage = bench.stage("outside")
-    process = begin(bench)
-    wait_for(process, lambda: len(read_metrics(stage)) >= 9)
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    wait_for(process, lambda: [event["kind"] for event in read_events(stage)].count("compile") == 2)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=200)[0]
+    with begun(bench) as process:
+        wait_for(process, lambda: len(read_metrics(stage)) >= 9)
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        wait_for(process, lambda: compilations(stage) == 2)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=200)[0]
     assert process.returncode == EXIT_STOPPED == 75, said
     assert said.count("is gone or stopped") == 1 and "Traceback" not in said, said
 
-    process = begin(bench, "--resume")
-    wait_for(process, lambda: [event["kind"] for event in read_events(stage)].count("compile") == 3)
-    ranks = ranks_of(process.pid)
-    process.kill()
-    process.wait()
-    until = time.monotonic() + 30
-    while not all(gone(rank) for rank in ranks):
-        assert time.monotonic() < until, "ranks without a launcher go on"
-        time.sleep(0.05)
-    assert len(ranks) == 2
-    process.communicate()
+    with begun(bench, "--resume") as process:
+        wait_for(process, lambda: compilations(stage) == 3)
+        ranks = ranks_of(process.pid)
+        process.kill()
+        process.wait()
+        until = time.monotonic() + 30
+        while not all(gone(rank) for rank in ranks):
+            assert time.monotonic() < until, "ranks without a launcher go on"
+            time.sleep(0.05)
+        assert len(ranks) == 2
     _, answer = bench.run([], "outside", ("--train.steps", "60", "--resume"))
     assert answer["exits"] == [[0, 0]], answer["said"]
     differing = differences(stage, bench.stage("untouched"), ignored="kept")

@@ -12,7 +12,7 @@ from quern.machine import Machine
 from quern.mesh import alone
 from quern.parallel.layout import unconnected
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
-from quern.recipes import gpt
+from quern.recipes import gpt, llama, unet
 from quern.stages.preflight import refuse_what_cannot_fit
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
@@ -64,3 +64,11 @@ def test_the_command_refuses_before_it_prepares(tmp_path: Path, capsys: pytest.C
     assert cli.main(["pretrain", "gpt", *flags]) == 1
     assert "cannot fit" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("made", [gpt.RECIPE, llama.RECIPE, unet.RECIPE], ids=["gpt", "llama", "unet"])
+def test_every_recipe_is_measured_before_its_vocabulary_is_known(made: Recipe) -> None:
+    small = replace(made, depth=4, model=replace(made.model, width=128, context=128, bos=None))
+    said: list[str] = []
+    refuse_what_cannot_fit(small, CPU, alone(), said.append, 8e9)
+    assert said == []

@@ -1,0 +1,44 @@
+"""The meeting of the ranks: every start has a store of its own, whatever an earlier one has left behind."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from quern.mesh import _meet
+
+SECONDS = timedelta(seconds=20)
+
+
+def met(store: HashStore, ranks: list[int], of: int) -> dict[int, int]:
+    """Rank -> what it finds where all of this start count themselves; ranks come in the order given."""
+    found: dict[int, int] = {}
+
+    def come(rank: int) -> None:
+        mine = _meet(store, rank, of, SECONDS)
+        found[rank] = mine.add("here", 1)
+
+    threads = []
+    for rank in ranks:
+        threads.append(threading.Thread(target=come, args=(rank,)))
+        threads[-1].start()
+        threads[-1].join(0.05)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_ranks_that_start_anew_meet_among_themselves(order: list[int]) -> None:
+    """Also those that come before rank 0 and find the earlier start's number."""
+    store = HashStore()
+    for _ in range(3):
+        assert sorted(met(store, order, 3).values()) == [1, 2, 3]
+
+
+def test_a_start_that_never_was_complete_is_left() -> None:
+    store = HashStore()
+    with pytest.raises(TimeoutError, match="not all of 2 ranks"):
+        _meet(store, 0, 2, timedelta(seconds=0.1))
+    assert sorted(met(store, [1, 0], 2).values()) == [1, 2]
