@@ -6,7 +6,7 @@ import sys
 import time
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 COULD_NOT = "rank 1 could not connect to the others, though all were there"
 PROGRAM = """
