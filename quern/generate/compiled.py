@@ -7,6 +7,7 @@ each number of rows. The length of the cache that is looked at stays symbolic. W
 are: a model may go on training.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from quern.model.interface import LanguageModel
 
 SPAN = 64  # the part of the cache that a step looks at grows in steps of this
 TINY = 1024  # weights in a matrix that is cheaper as a loop than as a call of the library
+ARGUMENTS = ("tokens_B", "slots_S", "owner")
 MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
 
 
@@ -50,10 +52,23 @@ class FewRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def decode_few(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
-    """`decode` as FewRows has it."""
+def decode_few(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int) -> Tensor:
+    """`decode` as FewRows has it. owner: whose version this is."""
+    assert owner >= 0  # the compiler checks what is looked at
     with FewRows():
         return decode(model, cache, tokens_B, slots_S)
+
+
+def decode_many(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int) -> Tensor:
+    """`decode` as it stands. owner: whose version this is."""
+    assert owner >= 0
+    return decode(model, cache, tokens_B, slots_S)
+
+
+def _of_arguments(guards: Sequence[Any]) -> list[bool]:
+    """Which of the compiler's checks are made at every call: whose version it is, and the number of rows. The model is
+    the owner's, and so is the cache (`fits`); checking each of their parts would cost a twentieth of a step."""
+    return [guard.name in ARGUMENTS for guard in guards]
 
 
 class CompiledDecode:
@@ -65,10 +80,14 @@ class CompiledDecode:
         # One slot more than any step looks at: the two lengths never coincide, and one version serves all.
         self.max_tokens = -(-context // SPAN) * SPAN + 1
         self._model = model
+        self._owner = secrets.randbits(48)
         # dynamic=False: numbers of rows stay apart; only what `warm_up` marks is symbolic.
         # On a CPU the calls between the kernels are C++ too: a step has a hundred, at some microseconds from Python.
         self._step = torch.compile(
-            decode_few if on_cpu else decode, fullgraph=True, dynamic=False, options={"cpp_wrapper": on_cpu}
+            decode_few if on_cpu else decode_many,
+            fullgraph=True,
+            dynamic=False,
+            options={"cpp_wrapper": on_cpu, "guard_filter_fn": _of_arguments},
         )
 
     @torch.inference_mode()
@@ -81,12 +100,16 @@ class CompiledDecode:
         slots_S = torch.arange(SPAN, device=device)
         torch._dynamo.mark_dynamic(slots_S, 0)
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
-            self._step(self._model, cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S)
+            self._step(self._model, cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S, self._owner)
         self.rows = sorted([*self.rows, rows])
 
     def seats(self, rows: int) -> int | None:
         """The least number of rows compiled for that holds `rows`; None if there is none."""
         return next((seats for seats in self.rows if seats >= rows), None)
 
+    def fits(self, cache: KVCache) -> bool:
+        """Whether the step was compiled for such a cache."""
+        return cache.max_tokens == self.max_tokens and len(cache.positions_B) in self.rows
+
     def __call__(self, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
-        return self._step(self._model, cache, tokens_B, slots_S)
+        return self._step(self._model, cache, tokens_B, slots_S, self._owner)

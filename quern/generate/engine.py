@@ -182,7 +182,7 @@ class Engine:
         # Finished rows may run on beyond this: what they see no longer matters.
         longest = max(row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason)
         slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
-        if self._compiled is not None and self._compiled.seats(len(rows)) is not None:
+        if self._compiled is not None and self._compiled.fits(cache):
             logits_BV = self._compiled(cache, tokens_B, slots_S)
         else:
             with torch.compiler.set_stance("force_eager"):

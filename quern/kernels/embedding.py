@@ -16,7 +16,8 @@ from torch import Tensor
 
 def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
     """Rows of the weight: (B, T) integers → (B, T, D)."""
-    if weight_VD.device.type != "cpu":
+    one_token = tokens_BT.size(-1) == 1 and not torch.is_grad_enabled()  # the operator's call costs more than the rows
+    if weight_VD.device.type != "cpu" or one_token:
         return F.embedding(tokens_BT, weight_VD)
     return _embed(tokens_BT, weight_VD)
 

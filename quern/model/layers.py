@@ -18,19 +18,26 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x.float(), (x.size(-1),), eps=1e-6).to(x.dtype)
 
 
-@torch.library.custom_op("quern::rotary_table", mutates_args=())
 def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864).
 
-    positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2). An operator of its own, because the
-    compiler would otherwise take the cosines anew for every element of every layer.
+    positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2). For several tokens an operator of
+    its own, because the compiler would otherwise take the cosines anew for every element of every layer; for one, the
+    call would cost more than that.
     """
+    return (_angles if positions.size(-1) == 1 else _rotary_table)(positions, head_dim, base)
+
+
+def _angles(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     angles = positions.float()[..., None, None] * (base**-exponents)
     return angles.cos(), angles.sin()
 
 
-@rotary_table.register_fake
+_rotary_table = torch.library.custom_op("quern::rotary_table", _angles, mutates_args=())
+
+
+@_rotary_table.register_fake
 def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     shape = (*positions.shape, 1, head_dim // 2)
     return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)

@@ -63,6 +63,20 @@ def test_generation_never_compiles_again_and_does_not_change(engine: Engine) -> 
                 assert found == plain.generate(prompts[:count], **arguments)
 
 
+def test_each_engine_has_its_own_version(engine: Engine) -> None:
+    """The compiler keeps all versions of one function together and is asked to check arguments only."""
+    model = toy_model("LL", depth=2, context=CONTEXT - 30, vocab_size=toy_tokenizer().vocab_size)
+    other = Engine(model, toy_tokenizer(), replace(CPU, compile=True))
+    other.warm_up((1,))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for one in (engine, other):
+            plain = Engine(one.model, one.tokenizer, CPU)
+            arguments = {"max_tokens": 90, "temperature": 0.0}
+            assert one.generate([[one.tokenizer.bos]], **arguments) == plain.generate(
+                [[one.tokenizer.bos]], **arguments
+            )
+
+
 def test_the_forms_for_few_rows_are_used_and_agree() -> None:
     """The mode replaces each of its operations; what it puts there agrees within rounding."""
     generator = torch.Generator().manual_seed(0)
