@@ -18,7 +18,19 @@ import tyro
 
 from quern import machine as machines
 from quern import recipes
-from quern.flags import Evaluating, Reporting, Talking, Training, Where, say
+from quern.flags import (
+    Evaluating,
+    Preparing,
+    Reporting,
+    Serving,
+    Talking,
+    Training,
+    Where,
+    Whole,
+    refuse_idle,
+    say,
+    without,
+)
 from quern.recipe import Recipe
 
 EXAMPLES = {
@@ -37,6 +49,8 @@ EXAMPLES = {
     "grug": "quern grug train --data tinyworld --run twin",
     "lab": "quern lab plan gpt --depth 20 --gpus 64 --gpu h100 --network ib-ndr",
 }
+OF_A_RUN = ("sft", "evaluate", "chat", "serve")
+"""Verbs that follow a run's own recipe; they need its file where it has code of its own."""
 SUMMARIES = {
     "run": "the whole way: prepare, pretrain, fine-tune, evaluate, report; goes on where it was stopped",
     "prepare": "train the tokenizer and turn text into token shards",
@@ -122,15 +136,22 @@ def load_recipe(name: str) -> tuple[Recipe, str | None]:
 
 def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     """The flags of a verb, and the source of the recipe if it came from a file."""
-    name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"
-    recipe, source = load_recipe(name)
-    parsed = tyro.cli(
+    from quern.stages import offered
+
+    chosen = bool(rest) and not rest[0].startswith("-")
+    if chosen and verb in OF_A_RUN and rest[0] in recipe_names():
+        raise ValueError(f"the run has its recipe already: leave '{rest[0]}' out, and name the run with --run")
+    recipe, source = load_recipe(rest[0] if chosen else "gpt")
+    arguments = rest[chosen:]
+    parsed = offered.parse(
         flags,
+        recipe,
+        arguments,
         prog=f"quern {verb}",
-        args=rest,
-        default=flags(recipe=recipe),
+        without=without(verb, recipe),
         description=described(verb),
     )
+    refuse_idle(parsed.recipe, arguments)
     return parsed, source
 
 
@@ -159,15 +180,15 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.stages.prepare import open_source, prepare, train_tokenizer
     from quern.text.tokenizer import compression_report
 
-    options, _ = parse(verb, rest, Training)
+    options, _ = parse(verb, rest, Preparing)
     recipe = resolve(options.recipe)
     if verb == "tokenizer":
-        source = open_source(recipe, options.where.out)
-        tokenizer = train_tokenizer(recipe, source, options.where.out, say)
+        source = open_source(recipe, options.out)
+        tokenizer = train_tokenizer(recipe, source, options.out, say)
         text = "\n".join(next_texts(source.read("val"), 200))
         rows = compression_report(tokenizer, {"held-out text": text})
     else:
-        prepared = prepare(recipe, options.where.out, say)
+        prepared = prepare(recipe, options.out, say)
         rows = prepared.facts["tokenizer"]["compression"]
     for row in rows:
         say(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
@@ -202,7 +223,8 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
     if here.ranks == 1:
         launch.refuse_uneven(options.ranks, options.tp)
     if options.ranks > 1 and here.ranks == 1:
-        resolve(options.recipe)  # refuses bad values once, not on every rank
+        if verb == "pretrain":
+            resolve(options.recipe)  # refuses bad values before any rank is started
         return launch.launch(arguments, options.ranks, options.tp, options.restarts)
     places = places_of(options.where)
     where = options.where
@@ -237,9 +259,7 @@ def verb_run(verb: str, rest: list[str]) -> int:
     from quern.stages import whole
 
     command = command_line(verb, rest)
-    options, source = parse(verb, rest, Training)
-    if options.ranks > 1 or options.tp > 1:
-        raise ValueError("this verb trains in one process: give --ranks and --tp to `quern pretrain` and `quern sft`")
+    options, source = parse(verb, rest, Whole)
     return whole.run(
         options.recipe,
         options.where.machine(),
@@ -251,7 +271,7 @@ def verb_run(verb: str, rest: list[str]) -> int:
     )
 
 
-def open_engine(options: Talking, source: str | None) -> Any:
+def open_engine(options: Talking | Serving, source: str | None) -> Any:
     from quern.generate.engine import Engine
     from quern.stages.load import load
 
@@ -289,7 +309,7 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 
 
 def verb_serve(verb: str, rest: list[str]) -> int:
-    options, source = parse(verb, rest, Talking)
+    options, source = parse(verb, rest, Serving)
     try:
         from quern.serve.server import serve
     except ImportError as error:

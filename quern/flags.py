@@ -1,18 +1,21 @@
-"""The flags of the command line that several verbs share, as dataclasses for tyro: where, what is trained, how to talk.
+"""The flags of the verbs that take a recipe or open a run, as dataclasses for tyro, and which fields a verb uses.
 
 A verb whose flags are its own keeps them in the file of its stage.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from quern import machine as machines
-from quern.recipe import Recipe
+from quern.recipe import FOR_FINE_TUNING, IN_FINE_TUNING, Recipe
+from quern.refusals import flag
+from quern.stages.offered import field_names, named
 
 
 def say(line: str) -> None:
@@ -46,8 +49,30 @@ class Where:
 
 
 @dataclass
+class Preparing:
+    """Flags of `quern prepare` and `quern tokenizer`."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    out: Path = Path("out")
+    """The folder that everything goes under."""
+
+
+@dataclass
+class Whole:
+    """Flags of `quern run`."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    questions: int = 200
+    """Held-out questions of each kind, to evaluate with."""
+
+    def __post_init__(self) -> None:
+        _refuse_below_1("--questions", self.questions)
+
+
+@dataclass
 class Training:
-    """Flags of the training verbs: the recipe's fields, and where it runs."""
+    """Flags of `quern pretrain` and `quern sft`."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
@@ -60,17 +85,15 @@ class Training:
     restarts: int = 3
     """With several ranks: how often all start anew when one dies."""
     timeout: float = 60.0
-    """With several ranks: seconds without progress in a training step until the rank that is the cause is looked for,
-    and all start anew."""
+    """With several ranks: seconds without progress in a training step until all start anew."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
-    questions: int = 200
-    """Held-out questions of each kind, for `run`."""
 
     def __post_init__(self) -> None:
-        for name, value, least in (("ranks", self.ranks, 1), ("tp", self.tp, 1), ("restarts", self.restarts, 0)):
-            if value < least:
-                raise ValueError(f"--{name} must be at least {least}, not {value}")
+        _refuse_below_1("--ranks", self.ranks)
+        _refuse_below_1("--tp", self.tp)
+        if self.restarts < 0:
+            raise ValueError(f"--restarts must be at least 0, not {self.restarts}")
         if self.timeout <= 0:
             raise ValueError(f"--timeout must be above 0 seconds, not {self.timeout:g}")
 
@@ -84,10 +107,13 @@ class Evaluating:
     questions: int = 200
     """Held-out questions of each kind."""
 
+    def __post_init__(self) -> None:
+        _refuse_below_1("--questions", self.questions)
+
 
 @dataclass
 class Talking:
-    """Flags of `quern chat` and `quern serve`."""
+    """Flags of `quern chat`."""
 
     recipe: tyro.conf.Suppress[Recipe]
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
@@ -96,12 +122,27 @@ class Talking:
     stage: Literal["pretrain", "sft"] | None = None
     """Default: the last one the run has."""
     temperature: float = 0.7
+    """0 picks the likeliest token."""
     top_k: int = 50
+    """Choose among so many of the likeliest tokens; 0 for all."""
     top_p: float = 1.0
+    """Choose among the likeliest tokens that together have this probability."""
     max_tokens: int = 256
+    """Length of an answer at most."""
     seed: int = 0
+    """Of the choice."""
+
+
+@dataclass
+class Serving:
+    """Flags of `quern serve`."""
+
+    recipe: tyro.conf.Suppress[Recipe]
+    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    stage: Literal["pretrain", "sft"] | None = None
+    """Default: the last one the run has."""
     host: str = "127.0.0.1"
-    """`serve` listens here; anything but loopback lets others in, and there is no password."""
+    """Listen here; anything but loopback lets others in, and there is no password."""
     port: int = 8000
 
 
@@ -113,3 +154,122 @@ class Reporting:
     """The folder that everything goes under."""
     run: str = "first"
     """The run's name."""
+
+
+def _refuse_below_1(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+# Which of the recipe's fields a verb uses ---------------------------------------------------------------------
+
+SFT_TRAINING = tuple(sorted(IN_FINE_TUNING))
+IN_ONE_PROCESS = "is for `quern pretrain` and `quern sft`: `quern run` trains in one process"
+
+
+def without(verb: str, recipe: Recipe) -> dict[str, str]:
+    """The fields and flags that a verb has no use for, and what to say of them: the others are its flags."""
+    names = list(field_names(recipe))
+    if verb in ("prepare", "tokenizer"):
+        hidden = _but(names, ("depth", "data", "val", "seed", "text")) + _of(names, FOR_FINE_TUNING)
+        return dict.fromkeys(hidden, f"does nothing in `quern {verb}`: give it to the verb that trains")
+    follows = {
+        "model.depth": "follows from --depth",
+        "model.vocab_size": "follows from the tokenizer: set --text.vocab-size",
+        "model.bos": "follows from the tokenizer",
+    }
+    if verb == "pretrain":
+        later = dict.fromkeys(_of(names, FOR_FINE_TUNING), "is for fine-tuning: give it to `quern sft` or `quern run`")
+        return follows | later | {"questions": "is for `quern evaluate` and `quern run`"}
+    if verb == "sft":
+        decided = (
+            "is decided by the base run, whose model, text and seed `quern sft` takes over: leave it out, "
+            "or pretrain another run with it (`quern pretrain --run NAME`) and fine-tune that one"
+        )
+        return dict.fromkeys(_but(names, (*FOR_FINE_TUNING, *SFT_TRAINING)), decided) | {
+            "questions": "is for `quern evaluate` and `quern run`"
+        }
+    if verb == "run":
+        alone = dict.fromkeys(("ranks", "tp", "restarts", "timeout"), IN_ONE_PROCESS)
+        return (
+            follows
+            | alone
+            | {
+                "resume": "is not needed: `quern run` goes on where it was stopped",
+                "track": "is for `quern pretrain` and `quern sft`",
+            }
+        )
+    return {}
+
+
+def _of(names: list[str], parts: tuple[str, ...]) -> list[str]:
+    return [name for name in names if any(f"{name}.".startswith(f"{part}.") for part in parts)]
+
+
+def _but(names: list[str], parts: tuple[str, ...]) -> list[str]:
+    kept = _of(names, parts)
+    return [name for name in names if name not in kept]
+
+
+# Which fields do nothing beside others ------------------------------------------------------------------------
+
+
+def _from_tokens(recipe: Recipe) -> bool:
+    from quern.stages.prepare_tokens import is_tokens
+
+    return is_tokens(recipe.data)
+
+
+OTHER_TOKENIZER = "does nothing with data that is tokens already: their tokenizer is --text.tokenizer"
+IDLE: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
+    (
+        "text.tokenizer",
+        lambda recipe: not _from_tokens(recipe),
+        "is for data that is tokens already (.bin); of text, the tokenizer is trained: leave it out",
+    ),
+    ("text.vocab_size", _from_tokens, OTHER_TOKENIZER),
+    ("text.digits", _from_tokens, OTHER_TOKENIZER),
+    ("text.tokenizer_megabytes", _from_tokens, OTHER_TOKENIZER),
+    (
+        "text.tinyworld_megabytes",
+        lambda recipe: recipe.data != "tinyworld",
+        "is the size of the built-in world, and --data names another text: leave one of them out",
+    ),
+    (
+        "text.tinyworld_conversations",
+        lambda recipe: recipe.conversations is not None,
+        "is for the built-in conversations, and --conversations names others: leave one of them out",
+    ),
+    (
+        "val",
+        lambda recipe: recipe.data == "tinyworld",
+        "is for a --data of your own: the built-in world makes its own validation text",
+    ),
+    (
+        "train.steps",
+        lambda recipe: recipe.train.minutes is not None,
+        "and --train.minutes contradict each other: give one of them",
+    ),
+    (
+        "train.horizon_ratio",
+        lambda recipe: recipe.train.minutes is not None or None not in (recipe.train.steps, recipe.train.batch_tokens),
+        "does nothing where the length of the run is given: leave it out",
+    ),
+    (
+        "sft.epochs",
+        lambda recipe: recipe.sft.steps is not None,
+        "and --sft.steps contradict each other: give one of them",
+    ),
+)
+"""A field, when it would be without effect, and what to say where it is set all the same."""
+
+
+def refuse_idle(recipe: Recipe, arguments: Sequence[str]) -> None:
+    """Raises ValueError for a field that is set, by a flag or by the recipe's file, and would do nothing."""
+    given = set(named(arguments))
+    for name, idle, why in IDLE:
+        part, _, field_name = name.rpartition(".")
+        body = getattr(recipe, part) if part else recipe
+        default = next(f.default for f in fields(body) if f.name == field_name)
+        if (name in given or getattr(body, field_name) != default) and idle(recipe):
+            raise ValueError(f"--{flag(name)} {why}")

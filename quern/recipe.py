@@ -1,8 +1,8 @@
 """What to train: one frozen Recipe, whose every number follows from `depth` unless it is set.
 
 A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field that is None is filled in by `resolve`,
-the one place that derives numbers and refuses bad ones. Behaviour is handed over as callables (`make_model`,
-`make_rules`, …), never named by strings. Units stand in the names; token counts are tokens, not bytes.
+the one place that derives numbers; bad ones it refuses (`refusals.py`). Behaviour is handed over as callables
+(`make_model`, `make_rules`, …), never named by strings. Units stand in the names; token counts are tokens, not bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from quern import refusals
 
 SCHEMA = 1
 
@@ -97,8 +99,9 @@ class OptimRecipe:
     matrix_decay: float = 0.28
     """Weight decay of the matrices at the reference batch and horizon."""
     lr_scale: float | None = None
-    """Multiplies every rate: sqrt(batch / 2^19). (nanochat leaves the smear's unscaled; at batches of some thousand
-    tokens its loss then spikes, and scaled it measured 0.003 and 0.019 bits per byte better over two seeds.)"""
+    """Multiplies every rate: sqrt(batch / 2^19)."""
+    # nanochat leaves the smear's unscaled; at batches of some thousand tokens its loss then spikes, and scaled it
+    # measured 0.003 and 0.019 bits per byte better over two seeds.
     decay_scale: float | None = None
     """Multiplies matrix_decay: sqrt(batch / 2^19) · (reference horizon / horizon)."""
     width_scale: float | None = None
@@ -111,13 +114,14 @@ class OptimRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """The pretraining loop."""
+    """The training loop."""
 
     steps: int | None = None
     """Optimizer steps; by default horizon_ratio tokens for each parameter of the matrices and the head."""
     minutes: float | None = None
     """Train for this long instead: the step time is measured first and `steps` follows from it."""
     horizon_ratio: float = 12.0
+    """Tokens for each parameter, where neither steps nor minutes say how long."""
     batch_tokens: int | None = None
     """Tokens in one optimizer step."""
     micro_batch_tokens: int | None = None
@@ -125,6 +129,7 @@ class TrainRecipe:
     warmup_steps: int | None = None
     """40, or a twentieth of short runs."""
     warmdown_share: float = 0.65
+    """The rate falls over this share of the steps, the last ones."""
     final_lr: float = 0.05
     """Rate at the end of the warm-down, as a share of the peak."""
     clip_norm: float | None = None
@@ -132,10 +137,11 @@ class TrainRecipe:
     packing: str = "best-fit"
     """best-fit, greedy-crop, greedy-pad or first-fit-decreasing; stream cuts rows from documents put end to end."""
     log_every: int = 10
+    """Steps between lines of the log."""
     eval_every: int | None = None
-    """Steps between validations; an eighth of the run."""
+    """Steps between validations; an eighth of the run, in fine-tuning a quarter."""
     save_every: int | None = None
-    """Steps between checkpoints; a tenth of the run."""
+    """Steps between checkpoints; a tenth of the run, in fine-tuning a quarter."""
     keep: int = 2
     """Checkpoints kept."""
     save_in_background: bool = False
@@ -143,8 +149,25 @@ class TrainRecipe:
     max_skips: int = 10
     """Non-finite steps in a row before the run stops."""
     fp8: str = "off"
-    """off, head or all: which matrix products are in FP8 where gradients are recorded; evaluation and generation keep
-    the compute dtype."""
+    """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
+
+
+OPERATIONAL = frozenset(
+    {
+        "train.micro_batch_tokens",
+        "train.log_every",
+        "train.eval_every",
+        "train.save_every",
+        "train.keep",
+        "train.save_in_background",
+        "train.max_skips",
+    }
+)
+"""Fields that say how training goes, not what is learned: they may change when a run is resumed."""
+FOR_FINE_TUNING = ("sft", "conversations", "text.tinyworld_conversations")
+"""Parts and fields that pretraining does not use."""
+IN_FINE_TUNING = OPERATIONAL | {"train.clip_norm", "train.fp8"}
+"""Fields that fine-tuning has of its own; the base model's recipe decides the others of `train`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +175,15 @@ class SftRecipe:
     """Fine-tuning on conversations."""
 
     epochs: float = 2.0
+    """How often every conversation is seen."""
     steps: int | None = None
     """Optimizer steps; by default from epochs."""
     batch_tokens: int | None = None
+    """Tokens in one optimizer step; pretraining's, 4,096 at most (or one row)."""
     lr_share: float = 0.6
     """Peak rate as a share of what pretraining would use at this batch."""
     warmdown_share: float = 1.0
+    """The rate falls over this share of the steps, the last ones, to nothing."""
     too_long: str = "crop"
     """What happens to a conversation longer than the context: crop or drop."""
 
@@ -182,6 +208,9 @@ class Recipe:
     conversations: str | None = None
     """A .jsonl of conversations to fine-tune on; by default the built-in world's."""
     seed: int = 0
+    """Of the first weights, the order of the batches and the built-in world."""
+    unused: tuple[str, ...] = ()
+    """Fields, such as model.softcap, that the callables above do not read: setting one is refused."""
     text: TextRecipe = field(default_factory=TextRecipe)
     model: ModelRecipe = field(default_factory=ModelRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
@@ -200,6 +229,8 @@ class Recipe:
                 body[name] = f"{value.__module__}:{value.__qualname__}"
             elif hasattr(value, "__dataclass_fields__"):
                 body[name] = asdict(value)
+            elif isinstance(value, tuple):
+                body[name] = list(value)
         return {"schema": SCHEMA, **body}
 
     @staticmethod
@@ -208,7 +239,7 @@ class Recipe:
 
         Raises ValueError for a body of a newer schema or with unknown fields.
         """
-        body = dict(body)
+        body = {**body, "unused": tuple(body.get("unused", ()))}
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
         parts = {
@@ -247,7 +278,7 @@ REFERENCE_HORIZON_TOKENS = 12 * (12 * 12 * 768**2 + 32_768 * 768)
 
 def resolve(recipe: Recipe) -> Recipe:
     """Fills every None from `depth` and checks every value. Raises ValueError saying what to do instead."""
-    _check(recipe)
+    refusals.check(recipe)
     depth = recipe.depth
     small = depth < 8
     text = replace(recipe.text, vocab_size=recipe.text.vocab_size or (8192 if small else 32_768))
@@ -265,25 +296,35 @@ def resolve(recipe: Recipe) -> Recipe:
         context=shape.context or (512 if small else 2048),
         vocab_size=shape.vocab_size or text.vocab_size,
     )
-    _check_shape(model)
+    refusals.check_shape(model)
+    assert model.context
+    refusals.check_rows(recipe.train, recipe.sft, model.context)
     train = _resolve_train(recipe.train, model)
+    assert train.batch_tokens
+    sft_tokens = min(train.batch_tokens, max(model.context, SFT_BATCH_TOKENS)) // model.context * model.context
+    return replace(
+        recipe,
+        text=text,
+        model=model,
+        optim=_resolve_optim(recipe, train, width),
+        train=train,
+        sft=replace(recipe.sft, batch_tokens=recipe.sft.batch_tokens or sft_tokens),
+    )
+
+
+def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecipe:
     assert train.steps is not None and train.batch_tokens is not None
-    batch_ratio = train.batch_tokens / REFERENCE_BATCH_TOKENS
-    horizon_tokens = train.steps * train.batch_tokens
-    optim = recipe.optim
-    optim = replace(
-        optim,
-        lr_scale=optim.lr_scale if optim.lr_scale is not None else math.sqrt(batch_ratio),
-        decay_scale=optim.decay_scale
-        if optim.decay_scale is not None
-        else math.sqrt(batch_ratio) * REFERENCE_HORIZON_TOKENS / horizon_tokens,
-        width_scale=optim.width_scale if optim.width_scale is not None else math.sqrt(768 / width),
-    )
-    sft = replace(
-        recipe.sft,
-        batch_tokens=recipe.sft.batch_tokens or min(train.batch_tokens, max(model.context or 0, SFT_BATCH_TOKENS)),
-    )
-    return replace(recipe, text=text, model=model, optim=optim, train=train, sft=sft)
+    root = math.sqrt(train.batch_tokens / REFERENCE_BATCH_TOKENS)
+    scales = {
+        "lr_scale": root,
+        "decay_scale": root * REFERENCE_HORIZON_TOKENS / (train.steps * train.batch_tokens),
+        "width_scale": math.sqrt(768 / width),
+    }
+    asked = {name: getattr(recipe.optim, name) for name in scales}
+    derived = {
+        name: scale for name, scale in scales.items() if asked[name] is None and f"optim.{name}" not in recipe.unused
+    }
+    return replace(recipe.optim, **derived)
 
 
 def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
@@ -316,80 +357,10 @@ def batch_rule(horizon_tokens: float, context: int) -> int:
     """Tokens in a batch for a horizon: 2^round(log2(2^19 · (D / D_reference)^0.383)), and few enough for 2,000 steps.
 
     The power law was fitted from depth 12 to 26; on horizons of a few million tokens it would leave too few steps
-    to learn in, which is what the second bound repairs. Not below 4,096, under which processors idle, nor one row.
+    to learn in, which is what the second bound repairs. Not below 4,096, under which processors idle, nor one row;
+    whole rows, where the context is no power of two.
     """
     fitted = REFERENCE_BATCH_TOKENS * (horizon_tokens / REFERENCE_HORIZON_TOKENS) ** 0.383
     wanted = min(fitted, horizon_tokens / MINIMUM_STEPS)
-    return max(context, MINIMUM_BATCH_TOKENS, 2 ** round(math.log2(max(1.0, wanted))))
-
-
-ABOVE_ZERO = {
-    "model": ("width", "head_dim", "heads", "kv_heads", "context", "softcap", "mlp_width", "norm_eps"),
-    "train": (
-        "steps",
-        "minutes",
-        "horizon_ratio",
-        "batch_tokens",
-        "micro_batch_tokens",
-        "log_every",
-        "eval_every",
-        "save_every",
-    ),
-    "sft": ("epochs", "steps", "batch_tokens"),
-}
-
-
-def _check(recipe: Recipe) -> None:
-    train, sft = recipe.train, recipe.sft
-    _refuse(recipe.depth < 1, f"depth must be at least 1, not {recipe.depth}")
-    _refuse(recipe.seed < 0, f"seed must not be negative, not {recipe.seed}: use 0 or more")
-    _refuse(recipe.text.digits not in (1, 2, 3), f"text.digits must be 1, 2 or 3, not {recipe.text.digits}")
-    vocab_size = recipe.text.vocab_size
-    _refuse(
-        vocab_size is not None and not 300 <= vocab_size <= 2**20,
-        f"text.vocab-size must lie between 300 and 1,048,576, not {vocab_size}",
-    )
-    packings = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream")
-    _refuse(
-        train.packing not in packings,
-        f"train.packing must be one of {', '.join(packings)}, not {train.packing}",
-    )
-    _refuse(train.fp8 not in ("off", "head", "all"), f"train.fp8 must be off, head or all, not {train.fp8}")
-    _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
-    for part, names in ABOVE_ZERO.items():
-        for name in names:
-            value = getattr(getattr(recipe, part), name)
-            flag = f"{part}.{name.replace('_', '-')}"
-            _refuse(value is not None and value <= 0, f"{flag} must be above 0, not {value}")
-    for name, value in [("train.warmup-steps", train.warmup_steps), ("train.final-lr", train.final_lr)]:
-        _refuse(value is not None and value < 0, f"{name} must not be negative, not {value}")
-    _refuse(train.keep < 1, f"train.keep must be at least 1, not {train.keep}")
-    _refuse(not 0 <= train.warmdown_share <= 1, "train.warmdown-share must lie between 0 and 1")
-    _refuse(
-        train.clip_norm is not None and train.clip_norm <= 0,
-        f"train.clip-norm must be above 0, not {train.clip_norm}: leave it out for no clipping",
-    )
-
-
-def _check_shape(model: ModelRecipe) -> None:
-    assert model.heads and model.kv_heads and model.head_dim and model.width and model.context
-    _refuse(
-        set(model.windows) - set("SL") != set() or not model.windows,
-        f"model.windows is a pattern of S (short) and L (long), such as SSSL, not '{model.windows}'",
-    )
-    _refuse(model.head_dim % 2 != 0, f"model.head-dim must be even for rotary embeddings, not {model.head_dim}")
-    divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
-    _refuse(
-        model.kv_heads not in divisors,
-        f"model.kv-heads must divide the {model.heads} heads: one of {divisors}, not {model.kv_heads}",
-    )
-    _refuse(model.context < 2, f"model.context must be at least 2 tokens, not {model.context}")
-    _refuse(
-        model.dropout is not None and not 0 <= model.dropout < 1,
-        f"model.dropout must be at least 0 and below 1, not {model.dropout}",
-    )
-
-
-def _refuse(wrong: bool, message: str) -> None:
-    if wrong:
-        raise ValueError(message)
+    tokens = max(context, MINIMUM_BATCH_TOKENS, 2 ** round(math.log2(max(1.0, wanted))))
+    return tokens // context * context

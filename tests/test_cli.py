@@ -92,7 +92,10 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("bench everything", "invalid choice 'everything' .*'train'"),
         ("pretrain --ranks 0", "--ranks must be at least 1, not 0"),
         ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
-        ("run --ranks 2", "quern run: this verb trains in one process: give --ranks and --tp to `quern pretrain` and"),
+        (
+            "run --ranks 2",
+            "quern run: --ranks is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
+        ),
         ("pretrain --tp 0", "--tp must be at least 1, not 0"),
         ("sft --ranks 2 --restarts -1", "--restarts must be at least 0, not -1"),
         ("pretrain --ranks 2 --timeout 0", "--timeout must be above 0 seconds, not 0"),
@@ -139,7 +142,7 @@ def test_a_broken_file_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_flags_reach_every_part_of_the_recipe() -> None:
     flags = "--depth 6 --seed 3 --data x --train.steps 7 --model.windows L --optim.muon-steps 4 --sft.epochs 1.5"
-    options, source = cli.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], cli.Training)
+    options, source = cli.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], cli.Whole)
     recipe: Recipe = options.recipe
     assert source is None and options.where.run == "r" and options.questions == 9
     assert (recipe.depth, recipe.seed, recipe.data) == (6, 3, "x")

@@ -31,7 +31,7 @@ PARTS = {
     "train": TrainRecipe,
     "sft": SftRecipe,
 }
-BASE = RECIPE
+BASE = replace(RECIPE, unused=())  # as one that knows every field
 
 
 def changed(part: str, name: str, value: Any) -> Recipe:
@@ -121,6 +121,10 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         ("train", "horizon_ratio", -1.0, "train.horizon-ratio must be above 0, not -1.0"),
         ("train", "batch_tokens", -5, "train.batch-tokens must be above 0, not -5"),
         ("train", "micro_batch_tokens", 0, "train.micro-batch-tokens must be above 0, not 0"),
+        ("train", "batch_tokens", 10, "must be a multiple of model.context, .* have 512 tokens: at least 512, not 10"),
+        ("train", "batch_tokens", 1100, "since rows have 512 tokens: 1024 or 1536, not 1100"),
+        ("sft", "batch_tokens", 700, "sft.batch-tokens must be a multiple of .* 512 tokens: 512 or 1024, not 700"),
+        ("train", "micro_batch_tokens", 511, "must hold a row of model.context: at least 512, not 511"),
         ("train", "log_every", 0, "train.log-every must be above 0, not 0"),
         ("train", "eval_every", -3, "train.eval-every must be above 0, not -3"),
         ("train", "save_every", -4, "train.save-every must be above 0, not -4"),
@@ -180,7 +184,7 @@ def test_what_is_set_is_kept() -> None:
     for part, kind in PARTS.items():
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
-                value = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1}.get(field.name, 64)
+                value = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1}.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))
                 assert getattr(getattr(resolved, part), field.name) == value, f"{part}.{field.name}"
 
@@ -228,6 +232,14 @@ def test_the_batch_is_a_power_of_two_that_grows_with_the_horizon(context: int) -
         assert math.log2(batch).is_integer()
         # Rounded to a power of two, by a factor of sqrt(2) at most, it leaves about 2,000 steps.
         assert batch == batches[0] or horizon / batch >= 2000 / math.sqrt(2) - 1
+
+
+@pytest.mark.parametrize("context", [48, 1000, 5000])
+def test_batches_that_follow_are_whole_rows(context: int) -> None:
+    recipe = resolve(changed("model", "context", context))
+    assert (recipe.train.batch_tokens or 0) % context == (recipe.sft.batch_tokens or 0) % context == 0
+    assert (recipe.train.batch_tokens or 0) > 4096 - context
+    assert resolve(recipe) == recipe
 
 
 def test_steps_and_batch_fix_the_horizon_that_the_rates_follow() -> None:

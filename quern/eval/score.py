@@ -23,12 +23,12 @@ class Score:
 
     prompt_hash: of the token ids the model was given; equal hashes mean the same questions, in the same
     words, through the same tokenizer. bos: every prompt began with it. cropped: prompts cut to fit the
-    context.
+    context. skipped: questions that did not fit and were not asked; where that is all of them, there is no value.
     """
 
     task: str
     metric: str
-    value: float
+    value: float | None
     low: float | None
     high: float | None
     count: int
@@ -37,6 +37,7 @@ class Score:
     bos: bool | None = None
     shots: int = 0
     cropped: int = 0
+    skipped: int = 0
 
     def to_json(self) -> dict[str, str | int | float | bool | None]:
         return asdict(self)
@@ -88,6 +89,11 @@ def accuracy(
         shots=shots,
         cropped=cropped,
     )
+
+
+def none_asked(task: str, skipped: int) -> Score:
+    """The accuracy of a task none of whose questions could be asked."""
+    return Score(task, "accuracy", None, None, None, 0, None, skipped=skipped)
 
 
 def prompt_hash(prompts: Iterable[Sequence[int]]) -> str:

@@ -5,4 +5,10 @@ from quern.optim.groups import table
 from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import Recipe
 
-RECIPE = Recipe(name="gpt", make_model=GPT, make_rules=table, make_schedule=warmup_stable_decay)
+RECIPE = Recipe(
+    name="gpt",
+    make_model=GPT,
+    make_rules=table,
+    make_schedule=warmup_stable_decay,
+    unused=("model.mlp_width", "model.norm_eps", "model.dropout"),
+)

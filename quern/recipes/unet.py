@@ -57,6 +57,17 @@ RECIPE = Recipe(
     make_model=UNet,
     make_rules=rules,
     make_schedule=schedule,
+    unused=(
+        "model.mlp_width",
+        "model.norm_eps",
+        "model.dropout",
+        "optim.x0_lr",
+        "optim.smear_lr",
+        "optim.gate_lr",
+        "optim.matrix_decay",
+        "optim.decay_scale",
+        "optim.muon_beta2",
+    ),
     model=ModelRecipe(context=2048, windows="LSSSLSSLSSSL", rope_base=1024.0),
     optim=OptimRecipe(
         matrix_lr=0.05 * AT_REFERENCE,

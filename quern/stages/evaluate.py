@@ -10,6 +10,7 @@ from typing import Any
 
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
+from quern.eval.score import Score
 from quern.eval.tasks.tinyworld import tinyworld
 from quern.generate.engine import Engine
 from quern.machine import Machine
@@ -96,22 +97,34 @@ def _score(
             ]
     places.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
     for score in scores:
-        interval = f" ({score.low:.3f} to {score.high:.3f})" if score.low is not None else ""
-        chance = f", chance {score.chance:.3f}" if score.chance is not None else ""
-        say(f"  {score.task:28} {score.metric} {score.value:.3f}{interval}{chance}")
+        say(f"  {score.task:28} {_shown(score, context)}")
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
 
 
+def _shown(score: Score, context: int) -> str:
+    if score.value is None:
+        return f"not measured: none of its {score.skipped} questions fits a context of {context} tokens"
+    interval = f" ({score.low:.3f} to {score.high:.3f})" if score.low is not None else ""
+    chance = f", chance {score.chance:.3f}" if score.chance is not None else ""
+    asked = score.count + score.skipped
+    skipped = (
+        f"; of {score.count} questions, {score.skipped} of {asked} do not fit the context" if score.skipped else ""
+    )
+    return f"{score.metric} {score.value:.3f}{interval}{chance}{skipped}"
+
+
 def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
-    """A few completions of a base model, or a few conversations with a chat model."""
+    """A few completions of a base model, or a few conversations with a chat model; of what fits the context."""
     if name != "sft":
-        prompts = [[engine.tokenizer.bos, *engine.tokenizer.encode(text)] for text in OPENINGS]
-        done = engine.generate(prompts, max_tokens=64, temperature=0.8, top_k=50, seed=recipe.seed)
+        ids = {text: [engine.tokenizer.bos, *engine.tokenizer.encode(text)] for text in OPENINGS}
+        prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
+        done = engine.generate(list(prompts.values()), max_tokens=64, temperature=0.8, top_k=50, seed=recipe.seed)
         return [
             {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
-            for prompt, row in zip(OPENINGS, done, strict=True)
+            for prompt, row in zip(prompts, done, strict=True)
         ]
-    return [{"stage": name, "kind": "chat", "messages": converse(engine, chat)} for chat in chats(recipe)]
+    talks = (converse(engine, chat) for chat in chats(recipe))
+    return [{"stage": name, "kind": "chat", "messages": messages} for messages in talks if messages]
 
 
 def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
@@ -124,7 +137,7 @@ def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
 
 
 def converse(engine: Engine, questions: tuple[str, ...]) -> list[Message]:
-    """Asks one question after the other, greedily, and returns the whole conversation."""
+    """Asks one question after the other, greedily, and returns the whole conversation, as far as the context goes."""
     messages: list[Message] = []
     for question in questions:
         messages.append({"role": "user", "content": question})

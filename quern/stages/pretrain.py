@@ -22,11 +22,10 @@ from quern.mesh import Mesh, alone
 from quern.model.count import flops_per_token
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import Recipe, batch_rule, resolve
+from quern.recipe import FOR_FINE_TUNING, Recipe, batch_rule, resolve
 from quern.stages.places import Places
 from quern.stages.preflight import refuse_what_cannot_fit
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.progress import Meter
 from quern.stages.start import (
     describe_run,
     lower_precision,
@@ -34,7 +33,7 @@ from quern.stages.start import (
     measure_peak_flops,
     open_folder,
     refuse_other_recipe,
-    show_training,
+    train_with_meter,
 )
 from quern.train import loop
 from quern.train.checkpoint import steps as saved_steps
@@ -72,9 +71,6 @@ def run(
     with main_first(mesh):
         prepared = prepare(recipe, places.out, say)
     recipe = fit_vocabulary(recipe, prepared)
-    if mesh.main:
-        places.folder.mkdir(parents=True, exist_ok=True)
-        prepared.tokenizer.save(places.folder / "tokenizer.json")
     model = shard_model(build_model(recipe, machine, recipe.seed), mesh)
     precision = lower_precision(recipe, model, say)
     compile_model(model, machine)
@@ -83,41 +79,41 @@ def run(
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.init_parameters(machine.generator(recipe.seed))
     if resume:
-        refuse_other_recipe(recipe, path)
+        refuse_other_recipe(recipe, path, besides=FOR_FINE_TUNING)
     loader = make_loader(recipe, prepared.train)
-    facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
-    if mesh.main:
-        describe_run(recipe, machine, places, facts, command)
     state = build_state(recipe, machine, model, mesh)
+    plan = _plan(recipe, prepared, machine, mesh)
+    if mesh.main:  # nothing is written of a run that is refused
+        facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
+        describe_run(recipe, machine, places, facts, command)
+        prepared.tokenizer.save(places.folder / "tokenizer.json")
     with open_folder(path, recipe, source, trackers, mesh) as folder:
         if resume and loop.resume(state, folder, say):
             say(f"resumed at step {state.step:,}")
-        train = recipe.train
-        assert train.steps and train.save_every and train.eval_every
-        plan = loop.Plan(
-            steps=train.steps,
-            schedule=recipe.make_schedule(train),
-            micro_batch_rows=micro_batch_rows(recipe),
-            clip_norm=train.clip_norm,
-            log_every=train.log_every,
-            save_every=train.save_every,
-            keep=train.keep,
-            save_in_background=train.save_in_background,
-            flops_per_token=flops_per_token(recipe),
-            peak_flops=measure_peak_flops(machine) * mesh.world.size,
-            evaluators=[(train.eval_every, validation(recipe, prepared, machine))],
-            meta={
-                "recipe": recipe.to_json(),
-                "tokenizer": prepared.tokenizer.fingerprint,
-                "seed": recipe.seed,
-            },
-        )
-        say(f"pretraining: {train.steps:,} steps of {train.batch_tokens:,} tokens")
-        with Meter("pretraining", train.steps, "steps", silent=not mesh.main) as meter:
-            code = loop.train(state, loader, plan, machine, folder, meter.say, show_training(meter))
+        say(f"pretraining: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens")
+        code = train_with_meter("pretraining", state, loader, plan, machine, folder, mesh)
     if code == EXIT_DONE:
         say(f"pretrained on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {path}")
     return code
+
+
+def _plan(recipe: Recipe, prepared: Prepared, machine: Machine, mesh: Mesh) -> loop.Plan:
+    train = recipe.train
+    assert train.steps and train.save_every and train.eval_every
+    return loop.Plan(
+        steps=train.steps,
+        schedule=recipe.make_schedule(train),
+        micro_batch_rows=micro_batch_rows(recipe),
+        clip_norm=train.clip_norm,
+        log_every=train.log_every,
+        save_every=train.save_every,
+        keep=train.keep,
+        save_in_background=train.save_in_background,
+        flops_per_token=flops_per_token(recipe),
+        peak_flops=measure_peak_flops(machine) * mesh.world.size,
+        evaluators=[(train.eval_every, validation(recipe, prepared, machine))],
+        meta={"recipe": recipe.to_json(), "tokenizer": prepared.tokenizer.fingerprint, "seed": recipe.seed},
+    )
 
 
 def fit_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:

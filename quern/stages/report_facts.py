@@ -284,7 +284,7 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
 
 
 def score_setting(run: RunRecords) -> Table:
-    """What identifies each evaluation: prompts, BOS, shots, questions."""
+    """What identifies each evaluation: prompts, BOS, shots, questions, and those left out since they did not fit."""
     rows = [
         [
             str(line.get("stage", "")),
@@ -293,10 +293,11 @@ def score_setting(run: RunRecords) -> Table:
             str(line.get("prompt_hash") or "–"),
             {True: "yes", False: "no"}.get(line.get("bos"), "–"),  # type: ignore[arg-type]
             _plain(line.get("shots")) or "0",
+            _plain(line.get("skipped")) or "0",
         ]
         for line in run.scores
     ]
-    return Table("How it was asked", ["stage", "task", "count", "prompts", "BOS", "shots"], rows)
+    return Table("How it was asked", ["stage", "task", "count", "prompts", "BOS", "shots", "left out"], rows)
 
 
 def _cell(line: dict[str, Any]) -> Cell:

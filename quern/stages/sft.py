@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
@@ -22,12 +23,17 @@ from quern.mesh import Mesh, alone
 from quern.model.count import flops_per_token
 from quern.optim.schedule import multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import REFERENCE_BATCH_TOKENS, Recipe, resolve
+from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, resolve
 from quern.stages.places import Places
 from quern.stages.prepare import fetch
 from quern.stages.pretrain import compile_model, micro_batch_rows
-from quern.stages.progress import Meter
-from quern.stages.start import lower_precision, measure_peak_flops, open_folder, refuse_other_recipe, show_training
+from quern.stages.start import (
+    lower_precision,
+    measure_peak_flops,
+    open_folder,
+    refuse_other_recipe,
+    train_with_meter,
+)
 from quern.text import hub, tinyworld
 from quern.text.chat import Message, render
 from quern.text.documents import read_conversations
@@ -50,75 +56,108 @@ def run(
     trackers: tuple = (),
     mesh: Mesh | None = None,
 ) -> int:
-    """Fine-tunes the run's base model; returns an exit code. recipe: unresolved. On a mesh every rank calls this.
+    """Fine-tunes the run's base model; returns an exit code. On a mesh every rank calls this.
 
-    Raises FileNotFoundError without a base model, ValueError when it was fine-tuned and `resume` was not asked for.
+    recipe: unresolved; what counts of it is `follow`'s. Raises FileNotFoundError without a base model, ValueError when
+    it was fine-tuned and `resume` was not asked for.
     """
     mesh, path = mesh or alone(), places.stage("sft")
     if checkpoint.steps(path / "checkpoints") and not resume:
         raise ValueError(
             f"run '{places.run}' has been fine-tuned already: go on with --resume, or name another run with --run"
         )
-    tokenizer = places.tokenizer()
-    base = checkpoint.latest(places.checkpoints("pretrain"), say)
-    if base is None:
-        raise FileNotFoundError(f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first")
-    tensors, meta = checkpoint.load(base[0])
-    resolve(recipe)  # refuses bad values
-    recipe = _follow(recipe, Recipe.from_json(meta["recipe"], **(recipe.callables() if source else {})))
-    context = recipe.model.context
-    assert context and recipe.sft.batch_tokens
+    asked, tokenizer = recipe, places.tokenizer()
+    base, weights = _base_model(places, recipe.callables() if source else {}, say)
+    recipe = follow(asked, base)
+    model = build_model(recipe, machine, None)
+    load_weights(model, weights)
+    shard_model(model, mesh)
     train_corpus, val_corpus = conversations(recipe, tokenizer, places.out)
-    rows = max(1, recipe.sft.batch_tokens // context)
-    loader = Loader(train_corpus, context, rows, recipe.seed, "first-fit-decreasing", too_long=recipe.sft.too_long)
-    steps = recipe.sft.steps or max(1, round(loader.steps_per_epoch * recipe.sft.epochs))
-    recipe = replace(recipe, sft=replace(recipe.sft, steps=steps))
+    loader = _loader(recipe, train_corpus)
+    recipe = _with_steps(recipe, asked, loader.steps_per_epoch)
     if resume:
         refuse_other_recipe(recipe, path)
-    model = build_model(recipe, machine, None)
-    load_weights(model, weights_of(tensors))
-    shard_model(model, mesh)
     precision = lower_precision(recipe, model, say)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
+    plan = _plan(recipe, machine, mesh, held_out_loss(val_corpus, recipe, machine), tokenizer.fingerprint)
     with open_folder(path, recipe, source, trackers, mesh) as folder:
         if resume and loop.resume(state, folder, say):
             say(f"resumed at step {state.step:,}")
-        sft = recipe.sft
-        plan = loop.Plan(
-            steps=steps,
-            schedule=lambda step: multipliers(
-                step, steps, warmup_steps=0, warmdown_share=sft.warmdown_share, final_lr=0.0
-            ),
-            micro_batch_rows=micro_batch_rows(recipe),
-            clip_norm=recipe.train.clip_norm,
-            log_every=recipe.train.log_every,
-            save_every=max(1, steps // 4),
-            keep=recipe.train.keep,
-            save_in_background=recipe.train.save_in_background,
-            flops_per_token=flops_per_token(recipe),
-            peak_flops=measure_peak_flops(machine) * mesh.world.size,
-            evaluators=[(max(1, steps // 4), held_out_loss(val_corpus, recipe, machine))],
-            meta={"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": recipe.seed},
-        )
-        report = loader.report()
-        folder.event("data", **{name: round(value, 5) for name, value in report.items()}, **precision)
-        say(f"fine-tuning: {steps:,} steps on {train_corpus.num_documents:,} conversations")
-        with Meter("fine-tuning", steps, "steps", silent=not mesh.main) as meter:
-            code = loop.train(state, loader, plan, machine, folder, meter.say, show_training(meter))
+        packing = {name: round(value, 5) for name, value in loader.report().items()}
+        folder.event("data", **packing, **precision)
+        say(f"fine-tuning: {plan.steps:,} steps on {train_corpus.num_documents:,} conversations")
+        code = train_with_meter("fine-tuning", state, loader, plan, machine, folder, mesh)
     if code == EXIT_DONE:
         say(f"fine-tuned in {state.seconds:,.0f} s of steps → {path}")
     return code
 
 
-def _follow(recipe: Recipe, base: Recipe) -> Recipe:
-    """The base model's recipe with this one's fine-tuning: the weights' shape, and rates that fit the batch."""
-    batch_tokens = recipe.sft.batch_tokens or base.sft.batch_tokens
-    assert batch_tokens
-    scale = recipe.sft.lr_share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
-    optim = replace(base.optim, lr_scale=scale, matrix_decay=0.0)
-    sft = replace(recipe.sft, batch_tokens=batch_tokens)
-    return replace(base, optim=optim, sft=sft, conversations=recipe.conversations)
+def _base_model(
+    places: Places, callables: dict[str, Callable[..., Any]], say: Callable[[str], None]
+) -> tuple[Recipe, dict[str, torch.Tensor]]:
+    """The pretrained model's recipe, with this code, and its fp32 weights by name."""
+    found = checkpoint.latest(places.checkpoints("pretrain"), say)
+    if found is None:
+        raise FileNotFoundError(f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first")
+    tensors, meta = checkpoint.load(found[0])
+    return Recipe.from_json(meta["recipe"], **callables), weights_of(tensors)
+
+
+def follow(asked: Recipe, base: Recipe) -> Recipe:
+    """The base model's recipe with what is asked for fine-tuning, and rates that fit the batch; resolved.
+
+    asked: unresolved; of it count `sft`, where the conversations come from, and the fields `IN_FINE_TUNING`. Raises
+    ValueError for values that would not do.
+    """
+    own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
+    text = replace(base.text, tinyworld_conversations=asked.text.tinyworld_conversations)
+    recipe = replace(
+        base, text=text, train=replace(base.train, **own), sft=asked.sft, conversations=asked.conversations
+    )
+    recipe = resolve(recipe)
+    assert recipe.sft.batch_tokens
+    scale = recipe.sft.lr_share * math.sqrt(recipe.sft.batch_tokens / REFERENCE_BATCH_TOKENS)
+    return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0))
+
+
+def _loader(recipe: Recipe, corpus: Corpus) -> Loader:
+    context, batch_tokens = recipe.model.context, recipe.sft.batch_tokens
+    assert context and batch_tokens
+    rows = batch_tokens // context
+    return Loader(corpus, context, rows, recipe.seed, "first-fit-decreasing", too_long=recipe.sft.too_long)
+
+
+def _with_steps(recipe: Recipe, asked: Recipe, steps_per_epoch: int) -> Recipe:
+    """The recipe with the length of the run, and four validations and checkpoints unless their number was asked for."""
+    steps = recipe.sft.steps or max(1, round(steps_per_epoch * recipe.sft.epochs))
+    quarter = max(1, steps // 4)
+    train = replace(
+        recipe.train,
+        eval_every=asked.train.eval_every or quarter,
+        save_every=asked.train.save_every or quarter,
+    )
+    return replace(recipe, sft=replace(recipe.sft, steps=steps), train=train)
+
+
+def _plan(recipe: Recipe, machine: Machine, mesh: Mesh, evaluator: loop.Evaluator, tokenizer: str) -> loop.Plan:
+    """tokenizer: its fingerprint."""
+    train, steps, warmdown_share = recipe.train, recipe.sft.steps, recipe.sft.warmdown_share
+    assert steps and train.save_every and train.eval_every
+    return loop.Plan(
+        steps=steps,
+        schedule=lambda step: multipliers(step, steps, warmup_steps=0, warmdown_share=warmdown_share, final_lr=0.0),
+        micro_batch_rows=micro_batch_rows(recipe),
+        clip_norm=train.clip_norm,
+        log_every=train.log_every,
+        save_every=train.save_every,
+        keep=train.keep,
+        save_in_background=train.save_in_background,
+        flops_per_token=flops_per_token(recipe),
+        peak_flops=measure_peak_flops(machine) * mesh.world.size,
+        evaluators=[(train.eval_every, evaluator)],
+        meta={"recipe": recipe.to_json(), "tokenizer": tokenizer, "seed": recipe.seed},
+    )
 
 
 def load_weights(model: Any, weights: dict[str, Any]) -> None:

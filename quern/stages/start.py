@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quern.data.batch import Batches
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
 from quern.model.fp8 import use_fp8
-from quern.recipe import Recipe
+from quern.recipe import OPERATIONAL, Recipe
 from quern.records import Nowhere, Records, StageFolder, git_hash
 from quern.stages.places import Places
 from quern.stages.progress import Meter
+from quern.train import loop
 from quern.train.state import TrainState
 
 
@@ -64,14 +66,19 @@ def lower_precision(recipe: Recipe, model: Any, say: Callable[[str], None]) -> d
     return {"fp8": report.to_json()}
 
 
-def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
-    """On resume: raises ValueError naming the fields in which the recipe differs from the one in `folder`."""
+def refuse_other_recipe(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> None:
+    """On resume: raises ValueError naming the fields in which the recipe differs from the one in `folder`.
+
+    What only says how training goes (`OPERATIONAL`) may differ; besides: so may these parts and fields.
+    """
     path = folder / "recipe.json"
     if not path.exists():
         return
     before, now = json.loads(path.read_text(encoding="utf-8")), recipe.to_json()
     old, new = _flat(before), _flat(now)
-    names = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])  # not fields that came later
+    known = (old.keys() & new.keys()) - OPERATIONAL  # not fields that came later
+    prefixes = tuple(f"{name}." for name in besides)
+    names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
     if names:
         raise ValueError(
             f"cannot resume {folder}: this recipe differs from the one it was trained with in {', '.join(names)}; "
@@ -94,6 +101,14 @@ def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
         meter.at(state.step, f"loss {line['loss']:.3f}{speed}")
 
     return advance
+
+
+def train_with_meter(
+    label: str, state: TrainState, batches: Batches, plan: loop.Plan, machine: Machine, folder: Records, mesh: Mesh
+) -> int:
+    """The loop, with its progress shown by rank 0 → an exit code."""
+    with Meter(label, plan.steps, "steps", silent=not mesh.main) as meter:
+        return loop.train(state, batches, plan, machine, folder, meter.say, show_training(meter))
 
 
 @contextmanager

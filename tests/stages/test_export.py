@@ -29,9 +29,9 @@ from tests.stages.llama_run import FP32, llama_recipe, model_of, write_run
 
 PLAIN = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
 TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
- --text.val-megabytes 0.01 --text.tinyworld-conversations 100 --model.width 32 --model.head-dim 16 --model.context 256
- --model.dropout 0.1 --train.batch-tokens 512 --train.log-every 2 --train.save-every 4 --sft.steps 6
- --sft.batch-tokens 512""".split()
+ --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --model.dropout 0.1
+ --train.batch-tokens 512 --train.log-every 2 --train.save-every 4""".split()
+SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split()
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     steps = ("--train.steps", "8", "--run", "toy", *PLAIN)
     command("pretrain", tmp_path, "llama", *TOY, *steps)
     command("pretrain", tmp_path, "llama", *TOY, *steps, "--resume")
-    command("sft", tmp_path, "llama", *TOY, "--run", "toy", *PLAIN)
+    command("sft", tmp_path, *SFT, "--run", "toy", *PLAIN)
     command("evaluate", tmp_path, "--run", "toy", "--questions", "2", *PLAIN)
     run = tmp_path / "runs" / "toy"
     assert "resumed at step 8" in capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_a_llama_that_theirs_cannot_be_is_refused(changes: dict[str, Any], messa
 
 
 def test_another_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, llama_recipe(base=GPT_RECIPE))
+    write_run(tmp_path, llama_recipe(base=GPT_RECIPE, mlp_width=None, norm_eps=None))
     assert cli.main(["export", "--dir", str(tmp_path / "hf"), "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "quern export: run 'first' holds a GPT, for which Hugging Face has no name" in said

@@ -11,10 +11,15 @@ from quern import cli
 from quern.records import read_events, read_metrics
 from quern.train import checkpoint
 
-TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
- --text.val-megabytes 0.01 --text.tinyworld-conversations 100 --model.width 32 --model.head-dim 16 --model.context 256
- --train.batch-tokens 512 --train.steps 8 --train.log-every 2 --train.save-every 4 --sft.steps 6 --sft.batch-tokens 512
- --questions 2 --no-compile --dtype fp32 --threads 1""".split()
+PLAIN = "--no-compile --dtype fp32 --threads 1".split()
+PRETRAIN = (
+    """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
+ --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512
+ --train.steps 8 --train.log-every 2 --train.save-every 4""".split()
+    + PLAIN
+)
+SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split() + PLAIN
+TOY = [*PRETRAIN, *SFT, "--questions", "2"]
 OWN = """
 from dataclasses import replace
 from quern.model.gpt import GPT
@@ -92,21 +97,21 @@ def test_it_answers(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_exists_is_not_trained_over(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for verb, done in (("pretrain", "pretrained"), ("sft", "fine-tuned")):
-        assert cli.main([verb, *TOY, "--run", "toy", "--out", str(out)]) == 1
+    for verb, flags, done in (("pretrain", PRETRAIN, "pretrained"), ("sft", SFT, "fine-tuned")):
+        assert cli.main([verb, *flags, "--run", "toy", "--out", str(out)]) == 1
         said = capsys.readouterr().err
         assert f"has been {done} already: go on with --resume, or name another run with --run" in said
 
 
 def test_another_recipe_is_not_resumed(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["pretrain", *TOY, "--optim.matrix-lr", "0.1", "--resume", "--run", "toy", "--out", str(out)]
+    command = ["pretrain", *PRETRAIN, "--optim.matrix-lr", "0.1", "--resume", "--run", "toy", "--out", str(out)]
     assert cli.main(command) == 1
     said = capsys.readouterr().err
     assert "differs from the one it was trained with in optim.matrix_lr; give the same values" in said
 
 
 def test_fine_tuning_needs_a_base_model(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sft", *TOY, "--run", "fresh", "--out", str(out)]) == 1
+    assert cli.main(["sft", *SFT, "--run", "fresh", "--out", str(out)]) == 1
     assert "there is no run 'fresh'" in capsys.readouterr().err
 
 
@@ -116,11 +121,11 @@ def test_a_recipe_of_ones_own_is_trained_resumed_and_talked_to(
     path = tmp_path / "own.py"
     path.write_text(OWN, encoding="utf-8")
     where = ["--run", "own", "--out", str(out)]
-    assert cli.main(["pretrain", str(path), *TOY, *where]) == 0
+    assert cli.main(["pretrain", str(path), *PRETRAIN, *where]) == 0
     stage = out / "runs" / "own" / "pretrain"
     assert (stage / "recipe_source.py").read_text(encoding="utf-8") == OWN
     assert json.loads((stage / "recipe.json").read_text(encoding="utf-8"))["make_model"] == "own:Own"
-    assert cli.main(["pretrain", str(path), *TOY, *where, "--resume"]) == 0
+    assert cli.main(["pretrain", str(path), *PRETRAIN, *where, "--resume"]) == 0
     chat = ["--no-compile", "--dtype", "fp32", "--threads", "1", "--max-tokens", "4", "-p", "Hi"]
     capsys.readouterr()
     assert cli.main(["chat", *where, *chat]) == 1

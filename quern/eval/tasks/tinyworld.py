@@ -6,8 +6,11 @@ reply is measured fairly. The questions are a function of (seed, count) alone: e
 untrained model, is asked the same ones.
 """
 
+from dataclasses import replace
+
 from quern.eval.generative import Answered, Graded, generative
 from quern.eval.likelihood import MultipleChoice, multiple_choice
+from quern.eval.score import none_asked
 from quern.generate.engine import Engine
 from quern.text.chat import render_prompt
 from quern.text.tinyworld import QUESTION_KINDS, Question, check, questions
@@ -24,15 +27,24 @@ def tinyworld(
     kinds: tuple[str, ...] = QUESTION_KINDS,
     batch_rows: int = 32,
 ) -> Graded:
-    """`count` questions of each kind → one Score per kind, and every reply."""
+    """`count` questions of each kind → one Score per kind, and every reply.
+
+    A question that leaves the context no room for an answer is not asked, and counted in its kind's `Score.skipped`;
+    where that is all of them, the Score has a count of 0 and no value.
+    """
     scores, replies = [], []
     for kind in kinds:
-        asked = questions(seed, kind, count)
+        all_of_kind = questions(seed, kind, count)
+        asked = [q for q in all_of_kind if len(render_prompt(engine.tokenizer, q.messages)) < engine.context]
+        skipped = len(all_of_kind) - len(asked)
+        if not asked:
+            scores.append(none_asked(f"tinyworld/{kind}", skipped))
+            continue
         if asked[0].choices is None:
             graded = generative(engine, asked, check, max_tokens=MAX_TOKENS, batch_rows=batch_rows)
         else:
             graded = by_letter(engine, asked, batch_rows)
-        scores += graded.scores
+        scores += [replace(score, skipped=skipped) for score in graded.scores]
         replies += graded.replies
     return Graded(scores, replies)
 

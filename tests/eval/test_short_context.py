@@ -1,0 +1,49 @@
+"""A context too short for some questions, or for all: what is left out is counted, and nothing dies of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quern import cli
+from quern.eval.tasks.tinyworld import tinyworld
+from quern.generate.engine import Engine
+from quern.text.chat import render_prompt
+from quern.text.tinyworld import QUESTION_KINDS, questions
+from tests.eval.tiny import CPU, tiny_model, tiny_tokenizer
+from tests.stages.llama_run import llama_recipe, write_run
+
+COUNT = 6
+
+
+def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
+    tokenizer = tiny_tokenizer()
+    lengths = {
+        kind: [len(render_prompt(tokenizer, q.messages)) for q in questions(0, kind, COUNT)] for kind in QUESTION_KINDS
+    }
+    context = sorted(lengths["facts"])[COUNT // 2]
+    engine = Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU)
+    graded = tinyworld(engine, count=COUNT)
+    assert [score.task for score in graded.scores] == [f"tinyworld/{kind}" for kind in QUESTION_KINDS]
+    for kind, score in zip(QUESTION_KINDS, graded.scores, strict=True):
+        fitting = sum(length + 1 <= context for length in lengths[kind])
+        assert (score.count, score.skipped) == (fitting, COUNT - fitting), kind
+        assert (score.value is None) == (fitting == 0)
+        assert sum(reply.kind == kind for reply in graded.replies) == fitting
+    counts = {score.count for score in graded.scores}
+    assert 0 in counts and len(counts) > 2  # some fit, none, all but a few
+
+
+def test_a_run_whose_context_holds_no_question_is_evaluated_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, llama_recipe(context=4))
+    flags = f"evaluate --out {tmp_path} --questions 2 --no-compile --dtype fp32 --threads 1 --device cpu"
+    assert cli.main(flags.split()) == 0
+    shown = capsys.readouterr().out
+    assert "tinyworld/sums               not measured: none of its 2 questions fits a context of 4 tokens" in shown
+    lines = [json.loads(line) for line in (tmp_path / "runs/first/evaluate.jsonl").read_text("utf-8").splitlines()]
+    (sums,) = [line for line in lines if line["task"] == "tinyworld/sums"]
+    assert (sums["value"], sums["count"], sums["skipped"]) == (None, 0, 2)
+    assert [line["value"] > 0 for line in lines if line["task"] == "validation"] == [True, True]
+    assert cli.main(["report", "--out", str(tmp_path)]) == 0
