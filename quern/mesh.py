@@ -154,13 +154,20 @@ class Group:
         with self._counted("all_gather", whole.nbytes) as call:
             return Pending(_all_gather(whole, part, group=self.group, async_op=True), self, call)
 
-    def all_to_all(self, out: Tensor, whole: Tensor) -> Pending:
-        """Part i (along the first dim) of `whole` goes to rank i; `out` holds what came, in the order of ranks."""
+    def all_to_all(
+        self, out: Tensor, whole: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> Pending:
+        """Part i (along the first dim) of `whole` goes to rank i; `out` holds what came, in the order of ranks.
+
+        received, sent: the lengths of each rank's part of `out` and of `whole`, where they are not all equal.
+        """
         if self.size == 1:
             out.copy_(whole)
             return self._done()
-        with self._counted("all_to_all", whole.nbytes) as call:
-            return Pending(dist.all_to_all_single(out, whole, group=self.group, async_op=True), self, call)
+        leaving = len(whole) - (len(whole) // self.size if sent is None else sent[self.rank])
+        with self._counted("all_to_all", whole[:leaving].nbytes, whole=False) as call:
+            work = dist.all_to_all_single(out, whole, received, sent, self.group, async_op=True)
+            return Pending(work, self, call)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """In place, from the group's rank `source`."""
@@ -207,8 +214,9 @@ class Group:
         self.traffic.waited_seconds += time.perf_counter() - start
 
     @contextmanager
-    def _counted(self, kind: str, size_in_bytes: int) -> Iterator[str]:
-        self.traffic.bytes[kind] += size_in_bytes * (self.size - 1) // self.size
+    def _counted(self, kind: str, size_in_bytes: int, whole: bool = True) -> Iterator[str]:
+        """size_in_bytes: of the whole tensor, of which a ring does not send this rank's part; or of what is sent."""
+        self.traffic.bytes[kind] += size_in_bytes * (self.size - 1) // self.size if whole else size_in_bytes
         self.traffic.calls[kind] += 1
         call = f"{kind} over {self.name}"
         with self.whereabouts.calling(call):

@@ -168,7 +168,7 @@ def report(options: Options, cluster: Cluster, found: list[Candidate]) -> list[s
     best = found[0]
     if best.step is None or best.memory is None:
         return [*lines, "", f"Nothing fits: {_smaller(options, cluster)}"]
-    lines += ["", f"best: {_settings(best)}{_padding(best)}", ""]
+    lines += ["", f"best: {_settings(best)}", ""]
     lines += ["memory of one GPU" if options.gpu != "cpu" else "memory of one rank (the interpreter comes on top)"]
     lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
     lines += ["", "one GPU sends per step"]
@@ -243,7 +243,7 @@ def _categories(one: Memory) -> list[tuple[str, int, str]]:
 
 def _why(one: Candidate, best: Candidate) -> str:
     if one.step is None:
-        return one.refusal + (_padding(one) if one.memory else "")
+        return one.refusal
     assert best.step is not None
     parts = {
         "smaller or worse shared products": one.step.products - best.step.products,
@@ -254,14 +254,7 @@ def _why(one: Candidate, best: Candidate) -> str:
     }
     worst = max(parts, key=lambda name: parts[name])
     slower = 100 * (one.step.seconds / best.step.seconds - 1)
-    return f"{slower:.1f} % slower, most of it {worst} (+{1e3 * parts[worst]:,.2f} ms)" + _padding(one)
-
-
-def _padding(one: Candidate) -> str:
-    """Matrices are not cut: where there are fewer of a shape than replicas, places stay empty."""
-    if one.share > 0.8:
-        return ""
-    return f"; {100 * (1 - one.share):.0f} % of the parameter buffers is padding, since matrices stay whole"
+    return f"{slower:.1f} % slower, most of it {worst} (+{1e3 * parts[worst]:,.2f} ms)"
 
 
 def _smaller(options: Options, cluster: Cluster) -> str:

@@ -7,7 +7,7 @@ A model, with these parts, in seconds of one rank:
   again in the backward pass and met by a gradient, four passes; of the optimizer's buffers each is read and written;
 - model: tensor parallelism's collectives, which nothing hides;
 - data: gradients, of which the backward pass of the last micro-batch hides what it lasts, but never the last bucket;
-  parameters, hidden behind the update in the same way.
+  parameters, hidden behind the update in the same way; and matrices on the way to their owners and back, not hidden.
 
 Links follow the α-β model (Hockney, 1994): a ring of n ranks takes (n - 1) hops of α each, twice for an all-reduce,
 and its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quern.lab.hardware import ATTAINED_BANDWIDTH, Network, Processor
 from quern.parallel.layout import Layout
-from quern.parallel.memory import Memory, run_update
+from quern.parallel.memory import Memory, owned_counts, run_update
 from quern.parallel.traffic import bytes_per_step
 
 BACKWARD_SHARE = 2 / 3
@@ -86,6 +86,7 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     there, back = _data_seconds(layout, cluster, traffic, cut)
     last = (products + pointwise) * layout.micro_batches[-1] / layout.rows * BACKWARD_SHARE
     exposed = max(there / max(1, cut), there - last) + max(back / max(1, cut), back - update)
+    moved = _moving_seconds(layout, cluster, traffic)
     small = cluster.ring_seconds(layout.dp, layout.tp, traffic.get("data/all_reduce", 0), 3, 2)
     small += cluster.ring_seconds(layout.dp * layout.tp, 1, traffic.get("world/all_reduce", 0), 1, 2)
     return Step(
@@ -93,7 +94,7 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
         pointwise,
         update,
         _model_seconds(layout, cluster, traffic),
-        exposed + small,
+        exposed + moved + small,
         there + back - exposed,
         flops_per_token * batch_tokens,
         traffic,
@@ -107,6 +108,13 @@ def _data_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int], buc
     return there, back
 
 
+def _moving_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) -> float:
+    """Parts of matrices go from few ranks to few: to another machine, where there are several."""
+    calls = 2 * sum(bucket.moves for bucket in layout.buckets)
+    apart = layout.tp if layout.dp * layout.tp <= cluster.per_machine else cluster.per_machine
+    return cluster.ring_seconds(min(2, layout.dp), apart, traffic.get("data/all_to_all", 0), calls, 1)
+
+
 def _model_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) -> float:
     if layout.tp == 1:
         return 0.0
@@ -114,7 +122,7 @@ def _model_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) ->
     assert context and width
     stream = max(layout.micro_batches) * context * width * layout.dtype.itemsize * (layout.tp - 1) // layout.tp
     streams = -(-traffic["model/all_gather"] // stream)
-    exchanges = 2 * sum(bucket.exchange is not None for bucket in layout.buckets)
+    exchanges = 2 * sum(bucket.exchange for bucket in layout.buckets)
     calls = {"all_gather": (streams, 1), "reduce_scatter": (streams, 1), "all_reduce": (2 * micro_batches, 2)}
     calls["all_to_all"] = exchanges, 1
     return sum(
@@ -124,11 +132,12 @@ def _model_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) ->
 
 
 def _update_flops(layout: Layout) -> float:
-    """Of the matrix products in the update, on the rank that owns most of each bucket."""
-    total = 0
+    """Of the matrix products in the update, on the rank that has most of them."""
+    totals = [0] * (layout.dp * layout.tp)
     for bucket in layout.buckets:
         if bucket.rule.stacked:
             counter = FlopCounterMode(display=False)
-            run_update(bucket, layout.dp, counter)
-            total += counter.get_total_flops()
-    return float(total)
+            run_update(bucket, 1, counter)
+            for rank, count in enumerate(owned_counts(bucket, layout)):
+                totals[rank] += count * counter.get_total_flops()
+    return float(max(totals))

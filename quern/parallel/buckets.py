@@ -1,13 +1,14 @@
 """Buckets: parameters that lie in one buffer, travel together, and share an update rule; who owns which part.
 
 A bucket's buffer is cut into one equal region for each rank of the data group. Gradients are reduced so that each
-region's sum ends up on its owner, the owner updates that region's fp32 masters, and the regions are gathered back.
+region's sum ends up on its rank, the owners update their fp32 masters, and the regions are gathered back.
 
 - Rows: parameters of an elementwise rule, one after the other, cut at multiples of a row, so that what a rank owns of
-  a parameter is a rectangle of it.
-- Stacks: matrices of one shape, a whole one never cut. Which ranks have one more, where their number does not divide,
-  follows the work that they were given before. Under tensor parallelism a rank holds parts of matrices: the shards
-  of a replica exchange those they own, so that each has whole ones to update, and back (all-to-all).
+  a parameter is a rectangle of it. A region's rank owns it.
+- Stacks: matrices of one shape, each owned whole. Where their number divides by the ranks, a region is those that its
+  rank owns. Else regions end within matrices, and the parts travel to the owners and back (all-to-all); who they are
+  follows the work that the ranks have (ownership.py). Under tensor parallelism a rank holds parts of matrices: the
+  shards of a replica exchange those they own, so that each has whole ones to update, and back (stacks.py).
 - Small: what is too little to cut; summed in one all-reduce with all other small ones and updated on every rank.
 
 On one process a region is the whole buffer and nothing travels. Memory per parameter and rank of n, in bytes, with
@@ -16,6 +17,7 @@ bf16 parameters and AdamW: 2 + 2 + 12/n (ZeRO stage 2, arXiv 1910.02054).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +28,9 @@ from torch.nn import Parameter
 
 from quern.mesh import Mesh, Pending
 from quern.optim.groups import Group, Rule
+from quern.parallel.ownership import Ownership, share_out
 from quern.parallel.sharding import Slice, sharding_of, sliced
+from quern.parallel.stacks import Stack
 
 ALIGNMENT = 64
 """Elements: a parameter in a small bucket starts at a multiple, since fast matmuls need aligned operands."""
@@ -46,24 +50,26 @@ class Bucket:
     param_views: list[Tensor]
     grad_views: list[Tensor]
     masters: Tensor
-    """fp32; of what this rank owns. Parameters in fp32 are their own."""
+    """fp32; of what this rank owns; (N, R, C) for a rule on stacks. Parameters in fp32 are their own, in its region."""
     state: dict[str, Tensor]
     update: Callable[..., None]
     mesh: Mesh
     begin: int
-    """The owned region is params[begin:end], along the first dimension."""
+    """The region is params[begin:end]."""
     end: int
     small: bool
-    exchange: int | None = None
-    """The dimension of the stack that is cut, where their owner must put matrices together first."""
+    stack: Stack | None = None
+    """Where the rule works on stacks: who owns the matrices, and how they get there."""
     pending: Pending | None = field(default=None, repr=False)
+    travelling: Tensor | None = field(default=None, repr=False)
+    """Parts of matrices on the way between regions and owner."""
 
     @property
-    def owned_grads(self) -> Tensor:
+    def region_grads(self) -> Tensor:
         return self.grads[self.begin : self.end]
 
     @property
-    def owned_params(self) -> Tensor:
+    def region_params(self) -> Tensor:
         return self.params[self.begin : self.end]
 
     @property
@@ -71,34 +77,52 @@ class Bucket:
         """Whether every shard of the replica holds the same."""
         return sharding_of(self.parameters[0][1]) is None
 
+    @property
+    def moves(self) -> bool:
+        """Whether owners are elsewhere than the regions."""
+        return self.stack is not None and self.stack.moves
+
+    @property
+    def exchange(self) -> bool:
+        """Whether an owner must put matrices together, out of the shards' parts."""
+        return self.stack is not None and self.stack.exchange is not None
+
     def reduce(self) -> None:
-        """Starts to sum the owned region's gradients over the data group; in place."""
-        region = len(self.grads) // self.mesh.data.size
-        own = self.grads[self.mesh.data.rank * region : (self.mesh.data.rank + 1) * region]
-        self.pending = self.mesh.data.reduce_scatter(own, self.grads)
+        """Starts to sum the region's gradients over the data group; in place."""
+        self.pending = self.mesh.data.reduce_scatter(self.region_grads, self.grads)
+
+    def fetch(self) -> None:
+        """Starts to bring the gradients of the matrices that this replica owns, where they are not in its region."""
+        if self.stack is not None and self.moves:
+            self.travelling, self.pending = self.stack.fetch(self.region_grads)
 
     def apply(self, scalars: dict[str, Tensor] | dict[str, float]) -> None:
-        """Updates what is owned, and starts to gather the parameters back."""
-        if self.exchange is not None:
-            whole = _put_together(self.owned_grads, self.exchange, self.mesh)
+        """Updates what is owned, after `fetch`, and starts to bring the parameters back: to the regions where they are
+        elsewhere, and `gather` remains to be called; else to all."""
+        come = self.travelling
+        self.wait()
+        if self.stack is not None and (self.moves or self.exchange):
+            parts = self.stack.of_replica(self.grads) if come is None else come
+            whole = self.stack.put_together(parts)
             rounded = torch.empty_like(whole)
-            self.update(self.masters, whole, self.state, scalars, out=rounded)
-            _take_apart(rounded, self.owned_params, self.exchange, self.mesh)
-        elif self.end > self.begin:
-            self.update(self.masters, self.owned_grads, self.state, scalars, out=self._out())
-        self.gather()
+            if len(whole):
+                self.update(self.masters, whole, self.state, scalars, out=rounded)
+            self._send_back(self.stack, rounded)
+        elif len(self.masters):
+            self.update(self.masters, self.region_grads.view_as(self.masters), self.state, scalars, out=self._out())
+        if not self.moves:
+            self.gather()
 
     def gather(self) -> None:
         """Starts to collect every rank's region of the parameters; `pending` when it is under way."""
+        self.wait()
         if not self.small and self.mesh.data.size > 1:
-            region = len(self.params) // self.mesh.data.size
-            own = self.params[self.mesh.data.rank * region : (self.mesh.data.rank + 1) * region]
-            self.pending = self.mesh.data.all_gather(self.params, own)
+            self.pending = self.mesh.data.all_gather(self.params, self.region_params)
 
     def round_masters(self) -> None:
-        """Owned parameters from the masters, which were loaded."""
-        if self.exchange is not None:
-            _take_apart(self.masters.to(self.params.dtype), self.owned_params, self.exchange, self.mesh)
+        """Parameters from the masters, which were loaded."""
+        if self.stack is not None and (self.moves or self.exchange):
+            self._send_back(self.stack, self.masters.to(self.params.dtype))
         elif (out := self._out()) is not None:
             out.copy_(self.masters)
         self.gather()
@@ -106,7 +130,15 @@ class Bucket:
     def wait(self) -> None:
         if self.pending is not None:
             self.pending.wait()
-            self.pending = None
+            self.pending = self.travelling = None
+
+    def _send_back(self, stack: Stack, whole: Tensor) -> None:
+        """Whole matrices to the regions; where these are elsewhere, starts to."""
+        parts = stack.take_apart(whole)
+        if stack.moves:
+            self.travelling, self.pending = parts, stack.send_back(parts, self.region_params)
+        else:
+            self.region_params.copy_(parts.view(-1))
 
     def slices(self) -> dict[str, Slice]:
         """What this rank holds of masters and state, by logical name ("master.<parameter>", "m.<parameter>")."""
@@ -117,34 +149,19 @@ class Bucket:
         return found
 
     def _slices(self, buffer: Tensor) -> list[tuple[str, Slice]]:
-        return self._stack_slices(buffer) if self.rule.stacked else self._row_slices(buffer)
+        return self._row_slices(buffer) if self.stack is None else self._stack_slices(self.stack, buffer)
 
-    def _stack_slices(self, buffer: Tensor) -> list[tuple[str, Slice]]:
-        """Whole parameters, each one matrix or `several`."""
-        if not len(buffer):
-            return []
-        several = self.parameters[0][1].shape[:-2]
-        first, saved = self.begin // several.numel(), not self.replicated or self.mesh.model.rank == 0
-        if self.exchange is not None:
-            first, saved = first + self.mesh.model.rank * (len(buffer) // several.numel()), True
-        names = self._slots()[first : first + len(buffer) // several.numel()]
-        parts = buffer.view(len(names), *several, *buffer.shape[1:])
+    def _stack_slices(self, stack: Stack, buffer: Tensor) -> list[tuple[str, Slice]]:
+        """Whole parameters, each one matrix or several."""
+        parts = buffer.view(len(stack.units), *stack.shape[:-2], *buffer.shape[1:])
+        saved = self.exchange or self.mesh.model.rank == 0
         return [
-            (name, Slice(part, (0,) * part.ndim, tuple(part.shape), saved))
-            for name, part in zip(names, parts, strict=True)
-            if name is not None
+            (self.parameters[unit][0], Slice(part, (0,) * part.ndim, tuple(part.shape), saved))
+            for unit, part in zip(stack.units, parts, strict=True)
         ]
 
-    def _slots(self) -> list[str | None]:
-        """The parameter in each place of the stack; None is padding."""
-        size = self.params[0].numel() * self.parameters[0][1].shape[:-2].numel()
-        slots: list[str | None] = [None] * (self.params.numel() // size)
-        for (name, _), view in zip(self.parameters, self.param_views, strict=True):
-            slots[(view.storage_offset() - self.params.storage_offset()) // size] = name
-        return slots
-
     def _row_slices(self, buffer: Tensor) -> list[tuple[str, Slice]]:
-        """Of each parameter the rows that lie in the owned region."""
+        """Of each parameter the rows that lie in the region."""
         found = []
         saved = (not self.small or self.mesh.data.rank == 0) and (not self.replicated or self.mesh.model.rank == 0)
         for (name, parameter), view in zip(self.parameters, self.param_views, strict=True):
@@ -162,8 +179,8 @@ class Bucket:
         return found
 
     def _out(self) -> Tensor | None:
-        same = self.masters.data_ptr() == self.owned_params.data_ptr()
-        return None if same else self.owned_params
+        same = self.masters.data_ptr() == self.region_params.data_ptr()
+        return None if same else self.region_params.view_as(self.masters)
 
 
 # Making them ------------------------------------------------------------------------------------------------
@@ -184,27 +201,34 @@ MOST_ELEMENTS = 2**24
 LEAST_ELEMENTS = 2**18
 """A stack is split into buckets of an eighth of all parameters, within these bounds: large enough for a link's
 bandwidth, small enough that the first leave early in the backward pass."""
+LEAST_REGION = 2**17
+"""Many replicas have larger buckets, of as much for each: with less, a link waits longer than it sends."""
 
 
 def make_buckets(groups: Sequence[Group], settings: Settings) -> list[Bucket]:
     """In the order in which a backward pass completes them, roughly: the last layers' first."""
-    data = settings.mesh.data.size
+    data, model = settings.mesh.data.size, settings.mesh.model.size
     total = sum(p.numel() for group in groups for _, p in group.parameters)
-    most = min(MOST_ELEMENTS, max(LEAST_ELEMENTS, total // 8)) if data > 1 else total
-    work = [0] * data
-    buckets = []
+    most = total
+    if data > 1:
+        most = min(max(MOST_ELEMENTS, data * LEAST_REGION), max(LEAST_ELEMENTS, total // 8))
+    parts: list[tuple[Group, Named]] = []
     for group in groups:
         kinds: dict[tuple, Named] = {}
         for name, parameter in group.parameters:
             kinds.setdefault(_kind(group, parameter, data), []).append((name, parameter))
         for parameters in kinds.values():
-            if group.rule.stacked:
-                for part in _parts(parameters, most, data * settings.mesh.model.size):
-                    buckets.append(_stack(group, part, settings, work))
-            elif data == 1 or sum(p.numel() for _, p in parameters) < SMALL_ELEMENTS:
-                buckets.append(_small(group, parameters, settings))
-            else:
-                buckets.append(_rows(group, parameters, settings))
+            stacked = group.rule.stacked
+            parts += [(group, part) for part in (_parts(parameters, most, data * model) if stacked else [parameters])]
+    owned = _shared_out([part for group, part in parts if group.rule.stacked], data, model)
+    buckets = [
+        _stack(group, part, settings, owned[part[0][0]])
+        if group.rule.stacked
+        else _small(group, part, settings)
+        if data == 1 or sum(p.numel() for _, p in part) < SMALL_ELEMENTS
+        else _rows(group, part, settings)
+        for group, part in parts
+    ]
     return buckets[::-1] if data > 1 else buckets
 
 
@@ -218,42 +242,51 @@ def _kind(group: Group, parameter: Parameter, data: int) -> tuple:
 
 
 def _parts(parameters: Named, most: int, multiple: int) -> list[Named]:
-    """Consecutive parameters with at most `most` elements, and where possible a multiple of `multiple` of them."""
-    fitting = max(1, most // parameters[0][1].numel())
-    count = max(multiple, fitting // multiple * multiple)
+    """Consecutive parameters with at most `most` elements; a multiple of `multiple` of them where that takes no more
+    than twice as many."""
+    count = max(1, most // parameters[0][1].numel())
+    if multiple <= 2 * count:
+        count = max(multiple, count // multiple * multiple)
+    else:
+        count = -(-len(parameters) // -(-len(parameters) // count))  # all much the same
     return [parameters[i : i + count] for i in range(0, len(parameters), count)]
 
 
-def _stack(group: Group, parameters: Named, settings: Settings, work: list[int]) -> Bucket:
-    first, mesh = parameters[0][1], settings.mesh
-    several, (R, C) = first.shape[:-2].numel(), first.shape[-2:]
+def _shared_out(stacks: Sequence[Named], replicas: int, shards: int) -> dict[str, Ownership]:
+    """By the name of a stack's first parameter. A unit costs what the products of its matrices do."""
+    work = [[0] * shards for _ in range(replicas)]
+    costs = {stack[0][0]: _cost(stack[0][1], shards) for stack in stacks}
+    owned = {}
+    for stack in sorted(stacks, key=lambda stack: costs[stack[0][0]], reverse=True):
+        (name, first), units = stack[0], len(stack)
+        region = units // replicas * first.numel()
+        if units % replicas:
+            region = _padded(-(-units * first.numel() // replicas), ALIGNMENT)
+        cuts = share_out(units, costs[name], work, whole=sharding_of(first) is None)
+        owned[name] = Ownership(first.numel(), region, cuts, replicas)
+    return owned
+
+
+def _cost(parameter: Parameter, shards: int) -> int:
+    """Multiplications in the Gram matrices of whole matrices."""
+    sharding, shape = sharding_of(parameter), list(parameter.shape)
+    if sharding is not None:
+        shape[sharding.dim] *= shards
+    return math.prod(shape) * min(shape[-2:])
+
+
+def _stack(group: Group, parameters: Named, settings: Settings, ownership: Ownership) -> Bucket:
+    first, mesh, whole = parameters[0][1], settings.mesh, len(parameters) * parameters[0][1].numel()
     sharding = sharding_of(first)
     exchange = sharding.dim - first.ndim + 3 if sharding is not None else None  # of (N, R, C)
-    ranks = mesh.data.size
-    counts = _counts(len(parameters), ranks, several * R * C * min(R, C), work)
-    slots = max(counts)
-    if exchange is not None:
-        slots = -(-slots // mesh.model.size) * mesh.model.size
-    params = first.new_zeros(ranks * slots * several, R, C)
-    places = [rank * slots + i for rank, count in enumerate(counts) for i in range(count)]
-    begin = mesh.data.rank * slots * several
-    filled = slots if exchange is not None else counts[mesh.data.rank]
+    params = first.new_zeros(ownership.replicas * ownership.region)
+    begin = mesh.data.rank * ownership.region
+    stack = Stack(ownership, first.shape, exchange, mesh)
 
     def views(buffer: Tensor) -> list[Tensor]:
-        units = buffer.view(ranks * slots, *first.shape)
-        return [units[place] for place in places]
+        return list(buffer[:whole].view(len(parameters), *first.shape))
 
-    return _bucket(group, parameters, settings, params, views, begin, begin + filled * several, False, exchange)
-
-
-def _counts(matrices: int, ranks: int, cost: int, work: list[int]) -> list[int]:
-    """How many each rank owns; what does not divide goes to those with the least work so far."""
-    counts = [matrices // ranks] * ranks
-    for rank in sorted(range(ranks), key=lambda rank: work[rank])[: matrices % ranks]:
-        counts[rank] += 1
-    for rank in range(ranks):
-        work[rank] += counts[rank] * cost
-    return counts
+    return _bucket(group, parameters, settings, params, views, begin, begin + ownership.region, stack)
 
 
 def _rows(group: Group, parameters: Named, settings: Settings) -> Bucket:
@@ -264,14 +297,14 @@ def _rows(group: Group, parameters: Named, settings: Settings) -> Bucket:
     params = first.new_zeros(ranks * region)
     begin = settings.mesh.data.rank * region
     views = partial(_unflatten, shapes=[p.shape for _, p in parameters], alignment=1)
-    return _bucket(group, parameters, settings, params, views, begin, begin + region, False)
+    return _bucket(group, parameters, settings, params, views, begin, begin + region)
 
 
 def _small(group: Group, parameters: Named, settings: Settings) -> Bucket:
     shapes = [p.shape for _, p in parameters]
     params = parameters[0][1].new_zeros(sum(_padded(shape.numel(), ALIGNMENT) for shape in shapes))
     views = partial(_unflatten, shapes=shapes, alignment=ALIGNMENT)
-    return _bucket(group, parameters, settings, params, views, 0, len(params), True)
+    return _bucket(group, parameters, settings, params, views, 0, len(params), small=True)
 
 
 @torch.no_grad()
@@ -283,19 +316,17 @@ def _bucket(
     views: Callable[[Tensor], list[Tensor]],
     begin: int,
     end: int,
-    small: bool,
-    exchange: int | None = None,
+    stack: Stack | None = None,
+    small: bool = False,
 ) -> Bucket:
     """Moves the parameters into `params`, and makes masters and state of what this rank owns."""
     param_views = views(params)
     for (_, parameter), view in zip(parameters, param_views, strict=True):
         view.copy_(parameter)
         parameter.data = view
-    owned = params[begin:end]
-    if exchange is not None:
-        masters = _put_together(owned, exchange, settings.mesh).to(_master_dtype(params.dtype))
-    else:
-        masters = owned.to(_master_dtype(params.dtype))
+    owned = params[begin:end] if stack is None else stack.put_together(stack.of_replica(params))
+    apart = stack is not None and stack.moves  # what a rank owns is not its region
+    masters = owned.to(_master_dtype(params.dtype), copy=apart)
     update = partial(group.rule.update_, dtype=settings.dtype_ns)
     # Rules on stacks are mostly matrix products: compiled they save a CPU little time in a step and cost it more at
     # the start than that comes to in an hour. dynamic: one compilation serves all sizes.
@@ -317,7 +348,7 @@ def _bucket(
         begin,
         end,
         small,
-        exchange,
+        stack,
     )
 
 
@@ -335,23 +366,3 @@ def _unflatten(buffer: Tensor, shapes: Sequence[torch.Size], alignment: int) -> 
 
 def _padded(count: int, alignment: int) -> int:
     return -(-count // alignment) * alignment
-
-
-# Whole matrices out of the shards' parts ---------------------------------------------------------------------
-
-
-def _put_together(parts: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    """(n, r, c) parts of n matrices, cut along `dim`, on each shard → (n / shards, R, C) whole ones, others on each."""
-    shards = mesh.model.size
-    received = torch.empty_like(parts)
-    mesh.model.all_to_all(received, parts.contiguous()).wait()
-    pieces = received.view(shards, len(parts) // shards, *parts.shape[1:])
-    return torch.cat(list(pieces), dim=dim)
-
-
-def _take_apart(whole: Tensor, parts: Tensor, dim: int, mesh: Mesh) -> None:
-    """The inverse, into `parts`."""
-    pieces = torch.cat(whole.chunk(mesh.model.size, dim=dim))
-    received = torch.empty_like(pieces)
-    mesh.model.all_to_all(received, pieces).wait()
-    parts.copy_(received)

@@ -88,34 +88,34 @@ def memory(layout: Layout, device: str, compiled: bool, row_bytes: int | None = 
         activations=most_rows * row_bytes,
         loss=_loss(layout, most_rows * context, device, compiled),
         in_flight=sum(parameters) if layout.dp == 1 else max(parameters),
-        update=max(_update(bucket, layout.dp, compiled) for bucket in layout.buckets),
+        update=max(_update(bucket, layout, compiled) for bucket in layout.buckets),
         accumulates=len(layout.micro_batches) > 1,
     )
 
 
 def _owned(layout: Layout) -> tuple[int, int]:
     """Bytes of masters and of moments, on the rank on which they are most."""
-    totals = [[0, 0] for _ in range(layout.dp)]
+    masters, moments = [0] * (layout.dp * layout.tp), [0] * (layout.dp * layout.tp)
     for bucket in layout.buckets:
         # Parameters in fp32 are their own masters.
         same = bucket.masters.untyped_storage()._cdata == bucket.params.untyped_storage()._cdata
         unit = bucket.masters.new_empty(1, *bucket.masters.shape[1:])
-        one = [0 if same else unit.nbytes, sum(state.nbytes for state in bucket.rule.init_state(unit).values())]
-        for total, count in zip(totals, owned_counts(bucket, layout.dp), strict=True):
-            total[0] += one[0] * count
-            total[1] += one[1] * count
-    masters, moments = max(totals, key=sum)
-    return masters, moments
+        state = sum(one.nbytes for one in bucket.rule.init_state(unit).values())
+        for rank, count in enumerate(owned_counts(bucket, layout)):
+            masters[rank] += 0 if same else unit.nbytes * count
+            moments[rank] += state * count
+    return max(zip(masters, moments, strict=True), key=sum)
 
 
-def owned_counts(bucket: Bucket, ranks: int) -> list[int]:
-    """Of masters, along their first dim, on each rank of the data group."""
-    if not bucket.rule.stacked or bucket.exchange is not None:
-        return [len(bucket.masters)] * ranks
-    counts, region = [0] * ranks, bucket.params.numel() // ranks
-    for view in bucket.param_views:
-        counts[(view.storage_offset() - bucket.params.storage_offset()) // region] += view.shape[:-2].numel()
-    return counts
+def owned_counts(bucket: Bucket, layout: Layout) -> list[int]:
+    """Of masters, along their first dim, on each rank."""
+    if bucket.stack is None:
+        return [len(bucket.masters)] * (layout.dp * layout.tp)
+    ownership, several = bucket.stack.ownership, bucket.stack.shape[:-2].numel()
+    copies = layout.tp // ownership.shards
+    return [
+        count * several for replica in range(layout.dp) for count in ownership.counts(replica) for _ in range(copies)
+    ]
 
 
 # Activations ------------------------------------------------------------------------------------------------
@@ -217,19 +217,23 @@ def _loss_eagerly(layout: Layout, tokens: int, V: int) -> int:
     return trace.most
 
 
-def _update(bucket: Bucket, ranks: int, compiled: bool) -> int:
-    """What the rule allocates at once, and whole matrices that are put together for it."""
-    exchanged = 0 if bucket.exchange is None else 3 * bucket.owned_grads.nbytes
+def _update(bucket: Bucket, layout: Layout, compiled: bool) -> int:
+    """What the rule allocates at once, and the matrices that come from elsewhere for it."""
+    come = 0
+    if bucket.stack is not None and (bucket.moves or bucket.exchange):
+        ownership = bucket.stack.ownership
+        held = max(len(ownership.units(replica)) for replica in range(layout.dp)) * ownership.size
+        come = (1 + bucket.moves + 2 * bucket.exchange) * held * bucket.grads.itemsize
     if compiled and not bucket.rule.stacked:  # the compiler makes one pass of it; matrix products stay apart
-        return exchanged
+        return come
     trace = LiveBytes()
-    run_update(bucket, ranks, trace)
-    return exchanged + trace.most
+    run_update(bucket, max(owned_counts(bucket, layout)), trace)
+    return come + trace.most
 
 
-def run_update(bucket: Bucket, ranks: int, trace: AbstractContextManager[Any]) -> None:
-    """The rule once on "meta", under `trace`, on what the rank that owns most of the bucket has."""
-    masters = bucket.masters.new_empty(max(owned_counts(bucket, ranks)), *bucket.masters.shape[1:])
+def run_update(bucket: Bucket, count: int, trace: AbstractContextManager[Any]) -> None:
+    """The rule once on "meta", under `trace`, on `count` masters."""
+    masters = bucket.masters.new_empty(count, *bucket.masters.shape[1:])
     dtype, state = bucket.params.dtype, bucket.rule.init_state(masters)
     grads, out = masters.to(dtype), torch.empty_like(masters, dtype=dtype)
     scalars: dict[str, Any] = dict(bucket.rule.scalars(1, 1.0, 0.9, 1.0))

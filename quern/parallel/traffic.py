@@ -4,15 +4,19 @@ A ring sends 2(n-1)/n times a tensor's bytes to sum it on all n ranks, (n-1)/n t
 (mesh.py). With n replicas, m shards, s bytes per element of the parameters' dtype, over the optimizer's buckets of P
 elements each, padding included (buckets.py):
 
-    data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their owners
+    data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their regions
     data/all_gather       as many                                             parameters back
+    data/all_to_all       s · Σ (E + O) of stacks that do not divide          from regions to owners, and back
     data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 8 + 8)       their gradients; the number of targets;
                                                                               the loss and the number of tokens
     world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
-    model/all_to_all      2 · (m-1)/m · s/n · Σ P of stacks of cut matrices   gradients to whole matrices, and back
+    model/all_to_all      s · Σ (H - W + (m-1) W) of stacks of cut matrices   gradients to whole matrices, and back
     model/…               what each micro-batch sends: plan.py
 
-A tensor's share is rounded down to whole bytes. What it is compared with: `Mesh.traffic` over a step.
+E are the elements of a rank's region that other replicas own, O those that its replica owns in other regions
+(ownership.py; on average at most 2/n of P); H are those that it holds of the matrices of its replica, W those of its
+own matrices (H/m, where they divide by m). So these two kinds differ from rank to rank. A tensor's share is rounded
+down to whole bytes. What it is compared with: `Mesh.traffic` over a step.
 """
 
 from __future__ import annotations
@@ -29,9 +33,12 @@ TOTALS_BYTES = 8
 NORM_BYTES = 4
 
 
-def bytes_per_step(layout: Layout) -> dict[str, int]:
-    """By "group/kind", as `Mesh.traffic` counts them."""
-    return {kind: count for kind, count in sorted((data_bytes(layout) + model_bytes(layout)).items()) if count}
+def bytes_per_step(layout: Layout, rank: int | None = None) -> dict[str, int]:
+    """By "group/kind", as `Mesh.traffic` counts them. rank: None for the most of each kind that any rank sends."""
+    sent = data_bytes(layout) + model_bytes(layout)
+    for kind, counts in exchanged_bytes(layout).items():
+        sent[kind] = max(counts) if rank is None else counts[rank]
+    return {kind: count for kind, count in sorted(sent.items()) if count}
 
 
 def data_bytes(layout: Layout) -> Counter[str]:
@@ -52,7 +59,7 @@ def data_bytes(layout: Layout) -> Counter[str]:
 
 
 def model_bytes(layout: Layout) -> Counter[str]:
-    """Of the model group: each micro-batch, and Muon's exchange of parts of matrices once a step."""
+    """Of the model group, in the micro-batches."""
     sent: Counter[str] = Counter()
     if layout.tp == 1:
         return sent
@@ -61,10 +68,25 @@ def model_bytes(layout: Layout) -> Counter[str]:
     for rows in layout.micro_batches:
         for kind, count in bytes_sent(layout.whole, rows * context, layout.tp).items():
             sent[f"model/{kind}"] += count
-    for bucket in layout.buckets:
-        if bucket.exchange is not None:
-            sent["model/all_to_all"] += 2 * part(bucket.owned_grads.nbytes, layout.tp)
     return sent
+
+
+def exchanged_bytes(layout: Layout) -> dict[str, list[int]]:
+    """Of each rank: parts of matrices on their way to the owners and back, once a step."""
+    n, m = layout.dp, layout.tp
+    over_data, over_model = [0] * n, [0] * (n * m)
+    for bucket in layout.buckets:
+        if bucket.stack is None:
+            continue
+        s, ownership = bucket.params.itemsize, bucket.stack.ownership
+        for replica in range(n):
+            if bucket.moves:
+                over_data[replica] += s * ownership.sent(replica)
+            if bucket.exchange:
+                held = len(ownership.units(replica))
+                for shard, own in enumerate(ownership.counts(replica)):
+                    over_model[replica * m + shard] += s * ownership.size * (held - own + (m - 1) * own)
+    return {"data/all_to_all": [count for count in over_data for _ in range(m)], "model/all_to_all": over_model}
 
 
 def part(size_in_bytes: int, ranks: int) -> int:

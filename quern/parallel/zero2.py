@@ -134,7 +134,7 @@ class Zero2:
         """The global 2-norm of all gradients: fp32, 0-dim; not finite when any of them is not, on any rank."""
         self._reduce()
         norms = [
-            torch.linalg.vector_norm(bucket.owned_grads, dtype=torch.float32)
+            torch.linalg.vector_norm(bucket.region_grads, dtype=torch.float32)
             for bucket in self.buckets
             if self._counts(bucket)
         ]
@@ -159,7 +159,7 @@ class Zero2:
         norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for bucket in self.buckets:
-            bucket.owned_grads.mul_(scale)
+            bucket.region_grads.mul_(scale)
         return norm
 
     # Updates --------------------------------------------------------------------------------------------------
@@ -172,12 +172,21 @@ class Zero2:
         """
         self._reduce()
         self._reduced = False
-        for bucket in self.buckets:
+        before: Bucket | None = None
+        self.buckets[0].fetch()
+        for number, bucket in enumerate(self.buckets, start=1):
+            if number < len(self.buckets):
+                self.buckets[number].fetch()
             scalars = bucket.rule.scalars(step + 1, bucket.lr * multipliers.lr, multipliers.momentum, multipliers.decay)
             if self.compile:  # as tensors: a changed Python number would compile the update anew
                 bucket.apply({name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()})
             else:
                 bucket.apply(scalars)
+            if before is not None:
+                before.gather()
+            before = bucket if bucket.moves else None  # while its matrices travel, the next ones are updated
+        if before is not None:
+            before.gather()
         for bucket in self.buckets:
             bucket.wait()
 

@@ -144,13 +144,18 @@ def apart(one: float, other: float) -> float:
 
 
 def gradients_apart(optimizer: Zero2, reference: TrainState) -> float:
-    """Of what this rank owns, after clipping."""
+    """Of the regions that this rank sums, after clipping."""
     expected = {name: p.grad for name, p in reference.model.named_parameters()}
     ours, theirs = [], []
     for bucket in optimizer.buckets:
-        for name, part in bucket._slices(bucket.owned_grads):
-            ours.append(part.tensor)
-            theirs.append(part.of(expected[name]))
+        whole = torch.zeros_like(bucket.grads)
+        for (name, _), view in zip(bucket.parameters, bucket.param_views, strict=True):
+            at = view.storage_offset() - bucket.params.storage_offset()
+            grad = expected[name]
+            assert grad is not None
+            whole[at : at + view.numel()] = grad.flatten()
+        ours.append(bucket.region_grads)
+        theirs.append(whole[bucket.begin : bucket.end])
     return deviation(ours, theirs)
 
 
@@ -181,7 +186,7 @@ def _local_norm() -> None:
 
 
 def _norm(of: list[Bucket]) -> torch.Tensor:
-    return torch.stack([bucket.owned_grads.norm() for bucket in of if len(bucket.owned_grads)]).norm()
+    return torch.stack([bucket.region_grads.norm() for bucket in of]).norm()
 
 
 def _not_gathered() -> None:

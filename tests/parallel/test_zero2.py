@@ -129,7 +129,7 @@ def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
             )
         ]
     )
-    assert [tuple(bucket.params.shape) for bucket in whole.buckets] == [(6, 8, 5)]
+    assert [tuple(bucket.masters.shape) for bucket in whole.buckets] == [(6, 8, 5)]
     for step in range(3):
         for i, p in enumerate(stacked):
             p.grad = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(10 * step + i))
@@ -167,7 +167,7 @@ def test_it_learns_and_gradients_accumulate_in_its_buffers(dtype: torch.dtype) -
 
 def test_layout_of_the_buffers() -> None:
     optimizer = driver(toy())
-    assert [tuple(bucket.params.shape) for bucket in optimizer.buckets] == [
+    assert [tuple(bucket.masters.shape) for bucket in optimizer.buckets] == [
         (3, 18, 6), (3, 6, 18), (128,), (128,), (64,),
     ]  # fmt: skip
 
