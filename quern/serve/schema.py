@@ -7,6 +7,7 @@ in an assistant's message and in a stream's delta, holds the calls of the calcul
 Source: https://platform.openai.com/docs/api-reference/chat
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,23 @@ from quern.text.chat import Message, Part
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 200
+_NO_TOOLS = "the model calls its own calculator and no other tool: leave it out"
+_NO_LOGPROBS = "this server gives no log probabilities: leave it out"
+_NO_PENALTY = "this server has no penalties: leave it out, or send 0"
+# What to do instead, where pydantic knows only what was wrong.
+INSTEAD = {
+    "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
+    "stop": f"give a text or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_CHARACTERS} characters",
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "logprobs": _NO_LOGPROBS,
+    "top_logprobs": _NO_LOGPROBS,
+    "frequency_penalty": _NO_PENALTY,
+    "presence_penalty": _NO_PENALTY,
+    "logit_bias": "this server does not bias tokens: leave it out",
+    "response_format": 'replies are plain text: leave it out, or send {"type": "text"}',
+}
 
 
 class ApiError(Exception):
@@ -80,7 +98,7 @@ class ResponseFormat(_Strict):
     type: Literal["text"]
 
 
-_Stop = Annotated[str, Field(min_length=1, max_length=200)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -154,7 +172,10 @@ def _refusal(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     where = f"for '{param}'" if param else "in the body"
-    return ApiError(f"Invalid value {where}: {first['msg']}.", param=param or None, code="invalid_value")
+    # Inside of messages, what was wrong says enough.
+    name = param if param.startswith("messages") else re.split(r"[.\[]", param)[0]
+    why = INSTEAD.get(name, first["msg"])
+    return ApiError(f"Invalid value {where}: {why}.", param=param or None, code="invalid_value")
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -162,10 +163,24 @@ def create_app(
 
 
 def serve(engine: Engine, tokenizer: Tokenizer, name: str, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serves until interrupted."""
+    """Serves until interrupted. Raises what `listen` raises."""
     hosts = LOOPBACK if host in LOOPBACK else None
     app = create_app(engine, tokenizer, name, hosts=hosts)
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    with listen(host, port) as listener:
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can already connect to. Raises ValueError and OSError, which name the flag to change."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port must be 0 (any that is free) to 65535, not {port}")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise OSError(f"cannot serve at {host}:{port} ({reason}): choose another --port or --host") from error
 
 
 def require_model(asked: str, name: str) -> None:
@@ -187,7 +202,7 @@ async def read_json(http: Request) -> Any:
     async for chunk in http.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(f"The body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+            raise ApiError(f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages.", status=413)
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

@@ -182,6 +182,45 @@ def test_errors_are_told_and_the_message_comes_back(chrome: Chrome) -> None:
         assert texts(chrome, "assistant") == ["here"]
 
 
+def test_a_conversation_longer_than_the_context_begins_anew(chrome: Chrome) -> None:
+    engine = toy_engine(context=64)
+    parrot = Parrot(engine.model, engine.tokenizer, engine.machine)
+    parrot.script = [Delta("text", "the miller grinds the grain at dawn")]
+    with running(create_app(parrot, parrot.tokenizer, "parrot")) as url:
+        chrome.open(url)
+        for turn in range(1, 5):
+            say(chrome, "and the stone, does it hum?")
+            chrome.wait(f"document.querySelectorAll('.assistant').length === {turn} && {DONE}")
+        notes = chrome.run("[...document.querySelectorAll('.note')].map((line) => line.textContent)")
+        assert notes and set(notes) == {
+            "The conversation is longer than the model's 64 tokens: it begins anew with the last message."
+        }
+        assert texts(chrome, "error") == []
+        # A message that is too long by itself is told, and comes back.
+        long = "and the stone, does it hum? " * 20
+        say(chrome, long)
+        chrome.wait(f"document.querySelectorAll('.error').length === 1 && {DONE}")
+        assert "context holds 64 tokens" in texts(chrome, "error")[0]
+        assert chrome.run("document.getElementById('input').value") == long.strip()
+        assert chrome.run("document.getElementById('input').offsetHeight") > 100
+        chrome.run("document.getElementById('clear').click()")
+        assert chrome.run("document.querySelectorAll('.message, .note').length") == 0
+    assert {problem.split(":")[0] for problem in chrome.problems} == {"Failed to load resource"}  # the 400s
+    chrome.problems.clear()
+
+
+def test_empty_settings_are_the_servers_own(chrome: Chrome) -> None:
+    engine = parrot()
+    engine.script = [Delta("text", "fine")]
+    with running(create_app(engine, engine.tokenizer, "parrot")) as url:
+        chrome.open(url)
+        for name in ("temperature", "limit"):
+            chrome.run(f"document.getElementById('{name}').value = ''")
+        say(chrome, "well?")
+        chrome.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
+        assert texts(chrome, "assistant") == ["fine"]
+
+
 def test_the_checks_would_notice(chrome: Chrome) -> None:
     """Inserted markup is found by the same query, and the policy stops and reports its script."""
     engine = parrot()

@@ -15,7 +15,7 @@ from torch import nn
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
-from quern.serve.server import MAX_BODY_BYTES, create_app, host_name
+from quern.serve.server import MAX_BODY_BYTES, create_app, host_name, listen
 from quern.text.chat import render_prompt
 from tests.generate.toy import toy_engine
 from tests.serve.running import running
@@ -203,7 +203,7 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
     [
         ({"foo": 1}, "Unknown parameter: 'foo'", "foo"),
         ({"messages": None}, "Invalid value for 'messages'", "messages"),
-        ({"messages": []}, "Invalid value for 'messages'", "messages"),
+        ({"messages": []}, "send at least one message", "messages"),
         (
             {"messages": [{"role": "user"}]},
             "Missing required parameter: 'messages[0].content'",
@@ -223,14 +223,17 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
         ({"max_tokens": 0}, "Invalid value for 'max_tokens'", "max_tokens"),
         ({"max_tokens": 1.5}, "Invalid value for 'max_tokens'", "max_tokens"),
         ({"n": 1000}, "Invalid value for 'n'", "n"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "Invalid value for 'stop", "stop"),
-        ({"stop": ""}, "Invalid value for 'stop", "stop"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "up to 4 of them", "stop"),
+        ({"stop": ""}, "each of 1 to 200 characters", "stop"),
+        ({"stop": ["a", ""]}, "each of 1 to 200 characters", "stop"),
         ({"seed": 2**70}, "Invalid value for 'seed'", "seed"),
         ({"stream": "yes"}, "Invalid value for 'stream'", "stream"),
         ({"stream_options": {"include_usage": True}}, "only allowed when 'stream' is true", "stream_options"),
-        ({"tools": [{"type": "function"}]}, "Invalid value for 'tools'", "tools"),
-        ({"logprobs": True}, "Invalid value for 'logprobs'", "logprobs"),
-        ({"presence_penalty": 1}, "Invalid value for 'presence_penalty'", "presence_penalty"),
+        ({"tools": [{"type": "function"}]}, "'tools': the model calls its own calculator", "tools"),
+        ({"tool_choice": "required"}, "leave it out", "tool_choice"),
+        ({"logprobs": True}, "gives no log probabilities", "logprobs"),
+        ({"presence_penalty": 1}, "leave it out, or send 0", "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "plain text", "response_format.type"),
         ({"model": 5}, "Invalid value for 'model'", "model"),
         ({"\ud800": 5}, "Invalid value in the body", None),
     ],
@@ -302,6 +305,18 @@ def test_no_access_from_other_origins_or_by_other_names(url: str) -> None:
 )
 def test_host_names(header: str, name: str) -> None:
     assert host_name(header) == name
+
+
+def test_an_address_that_cannot_be_had_names_the_flag() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} .*in use.*--port"):
+            listen("127.0.0.1", port)
+    with pytest.raises(OSError, match="192.0.2.1:0 .*--host"):  # no machine's own (RFC 5737)
+        listen("192.0.2.1", 0)
+    for port in (-1, 70_000):
+        with pytest.raises(ValueError, match=f"--port must be .*, not {port}"):
+            listen("127.0.0.1", port)
 
 
 def test_the_page_and_its_headers(url: str) -> None:

@@ -62,7 +62,7 @@ async function* events(response) {
   }
 }
 
-async function request(signal) {
+async function request(signal, box) {
   if (model === null) await discover();
   const response = await fetch("/v1/chat/completions", {
     method: "POST",
@@ -72,12 +72,24 @@ async function request(signal) {
       model,
       messages: conversation,
       stream: true,
-      temperature: Number(element("temperature").value),
-      max_completion_tokens: Number(element("limit").value),
+      // An empty field is NaN here and null in JSON: the server's own value.
+      temperature: element("temperature").valueAsNumber,
+      max_completion_tokens: element("limit").valueAsNumber,
     }),
   });
-  if (!response.ok) throw new Error((await response.json()).error.message);
-  return response;
+  if (response.ok) return response;
+  const error = (await response.json()).error;
+  if (error.code !== "context_length_exceeded" || conversation.length === 1) throw new Error(error.message);
+  conversation.splice(0, conversation.length - 1);
+  element("conversation").insertBefore(note(`longer than the model's ${error.n_ctx} tokens`), box);
+  return request(signal, box);
+}
+
+function note(reason) {
+  const line = document.createElement("p");
+  line.className = "note quiet";
+  line.textContent = `The conversation is ${reason}: it begins anew with the last message.`;
+  return line;
 }
 
 async function reply() {
@@ -87,7 +99,7 @@ async function reply() {
   let trouble = null;
   busy(controller);
   try {
-    for await (const event of events(await request(controller.signal))) {
+    for await (const event of events(await request(controller.signal, box))) {
       if (event.error) throw new Error(event.error.message);
       for (const choice of event.choices) {
         if (choice.delta.content) append(parts, box, "text", choice.delta.content);
@@ -113,7 +125,7 @@ function finish(parts, box, trouble) {
     conversation.push({ role: "assistant", content, parts });
   } else {
     const last = conversation.pop();
-    if (trouble !== null && element("input").value === "") element("input").value = last.content;
+    if (trouble !== null && element("input").value === "") write(last.content);
     box.remove();
   }
 }
@@ -124,11 +136,22 @@ async function discover() {
   element("model").textContent = model;
 }
 
+function write(text) {
+  element("input").value = text;
+  fit();
+}
+
+// The field is as high as what is written in it.
+function fit() {
+  element("input").style.height = "auto";
+  element("input").style.height = `${element("input").scrollHeight}px`;
+}
+
 element("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = element("input").value.trim();
   if (text === "" || running !== null) return;
-  element("input").value = "";
+  write("");
   element("welcome").hidden = true;
   conversation.push({ role: "user", content: text });
   show("user", text);
@@ -142,10 +165,7 @@ element("input").addEventListener("keydown", (event) => {
   }
 });
 
-element("input").addEventListener("input", (event) => {
-  event.target.style.height = "auto";
-  event.target.style.height = `${event.target.scrollHeight}px`;
-});
+element("input").addEventListener("input", fit);
 
 element("stop").addEventListener("click", () => running?.abort());
 
@@ -153,7 +173,7 @@ element("clear").addEventListener("click", () => {
   running?.abort();
   busy(null);
   conversation.length = 0;
-  for (const box of document.querySelectorAll(".message")) box.remove();
+  for (const box of document.querySelectorAll(".message, .note")) box.remove();
   element("welcome").hidden = false;
   element("input").focus();
 });
