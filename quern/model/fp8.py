@@ -1,4 +1,5 @@
-"""Makes a model train in FP8, from outside: linear layers are replaced, parameters stay what and where they are.
+"""Makes a model train in FP8, from outside: linear layers are replaced, merged products (merged.py) get another way to
+multiply, parameters stay what and where they are.
 
 FP8 applies where gradients are recorded, and only there: evaluation and generation run without a graph, so they
 compute in the parameters' dtype, from the same module. Whether a graph is recorded is a property of the call, which
@@ -15,22 +16,34 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.cross_entropy import MakeProducts, PlainProducts, Products
 from quern.kernels.fp8 import MULTIPLE, HeadProducts, HeadScales, fp8_linear, has_fast_product
+from quern.model.merged import Merged
+
+
+@dataclass(frozen=True)
+class Fp8Product:
+    """F.linear whose three products run in FP8, at dynamic scales, where gradients are recorded."""
+
+    emulated: bool
+
+    def __call__(self, x: Tensor, weight_OD: Tensor) -> Tensor:
+        """x: (…, D) with a multiple of 16 rows → (…, O) in x's dtype."""
+        if not torch.is_grad_enabled():
+            return F.linear(x, weight_OD)
+        return fp8_linear(x.flatten(0, -2), weight_OD, self.emulated).view(*x.shape[:-1], -1)
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear whose three products run in FP8, at dynamic scales, where gradients are recorded."""
+    """nn.Linear by an `Fp8Product`."""
 
     emulated: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (…, D) with a multiple of 16 rows → (…, O) in x's dtype."""
-        if not torch.is_grad_enabled():
-            return super().forward(x)
-        return fp8_linear(x.flatten(0, -2), self.weight, self.emulated).view(*x.shape[:-1], -1)
+        return Fp8Product(self.emulated)(x, self.weight)
 
 
 class Fp8Head(nn.Linear):
@@ -49,7 +62,8 @@ def head_products(head: nn.Linear) -> MakeProducts:
 
 @dataclass(frozen=True)
 class Fp8Report:
-    """Names of layers: with dynamic scales, with static ones, and those left alone, each with the reason."""
+    """Names of layers, of merged products their parameter's: with dynamic scales, with static ones, and those left
+    alone, each with the reason."""
 
     dynamic: tuple[str, ...]
     static: tuple[str, ...]
@@ -73,36 +87,47 @@ class Fp8Report:
 
 
 def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
-    """Replaces the linear layers of a model (`interface.LanguageModel`) in place, where the hardware can multiply them.
+    """Makes the linear layers and merged products of a model (`interface.LanguageModel`) multiply in FP8, in place,
+    where the hardware can; a merged product is named by its parameter.
 
     Call it on the device that trains, before compilation; weights may be loaded and the optimizer made before or
     after. What the hardware refuses keeps its dtype, decided here once and named in the report.
     """
-    device = model.head.weight.device
+    device, context = model.head.weight.device, model.shape.context
     emulated = not has_fast_product(device)
+    absent = f"this {device.type} device has no FP8 product" if emulated and device.type != "cpu" else None
     dynamic, static, skipped = [], [], {}
-    for name, linear in list(model.named_modules()):
-        if not isinstance(linear, nn.Linear) or (head_only and linear is not model.head):
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, (nn.Linear, Merged)) or (head_only and module is not model.head):
             continue
-        reason = _obstacle(linear, model.shape.context)
-        if emulated and device.type != "cpu":
-            reason = f"this {device.type} device has no FP8 product"
+        if isinstance(module, Merged):
+            name = f"{name}.{module.stacked}"
+        reason = absent or _obstacle(module, context)
         if reason is not None:
             skipped[name] = reason
-            continue
-        kind, names = (Fp8Head, static) if linear is model.head else (Fp8Linear, dynamic)
-        model.set_submodule(name, _replaced(linear, kind, emulated))
-        names.append(name)
+        elif isinstance(module, Merged):
+            module.multiply = Fp8Product(emulated)
+            dynamic.append(name)
+        else:
+            kind, names = (Fp8Head, static) if module is model.head else (Fp8Linear, dynamic)
+            model.set_submodule(name, _replaced(module, kind, emulated))
+            names.append(name)
     return Fp8Report(tuple(dynamic), tuple(static), skipped, emulated)
 
 
-def _obstacle(linear: nn.Linear, context: int) -> str | None:
+def _obstacle(module: nn.Linear | Merged, context: int) -> str | None:
     """Why this layer cannot be multiplied in FP8; None if it can."""
-    if type(linear) is not nn.Linear:
-        return f"it is a {type(linear).__name__} already"
-    if linear.bias is not None:
+    if isinstance(module, Merged):
+        if isinstance(module.multiply, Fp8Product):
+            return "it is multiplied in FP8 already"
+        matrices, each, inputs = module.stacked_weight().shape
+        outputs = matrices * each
+    elif type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__} already"
+    elif module.bias is not None:
         return "it has a bias"
-    outputs, inputs = linear.weight.shape
+    else:
+        outputs, inputs = module.weight.shape
     sides = {"inputs": inputs, "outputs": outputs, "tokens in a row": context}
     return next((f"{size} {side}, no multiple of {MULTIPLE}" for side, size in sides.items() if size % MULTIPLE), None)
 

@@ -20,6 +20,7 @@ from quern.kernels.rope import rotate
 from quern.kernels.softcap import Cap, NoCap
 from quern.model.context import CausalContext, Context
 from quern.model.layers import Embedding
+from quern.model.merged import Merged
 from quern.recipe import ModelRecipe
 
 NORM_EPS = 1e-5
@@ -102,8 +103,10 @@ class Attention(nn.Module):
         return self.out(y_BTHE.reshape(B, T, -1))
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Merged):
     """down(silu(gate x) ∘ up x), gate and up in one product (arXiv 2002.05202); it runs on some of the channels too."""
+
+    stacked = "gate_up"
 
     def __init__(self, width: int, mlp_width: int) -> None:
         super().__init__()
@@ -111,7 +114,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(mlp_width, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = F.linear(x_BTD, self.gate_up.flatten(0, 1)).chunk(2, dim=-1)
+        gate, up = self.project(x_BTD).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 

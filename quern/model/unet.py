@@ -24,6 +24,7 @@ from quern.kernels.rope import rotate_normed
 from quern.kernels.softcap import Cap, SigmoidCap
 from quern.model.context import CausalContext, Context
 from quern.model.layers import Embedding, SquaredReluMLP, norm
+from quern.model.merged import Merged
 from quern.recipe import ModelRecipe
 
 ATTENTION_SCALE = 0.12
@@ -57,8 +58,10 @@ def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Te
     return angles.cos(), angles.sin()
 
 
-class MergedAttention(nn.Module):
+class MergedAttention(Merged):
     """Causal self-attention; reads its number of heads off its weights, so that the same code runs on some of them."""
+
+    stacked = "qkv"
 
     def __init__(self, width: int, heads: int, head_dim: int, *, layer: int, has_value_embedding: bool) -> None:
         super().__init__()
@@ -78,7 +81,7 @@ class MergedAttention(nn.Module):
     ) -> Tensor:
         """x: (B, T, D), normed; value_embedding: (B, T, H·E) or None → (B, T, D)."""
         B, T, _ = x_BTD.shape
-        merged = F.linear(x_BTD, self.qkv.flatten(0, 1)).view(B, T, 3, -1, self.head_dim)
+        merged = self.project(x_BTD).view(B, T, 3, -1, self.head_dim)
         q_BTHE, k_BTHE, v_BTHE = merged.unbind(2)
         v_BTHE = self.value_scales[0] * v_BTHE
         if value_embedding is not None:

@@ -3,14 +3,22 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quern.model.fp8 import Fp8Head, Fp8Linear, head_products, use_fp8
 from quern.model.loss import loss_sum
+from quern.recipe import resolve
+from quern.recipes.gpt import RECIPE as gpt
+from quern.recipes.llama import RECIPE as llama
+from quern.recipes.unet import RECIPE as unet
 from quern.stages.start import lower_precision
 from quern.train.step import to_device
+from tests.kernels import fp8_oracle as oracle
+from tests.kernels.fp8_oracle import through
 from tests.train.toy import CPU, eager, toy_loader, toy_recipe, toy_state
 
 __all__ = ["eager"]  # a fixture
@@ -55,7 +63,7 @@ def test_what_the_hardware_refuses_is_named_with_the_reason() -> None:
     assert report.skipped["head"] == "40 inputs, no multiple of 16"
     odd_vocabulary = use_fp8(model(vocab_size=61))
     assert odd_vocabulary.skipped["head"] == "61 outputs, no multiple of 16" and len(odd_vocabulary.dynamic) == 12
-    odd_rows = use_fp8(model(context=20))
+    odd_rows = use_fp8(toy_state(toy_recipe(model={"vocab_size": 64, "context": 20}, batch_tokens=160)).model)
     assert odd_rows.skipped["head"] == "20 tokens in a row, no multiple of 16" and odd_rows.dynamic == ()
 
 
@@ -70,6 +78,75 @@ def test_a_layer_with_a_bias_or_of_another_kind_is_left_alone() -> None:
     assert report.skipped["blocks.1.mlp.up"] == "it has a bias"
     again = use_fp8(made)
     assert again.dynamic == again.static == () and again.skipped["head"] == "it is a Fp8Head already"
+
+
+def built(make: Any, **shape: Any) -> Any:
+    """A model of that architecture in which FP8 can multiply everything; all entries are random, also zero ones."""
+    sizes: dict[str, Any] = {"width": 32, "head_dim": 16, "context": 16, "vocab_size": 64, "bos": 0, **shape}
+    recipe = resolve(replace(make, depth=4, model=replace(make.model, windows="L", **sizes)))
+    made: Any = recipe.make_model(recipe.model)
+    generator = torch.Generator().manual_seed(0)
+    made.init_parameters(generator)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(torch.empty(p.shape).normal_(0.0, 0.1, generator=generator))
+    return made
+
+
+RECIPES = {"gpt": gpt, "llama": llama, "unet": unet}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_matrix_is_converted_or_named(name: str) -> None:
+    """None stays in bf16 without a word: what counts as a matrix in FLOPs is what the report speaks of."""
+    made = built(RECIPES[name])
+    report = use_fp8(made)
+    kinds = made.group_kinds
+    matrices = {
+        member
+        for group, members in made.parameter_groups().items()
+        if kinds[group] in ("matrices", "head")
+        for member, _ in members
+    }
+    spoken_of = {*report.dynamic, *report.static, *report.skipped}
+    assert {member.removesuffix(".weight") for member in matrices} <= spoken_of
+    assert all("gate" in skipped and "gate_up" not in skipped for skipped in report.skipped)
+    merged = {"llama": "mlp.gate_up", "unet": "attention.qkv"}.get(name)
+    assert merged is None or f"blocks.0.{merged}" in report.dynamic
+
+
+@pytest.mark.parametrize(("name", "path"), [("llama", "blocks.1.mlp"), ("unet", "blocks.1.attention")])
+def test_a_merged_product_is_in_fp8_where_gradients_are_recorded(name: str, path: str) -> None:
+    made = built(RECIPES[name])
+    module = made.get_submodule(path)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    grad = torch.randn(32, module.stacked_weight().flatten(0, 1).size(0), generator=torch.Generator().manual_seed(2))
+    plain = module.project(x)
+    plain.backward(grad)
+    plain_dx = x.grad
+    x.grad = module.stacked_weight().grad = None
+    use_fp8(made)
+    with torch.no_grad():
+        assert torch.equal(module.project(x), plain)
+    found = module.project(x)
+    found.backward(grad)
+    x8, g8 = (through(one.detach().numpy(), of) for one, of in ((x, oracle.E4M3), (grad, oracle.E5M2)))
+    w8 = through(module.stacked_weight().detach().flatten(0, 1).numpy(), oracle.E4M3)
+    results = (found.detach(), x8 @ w8.T), (x.grad, g8 @ w8), (module.stacked_weight().grad.flatten(0, 1), g8.T @ x8)
+    for ours, expected in results:
+        assert ours is not None and np.abs(ours.numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert plain_dx is not None and x.grad is not None and not torch.equal(plain_dx, x.grad)
+
+
+def test_a_merged_product_that_the_hardware_refuses_is_named() -> None:
+    made = built(llama, mlp_width=20)
+    report = use_fp8(made)
+    assert report.skipped["blocks.0.mlp.gate_up"] == "40 outputs, no multiple of 16"
+    assert report.skipped["blocks.0.mlp.down"] == "20 inputs, no multiple of 16"
+    again = use_fp8(made := built(unet)) and use_fp8(made)
+    assert again.skipped["blocks.0.attention.qkv"] == "it is multiplied in FP8 already"
+    alone = built(unet)
+    assert use_fp8(alone, head_only=True).dynamic == () and alone.blocks[0].attention.multiply is F.linear
 
 
 def test_a_device_that_multiplies_no_fp8_keeps_everything() -> None:
@@ -124,6 +201,23 @@ def test_the_loss_takes_its_products_from_the_head() -> None:
 
 
 # torch's own tracer makes an object of a class that it says none should be made of, and looks at every input's .grad.
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_merged_product_compiles_whole_and_to_the_same_bits() -> None:
+    results = []
+    for compiled in (False, True):
+        made = built(llama)
+        use_fp8(made)
+        module, x = made.blocks[0].mlp, torch.ones(16, 32).requires_grad_()
+        with torch.compiler.set_stance("default"):
+            if compiled:
+                module.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+            y = module(x)
+            y.square().sum().backward()
+        results.append([y.detach(), x.grad, module.gate_up.grad, module.down.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_part_of_a_block_compiles_whole_and_to_the_same_bits() -> None:
