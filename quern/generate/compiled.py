@@ -1,19 +1,20 @@
 """The decode step compiled for fixed numbers of rows, with matrix products in the form that suits few rows on
 a CPU.
 
-A step of a small model is a few dozen operations of some microseconds, so what a call costs decides.
-Compiling is asked for (`warm_up`), never a surprise in the middle of a reply: it takes some 15 seconds for
-each number of rows. The length of the cache that is looked at stays symbolic. Weights are read where they
-are: a model may go on training.
+A step of a small model is a few dozen operations of some microseconds, so what a call costs decides. Compiling is asked
+for (`warm_up`), never a surprise in the middle of a reply: it takes some 5 seconds for each number of rows. The length
+of the cache that is looked at stays symbolic. Weights are read where they are, but for those of an attention's query,
+key and value, which are one product here and copied before each batch (`refresh`): a model may go on training.
 """
 
+import copy
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quern.generate.cache import KVCache, decode
@@ -21,6 +22,7 @@ from quern.model.interface import LanguageModel
 
 SPAN = 64  # the part of the cache that a step looks at grows in steps of this
 TINY = 1024  # weights in a matrix that is cheaper as a loop than as a call of the library
+PROJECTIONS = ("query", "key", "value")
 ARGUMENTS = ("tokens_B", "slots_S", "owner")
 MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
 
@@ -32,8 +34,13 @@ class FewRows(TorchFunctionMode):
     becomes a plain sum, which the compiler turns into one loop over the weights; so does a gate's, with any number of
     rows. Several rows: with the
     weights on the left (w · xᵀ) the library does not reorder them at every call. tanh through the logistic
-    function, whose exponential is several times faster; they agree within 2e-7.
+    function, whose exponential is several times faster; they agree within 2e-7. A product that is asked for again at
+    once (`Part`) is made once.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __torch_function__(
         self,
@@ -44,12 +51,17 @@ class FewRows(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and not kwargs and (len(args) == 2 or args[2] is None):
             x, weight = args[:2]
-            if x.numel() == x.shape[-1] or weight.numel() <= TINY:
-                return (x.unsqueeze(-2).float() * weight.float()).sum(-1).to(x.dtype)
-            return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
+            if self._last is None or self._last[0] is not x or self._last[1] is not weight:
+                self._last = x, weight, self._product(x, weight)
+            return self._last[2]
         if func is torch.tanh:
             return 2 * torch.sigmoid(2 * args[0]) - 1
         return func(*args, **(kwargs or {}))
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.numel() == x.shape[-1] or weight.numel() <= TINY:
+            return (x.unsqueeze(-2).float() * weight.float()).sum(-1).to(x.dtype)
+        return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
 
 
 def decode_few(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int) -> Tensor:
@@ -63,6 +75,51 @@ def decode_many(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S:
     """`decode` as it stands. owner: whose version this is."""
     assert owner >= 0
     return decode(model, cache, tokens_B, slots_S)
+
+
+class Part(nn.Module):
+    """Some columns of a product that several layers share."""
+
+    merged: Tensor
+
+    def __init__(self, merged: Tensor, first: int, last: int):
+        super().__init__()
+        self.register_buffer("merged", merged, persistent=False)
+        self._first, self._last = first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.merged)[..., self._first : self._last]
+
+
+class SideBySide:
+    """A model that shares all parameters with the one given, whose queries, keys and values are one product.
+
+    It costs the memory of those weights a second time. A model without such layers stays as it is.
+    """
+
+    def __init__(self, model: LanguageModel):
+        given = cast(nn.Module, model)
+        own = copy.deepcopy(given, {id(p): p for p in given.parameters()})
+        self.model = cast(LanguageModel, own)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for module in list(own.modules()):
+            linears = [getattr(module, name, None) for name in PROJECTIONS]
+            if all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
+                self._join(module, cast(list[nn.Linear], linears))
+
+    def _join(self, module: nn.Module, linears: list[nn.Linear]) -> None:
+        merged = torch.cat([linear.weight.detach() for linear in linears])
+        first = 0
+        for name, linear in zip(PROJECTIONS, linears, strict=True):
+            last = first + linear.out_features
+            self._copies.append((merged[first:last], linear.weight))
+            setattr(module, name, Part(merged, first, last))
+            first = last
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for mine, original in self._copies:
+            mine.copy_(original)
 
 
 def _of_arguments(guards: Sequence[Any]) -> list[bool]:
@@ -79,7 +136,8 @@ class CompiledDecode:
         self.rows: list[int] = []
         # One slot more than any step looks at: the two lengths never coincide, and one version serves all.
         self.max_tokens = -(-context // SPAN) * SPAN + 1
-        self._model = model
+        self._given = model
+        self._own: SideBySide | None = None
         self._owner = secrets.randbits(48)
         # dynamic=False: numbers of rows stay apart; only what `warm_up` marks is symbolic.
         # On a CPU the calls between the kernels are C++ too: a step has a hundred, at some microseconds from Python.
@@ -95,21 +153,33 @@ class CompiledDecode:
         """Compiles the step for this number of rows, if it is not yet."""
         if rows in self.rows:
             return
-        cache = KVCache.for_model(self._model, rows, self.max_tokens)
+        cache = KVCache.for_model(self._given, rows, self.max_tokens)
         device = cache.positions_B.device
         slots_S = torch.arange(SPAN, device=device)
         torch._dynamo.mark_dynamic(slots_S, 0)
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
-            self._step(self._model, cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S, self._owner)
+            self._step(self._model(), cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S, self._owner)
         self.rows = sorted([*self.rows, rows])
 
     def seats(self, rows: int) -> int | None:
         """The least number of rows compiled for that holds `rows`; None if there is none."""
         return next((seats for seats in self.rows if seats >= rows), None)
 
+    def _model(self) -> LanguageModel:
+        if self._given.embedding.weight.device.type != "cpu":
+            return self._given
+        if self._own is None:
+            self._own = SideBySide(self._given)
+        return self._own.model
+
+    def refresh(self) -> None:
+        """The weights as they are now; once before a batch."""
+        if self._own is not None:
+            self._own.refresh()
+
     def fits(self, cache: KVCache) -> bool:
         """Whether the step was compiled for such a cache."""
         return cache.max_tokens == self.max_tokens and len(cache.positions_B) in self.rows
 
     def __call__(self, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
-        return self._step(self._model, cache, tokens_B, slots_S, self._owner)
+        return self._step(self._model(), cache, tokens_B, slots_S, self._owner)

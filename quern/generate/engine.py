@@ -151,6 +151,8 @@ class Engine:
     def _batch(
         self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, seed: int
     ) -> Iterator[Event]:
+        if self._compiled is not None:
+            self._compiled.refresh()
         device = self.model.embedding.weight.device
         numbers = [generator(seed, prompts[row.prompt], row.sample) for row in rows]
         cache, logits_BV = self._prefill(prompts, rows)

@@ -65,7 +65,10 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_BN: Tensor | None = No
     if uniform_BN is None:
         raise ValueError("sampling at a temperature above 0 needs the rows' numbers: pass draw(generators, V)")
     # The largest logit goes to zero first: a tiny temperature then cannot overflow.
-    weights_BV = logits_BV.sub(logits_BV.amax(-1, keepdim=True)).div_(sampling.temperature).exp_()
+    weights_BV = logits_BV - logits_BV.gather(-1, _argmax(logits_BV)[:, None])
+    if sampling.temperature != 1:
+        weights_BV.div_(sampling.temperature)
+    weights_BV.exp_()
     least_B1 = _least_kept(weights_BV, sampling)
     if least_B1 is not None:
         weights_BV.masked_fill_(weights_BV < least_B1, 0)
@@ -93,7 +96,9 @@ def _race(weights_BV: Tensor, uniform_BN: Tensor) -> Tensor:
     B, V = weights_BV.shape
     spans = -(-V // SPAN)
     times_BN = -uniform_BN.log()
-    weights_BGS = torch.nn.functional.pad(weights_BV, (0, spans * SPAN - V)).view(B, spans, SPAN)
+    if V % SPAN:
+        weights_BV = torch.nn.functional.pad(weights_BV, (0, spans * SPAN - V))
+    weights_BGS = weights_BV.view(B, spans, SPAN)
     span_B = _argmax(weights_BGS.sum(-1) / times_BN[:, :spans])
     inside_BS = weights_BGS[torch.arange(B, device=span_B.device), span_B]
     return span_B * SPAN + _argmax(inside_BS / times_BN[:, spans:])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -61,6 +62,24 @@ def test_generation_never_compiles_again_and_does_not_change(engine: Engine) -> 
                 arguments = {"max_tokens": 110, "temperature": temperature, "seed": 2}
                 found = engine.generate(prompts[:count], **arguments)
                 assert found == plain.generate(prompts[:count], **arguments)
+
+
+def test_a_model_that_has_learnt_is_followed(engine: Engine) -> None:
+    """Every weight moves, the ones that the step keeps a copy of too."""
+    plain, prompts = Engine(engine.model, engine.tokenizer, CPU), [[engine.tokenizer.bos, 70, 71]]
+    weights = list(cast(torch.nn.Module, engine.model).parameters())
+    before = [p.detach().clone() for p in weights]
+    first = plain.generate(prompts, max_tokens=40, temperature=0.0)
+    try:
+        with torch.no_grad():
+            for p in weights:
+                p.mul_(-1.5).add_(0.01)
+        found = [one.generate(prompts, max_tokens=40, temperature=0.0) for one in (plain, engine)]
+        assert found[0] == found[1] != first
+    finally:
+        with torch.no_grad():
+            for p, old in zip(weights, before, strict=True):
+                p.copy_(old)
 
 
 def test_each_engine_has_its_own_version(engine: Engine) -> None:
