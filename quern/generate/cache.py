@@ -11,13 +11,14 @@ Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quern.kernels.attention import MaskSpec, attend
+from quern.machine import Attention
 from quern.model.interface import LanguageModel
 
 
@@ -89,16 +90,19 @@ class KVCache:
         joined.positions_B = torch.cat([cache.positions_B for cache in caches])
         return joined
 
-    def prefill(self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    def prefill(
+        self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
+    ) -> Tensor:
         """Reads the first lengths_B tokens of each right-padded row, after what the rows already hold.
 
         Returns the hidden state (B, D) after each row's last token; rows of length 0 return padding's. A long
-        prompt may come in several calls.
+        prompt may come in several calls. attention: how rows from their first token on attend (`Machine.attention`;
+        None: by the path that runs everywhere).
         """
         T = tokens_BT.size(1)
         if self.filled + T > self.max_tokens:
             raise ValueError(f"the cache holds {self.max_tokens} tokens a row; {self.filled} + {T} do not fit")
-        x_BTD = model(tokens_BT, PrefillContext(self, lengths_B))
+        x_BTD = model(tokens_BT, PrefillContext(self, lengths_B, attention))
         self.positions_B += lengths_B
         self.filled += T
         return take_token(x_BTD, lengths_B - 1)
@@ -107,10 +111,11 @@ class KVCache:
 class PrefillContext:
     """Many tokens at once, appended to rows that may already hold some."""
 
-    def __init__(self, cache: KVCache, lengths_B: Tensor):
+    def __init__(self, cache: KVCache, lengths_B: Tensor, attention: Attention | None = None):
         self._cache = cache
         self._lengths_B = lengths_B
         self._fresh = cache.filled == 0
+        self._attend: Callable[..., Tensor] = attention or attend
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None] + torch.arange(x_BTD.size(1), device=x_BTD.device)
@@ -141,7 +146,7 @@ class PrefillContext:
         cache = self._cache
         keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
         if self._fresh:
-            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
+            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
         else:
             used = min(keys.size(2), cache.filled)
             y_BTHE = attend_masked(

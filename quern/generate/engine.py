@@ -213,7 +213,8 @@ class Engine:
             group = [prompts[p] for p in needed[first : first + group_rows]]
             cache = KVCache.for_model(self.model, len(group), capacity)
             with torch.compiler.set_stance("force_eager"):  # a model in training is compiled for its rows alone
-                hidden.append(cache.prefill(self.model, *pad(group, self.tokenizer.bos, cache.positions_B.device)))
+                padded = pad(group, self.tokenizer.bos, cache.positions_B.device)
+                hidden.append(cache.prefill(self.model, *padded, self.machine.attention))
             caches.append(cache)
         cache, x_BD = KVCache.join(caches), torch.cat(hidden)
         order = [needed.index(row.prompt) for row in rows]

@@ -50,7 +50,7 @@ def _at(bench: Bench, recipe: Recipe, model: Any, compiled: CompiledDecode | Non
     device = bench.machine.device
     numbers = torch.Generator().manual_seed(bench.seed)
     tokens = torch.randint(model.embedding.num_embeddings, (rows, prompt), generator=numbers).to(device)
-    cache.prefill(model, tokens, torch.full((rows,), prompt, device=device))
+    cache.prefill(model, tokens, torch.full((rows,), prompt, device=device), bench.machine.attention)
     slots_S = torch.arange(min(capacity, prompt + SPAN), device=device)
     fixed = cache.positions_B.clone()  # each step starts from here: what it costs doesn't drift
     tokens_B = tokens[:, 0].contiguous()

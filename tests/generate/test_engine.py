@@ -1,5 +1,7 @@
 """The engine as its callers use it: limits and errors, tools inside a batch, seeds, streaming, cancelling."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -7,6 +9,9 @@ import torch
 
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Completion, Delta
+from quern.kernels.attention import attend_plain, attend_sdpa
+from quern.kernels.attention_backends import Backend
+from quern.kernels.attention_pick import Picked
 from quern.model.context import CausalContext
 from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
 
@@ -46,6 +51,26 @@ def test_a_reply_ends_at_max_tokens_or_where_the_context_ends() -> None:
     assert len(long.ids) <= 2
     [[last]] = engine.generate([[BOS] * 31], max_tokens=100, temperature=0)
     assert len(last.ids) == 1
+
+
+@pytest.mark.parametrize("path", [attend_plain, attend_sdpa])
+def test_prompts_are_read_by_the_attention_that_the_machine_picked(path: Callable[..., torch.Tensor]) -> None:
+    """Each windowed layer hands over its window and nothing dense; the replies are those of the usual path."""
+    seen: list[int | torch.Tensor | None] = []
+
+    def recording(*arguments: Any) -> torch.Tensor:
+        seen.append(arguments[3].window)
+        assert arguments[3].documents_BT is None
+        return path(*arguments)
+
+    usual = toy_engine(context=64)
+    backend = Backend("recording", recording, windows=True)
+    machine = replace(CPU, attention=Picked(backend, backend, backend, backend))
+    prompts = [[BOS, *range(5, 45)], [BOS, 9]]
+    found = Engine(usual.model, TOKENIZER, machine).generate(prompts, max_tokens=8, temperature=0)
+    assert seen == usual.model.windows == [16, 16, 16, None]
+    expected = usual.generate(prompts, max_tokens=8, temperature=0)
+    assert [[reply.ids for reply in row] for row in found] == [[reply.ids for reply in row] for row in expected]
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
