@@ -90,7 +90,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("evaluate --out none --no-compile --dtype fp32", "nothing to evaluate under none: make one with `quern run`"),
         ("report --out none", "holds no records of a run; .*train one first with `quern run`"),
         ("bench everything", "invalid choice 'everything' .*'train'"),
-        ("pretrain --ranks 0", "--ranks must be at least 1, not 0"),
+        ("pretrain --ranks 0", "^quern pretrain: --ranks must be at least 1, not 0$"),
         ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
         (
             "run --ranks 2",
@@ -99,6 +99,40 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --tp 0", "--tp must be at least 1, not 0"),
         ("sft --ranks 2 --restarts -1", "--restarts must be at least 0, not -1"),
         ("pretrain --ranks 2 --timeout 0", "--timeout must be above 0 seconds, not 0"),
+        ("run --resume", "--resume is not needed: `quern run` goes on where it was stopped"),
+        ("run --track wandb", "--track is for `quern pretrain` and `quern sft`"),
+        (
+            "sft --model.width 64",
+            "quern sft: --model.width is decided by the base run, .*: leave it out, or pretrain another run with it",
+        ),
+        ("sft --depth=6", "--depth is decided by the base run"),
+        ("sft --train.packing stream", "--train.packing is decided by the base run"),
+        ("sft llama", "quern sft: the run has its recipe already: leave 'llama' out, and name the run with --run"),
+        ("chat gpt -p x", "the run has its recipe already: leave 'gpt' out"),
+        ("pretrain --sft.steps 3", "--sft.steps is for fine-tuning: give it to `quern sft` or `quern run`"),
+        ("pretrain --questions 3", "--questions is for `quern evaluate` and `quern run`"),
+        ("prepare --train.steps 3", "--train.steps does nothing in `quern prepare`: give it to the verb that trains"),
+        ("prepare --ranks 2", "Unrecognized options: --ranks, 2"),
+        ("evaluate --questions 0", "quern evaluate: --questions must be at least 1, not 0"),
+        ("run --questions 0", "quern run: --questions must be at least 1, not 0"),
+        ("pretrain --name x", "--name comes with the recipe: to name the run, use --run"),
+        (
+            "pretrain --model.dropout 0.1",
+            "--model.dropout does nothing in the 'gpt' recipe: leave it out; .*model.heads",
+        ),
+        ("run llama --model.softcap 3", "--model.softcap does nothing in the 'llama' recipe: .*model.dropout"),
+        ("pretrain --model.depth 3", "--model.depth follows from --depth"),
+        ("pretrain --model.vocab-size 400", "--model.vocab-size follows from the tokenizer: set --text.vocab-size"),
+        ("pretrain --text.tokenizer t.json", "--text.tokenizer is for data that is tokens already .*: leave it out"),
+        ("prepare --data a.bin --text.digits 1", "--text.digits does nothing with data that is tokens already"),
+        ("pretrain --data a.txt --text.tinyworld-megabytes 1", "--data names another text: leave one of them out"),
+        ("pretrain --val a.txt", "--val is for a --data of your own: the built-in world makes its own"),
+        ("pretrain --train.steps 3 --train.minutes 1", "--train.steps and --train.minutes contradict each other"),
+        ("sft --sft.epochs 3 --sft.steps 5", "--sft.epochs and --sft.steps contradict each other: give one of them"),
+        ("pretrain --train.batch-tokens 10", "train.batch-tokens must be a multiple of model.context, .* at least 512"),
+        ("pretrain unet --depth 3 --no-compile --dtype fp32", "unet needs an even depth|depth must be even"),
+        ("pretrain unet --model.kv-heads 1 --no-compile --dtype fp32", "kv-heads|key-value heads"),
+        ("pretrain --model.kv-heads 3 --no-compile", r"kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
         ("pretrain --track mlflow", "invalid choice 'mlflow' .*'tensorboard'"),
     ],
 )
@@ -108,6 +142,7 @@ def test_what_is_mistyped_is_named_with_what_is_valid(
     monkeypatch.chdir(tmp_path)
     said = refused(capsys, *arguments.split())
     assert re.search(expected, said), said
+    assert list(tmp_path.iterdir()) == []  # nothing of what was refused is left
 
 
 def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def parse(
         if name in reasons:
             raise ValueError(f"--{flag(name)} {reasons[name]}")
     shown = _offered(recipe, reasons)
-    kind = make_dataclass(flags.__name__, [("recipe", _as_flags(flags, type(shown)))], bases=(flags,))
+    shape = [("recipe", _as_flags(flags, type(shown)))]
+    unchecked = {"__post_init__": lambda self: None}  # what `flags` refuses is said below, in a line of its own
+    kind = make_dataclass(flags.__name__, shape, bases=(flags,), namespace=unchecked)
     parsed = tyro.cli(kind, prog=prog, args=arguments, default=kind(recipe=shown, **defaults), description=description)
     values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
     return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})

@@ -1,0 +1,71 @@
+"""What fine-tuning takes from the command and what from its base model's recipe, and which values it refuses."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, SftRecipe, TrainRecipe, resolve
+from quern.recipes import gpt, llama
+from quern.stages.sft import follow
+
+BASE: Recipe = resolve(
+    replace(
+        llama.RECIPE,
+        depth=2,
+        seed=3,
+        model=replace(llama.RECIPE.model, width=32, context=48, dropout=0.1),
+        train=TrainRecipe(steps=9, batch_tokens=96, keep=7, log_every=3, save_every=2, fp8="head", clip_norm=0.5),
+    )
+)
+OTHER: dict[str, Any] = {
+    "micro_batch_tokens": 96,
+    "log_every": 4,
+    "eval_every": 5,
+    "save_every": 6,
+    "keep": 8,
+    "save_in_background": True,
+    "max_skips": 11,
+    "clip_norm": 1.5,
+    "fp8": "all",
+}
+
+
+def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_base() -> None:
+    assert {f"train.{name}" for name in OTHER} == IN_FINE_TUNING
+    asked = replace(
+        gpt.RECIPE,
+        depth=6,
+        conversations="talks.jsonl",
+        model=replace(gpt.RECIPE.model, width=640),
+        train=TrainRecipe(warmup_steps=77, final_lr=0.5, **OTHER),
+        sft=SftRecipe(steps=5, batch_tokens=144, lr_share=0.5),
+    )
+    followed = follow(asked, BASE)
+    assert (followed.model, followed.text, followed.seed, followed.depth) == (BASE.model, BASE.text, 3, 2)
+    assert followed.callables() == BASE.callables() and followed.conversations == "talks.jsonl"
+    for name in (field.name for field in fields(TrainRecipe)):
+        assert getattr(followed.train, name) == OTHER.get(name, getattr(BASE.train, name)), name
+    assert followed.sft == replace(asked.sft)
+    assert followed.optim.lr_scale == pytest.approx(0.5 * (144 / REFERENCE_BATCH_TOKENS) ** 0.5)
+    assert followed.optim.matrix_decay == 0
+
+
+def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
+    followed = follow(gpt.RECIPE, BASE)
+    assert (followed.train.keep, followed.train.log_every, followed.train.fp8) == (2, 10, "off")
+    assert followed.train.clip_norm is None and followed.sft.batch_tokens == 96
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sft": SftRecipe(batch_tokens=100)}, "since rows have 48 tokens: 96 or 144, not 100"),
+        ({"sft": SftRecipe(epochs=0.0)}, "sft.epochs must be above 0"),
+        ({"train": TrainRecipe(micro_batch_tokens=47)}, "must hold a row of model.context: at least 48, not 47"),
+        ({"train": TrainRecipe(keep=0)}, "train.keep must be at least 1"),
+    ],
+)
+def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        follow(replace(gpt.RECIPE, **changes), BASE)
