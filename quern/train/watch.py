@@ -114,6 +114,8 @@ class Watch:
             time.sleep(GRACE_SECONDS)
             return
         self._board.mourn()
+        if self._board.words():
+            return  # who fell has said why
         cause = self._still(self._board)
         if not self._board.words():
             if cause and self._board.first():
@@ -146,7 +148,7 @@ class Watch:
                 elif own.timed and time.monotonic() - since > self.timeout:
                     self._look_for_cause(board)
             except RuntimeError as error:  # torch's stores raise nothing narrower
-                if not self._closed.wait(self.beat_seconds):
+                if not self._closed.wait(self.beat_seconds) and not self.orphaned():
                     self.say(f"rank {self.mesh.rank} cannot reach the others' store any more ({error}): it ends")
                     self.end()
 

@@ -1,15 +1,15 @@
 """Faults of a rank: everyone ends, soon, with the cause named once, and training goes on or can go on.
 
-Real commands on two ranks over gloo, in forked processes under an agent that does what torchrun does; and once each
-through the real launcher, from outside. What is resumed afterwards is held against the run that nobody touched by
-tests/laws/test_ranks_resume_law.py.
+Real commands on two ranks over gloo, in forked processes under an agent that does what torchrun does. What is resumed
+afterwards is held against the run that nobody touched by tests/laws/test_ranks_resume_law.py.
 """
 
 import json
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,14 @@ ROOT = Path(__file__).parents[2]
 PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
  --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --optim.lr-scale 0.3
  --train.log-every 1 --train.eval-every 8 --out out --no-compile --dtype fp32 --threads 1""".split()
-SHORT = ["--train.steps", "23", "--train.save-every", "5"]
+SHORT = ("--train.steps", "12", "--train.save-every", "3")
+ENDLESS = ("--train.steps", "100000", "--train.save-every", "50000")
+"""Where a run must not be over before the fault is noticed."""
 STATED_SECONDS = 30
-TIMEOUT_SECONDS = 10
-TIMES, CAMPAIGN_TIMES = 2, 20
+STOPPED_TIMEOUT_SECONDS = 5
+TIMES, CAMPAIGN_TIMES = 5, 20
+Found = dict[str, Any]
+Law = Callable[[str, float | int | str, str], None]
 
 
 def write_text(folder: Path) -> None:
@@ -43,14 +47,27 @@ class Runs:
     def __init__(self, folder: Path, server: FaultyRanks) -> None:
         self.folder, self.server, self.count = folder, server, 0
 
-    def __call__(self, kind: str = "", rank: int = 0, part: str = "", number: int = 0, **more: Any) -> dict[str, Any]:
-        """`stage` is where it left its records. flags: further ones of the command."""
-        self.count += 1
-        fault = {"kind": kind, "rank": rank, "part": part, "number": number} if kind else None
-        flags = [*more.pop("flags", SHORT), "--timeout", str(TIMEOUT_SECONDS), "--run", str(self.count)]
-        return self.server([*PRETRAIN, *flags], [fault], **more) | {
-            "stage": self.folder / f"out/runs/{self.count}/pretrain"
-        }
+    def __call__(self, fault: dict[str, Any] | None = None, flags: Sequence[str] = SHORT, restarts: int = 0) -> Found:
+        return self.together([fault], flags, restarts)[0]
+
+    def together(
+        self, faults: Sequence[dict[str, Any] | None], flags: Sequence[str] = SHORT, restarts: int = 0
+    ) -> list[Found]:
+        """One run for each fault. flags: further ones of the command; `stage`: where a run left its records."""
+        numbers = [self.count + 1 + number for number in range(len(faults))]
+        self.count += len(faults)
+        requests = [
+            {
+                "arguments": [*PRETRAIN, *flags, "--run", str(number)],
+                "faults": [fault],
+                "ranks": 2,
+                "restarts": restarts,
+            }
+            for number, fault in zip(numbers, faults, strict=True)
+        ]
+        stages = [self.folder / f"out/runs/{number}/pretrain" for number in numbers]
+        answers = self.server.together(requests)
+        return [answer | {"stage": stage} for answer, stage in zip(answers, stages, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +79,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 @pytest.fixture(scope="module")
-def events(runs: Runs) -> dict[str, int]:
-    """How many of each part a rank has that nothing befalls."""
+def events(runs: Runs) -> list[dict[str, Any]]:
+    """How many of each part the ranks have that nothing befalls."""
     untouched = runs()
     assert untouched["exits"] == [[0, 0]] and untouched["result"] == 0, untouched["said"]
-    return untouched["events"]["1"]
-
-
-def drawn(seed: int, count: int) -> tuple[int, int]:
-    """A rank, and one of the later three quarters of its events: beyond the first step."""
-    rng = random.Random(seed)
-    return rng.randrange(2), int(count * rng.uniform(0.25, 0.95))
+    return [untouched["events"][str(rank)] for rank in range(2)]
 
 
 def newest(stage: Path) -> dict[str, Any]:
@@ -91,88 +102,133 @@ def lines_with(words: str, said: str) -> list[str]:
     return [line for line in said.splitlines() if words in line]
 
 
-@pytest.fixture(params=range(TIMES))
-def seed(request: pytest.FixtureRequest) -> int:
-    return request.param
+# Each fault, many times -------------------------------------------------------------------------------------
 
 
-def check_killed(runs: Runs, events: dict[str, int], seed: int) -> None:
-    rank, number = drawn(seed, events["train"])
-    found = runs("kill", rank, "train", number)
+def during_training(events: dict[str, Any], stretch: float) -> int:
+    """An event between the beginning of the second step and that of the last but one."""
+    first, last = events["begins"][1], events["begins"][-2]
+    return int(first + stretch * (last - first))
+
+
+def during_a_save(events: dict[str, Any], stretch: float) -> int:
+    """An event of a save that is neither the first nor the last: of four equal ones the second or third."""
+    return int(events["save"] * (0.3 + 0.4 * stretch))
+
+
+def a_step(events: dict[str, Any], stretch: float) -> int:
+    return 2 + int(stretch * (len(events["begins"]) - 2))
+
+
+def check_killed(found: Found, rank: int, number: int) -> None:
     assert found["exits"][0][rank] == -signal.SIGKILL and found["exits"][0][1 - rank] not in (0, -signal.SIGKILL)
-    assert found["seconds"] < STATED_SECONDS, found
-    assert len(lines_with(f"rank {rank} is gone or stopped, last seen", found["said"])) == 1, found
-    assert "Traceback" not in found["said"] and found["result"] is None
+    assert found["seconds"] < STATED_SECONDS and found["result"] is None, found
+    check_names_who_is_gone(found["said"], rank)
 
 
-def check_stopped(runs: Runs, events: dict[str, int], seed: int) -> None:
-    rank, number = drawn(seed, events["train"])
-    found = runs("stop", rank, "train", number)
-    assert 0 not in found["exits"][0] and found["seconds"] < TIMEOUT_SECONDS + STATED_SECONDS, found
-    said = lines_with(f"rank {rank} is gone or stopped, last seen", found["said"])
-    assert len(said) == 1 and re.search(r"step \d+, (in|after it began) \w+ over \w+", said[0]), found["said"]
+def check_stopped(found: Found, rank: int, number: int) -> None:
+    assert 0 not in found["exits"][0] and found["result"] is None, found
+    assert STOPPED_TIMEOUT_SECONDS < found["seconds"] < STOPPED_TIMEOUT_SECONDS + STATED_SECONDS, found
+    check_names_who_is_gone(found["said"], rank)
 
 
-def check_raised(runs: Runs, events: dict[str, int], seed: int) -> None:
-    rank, number = drawn(seed, events["train"])
-    found = runs("raise", rank, "train", number)
+def check_names_who_is_gone(said: str, rank: int) -> None:
+    lines = lines_with("is gone or stopped, last seen", said)
+    call = r"(in|after it began) [\w ]+ over \w+ \(its collective \d+ of the step\)"
+    other = rf"rank {1 - rank} is (training|saving|evaluating), step \d+, {call}"
+    line = rf"quern pretrain: rank {rank} is gone or stopped, last seen .+; {other}; all end"
+    assert len(lines) == 1 and re.fullmatch(line, lines[0]) and "Traceback" not in said, said
+
+
+def check_raised(found: Found, rank: int, number: int) -> None:
     assert found["exits"] == [[1, 1]] and found["seconds"] < STATED_SECONDS, found
-    said = lines_with("planted", found["said"])
-    assert len(said) == 1 and re.search(rf"rank {rank} failed in step \d+: ValueError: planted", said[0]), found["said"]
-    assert "is gone" not in found["said"]
+    lines = lines_with("planted", found["said"])
+    assert len(lines) == 1 and "is gone" not in found["said"], found["said"]
+    assert re.fullmatch(rf"quern pretrain: rank {rank} failed in step \d+: ValueError: planted; all end", lines[0])
 
 
-def check_asked_to_stop(runs: Runs, events: dict[str, int], seed: int) -> None:
-    rank, number = drawn(seed, events["train"])
-    found = runs("term", rank, "train", number)
+def check_asked_to_stop(found: Found, rank: int, number: int) -> None:
     assert found["exits"] == [[0, 0]] and found["result"] == EXIT_STOPPED, found
-    assert newest(found["stage"])["step"] == read_metrics(found["stage"])[-1]["step"] < 23
-    assert len(lines_with("as asked, and saved: go on with --resume", found["said"])) == 1
+    assert newest(found["stage"])["step"] == read_metrics(found["stage"])[-1]["step"] < 12
+    assert len(lines_with("as asked, and saved: go on with --resume", found["said"])) == 1, found["said"]
 
 
-def check_without_agent(runs: Runs, events: dict[str, int], seed: int) -> None:
-    rank, number = drawn(seed, events["train"])
-    found = runs("agent", rank, "train", number)
-    assert found["exits"] == [] and found["seconds"] < STATED_SECONDS, found  # known when no process is left
+def check_without_agent(found: Found, rank: int, number: int) -> None:
+    assert found["exits"] == [] and found["result"] is None, found
+    assert found["seconds"] < STATED_SECONDS, found  # known when no process is left
+    assert len(lines_with("the process that started the ranks is gone", found["said"])) == 1, found["said"]
 
 
-def check_disk(runs: Runs, events: dict[str, int], seed: int) -> None:
-    rank = seed % 2
-    found = runs("disk", rank, "save", int(0.5 * events["save"]))
+def check_disk(found: Found, rank: int, number: int) -> None:
     assert found["exits"] == [[0, 0]] and found["result"] == EXIT_NOT_SAVED, found
     assert len(lines_with("cannot write the checkpoint of step", found["said"])) == 1, found["said"]
-    assert newest(found["stage"])["step"] >= 5
+    assert newest(found["stage"])["step"] >= 3
 
 
-CHECKS = [check_killed, check_stopped, check_raised, check_asked_to_stop, check_without_agent, check_disk]
-Check = Callable[[Runs, dict[str, int], int], None]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_fault(check: Check, runs: Runs, events: dict[str, int], seed: int) -> None:
-    check(runs, events, seed)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_fault_many_times(check: Check, runs: Runs, events: dict[str, int]) -> None:
-    for number in range(CAMPAIGN_TIMES):
-        check(runs, events, 100 + number)
-
-
-def test_not_finite_on_one_rank_is_skipped_by_all(runs: Runs) -> None:
-    found = runs("nan", 1, "", 7)
+def check_not_finite(found: Found, rank: int, number: int) -> None:
+    """Had one rank not skipped, nothing after it would be finite either."""
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found
-    assert [event["step"] for event in read_events(found["stage"]) if event["kind"] == "skip"] == [7]
+    assert [event["step"] for event in read_events(found["stage"]) if event["kind"] == "skip"] == [number]
     assert [line for line in read_metrics(found["stage"]) if "loss" in line][-1]["skipped"] == 1
 
 
-def test_a_slow_rank_is_named(runs: Runs) -> None:
-    rank = 1
-    found = runs("slow", rank, flags=["--train.steps", "23", "--train.save-every", "23"])
+def check_slow(found: Found, rank: int, number: int) -> None:
+    assert found["exits"] == [[0, 0]] and found["result"] == 0, found
     slow = [event["reason"] for event in read_events(found["stage"]) if event["kind"] == "slow"]
-    assert len(slow) == 1 and slow[0].startswith(f"rank {rank} is slow"), found["said"]
+    assert len(slow) == 1 and slow[0].startswith(f"rank {rank} is slow: over 20 steps"), found["said"]
     assert slow[0] in found["said"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A fault of `faulty_ranks.py`: how it must end, in which part it happens, where in it, and in which run."""
+
+    check: Callable[[Found, int, int], None]
+    part: str = "train"
+    number: Callable[[dict[str, Any], float], int] = during_training
+    flags: Sequence[str] = SHORT
+
+
+KINDS = {
+    "kill": Kind(check_killed),
+    "stop": Kind(check_stopped, flags=(*SHORT, "--timeout", str(STOPPED_TIMEOUT_SECONDS))),
+    "raise": Kind(check_raised),
+    "term": Kind(check_asked_to_stop),
+    "agent": Kind(check_without_agent, flags=ENDLESS),
+    "disk": Kind(check_disk, "save", during_a_save),
+    "nan": Kind(check_not_finite, "a step", a_step),
+    "slow": Kind(check_slow, "every step", a_step, ("--train.steps", "21", "--train.save-every", "21")),
+}
+
+
+def each_time(name: str, times: int, seed: int, runs: Runs, events: list[dict[str, Any]]) -> list[Found]:
+    """So many runs with this fault, on both ranks in turn, each somewhere in a stretch of its own; all checked."""
+    kind, rng = KINDS[name], random.Random(f"{name} {seed}")
+    faults = []
+    for time in range(times):
+        rank, stretch = time % 2, (time + rng.random()) / times
+        faults.append({"kind": name, "rank": rank, "part": kind.part, "number": kind.number(events[rank], stretch)})
+    found = runs.together(faults, kind.flags)
+    for fault, one in zip(faults, found, strict=True):
+        kind.check(one, fault["rank"], fault["number"])
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_fault(name: str, runs: Runs, events: list[dict[str, Any]]) -> None:
+    each_time(name, TIMES, 0, runs, events)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", KINDS)
+def test_fault_many_times(name: str, runs: Runs, events: list[dict[str, Any]], law: Law) -> None:
+    found = each_time(name, CAMPAIGN_TIMES, 1, runs, events)
+    seconds = [one["seconds"] for one in found if one["seconds"] is not None]
+    if seconds:
+        law(f"{name}, {len(found)} times: seconds from the fault until no process is left", max(seconds), "< 35")
+
+
+# Once each ---------------------------------------------------------------------------------------------------
 
 
 def test_only_a_rank_that_stays_slow_is_named_and_once() -> None:
@@ -209,12 +265,15 @@ def test_saved_in_the_background_is_saved_at_once(runs: Runs) -> None:
         meta["recipe"]["train"].pop("save_in_background")
     assert metas[0] == metas[1]
     kinds = [[event["kind"] for event in read_events(stage)] for stage in stages]
-    assert kinds[0].count("save") == kinds[1].count("save") == 5
+    assert kinds[0].count("save") == kinds[1].count("save") == 4
 
 
-def test_what_fails_in_the_background_ends_all_at_the_next_save(runs: Runs, events: dict[str, int]) -> None:
-    found = runs("disk", 1, "train", int(0.5 * events["train"]), flags=[*SHORT, "--train.save-in-background"])
+def test_what_fails_in_the_background_ends_all_at_the_next_save(runs: Runs, events: list[dict[str, Any]]) -> None:
+    fault = {"kind": "disk", "rank": 1, "part": "train", "number": during_training(events[1], 0.5)}
+    found = runs(fault, [*SHORT, "--train.save-in-background"])
     assert found["exits"] == [[0, 0]] and found["result"] == EXIT_NOT_SAVED, found
     said = lines_with("cannot write the checkpoint of step", found["said"])
-    step = 5 if "of step 10 " in said[0] else 10  # that of step 10 was perhaps still under way
-    assert len(said) == 1 and newest(found["stage"])["step"] == step, found["said"]
+    assert len(said) == 1, found["said"]
+    (failed,) = re.findall(r"of step (\d+) to", said[0])
+    assert failed in ("6", "9")  # that of step 6 was perhaps still under way
+    assert newest(found["stage"])["step"] == int(failed) - 3
