@@ -108,7 +108,7 @@ def _figure(panel: Panel) -> str:
 
 def _legend(stage: StageRecords) -> str:
     marks = []
-    if stage.steps_of("resume"):
+    if stage.resumed_at():
         marks.append('<span class="mark dashed"></span>resumed')
     if stage.steps_of("skip"):
         marks.append('<span class="mark alert"></span>step skipped')

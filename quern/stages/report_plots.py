@@ -131,7 +131,7 @@ def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, na
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
         axes.set_xlabel(X_NAMES[curve.against], fontsize=8, color=MUTED)
         if curve.against == "step":
-            for step in stage.steps_of("resume"):
+            for step in stage.resumed_at():
                 axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
             for step in stage.steps_of("skip"):
                 axes.axvline(step, color=ALERT, linewidth=0.9)

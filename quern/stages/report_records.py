@@ -77,6 +77,11 @@ class StageRecords:
         steps = (finite(event.get("step")) for event in self.events if event.get("kind") == kind)
         return [step for step in steps if step is not None]
 
+    def resumed_at(self) -> list[float]:
+        """The steps at which training went on; resuming what was finished already trains nothing."""
+        end = self.last("step") or 0.0
+        return [step for step in self.steps_of("resume") if step < end]
+
 
 @dataclass(frozen=True)
 class RunRecords:

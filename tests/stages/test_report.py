@@ -246,6 +246,16 @@ def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
     assert "of 50" in page.text
 
 
+def test_only_a_resumption_that_trained_is_marked(tmp_path):
+    folder = write_run(tmp_path)
+    stage = next(stage for stage in read_run(folder).stages if stage.name == "pretrain")
+    end, before = int(stage.last("step") or 0), stage.resumed_at()
+    with (folder / "pretrain" / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"kind": "resume", "step": step}) + "\n" for step in (end // 2, end))
+    [again] = [stage for stage in read_run(folder).stages if stage.name == "pretrain"]
+    assert again.resumed_at() == [*before, end // 2]
+
+
 def test_a_long_run_makes_a_light_page(tmp_path):
     metrics = [{"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr": 1.0} for i in range(1, 20_001)]
     lines(tmp_path / "pretrain" / "metrics.jsonl", metrics)
