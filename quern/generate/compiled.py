@@ -24,22 +24,23 @@ SPAN = 64  # the part of the cache that a step looks at grows in steps of this
 TINY = 1024  # weights in a matrix that is cheaper as a loop than as a call of the library
 PROJECTIONS = ("query", "key", "value")
 ARGUMENTS = ("tokens_B", "slots_S", "owner")
+SHORT = 513  # slots of a cache of which two sums cost less than the library's attention
 MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
 
 
 class FewRows(TorchFunctionMode):
-    """While the step is traced for a CPU, writes three operations in a form that is faster there.
+    """While the step is traced for a CPU, writes four operations in a form that is faster there.
 
-    One row: the library's product of a bf16 matrix and a vector costs some 20 µs whatever its size, so it
-    becomes a plain sum, which the compiler turns into one loop over the weights; so does a gate's, with any number of
-    rows. Several rows: with the
-    weights on the left (w · xᵀ) the library does not reorder them at every call. tanh through the logistic
-    function, whose exponential is several times faster; they agree within 2e-7. A product that is asked for again at
-    once (`Part`) is made once.
+    One row: the library's product of a bf16 matrix and a vector costs some 20 µs whatever its size, so it becomes a
+    plain sum, which the compiler turns into one loop over the weights; so does a gate's, with any number of rows.
+    Several rows: with the weights on the left (w · xᵀ) the library does not reorder them at every call. tanh through
+    the logistic function, whose exponential is several times faster; they agree within 2e-7. A product that is asked
+    for again at once (`Part`) is made once. Attention of one query is two sums over the cache, while that is short.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, short: bool = True) -> None:
         super().__init__()
+        self._short = short
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __torch_function__(
@@ -54,6 +55,8 @@ class FewRows(TorchFunctionMode):
             if self._last is None or self._last[0] is not x or self._last[1] is not weight:
                 self._last = x, weight, self._product(x, weight)
             return self._last[2]
+        if func is F.scaled_dot_product_attention and self._short:
+            return _attend_one(*args, **(kwargs or {}))
         if func is torch.tanh:
             return 2 * torch.sigmoid(2 * args[0]) - 1
         return func(*args, **(kwargs or {}))
@@ -64,10 +67,23 @@ class FewRows(TorchFunctionMode):
         return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
 
 
+def _attend_one(
+    q_BH1E: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, visible_B11S: Tensor, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Scaled dot-product attention of a single query, as sums → (B, H, 1, E)."""
+    B, H, _, E = q_BH1E.shape
+    q_BKGE = q_BH1E.reshape(B, k_BKSE.shape[1], -1, E).float()
+    scores_BKGS = (q_BKGE[..., None, :] * k_BKSE[:, :, None].float()).sum(-1) * (E**-0.5 if scale is None else scale)
+    scores_BKGS = scores_BKGS.masked_fill(~visible_B11S, float("-inf"))
+    weights_BKGS = (scores_BKGS - scores_BKGS.amax(-1, keepdim=True)).exp()
+    y_BKGE = (weights_BKGS[..., None] * v_BKSE[:, :, None].float()).sum(-2) / weights_BKGS.sum(-1, keepdim=True)
+    return y_BKGE.reshape(B, H, 1, E).to(q_BH1E.dtype)
+
+
 def decode_few(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int) -> Tensor:
     """`decode` as FewRows has it. owner: whose version this is."""
     assert owner >= 0  # the compiler checks what is looked at
-    with FewRows():
+    with FewRows(short=cache.max_tokens <= SHORT):
         return decode(model, cache, tokens_B, slots_S)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from quern.generate.cache import KVCache, decode
+from quern.generate.cache import KVCache, attend_masked, decode
 from quern.generate.compiled import CompiledDecode, FewRows
 from quern.generate.engine import Engine, pad
 from quern.machine import compile_problem
@@ -108,6 +108,21 @@ def test_the_forms_for_few_rows_are_used_and_agree() -> None:
         assert "linear" not in seen and "tanh" not in seen
         assert float((fast - layer(x)).abs().max()) <= 1e-6
         assert float((capped - x.tanh()).abs().max()) <= 2e-7
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+def test_the_attention_of_one_query_agrees(heads: int, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, heads, 1, 8, generator=generator)
+    k, v = (torch.randn(3, kv_heads, 20, 8, generator=generator) for _ in range(2))
+    visible = (torch.arange(20) <= torch.tensor([0, 7, 19])[:, None])[:, None]
+    for scale in (None, 0.3):
+        seen: list[str] = []
+        plain = attend_masked(q.transpose(1, 2), k, v, visible, scale)
+        with Watching(seen), FewRows():
+            fast = attend_masked(q.transpose(1, 2), k, v, visible, scale)
+        assert "scaled_dot_product_attention" not in seen
+        assert float((fast - plain).abs().max()) <= 1e-6
 
 
 class Watching(TorchFunctionMode):
