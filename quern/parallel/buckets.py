@@ -206,7 +206,7 @@ LEAST_REGION = 2**17
 
 
 def make_buckets(groups: Sequence[Group], settings: Settings) -> list[Bucket]:
-    """In the order in which a backward pass completes them, roughly: the last layers' first."""
+    """With several replicas, the last layers' first."""
     data, model = settings.mesh.data.size, settings.mesh.model.size
     total = sum(p.numel() for group in groups for _, p in group.parameters)
     most = total

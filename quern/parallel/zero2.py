@@ -50,6 +50,10 @@ class Zero2:
         self._left: list[int] = []
         """While the last micro-batch's backward runs: for each bucket, the parameters still without a gradient."""
         self._next = 0
+        self._order = [number for number, bucket in enumerate(self.buckets) if not bucket.small]
+        """In which buckets leave."""
+        self._completed: list[int] | None = []
+        """In which this rank's first backward pass completes them; None once the order is rank 0's."""
         self._small = _share_memory([bucket for bucket in self.buckets if bucket.small])
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
@@ -75,6 +79,8 @@ class Zero2:
     def last_backward(self) -> Iterator[None]:
         """Around the backward pass that completes the gradients: what is complete leaves at once for its owner."""
         self._left, self._next = [len(bucket.parameters) for bucket in self.buckets], 0
+        if self._completed is not None:
+            self._completed = []
         try:
             yield
         finally:
@@ -89,14 +95,24 @@ class Zero2:
             parameter.grad = view
         if self._left:
             self._left[number] -= 1
+            if self._completed is not None and not self._left[number] and not self.buckets[number].small:
+                self._completed.append(number)
             self._launch()
 
     def _launch(self) -> None:
         """Buckets leave in their order, whatever order they are completed in, so that all ranks agree."""
-        while self._next < len(self.buckets) and not self._left[self._next]:
-            if not self.buckets[self._next].small:
-                self.buckets[self._next].reduce()
+        while self._next < len(self._order) and not self._left[self._order[self._next]]:
+            self.buckets[self._order[self._next]].reduce()
             self._next += 1
+
+    def _agree(self) -> None:
+        """Takes over the order in which rank 0 has completed buckets, if it has, so that from now on none waits for one
+        that comes later. Which order it is changes no number."""
+        if self._completed is not None:
+            complete = len(self._completed) == len(self._order)
+            order = self.mesh.world.broadcast_object(self._completed if complete else None)
+            if order is not None:
+                self._order, self._completed = order, None
 
     def _reduce(self) -> None:
         """All gradients summed over the data group, each at its owner. Raises ValueError naming silent parameters."""
@@ -105,12 +121,12 @@ class Zero2:
         self._gather_grads()
         if self.mesh.data.size > 1:
             small = [self.mesh.data.all_reduce(buffer) for buffer in self._small]
-            for bucket in self.buckets[self._next :]:
-                if not bucket.small:
-                    bucket.reduce()
+            for number in self._order[self._next :]:
+                self.buckets[number].reduce()
             _wait(small)
             for bucket in self.buckets:
                 bucket.wait()
+            self._agree()
         self._next = 0
         self._reduced = True
 

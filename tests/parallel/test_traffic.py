@@ -1,6 +1,6 @@
-"""Bytes moved by a training step: counted on real processes over gloo, against the formula; and by hand."""
+"""Bytes moved by a training step: counted on real processes over gloo, against the formula, and by hand; and when."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from quern.parallel.plan import shard_model
 from quern.parallel.traffic import bytes_per_step, data_bytes
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
 from quern.recipes import gpt, llama, unet
-from quern.train.state import build_model, build_state
+from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.parallel.ranks import Ranks, running
 from tests.train.toy import CPU
@@ -46,21 +46,42 @@ def small_cuts() -> None:
     buckets.SMALL_ELEMENTS, buckets.LEAST_ELEMENTS = 2000, 10_000
 
 
-def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, int]:
-    """A step's traffic of this rank. broken: what is small travels with the rest, as in a simpler optimizer."""
-    torch.compiler.set_stance("force_eager")
-    small_cuts()
-    if broken:
-        buckets.SMALL_ELEMENTS = 0
+def stepping(mesh: Mesh, architecture: str) -> tuple[TrainState, Callable[[], object]]:
+    """A model with its optimizer, and what makes a step on random tokens."""
     made = recipe(architecture)
     model = shard_model(build_model(made, CPU, 0), mesh)
     state = build_state(made, CPU, model, mesh)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(1, 1001, (2, ROWS, CONTEXT), generator=generator, dtype=torch.int32).numpy()
     batch = Batch(*(array[mesh.data.rank :: mesh.data.size] for array in (tokens, targets, targets > 0)))
+    return state, lambda: train_step(state, batch, Multipliers(), CPU, micro_batch_rows=2)
+
+
+def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, int]:
+    """A step's traffic of this rank. broken: what is small travels with the rest, as in a simpler optimizer."""
+    torch.compiler.set_stance("force_eager")
+    small_cuts()
+    if broken:
+        buckets.SMALL_ELEMENTS = 0
+    _, step = stepping(mesh, architecture)
     mesh.reset_traffic()
-    train_step(state, batch, Multipliers(), CPU, micro_batch_rows=2)
+    step()
     return mesh.traffic()
+
+
+def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
+    """Of three steps: how many buckets had left when the last backward pass had made its first gradient, its second…"""
+    torch.compiler.set_stance("force_eager")
+    small_cuts()
+    state, step = stepping(mesh, architecture)
+    parameters, left, found = list(state.model.parameters()), [], []
+    for parameter in parameters:  # these hooks come after the optimizer's
+        parameter.register_post_accumulate_grad_hook(lambda _: left.append(mesh.data.traffic.calls["reduce_scatter"]))
+    for _ in range(3):
+        mesh.reset_traffic()
+        step()
+        found.append(left[-len(parameters) :])
+    return found
 
 
 def formula(architecture: str, dp: int, tp: int) -> list[dict[str, int]]:
@@ -91,6 +112,17 @@ def test_the_comparison_can_fail(ranks: Ranks) -> None:
     expected = formula("gpt", 2, 1)
     found = ranks(2, "tests.parallel.test_traffic:counted", architecture="gpt", broken=True)
     assert found[0] != expected[0] and found[1] != expected[1]
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "llama", "unet"])
+def test_gradients_leave_while_others_are_made(architecture: str, ranks: Ranks) -> None:
+    """In the first step buckets wait for those that the model completes last. All ranks send in the same order, or this
+    would not come to an end."""
+    for first, *later in ranks(2, "tests.parallel.test_traffic:leaving", architecture=architecture):
+        half = len(first) // 2
+        assert first[half] == 0
+        for counts in later:
+            assert counts[0] == 1 and counts[half] >= 3 and counts[-1] > counts[half]
 
 
 def test_the_formula_by_hand(monkeypatch: Any) -> None:
