@@ -84,9 +84,7 @@ def train(
     start = counters.step
     folder.rewind(start)
     folder.event("resume" if start else "start", step=start, steps=plan.steps)
-    guard = Guard(plan.max_skips)
-    guard.load_state({"skips": counters.skips, "skips_in_row": counters.skips_in_row})
-    window, fresh = _Window(), True
+    guard, window, fresh = _guard(counters, plan), _Window(), True
     saver = checkpoint.Saver(checkpoints, plan.keep)
     try:
         with Stop() as stop, closing(device_batches(loader, start, plan)) as batches, saver:
@@ -94,10 +92,12 @@ def train(
                 began = time.perf_counter()
                 state, metrics = train_step(state, batch, plan.schedule(counters.step), plan.cfg)
                 loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # the step's one wait
-                window = window.add(0 if fresh else positions, 0.0 if fresh else time.perf_counter() - began, counters)
+                seconds = time.perf_counter() - began
                 if fresh:
-                    folder.event("compile", step=counters.step, seconds=round(time.perf_counter() - began, 3))
+                    folder.event("compile", step=counters.step, seconds=round(seconds, 3))
                     fresh = False
+                else:
+                    window = window.add(positions, seconds, counters)
                 verdict = guard.observe(bool(np.isfinite(loss) and np.isfinite(norm)))
                 _count(counters, guard, verdict, loss, tokens)
                 if verdict != "step":
@@ -107,15 +107,10 @@ def train(
                     return _diverged(counters, folder, checkpoints, say), state
                 last = counters.step == plan.steps
                 if counters.step % plan.log_every == 0 or last:
-                    line = _metrics(counters, loss, norm, window, plan)
-                    folder.metric(**line)
-                    advance(counters.step, line)
+                    advance(counters.step, _log(counters, loss, norm, window, plan, folder))
                     window = _Window()
-                    counters.unlogged_nats, counters.unlogged_tokens = 0.0, 0
                 stopping = not last and anywhere(stop.requested)
-                for every, evaluator in plan.evaluators:
-                    if counters.step % every == 0 or last:
-                        folder.metric(step=counters.step, tokens=counters.tokens, **evaluator(state))
+                _evaluate(state, counters, last, plan, folder)
                 if counters.step % plan.save_every == 0 or last or stopping:
                     _save(saver, state, counters, plan, folder)
                 if stopping:
@@ -199,8 +194,17 @@ def _count(counters: Counters, guard: Guard, verdict: str, loss: float, tokens: 
         counters.unlogged_tokens += tokens
 
 
-def _metrics(counters: Counters, loss: float, norm: float, window: _Window, plan: Plan) -> dict[str, Any]:
-    line = {
+def _guard(counters: Counters, plan: Plan) -> Guard:
+    guard = Guard(plan.max_skips)
+    guard.load_state({"skips": counters.skips, "skips_in_row": counters.skips_in_row})
+    return guard
+
+
+def _log(
+    counters: Counters, loss: float, norm: float, window: _Window, plan: Plan, folder: StageFolder
+) -> dict[str, Any]:
+    """Records a logging line and begins the next one's means; returns it."""
+    line: dict[str, Any] = {
         "step": counters.step,
         "tokens": counters.tokens,
         "flops": counters.tokens * plan.flops_per_token,
@@ -215,7 +219,15 @@ def _metrics(counters: Counters, loss: float, norm: float, window: _Window, plan
         line["mfu"] = round(rate * plan.flops_per_token / plan.peak_flops, 4)
     if counters.skips:
         line["skipped"] = counters.skips
+    folder.metric(**line)
+    counters.unlogged_nats, counters.unlogged_tokens = 0.0, 0
     return line
+
+
+def _evaluate(state: TrainState, counters: Counters, last: bool, plan: Plan, folder: StageFolder) -> None:
+    for every, evaluator in plan.evaluators:
+        if counters.step % every == 0 or last:
+            folder.metric(step=counters.step, tokens=counters.tokens, **evaluator(state))
 
 
 def _save(saver: checkpoint.Saver, state: TrainState, counters: Counters, plan: Plan, folder: StageFolder) -> None:

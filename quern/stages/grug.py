@@ -1,7 +1,7 @@
 """`quern grug`: the JAX twin's verbs. Flags, the mesh, and which function runs; what they do stands beside this file.
 
 Flags are those of the PyTorch side, from the same dataclasses; a YAML or JSON file of the same fields (`--config`) is
-read before them.
+read before them. One file can serve every verb: each takes from it what it has a use for.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from quern.recipe import Recipe
+from quern.recipe import FOR_FINE_TUNING, Recipe
+from quern.refusals import flag
+from quern.stages.offered import field_names, parse
 from quern.stages.places import STAGES, Places
 
 VERBS = {
@@ -25,6 +27,16 @@ VERBS = {
     "import": "turn a run's PyTorch model into a JAX one",
     "gauntlet": "check and measure a single-file experiment",
 }
+
+WITHOUT = {
+    "model.depth": "follows from --depth",
+    "model.vocab_size": "follows from the tokenizer: set --text.vocab-size",
+    "model.bos": "follows from the tokenizer",
+    "train.minutes": "is for `quern pretrain`: the JAX twin trains for --train.steps",
+    "train.fp8": "is for `quern pretrain`: the JAX twin has no FP8",
+    "train.save_in_background": "is not needed: the JAX twin always saves beside the training",
+}
+"""Fields of the recipe that `train` has no flag for, and what to say of them."""
 
 
 @dataclass
@@ -59,7 +71,7 @@ class Where:
     run: str = "first"
     """The run's name."""
     dtype: Literal["bf16", "fp32"] | None = None
-    """Default: bf16 on accelerators, fp32 on CPUs."""
+    """Default: bf16 on accelerators, and on CPUs where it is measured to be clearly faster."""
     cpu_devices: int | None = None
     """Split the CPU into this many devices, to try a mesh."""
     mesh: Axes = field(default_factory=Axes)
@@ -77,7 +89,8 @@ class Training:
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
     config: Path | None = None
-    """A YAML or JSON file of recipe fields, such as {"depth": 4, "train": {"steps": 300}}; flags come after it."""
+    """A YAML or JSON file of these flags, such as {"depth": 4, "train": {"steps": 300}, "run": "twin"}; what is typed
+    comes after it."""
 
 
 @dataclass
@@ -85,6 +98,8 @@ class Moving:
     """Flags of `quern grug eval`, `export` and `import`."""
 
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    config: Path | None = None
+    """The file that `quern grug train` was given: where the run is, what computes."""
     stage: Literal["pretrain", "sft"] | None = None
     """`import`: which PyTorch stage; default: the last one the run has."""
 
@@ -124,7 +139,10 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
         return _gauntlet(rest, say)
     if verb == "train":
         return _train(rest, say)
-    options = tyro.cli(Moving, prog=f"quern grug {verb}", args=rest, description=VERBS[verb])
+    known = {f.name for f in fields(Where)}
+    told = {name: value for name, value in read_config(_config_of(rest)).items() if name in known}
+    arguments = [*as_flags(Where(), told, "the file"), *rest]
+    options = tyro.cli(Moving, prog=f"quern grug {verb}", args=arguments, description=VERBS[verb])
     return _move(verb, options, say)
 
 
@@ -132,8 +150,7 @@ def _train(rest: list[str], say: Callable[[str], None]) -> int:
     from quern.grug.recipe import RECIPE
     from quern.stages import grug_train
 
-    default = with_config(RECIPE, _config_of(rest))
-    options = tyro.cli(Training, prog="quern grug train", args=rest, default=Training(default))
+    options = training(rest, RECIPE)
     places = Places(options.where.out, options.where.run)
     mesh = open_mesh(options.where)
     return grug_train.run(
@@ -145,6 +162,18 @@ def _train(rest: list[str], say: Callable[[str], None]) -> int:
         command=shlex.join(["quern", "grug", "train", *rest]),
         say=_first_only(say),
         trackers=_trackers(options, places),
+    )
+
+
+def training(arguments: list[str], recipe: Recipe) -> Training:
+    """The flags of `quern grug train`, those of its file first. recipe: what they start from."""
+    path = _config_of(arguments)
+    told = as_flags(Training(recipe), read_config(path), path.name if path else "")
+    parts = tuple(f"{part}." for part in FOR_FINE_TUNING)
+    later = [name for name in field_names(recipe) if f"{name}.".startswith(parts)]
+    without = WITHOUT | dict.fromkeys(later, "is for fine-tuning: export the model, and give it to `quern sft`")
+    return parse(
+        Training, recipe, [*told, *arguments], prog="quern grug train", without=without, description=VERBS["train"]
     )
 
 
@@ -184,10 +213,10 @@ def open_mesh(where: Where) -> Any:
     return make_mesh(replica_dcn=axes.replica_dcn, replica=axes.replica, data=axes.data, model=axes.model)
 
 
-def with_config(recipe: Recipe, path: Path | None) -> Recipe:
-    """The recipe with the fields that a YAML or JSON file gives. Raises ValueError naming fields there are not."""
+def read_config(path: Path | None) -> dict[str, Any]:
+    """The fields that a YAML or JSON file gives; none without a file. Raises ValueError for anything but fields."""
     if path is None:
-        return recipe
+        return {}
     text = path.read_text(encoding="utf-8")
     if path.suffix in (".yaml", ".yml"):
         try:
@@ -199,22 +228,39 @@ def with_config(recipe: Recipe, path: Path | None) -> Recipe:
         body = json.loads(text)
     if not isinstance(body, dict):
         raise ValueError(f"{path} must hold recipe fields by name, such as depth: 4")
-    return _filled(recipe, body, path.name)
+    return body
 
 
-def _filled(part: Any, body: dict[str, Any], where: str) -> Any:
-    known = {f.name for f in fields(part) if not f.name.startswith("make_")}
-    changes = {}
+def as_flags(part: Any, body: dict[str, Any], where: str, prefix: str = "") -> list[str]:
+    """The fields as they would be typed, so that one parser refuses what is wrong in either place.
+
+    part: an object with those fields; those of its `recipe` and `where` count as its own. Raises ValueError naming
+    fields there are not.
+    """
+    known = {f.name: getattr(part, f.name) for f in fields(part) if not f.name.startswith("make_")}
+    for own in ("recipe", "where"):
+        if own in known:
+            inside = known.pop(own)
+            known |= {f.name: getattr(inside, f.name) for f in fields(inside) if not f.name.startswith("make_")}
+    flags: list[str] = []
     for name, value in body.items():
         if name not in known:
             raise ValueError(f"{where} has no field '{name}': use one of {', '.join(sorted(known))}")
-        inner = getattr(part, name)
-        changes[name] = _filled(inner, value, f"{where}: {name}") if is_dataclass(inner) else value
-    return replace(part, **changes)
+        if is_dataclass(known[name]):
+            if not isinstance(value, dict):
+                raise ValueError(f"{where}: {name} must hold fields by name, not {value!r}")
+            flags += as_flags(known[name], value, f"{where}: {name}", f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            flags.append(f"--{flag(prefix + ('' if value else 'no_') + name)}")
+        elif isinstance(value, list):
+            flags += [f"--{flag(prefix + name)}", *map(str, value)]
+        elif value is not None:
+            flags.append(f"--{flag(prefix + name)}={value}")
+    return flags
 
 
 def _config_of(rest: list[str]) -> Path | None:
-    """--config's value, which is needed before the flags are parsed: its fields are their defaults."""
+    """--config's value, which is needed before the flags are parsed: its fields come before them."""
     for at, argument in enumerate(rest):
         if argument == "--config" and at + 1 < len(rest):
             return Path(rest[at + 1])
@@ -237,6 +283,9 @@ def _first_only(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _trackers(options: Training, places: Places) -> tuple[Any, ...]:
+    """Those asked for; of several processes the first one's."""
+    import jax
+
     from quern.records import TensorBoardTracker, WandbTracker
     from quern.stages.grug_train import STAGE
 
@@ -245,4 +294,4 @@ def _trackers(options: Training, places: Places) -> tuple[Any, ...]:
         "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard"),
         "wandb": lambda: WandbTracker("quern", places.run, folder, options.recipe.to_json()),
     }
-    return tuple(makers[name]() for name in options.track)
+    return tuple(makers[name]() for name in options.track) if jax.process_index() == 0 else ()

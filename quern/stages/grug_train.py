@@ -103,7 +103,7 @@ def run(
             say(f"resumed at step {counters.step:,}")
         plan = _plan(recipe, prepared, cfg, mesh, rows, flops)
         say(f"training: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens in {dtype} on {describe(mesh)}")
-        with Meter("training", plan.steps, "steps") as meter:
+        with Meter("training", plan.steps, "steps", silent=not first) as meter:
             loader = make_loader(recipe, prepared.train)
             code, _ = train.train(state, counters, loader, plan, folder, path / "checkpoints", meter.say, _shown(meter))
     if code == EXIT_DONE:

@@ -20,11 +20,13 @@ from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.grug.optim import group_of, make_optimizer, rules
+from quern.grug.recipe import RECIPE as JAX_RECIPE
 from quern.grug.state import StepConfig, TrainState, device_batch, loss_and_grads, state_of, step_config, train_step
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe, resolve
+from quern.recipes.gpt import RECIPE as TORCH_RECIPE
 from quern.train.state import TrainState as TorchState
 from quern.train.step import to_device
 from quern.train.step import train_step as torch_step
@@ -199,7 +201,7 @@ def whole_step(micro_rows: int, clip_norm: float | None) -> dict[str, float]:
 
 
 def table() -> list[str]:
-    """Groups of parameters, by name and rule, in which the two sides differ."""
+    """Groups of parameters, by name and rule, and idle fields of the recipe, in which the two sides differ."""
     recipe = recipe_of()
     with jax.set_mesh(mesh_of("one")):
         params = from_torch(weights_of(toy_state(recipe)), recipe.model, mesh_of("one"))
@@ -207,7 +209,8 @@ def table() -> list[str]:
     theirs = {
         name: group for group, members in toy_state(recipe).model.parameter_groups().items() for name, _ in members
     }
-    names = rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
+    names = set(JAX_RECIPE.unused) ^ set(TORCH_RECIPE.unused)
+    names |= rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
     return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
 
 

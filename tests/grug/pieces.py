@@ -25,7 +25,7 @@ from quern.grug.attention import (
     splash_attention,
 )
 from quern.grug.bridge import from_torch, read_weights, to_torch, write_weights
-from quern.grug.count import flops_per_token
+from quern.grug.count import flops_per_token, matmul_flops
 from quern.grug.evaluate import validate
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
@@ -253,6 +253,12 @@ def flops() -> list[int]:
 
     recipe = recipe_of(2)
     return [flops_per_token(recipe.model, mesh_of("replica")), torch_flops(recipe)]
+
+
+def peak() -> float:
+    """The MFU's denominator, asked for while a mesh of several devices is set, as in training."""
+    with jax.set_mesh(mesh_of("replica")):
+        return matmul_flops("float32", jax.devices()[3], 64, 1)
 
 
 # Checkpoints and the bridge ---------------------------------------------------------------------------------

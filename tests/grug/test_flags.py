@@ -1,4 +1,4 @@
-"""A recipe from a YAML or JSON file, the verbs' messages; none of it starts JAX."""
+"""Flags from a YAML or JSON file, the verbs' messages; none of it starts JAX."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,31 @@ from quern.recipes.gpt import RECIPE
 from quern.stages import grug
 
 
-def test_a_file_fills_in_the_recipe(tmp_path: Path) -> None:
+def told(path: Path) -> grug.Training:
+    return grug.training(["--config", str(path)], RECIPE)
+
+
+def test_a_file_fills_in_the_flags(tmp_path: Path) -> None:
     yaml, plain = tmp_path / "run.yaml", tmp_path / "run.json"
-    yaml.write_text("depth: 3\ntrain:\n  steps: 7\nmodel: {width: 96}\n", encoding="utf-8")
-    plain.write_text(json.dumps({"depth": 3, "train": {"steps": 7}, "model": {"width": 96}}), encoding="utf-8")
+    body = {
+        "depth": 3, "train": {"steps": 7}, "model": {"width": 96}, "run": "named", "resume": True,
+        "mesh": {"model": 2}, "track": ["tensorboard"], "val": None,
+    }  # fmt: skip
+    yaml.write_text(
+        "depth: 3\ntrain:\n  steps: 7\nmodel: {width: 96}\nrun: named\nresume: true\nmesh: {model: 2}\n"
+        "track: [tensorboard]\nval:\n",
+        encoding="utf-8",
+    )
+    plain.write_text(json.dumps(body), encoding="utf-8")
     for path in (yaml, plain):
-        recipe = grug.with_config(RECIPE, path)
+        options = told(path)
+        recipe, where = options.recipe, options.where
         assert (recipe.depth, recipe.train.steps, recipe.model.width) == (3, 7, 96)
-        assert recipe.train.log_every == RECIPE.train.log_every
-    assert grug.with_config(RECIPE, None) is RECIPE
+        assert recipe.train.log_every == RECIPE.train.log_every and recipe.make_model is RECIPE.make_model
+        assert (where.run, where.mesh.model, options.resume, options.track) == ("named", 2, True, ("tensorboard",))
+        later = grug.training(["--train.steps", "9", "--config", str(path), "--no-resume"], RECIPE)
+        assert (later.recipe.train.steps, later.recipe.depth, later.resume) == (9, 3, False)
+    assert grug.training([], RECIPE).recipe == RECIPE
 
 
 @pytest.mark.parametrize(
@@ -25,7 +41,10 @@ def test_a_file_fills_in_the_recipe(tmp_path: Path) -> None:
     [
         ({"depht": 3}, "has no field 'depht': use one of"),
         ({"train": {"step": 3}}, "train has no field 'step'"),
+        ({"train": 3}, "train must hold fields by name"),
         ({"make_model": "os:system"}, "has no field 'make_model'"),
+        ({"train": {"minutes": 5}}, "--train.minutes is for `quern pretrain`"),
+        ({"model": {"dropout": 0.1}}, "--model.dropout does nothing"),
         ([3], "must hold recipe fields"),
     ],
 )
@@ -33,7 +52,7 @@ def test_what_a_file_may_not_say(tmp_path: Path, body: object, message: str) -> 
     path = tmp_path / "run.json"
     path.write_text(json.dumps(body), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        grug.with_config(RECIPE, path)
+        told(path)
 
 
 def test_verbs_are_named() -> None:

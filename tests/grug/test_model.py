@@ -39,3 +39,7 @@ def test_bits_per_byte_are_the_other_sides(grug: Grug) -> None:
 def test_flops_are_the_other_sides(grug: Grug) -> None:
     ours, theirs = grug("pieces:flops")
     assert ours == theirs
+
+
+def test_the_peak_is_measured_whatever_mesh_is_set(grug: Grug) -> None:
+    assert grug("pieces:peak") > 0

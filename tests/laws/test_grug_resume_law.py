@@ -120,8 +120,11 @@ def test_killed_and_resumed_is_uninterrupted(bench: Bench, law: Law) -> None:
 
 
 @pytest.mark.campaign
-def test_killed_at_a_hundred_points(bench: Bench) -> None:
-    assert killed_and_resumed(bench, points=100, seed=1) == 0
+@pytest.mark.timeout(3600)
+def test_killed_at_a_hundred_points(bench: Bench, law: Law) -> None:
+    wrong = killed_and_resumed(bench, points=100, seed=1)
+    law("JAX twin, killed at 100 points and resumed = uninterrupted", wrong == 0, "bit for bit")
+    assert wrong == 0
 
 
 def test_a_run_that_forgets_its_moments_is_noticed(bench: Bench) -> None:
