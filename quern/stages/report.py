@@ -175,6 +175,10 @@ def _spoken(content: Any) -> str:
 def _write(path: Path, text: str) -> Path:
     """Whole or not at all; a lone surrogate in a sample becomes a question mark."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(text.encode("utf-8", "replace"))
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(text.encode("utf-8", "replace"))
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path} ({error.strerror}): make room, or make its folder writable") from error
     return path

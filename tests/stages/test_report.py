@@ -256,6 +256,16 @@ def test_only_a_resumption_that_trained_is_marked(tmp_path):
     assert again.resumed_at() == [*before, end // 2]
 
 
+def test_a_report_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path):
+    folder = write_run(tmp_path)
+    before = build(folder)[0].read_bytes()
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    with pytest.raises(OSError, match="cannot write .*report.html"):
+        build(folder)
+    assert not list(folder.glob("*.tmp")) and (folder / "report.md").read_bytes() == before
+
+
 def test_a_long_run_makes_a_light_page(tmp_path):
     metrics = [{"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr": 1.0} for i in range(1, 20_001)]
     lines(tmp_path / "pretrain" / "metrics.jsonl", metrics)
