@@ -7,6 +7,7 @@ as one line, without a traceback; the exit codes are those of `train/guard.py`.
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 import shlex
 import sys
@@ -84,6 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left behind", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as in `quern run --help | head`: there is nobody left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if machines.environment().get("QUERN_TRACEBACK"):
             raise
@@ -109,7 +113,10 @@ def usage() -> str:
 
 
 def described(verb: str) -> str:
-    return f"{SUMMARIES[verb]}\n\nexample: {EXAMPLES[verb]}"
+    parts = [SUMMARIES[verb], f"example: {EXAMPLES[verb]}"]
+    if verb in ("run", "prepare", "tokenizer", "pretrain"):
+        parts.append(f"a recipe's own defaults: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
+    return "\n\n".join(parts)
 
 
 def recipe_names() -> list[str]:
@@ -143,14 +150,8 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
         raise ValueError(f"the run has its recipe already: leave '{rest[0]}' out, and name the run with --run")
     recipe, source = load_recipe(rest[0] if chosen else "gpt")
     arguments = rest[chosen:]
-    parsed = offered.parse(
-        flags,
-        recipe,
-        arguments,
-        prog=f"quern {verb}",
-        without=without(verb, recipe),
-        description=described(verb),
-    )
+    hidden, description = without(verb, recipe), described(verb)
+    parsed = offered.parse(flags, recipe, arguments, prog=f"quern {verb}", without=hidden, description=description)
     refuse_idle(parsed.recipe, arguments)
     return parsed, source
 
@@ -325,12 +326,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
 def verb_report(verb: str, rest: list[str]) -> int:
     from quern.stages import report
 
-    options = tyro.cli(
-        Reporting,
-        prog="quern report",
-        args=rest,
-        description=described(verb),
-    )
+    options = tyro.cli(Reporting, prog="quern report", args=rest, description=described(verb))
     for path in report.build(places_of(options).folder):
         say(f"report: {path}")
     return 0

@@ -199,7 +199,8 @@ def without(verb: str, recipe: Recipe) -> dict[str, str]:
                 "track": "is for `quern pretrain` and `quern sft`",
             }
         )
-    return {}
+    own = ("seed",) if verb == "chat" else ()  # the seed of the choice
+    return dict.fromkeys(_but(names, own), "belongs to the run's recipe, which is the run's for good: leave it out")
 
 
 def _of(names: list[str], parts: tuple[str, ...]) -> list[str]:

@@ -113,6 +113,8 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --questions 3", "--questions is for `quern evaluate` and `quern run`"),
         ("prepare --train.steps 3", "--train.steps does nothing in `quern prepare`: give it to the verb that trains"),
         ("prepare --ranks 2", "Unrecognized options: --ranks, 2"),
+        ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe, .*: leave it out"),
+        ("chat --port 3", "Unrecognized options: --port, 3"),
         ("evaluate --questions 0", "quern evaluate: --questions must be at least 1, not 0"),
         ("run --questions 0", "quern run: --questions must be at least 1, not 0"),
         ("pretrain --name x", "--name comes with the recipe: to name the run, use --run"),

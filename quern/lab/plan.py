@@ -24,6 +24,7 @@ from quern.parallel.layout import Layout, lay_out
 from quern.parallel.memory import Memory, activations, memory
 from quern.recipe import Recipe, resolve
 from quern.stages.bench_record import grid, write
+from quern.stages.offered import parse
 from quern.stages.preflight import machine_memory
 from quern.stages.start import measure_peak_flops
 
@@ -73,10 +74,8 @@ class Candidate:
 
 def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str) -> int:
     """Returns the exit code: 1 when nothing fits. Raises ValueError for numbers that make no sense."""
-    parsed = tyro.cli(
-        Options, prog="quern lab plan", args=arguments, default=Options(recipe=recipe), description=description
-    )
-    options: Options = parsed
+    depth = {"model.depth": "follows from --depth"}
+    options = parse(Options, recipe, arguments, prog="quern lab plan", without=depth, description=description)
     if options.gpus < 1 or (options.per_machine is not None and options.per_machine < 1):
         raise ValueError("--gpus and --per-machine must be at least 1")
     cluster = cluster_of(options)

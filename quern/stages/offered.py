@@ -22,7 +22,8 @@ FOR_ALL: Mapping[str, str] = {
 
 
 class HasRecipe(Protocol):
-    recipe: Any
+    @property
+    def recipe(self) -> Any: ...
 
 
 F = TypeVar("F", bound=HasRecipe)
@@ -50,7 +51,8 @@ def parse(
     shown = _offered(recipe, reasons)
     shape = [("recipe", _as_flags(flags, type(shown)))]
     unchecked = {"__post_init__": lambda self: None}  # what `flags` refuses is said below, in a line of its own
-    kind = make_dataclass(flags.__name__, shape, bases=(flags,), namespace=unchecked)
+    frozen = flags.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    kind = make_dataclass(flags.__name__, shape, bases=(flags,), namespace=unchecked, frozen=frozen)
     parsed = tyro.cli(kind, prog=prog, args=arguments, default=kind(recipe=shown, **defaults), description=description)
     values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
     return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})
