@@ -15,8 +15,18 @@ from quern.grug.model import Attend, Params, cap, forward, logits, look_up
 from quern.recipe import ModelRecipe
 
 MAX_SOFTCAP = 60.0
+BLOCK_TOKENS = 128
 Batch = dict[str, jax.Array]
 """tokens, targets: (B, T) int32; scale: (B, T) fp32 = mask · weight / valid targets of the whole batch."""
+
+
+def measured_block(platform: str, dtype: str, context: int) -> int | None:
+    """What `loss_fn(block_tokens=…)` should be: blocks on CPUs that train in bf16, whose matrix units make computing
+    logits twice cheaper than keeping them; whole rows elsewhere, and where blocks don't divide a row.
+
+    docs/grug.md has the figures.
+    """
+    return BLOCK_TOKENS if platform == "cpu" and dtype == "bfloat16" and context % BLOCK_TOKENS == 0 else None
 
 
 def loss_fn(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from quern.data.batch import Batch as HostBatch
-from quern.grug.loss import Batch, loss_fn, token_losses
+from quern.grug.loss import Batch, loss_fn, measured_block, token_losses
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, init_parameters
 from quern.grug.optim import make_optimizer
@@ -49,8 +49,10 @@ class StepConfig:
 
 
 def step_config(recipe: Recipe, dtype: str) -> StepConfig:
-    """recipe: resolved, with its vocabulary."""
-    return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm)
+    """recipe: resolved, with its vocabulary. The loss is taken the way that suits the devices."""
+    assert recipe.model.context
+    block = measured_block(jax.default_backend(), dtype, recipe.model.context)
+    return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm, block)
 
 
 @partial(jax.jit, static_argnames="cfg")

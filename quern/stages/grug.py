@@ -193,7 +193,9 @@ def _move(verb: str, options: Moving, say: Callable[[str], None]) -> int:
 
 def _gauntlet(rest: list[str], say: Callable[[str], None]) -> int:
     from quern.grug import gauntlet
+    from quern.grug.memory import keep_freed_memory
 
+    keep_freed_memory()
     options = tyro.cli(Running, prog="quern grug gauntlet", args=rest, description=VERBS["gauntlet"])
     _split_cpu(options.cpu_devices)
     passed = gauntlet.run(options.file, options.out, options.steps, say)
@@ -202,8 +204,10 @@ def _gauntlet(rest: list[str], say: Callable[[str], None]) -> int:
 
 def open_mesh(where: Where) -> Any:
     """Joins the other processes, if there are any, and makes the mesh. The first thing of JAX that happens."""
+    from quern.grug.memory import keep_freed_memory
     from quern.grug.mesh import join_processes, make_mesh
 
+    keep_freed_memory()
     if where.cpu_devices is not None:
         _split_cpu(where.cpu_devices)
     processes = where.processes
