@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.kernels.attention import MaskSpec, attend, attend_plain, attend_sdpa, scale_or_default, split_window
+from quern.kernels.attention import (
+    MaskSpec,
+    attend_in_blocks,
+    attend_plain,
+    attend_sdpa,
+    scale_or_default,
+    split_window,
+)
 
 WITH_FIXED_SHAPES = partial(torch.compile, dynamic=False)
 AttendFunction = Callable[[Tensor, Tensor, Tensor, MaskSpec, float | None], Tensor]
@@ -43,8 +50,8 @@ class Backend:
 
 PLAIN = Backend("plain", attend_plain, growing=True)
 SDPA = Backend("sdpa", attend_sdpa, growing=True)
-BLOCKED = Backend("blocked", attend, windows=True, documents=True, growing=True)
-"""`attend` on a CPU."""
+BLOCKED = Backend("blocked", attend_in_blocks, windows=True, documents=True, growing=True)
+"""`attend` on a CPU; elsewhere what skips when no kernel does."""
 
 
 def cudnn() -> Backend:

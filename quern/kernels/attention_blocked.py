@@ -54,8 +54,8 @@ def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
 class _Hider:
     """Adds -inf to the scores that queries may not see; of one call, since most of its blocks look alike."""
 
-    def __init__(self, window: int, documents_BT: Tensor | None, dtype: torch.dtype) -> None:
-        self.window, self.documents_BT, self.dtype = window, documents_BT, dtype
+    def __init__(self, window: int, documents_BT: Tensor | None, like: Tensor) -> None:
+        self.window, self.documents_BT, self.like = window, documents_BT, like
         self.made: dict[tuple[int, int, int, bool], Tensor] = {}
 
     def hide(self, scores_NTT: Tensor, block: _Block) -> None:
@@ -68,14 +68,14 @@ class _Hider:
             own_BT = self.documents_BT[:, block.first : block.last]
             seen_BT = self.documents_BT[:, block.low : block.apart]
             other_B1TT = (own_BT[:, :, None] != seen_BT[:, None, :])[:, None]
-            bias_B1TT = torch.zeros(other_B1TT.shape, dtype=self.dtype).masked_fill_(other_B1TT, -math.inf)
+            bias_B1TT = self.like.new_zeros(other_B1TT.shape).masked_fill_(other_B1TT, -math.inf)
             scores_NTT.unflatten(0, (len(own_BT), -1))[..., : block.apart - block.low] += bias_B1TT
 
     def _triangle(self, queries: int, keys: int, diagonal: int, *, upper: bool) -> Tensor:
         """-inf on and above (or below) a diagonal, 0 elsewhere."""
         key = (queries, keys, diagonal, upper)
         if key not in self.made:
-            full = torch.full((queries, keys), -math.inf, dtype=self.dtype)
+            full = self.like.new_full((queries, keys), -math.inf)
             self.made[key] = full.triu_(diagonal) if upper else full.tril_(diagonal)
         return self.made[key]
 
@@ -125,7 +125,7 @@ def attend_blocked(
     q, k, v = q_BHTE.flatten(0, 1), _heads(k_BKTE, groups), _heads(v_BKTE, groups)
     kept = q.new_empty(kept_elements)
     y, offset = torch.empty_like(q), 0
-    hider = _Hider(window, documents_BT, q.dtype)
+    hider = _Hider(window, documents_BT, q)
     for block in _blocks(T, window, documents_BT):
         queries, keys = slice(block.first, block.last), slice(block.low, block.last)
         p = _part(kept, offset, (B * H, block.last - block.first, block.last - block.low))
@@ -211,7 +211,7 @@ class _Sum:
             self.total = piece.to(self.dtype)
             return
         if self.total is None:
-            self.total = torch.zeros(self.like.shape, dtype=self.dtype)
+            self.total = self.like.new_zeros(self.like.shape, dtype=self.dtype)
         self.total[:, low:last] += piece
 
     def result(self, shape: tuple[int, ...]) -> Tensor:

@@ -3,7 +3,8 @@
 A path is taken if it is there, agrees with the plain twin forward and backward on a small odd shape, and survives the
 compiler where the machine compiles; of those the fastest at a usual shape. The first in the list stays unless another
 is clearly faster, so that the choice doesn't change from start to start. A path that builds a dense mask is asked for
-windows and documents only when nothing else works. `quern bench attention` prints the table behind a choice.
+windows and documents only when nothing else works, the blocked path included: windows get faster with whatever is
+picked. `quern bench attention` prints the table behind a choice.
 """
 
 from __future__ import annotations
@@ -136,7 +137,10 @@ def pick(
     if best is not None:
         return best, notes
     if kind != "full":
-        notes.append("no kernel here leaves out what a window hides: windows cost as much as full attention")
+        if problem_with(BLOCKED, kind, machine) is None:
+            notes.append("no kernel here leaves out what a window hides: plain products, block by block, stand in")
+            return BLOCKED, notes
+        notes.append("nothing here leaves out what a window hides: windows cost as much as full attention")
     return (SDPA if problem_with(SDPA, kind, machine) is None else PLAIN), notes
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quern.kernels import attention_pick
 from quern.kernels.attention import MaskSpec, attend, attend_plain
 from quern.kernels.attention_backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash, triton_flash
 from quern.kernels.attention_pick import KINDS, Picked, equip, example, kind_of, pick, problem_with
@@ -95,8 +96,50 @@ def test_the_fastest_is_picked_but_only_if_clearly() -> None:
 
 def test_a_dense_mask_is_only_the_last_resort() -> None:
     assert pick("window", [SDPA, slow("skips", 0.1)], CPU, SMALL)[0].name == "skips"
+    for kind in ("window", "growing", "documents"):
+        backend, notes = pick(kind, [SDPA], CPU, SMALL)
+        assert backend is BLOCKED and "block by block" in notes[0]
+    assert pick("full", [SDPA], CPU, SMALL) == (SDPA, [])
+
+
+def test_a_dense_mask_is_said_to_cost_as_much_as_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_pick, "BLOCKED", broken("raises"))
     backend, notes = pick("window", [SDPA], CPU, SMALL)
     assert backend is SDPA and "windows cost as much as full attention" in notes[0]
+
+
+def processor_seconds(backend: Backend, mask: MaskSpec, T: int, repeats: int = 4) -> float:
+    """Of this process, forward and backward: what others compute meanwhile matters little."""
+    q, k, v, grad = (torch.randn(1, T, 2, 32, generator=CPU.generator(i)).requires_grad_(i < 3) for i in range(4))
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        torch.autograd.grad(backend.attend(q, k, v, mask, None), (q, k, v), grad)
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def gain(backend: Backend, kind: str, T: int = 1536) -> float:
+    """Full attention's time over that with a sixteenth of the row in sight."""
+    documents_BT = torch.arange(T, dtype=torch.int32)[None] // (T // 16)
+    masks = {
+        "window": MaskSpec(T // 16),
+        "growing": MaskSpec(torch.tensor(T // 16)),
+        "documents": MaskSpec(None, documents_BT),
+    }
+    return processor_seconds(backend, MaskSpec(), T) / processor_seconds(backend, masks[kind], T)
+
+
+@pytest.mark.parametrize("kind", ["window", "growing", "documents"])
+def test_what_a_cpu_picks_gets_faster_with_what_is_hidden(kind: str) -> None:
+    """An eighth of the pairs is left, with whole blocks a quarter at most. That our Triton kernels read no tile that is
+    hidden is test_flash.py's."""
+    backend = getattr(equip(CPU).attention, kind)
+    assert gain(backend, kind) >= 1.5
+
+
+def test_the_check_of_speed_can_fail() -> None:
+    assert gain(SDPA, "window") < 1.5
 
 
 def test_a_cpu_has_one_path_and_the_others_come_by_kind() -> None:
