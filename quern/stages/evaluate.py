@@ -106,11 +106,13 @@ def _shown(score: Score, context: int) -> str:
         return f"not measured: none of its {score.skipped} questions fits a context of {context} tokens"
     interval = f" ({score.low:.3f} to {score.high:.3f})" if score.low is not None else ""
     chance = f", chance {score.chance:.3f}" if score.chance is not None else ""
-    asked = score.count + score.skipped
-    skipped = (
-        f"; of {score.count} questions, {score.skipped} of {asked} do not fit the context" if score.skipped else ""
+    left_out = (
+        f"; asked {score.count} of {score.count + score.skipped} questions, the others do not fit a context of "
+        f"{context} tokens"
+        if score.skipped
+        else ""
     )
-    return f"{score.metric} {score.value:.3f}{interval}{chance}{skipped}"
+    return f"{score.metric} {score.value:.3f}{interval}{chance}{left_out}"
 
 
 def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from quern.generate.engine import Engine
 from quern.text.chat import render_prompt
 from quern.text.tinyworld import QUESTION_KINDS, questions
 from tests.eval.tiny import CPU, tiny_model, tiny_tokenizer
+from tests.generate.toy import toy_tokenizer
 from tests.stages.llama_run import llama_recipe, write_run
 
 COUNT = 6
@@ -32,6 +33,17 @@ def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
         assert sum(reply.kind == kind for reply in graded.replies) == fitting
     counts = {score.count for score in graded.scores}
     assert 0 in counts and len(counts) > 2  # some fit, none, all but a few
+
+
+def test_a_score_over_fewer_questions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = sorted(len(render_prompt(toy_tokenizer(), q.messages)) for q in questions(0, "sums", COUNT))
+    context = lengths[COUNT // 2]
+    fitting = sum(length < context for length in lengths)
+    assert 0 < fitting < COUNT, lengths
+    write_run(tmp_path, llama_recipe(context=context))
+    assert cli.main(f"evaluate --out {tmp_path} --questions {COUNT} --no-compile --dtype fp32 --threads 1".split()) == 0
+    shown = capsys.readouterr().out
+    assert f"; asked {fitting} of {COUNT} questions, the others do not fit a context of {context} tokens" in shown
 
 
 def test_a_run_whose_context_holds_no_question_is_evaluated_all_the_same(
