@@ -1,4 +1,5 @@
-"""Shared by every test: the recorder of the laws' deviations, reproducible hypothesis, and no network.
+"""Shared by every test: the recorder of the laws' deviations, reproducible hypothesis, no network, and a compiler
+that is switched as each test found it.
 
 `law(name, deviation, bar)` records what a law's test measured; it asserts nothing, the test does that itself.
 `pytest --laws-out FILE` writes the records of the tests that passed as JSON, also when xdist spreads them.
@@ -7,6 +8,7 @@
 import ipaddress
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,17 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", guarded)
         yield
+
+
+@pytest.fixture(autouse=True)
+def compiler_as_before() -> Iterator[None]:
+    """A command decides for its whole process whether anything is compiled: one that a test runs, until the next test."""
+
+    def stance() -> str:
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # most tests never load it
+        return dynamo._stance.stance if dynamo else "default"
+
+    before = stance()
+    yield
+    if stance() != before:
+        sys.modules["torch"].compiler.set_stance(before)
