@@ -93,7 +93,7 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiler_as_before() -> Iterator[None]:
-    """A command decides for its whole process whether anything is compiled: one that a test runs, until the next test."""
+    """A command decides for its whole process whether anything is compiled; a test's, for that test."""
 
     def stance() -> str:
         dynamo = sys.modules.get("torch._dynamo.eval_frame")  # most tests never load it
