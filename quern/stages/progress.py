@@ -34,7 +34,8 @@ class Meter:
             self._draw(done, note)
         elif now - self.last_line >= PLAIN_LINE_SECONDS:
             of = f" of {self.total:,.0f}" if self.total else ""
-            self.console.print(f"{self.title}: {done:,.0f}{of} {self.unit} {note}".rstrip(), soft_wrap=True)
+            line = f"{self.title}: {done:,.0f}{of} {self.unit} {note}".rstrip()
+            self.console.print(line, soft_wrap=True, markup=False)
             self.last_line = now
 
     def say(self, line: str) -> None:
@@ -51,8 +52,8 @@ class Meter:
             )
             self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
             self.bar.add_task(f"{self.title} ({self.unit})", total=self.total, note=note)
-            self.bar.start()
         self.bar.update(self.bar.tasks[0].id, completed=done, note=note)
+        self.bar.start()  # once is enough; before the update it would show a bar at nothing
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
