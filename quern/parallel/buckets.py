@@ -201,25 +201,24 @@ MOST_ELEMENTS = 2**24
 LEAST_ELEMENTS = 2**18
 """A stack is split into buckets of an eighth of all parameters, within these bounds: large enough for a link's
 bandwidth, small enough that the first leave early in the backward pass."""
-LEAST_REGION = 2**17
-"""Many replicas have larger buckets, of as much for each: with less, a link waits longer than it sends."""
+LEAST_REGION = 2**19
+"""Many replicas have larger buckets, of as much for each: with less, a ring waits longer than it sends."""
 
 
 def make_buckets(groups: Sequence[Group], settings: Settings) -> list[Bucket]:
     """With several replicas, the last layers' first."""
     data, model = settings.mesh.data.size, settings.mesh.model.size
     total = sum(p.numel() for group in groups for _, p in group.parameters)
-    most = total
-    if data > 1:
-        most = min(max(MOST_ELEMENTS, data * LEAST_REGION), max(LEAST_ELEMENTS, total // 8))
+    eighth = max(LEAST_ELEMENTS, total // 8)
+    most = min(max(MOST_ELEMENTS, data * LEAST_REGION), eighth) if data > 1 else total
     parts: list[tuple[Group, Named]] = []
     for group in groups:
         kinds: dict[tuple, Named] = {}
         for name, parameter in group.parameters:
             kinds.setdefault(_kind(group, parameter, data), []).append((name, parameter))
         for parameters in kinds.values():
-            stacked = group.rule.stacked
-            parts += [(group, part) for part in (_parts(parameters, most, data * model) if stacked else [parameters])]
+            stacks = _parts(parameters, most, 2 * eighth, data * model) if group.rule.stacked else [parameters]
+            parts += [(group, stack) for stack in stacks]
     owned = _shared_out([part for group, part in parts if group.rule.stacked], data, model)
     buckets = [
         _stack(group, part, settings, owned[part[0][0]])
@@ -241,12 +240,12 @@ def _kind(group: Group, parameter: Parameter, data: int) -> tuple:
     return (*common, parameter[0].numel() if data > 1 and parameter.ndim > 1 else 1)
 
 
-def _parts(parameters: Named, most: int, multiple: int) -> list[Named]:
-    """Consecutive parameters with at most `most` elements; a multiple of `multiple` of them where that takes no more
-    than twice as many."""
-    count = max(1, most // parameters[0][1].numel())
-    if multiple <= 2 * count:
-        count = max(multiple, count // multiple * multiple)
+def _parts(parameters: Named, most: int, largest: int, ranks: int) -> list[Named]:
+    """Consecutive parameters with at most `most` elements; as many as divide by the ranks, so that none has to move,
+    where that takes no more than `largest`."""
+    size, count = parameters[0][1].numel(), max(1, most // parameters[0][1].numel())
+    if ranks <= len(parameters) and ranks * size <= largest:
+        count = max(ranks, count // ranks * ranks)
     else:
         count = -(-len(parameters) // -(-len(parameters) // count))  # all much the same
     return [parameters[i : i + count] for i in range(0, len(parameters), count)]
