@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 WINDOWS, HEADS = (0, 1, 64, 1000), ((1, 1), (2, 1), (4, 1))
 LENGTHS_WINDOWS_GROUPS = [
-    *(Case(T, window, H=H, K=K) for T, window, (H, K) in itertools.product((1, 17, 129), WINDOWS, HEADS)),
+    *(Case(T, window, H=H, K=K) for T, window, (H, K) in itertools.product((1, 17, 127, 129), WINDOWS, HEADS)),
     *(Case(127, window, H=4, K=2) for window in WINDOWS),
 ]
 DOCUMENTS = [
@@ -51,7 +51,13 @@ DOCUMENTS = [
 ]
 HEAD_DIMS = [Case(129, 66, "mixed", H=1, K=1, E=E, scale=E**-0.5) for E in (16, 64, 128, 256)]
 SCALES = [Case(130, H=1, K=1, scale=scale) for scale in (0.01, 0.12, 1.0)]
-LONG = [Case(1000, H=1, K=1), Case(1000, 64, "mixed", H=2, K=1)]
+LONG = [Case(1000, H=1, K=1), Case(1000, 64, "mixed", H=2, K=1), Case(1000, 1, "single", H=4, K=1)]
+WHOLE_GRID = [
+    Case(T, min(window, 2 * T), documents, H=H, K=K, B=2)
+    for T, window, (H, K), documents in itertools.product(
+        (1, 17, 127, 129, 1000), (0, 1, 64, 2000), HEADS, ("none", "single", "mixed")
+    )
+]
 BY_HEAD = [
     Case(T, window, documents, K=1, B=2, by_head=True)
     for T, window, documents in ((17, 1, "none"), (129, 0, "none"), (129, 20, "mixed"))
@@ -118,6 +124,14 @@ def plain(case: Case) -> list[Tensor]:
 def test_flash_attention_is_the_plain_twin(interpreted: Interpreted, law: Law, name: str, cases: list[Case]) -> None:
     worst = interpreted(worst_deviation, cases)
     law(f"flash attention = plain twin, y and gradients: {name}", worst, f"≤ {FP32_BAR:g} relative, fp32")
+    assert worst <= FP32_BAR
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_flash_attention_is_the_plain_twin_on_the_whole_grid(interpreted: Interpreted, law: Law) -> None:
+    worst = interpreted(worst_deviation, WHOLE_GRID)
+    law("flash attention = plain twin, y and gradients: every combination", worst, f"≤ {FP32_BAR:g} relative, fp32")
     assert worst <= FP32_BAR
 
 
