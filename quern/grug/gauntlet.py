@@ -127,6 +127,7 @@ def measure(module: ModuleType, steps: int) -> dict[str, float]:
 
 
 def single_mesh() -> Mesh:
+    """The first device alone."""
     return make_mesh(devices=jax.devices()[:1])
 
 

@@ -38,7 +38,10 @@ def loss_fn(
     mask: AttentionMask | None = None,
     attend: Attend = attention,
 ) -> jax.Array:
-    """Sum of scale · nats, fp32. block_tokens: positions of a row at a time; None is the whole row."""
+    """Sum of scale · nats over a batch, an fp32 scalar. block_tokens: positions of a row at a time; None is the whole row.
+
+    Raises ValueError when blocks do not divide a row.
+    """
     x = forward(params, batch["tokens"], cfg, mask=mask, attend=attend)
     if block_tokens is None or block_tokens >= x.shape[1]:
         return jnp.sum(token_losses(params, x, batch["targets"], cfg) * batch["scale"])

@@ -82,6 +82,7 @@ class Params:
 
 
 def has_value_embedding(layer: int, depth: int) -> bool:
+    """Every other layer, the last one always."""
     return layer % 2 == (depth - 1) % 2
 
 
@@ -199,7 +200,7 @@ def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
 
 
 def cap(z: jax.Array, cfg: ModelRecipe) -> jax.Array:
-    """What the model does to its logits before the softmax."""
+    """What the model does to its logits, of any shape, before the softmax; in their dtype."""
     return cfg.softcap * jnp.tanh(z / cfg.softcap)
 
 
@@ -212,7 +213,10 @@ def self_attention(
     cfg: ModelRecipe,
     attend: Attend,
 ) -> jax.Array:
-    """Grouped-query attention over normed x, with QK norm and a gated value embedding."""
+    """Grouped-query attention over normed x, with QK norm and a gated value embedding.
+
+    x: (B, T, D), and so is the result, in its dtype; tokens: (B, T) int32; rotary: of `rotary_table`.
+    """
     assert cfg.head_dim
     q, k, v = (
         split_heads(product("btd,hd->bth", x, jax.reshard(w, P("model", None)), BTF), cfg.head_dim)
@@ -228,7 +232,7 @@ def self_attention(
 
 
 def feed_forward(block: Block, x: jax.Array) -> jax.Array:
-    """D → F → D with ReLU² in between."""
+    """(B, T, D) → (B, T, D) through F channels with ReLU² in between, in x's dtype."""
     up, down = jax.reshard(block.up, P("model", None)), jax.reshard(block.down, P(None, "model"))
     hidden = jnp.square(jax.nn.relu(product("btd,fd->btf", x, up, BTF)))
     return product("btf,df->btd", hidden, down, BTD)
@@ -253,12 +257,12 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def look_up(weight: jax.Array, tokens: jax.Array, columns: str | None) -> jax.Array:
-    """Rows of an embedding (V, C): (B, T) → (B, T, C), C cut along `columns`."""
+    """Rows of an embedding (V, C): (B, T) int32 → (B, T, C) in its dtype, C cut along `columns`."""
     return jax.reshard(weight, P(None, columns)).at[tokens].get(out_sharding=P(BATCH, None, columns))
 
 
 def previous(x: jax.Array) -> jax.Array:
-    """x shifted right by one token; zeros before the first."""
+    """x (B, T, D) shifted right by one token; zeros before the first."""
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
@@ -270,7 +274,8 @@ def rotary_table(T: int, head_dim: int, base: float) -> tuple[np.ndarray, np.nda
 
 
 def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
-    """Rotates the pairs (i, i + E/2) of each head by its position's angles, clockwise; computed in fp32."""
+    """Rotates the pairs (i, i + E/2) of each head of x (B, T, H, E) by its position's angles, clockwise; computed in
+    fp32, returned in x's dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1).astype(x.dtype)
 

@@ -132,7 +132,7 @@ def muon(
 
 
 def polar_express(x_NRC: jax.Array, steps: int) -> jax.Array:
-    """Singular values to about 1, singular vectors unchanged; computed in x's dtype."""
+    """Matrices (N, R, C): singular values to about 1, singular vectors unchanged; in x's dtype, sums in fp32."""
     tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     x = jnp.swapaxes(x_NRC, -1, -2) if tall else x_NRC
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)

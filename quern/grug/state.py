@@ -70,7 +70,8 @@ def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> TrainState:
 
 
 def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
-    """Arrays (micro-batches, rows, T), rows cut over the batch axes; rows are padded with masked ones as needed."""
+    """Arrays (micro-batches, rows, T), int32 and an fp32 scale, rows cut over the batch axes; rows are padded with
+    masked ones as needed. Raises ValueError for a batch without a target."""
     valid = int(batch.mask.sum())
     if valid == 0:
         raise ValueError("a batch without a single target cannot train: check the data's masks")
