@@ -38,7 +38,7 @@ def loss_fn(
     mask: AttentionMask | None = None,
     attend: Attend = attention,
 ) -> jax.Array:
-    """Sum of scale · nats over a batch, an fp32 scalar. block_tokens: positions of a row at a time; None is the whole row.
+    """Sum of scale · nats over a batch, an fp32 scalar. block_tokens: positions of a row at a time; None: whole rows.
 
     Raises ValueError when blocks do not divide a row.
     """
