@@ -103,8 +103,9 @@ def sync(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """A file, or a folder's list of its files."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -44,7 +44,7 @@ from quern.data.files import (
     read_manifest,
     split_files,
     sync,
-    sync_folder,
+    sync_path,
 )
 
 STALE_SECONDS = 3600  # a temporary folder nobody has written to for this long was left by a killed process
@@ -199,7 +199,7 @@ class ShardWriter:
             "tokens": self._total,
             "files": self._files,
         }
-        sync_folder(self.folder)
+        sync_path(self.folder)
         self._write_manifest(splits)
         self.abandon()
 
@@ -210,7 +210,7 @@ class ShardWriter:
             json.dump(manifest, file, indent=1)
             sync(file)
         os.replace(temporary, self.folder / MANIFEST)
-        sync_folder(self.folder)
+        sync_path(self.folder)
 
     def abandon(self) -> None:
         """Removes what was written so far; the folder stays as it was."""

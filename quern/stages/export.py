@@ -19,6 +19,7 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
+from quern.data.files import sync_path
 from quern.machine import detect
 from quern.model.llama import Llama
 from quern.stages.hugging_face import config_to, weights_to
@@ -77,12 +78,12 @@ def run(places: Places, folder: Path, *, stage: str | None, dtype: torch.dtype, 
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
-            _fsync(path)
+            sync_path(path)
         os.rename(temporary, folder)  # onto an empty folder or none
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _fsync(folder.absolute().parent)
+    sync_path(folder.absolute().parent)
     size = (folder / "model.safetensors").stat().st_size
     say(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
 
@@ -117,11 +118,3 @@ def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _json(body: dict[str, Any]) -> str:
     return json.dumps(body, indent=2, ensure_ascii=False) + "\n"
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,6 @@
 """Checkpoints: a training state on disk that is either whole or absent, and says which.
 
-A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json`: schema version, step,
-size in bytes and SHA-256 of each file, the caller's JSON (`meta`), and the SHA-256 of all that. A save writes
+A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json` (manifest.py). A save writes
 to `step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs
 the parent, and only then removes what is older than the newest `keep` whole checkpoints. So a crash at any
 point leaves every earlier checkpoint as it was. Reading checks every hash: safetensors, DCP and pickle
@@ -16,8 +15,6 @@ number of processes may read.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -37,22 +34,21 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from quern.data.files import sync_path
 from quern.mesh import Mesh, alone
 from quern.parallel.sharding import Slice
+from quern.train.manifest import (
+    CheckpointError,
+    NewerCheckpointError,
+    describe,
+    read_manifest,
+    require_plain_json,
+    write_manifest,
+)
 
-SCHEMA = 1
-MANIFEST = "manifest.json"
 # `.old-` exists only between the two renames that replace a step by a new save of the same step.
 _FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
 _TRASH = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be trusted; the message says which, and why."""
-
-
-class NewerCheckpointError(CheckpointError):
-    """The checkpoint is whole, but written by a newer version than this one can read."""
 
 
 def save(
@@ -76,7 +72,7 @@ def save(
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}")
-    _require_plain_json(meta)
+    require_plain_json(meta)
     mesh = mesh or alone()
     final = folder / f"step-{step:08d}"
     temporary = folder / mesh.files.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex}")
@@ -95,7 +91,7 @@ def save(
             found = mesh.files.gather_objects(_settle(temporary, mesh, at))
             if mesh.main:
                 files = {name: facts for part in found for name, facts in part.items()}
-                _write_manifest(temporary, step, dict(sorted(files.items())), meta, at)
+                write_manifest(temporary, step, dict(sorted(files.items())), meta, at)
                 _put_in_place(temporary, final, at)
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
@@ -143,7 +139,7 @@ def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str,
 
 def verify(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`, every size and hash checked; raises CheckpointError."""
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     named = _FOLDER.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         raise CheckpointError(f"{path} holds step {manifest['step']}, not the step it is named after")
@@ -153,7 +149,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them")
     for name, expected in manifest["files"].items():
         try:
-            found = _describe(path / name)
+            found = describe(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}") from error
         for fact in ("bytes", "sha256"):
@@ -167,7 +163,7 @@ def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor]
 
     verified: another rank has just checked the hashes.
     """
-    manifest = _read_manifest(path) if verified else verify(path)
+    manifest = read_manifest(path) if verified else verify(path)
     described = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
@@ -202,23 +198,9 @@ def _settle(temporary: Path, mesh: Mesh, at: Callable[[str], None]) -> dict[str,
     files = {}
     for file in sorted(temporary.iterdir())[mesh.files.rank :: mesh.files.size]:
         at(f"fsync {file.name}")
-        _fsync(file)
-        files[file.name] = _describe(file)
+        sync_path(file)
+        files[file.name] = describe(file)
     return files
-
-
-def _write_manifest(
-    temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], at: Callable[[str], None]
-) -> None:
-    content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "files": files, "meta": meta}
-    manifest = temporary / MANIFEST
-    at("write manifest")
-    text = json.dumps(content | {"sha256": _content_hash(content)}, indent=1, allow_nan=False)
-    manifest.write_text(text + "\n", encoding="utf-8")
-    at("fsync manifest")
-    _fsync(manifest)
-    at("fsync temporary folder")
-    _fsync(temporary)
 
 
 def _owned(tensors: Mapping[str, torch.Tensor | Slice]) -> dict[str, torch.Tensor]:
@@ -270,7 +252,7 @@ def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> No
     at("rename")
     os.rename(temporary, final)
     at("fsync parent")
-    _fsync(final.parent)
+    sync_path(final.parent)
     if aside.exists():
         at("remove earlier save of this step")
         _remove(aside, at)
@@ -348,51 +330,3 @@ def _is_whole(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    # This rule (the hash covers the content without itself) holds for every schema, so that a damaged
-    # schema number is not taken for a newer version.
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _content_hash(manifest):
-        raise CheckpointError(f"{file} does not match its own sha256")
-    if manifest["schema"] > SCHEMA:
-        raise NewerCheckpointError(
-            f"{path} has checkpoint schema {manifest['schema']}, this version reads up to {SCHEMA}: "
-            "update quern, or move this checkpoint away to go on from an earlier one"
-        )
-    return manifest
-
-
-def _content_hash(content: dict[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"bytes": stream.tell(), "sha256": digest}
-
-
-def _require_plain_json(meta: dict[str, Any]) -> None:
-    try:
-        same = json.loads(json.dumps(meta, allow_nan=False)) == meta
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"meta must be plain JSON: {error}") from error
-    if not same:
-        raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

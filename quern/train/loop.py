@@ -85,41 +85,22 @@ def train(
                 clip_norm=plan.clip_norm,
             )
             seconds = time.perf_counter() - start
-            if fresh:
-                folder.event("compile", step=state.step, seconds=round(seconds, 3))
-                fresh = False
-            else:
-                state.seconds += seconds
-                window.seconds += seconds
-                window.positions += result.positions
-            if result.verdict == "step":
-                state.unlogged_nats += result.loss * result.tokens
-                state.unlogged_tokens += result.tokens
-            else:
-                folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
+            _count(state, result, seconds, window, folder, fresh)
+            fresh = False
             if result.verdict == "stop":
                 return _diverged(state, saver, folder, say)
             if state.step % plan.log_every == 0 or state.step == plan.steps:
-                line = _metrics(state, result, window, plan)
-                folder.metric(**line)
-                advance(state, line)
+                _log(state, result, window, plan, folder, advance)
                 window = _Window()
-                state.unlogged_nats, state.unlogged_tokens = 0.0, 0
             asked, slow = _exchange(stop.requested, seconds - mesh.waited_seconds() + waited, mesh, machine, pace)
             stopping = asked and state.step < plan.steps
             if slow:
                 folder.event("slow", step=state.step, reason=slow)
                 say(slow)
-            for every, evaluator in plan.evaluators:
-                if state.step % every == 0 or state.step == plan.steps:
-                    with mesh.whereabouts.during("evaluating"):
-                        folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
+            _evaluate(state, plan, folder)
             if state.step % plan.save_every == 0 or state.step == plan.steps or stopping:
                 try:
-                    with mesh.whereabouts.during("saving"):
-                        saver.save(state, plan.meta)
-                        if stopping or state.step == plan.steps:
-                            saver.settle()
+                    _save(state, saver, plan, last=stopping or state.step == plan.steps)
                 except checkpoint.CheckpointError as error:
                     return _not_saved(error, state, folder, say)
             if stopping:
@@ -154,6 +135,53 @@ def _seed_draws(state: TrainState, plan: Plan) -> None:
     """What a model draws in a step (dropout) follows from seed, step and replica, so a resumed run draws the same."""
     facts = plan.meta.get("seed", 0), state.step, state.optimizer.mesh.data.rank
     torch.manual_seed(int(np.random.SeedSequence(facts).generate_state(1)[0]))  # mixed: it reads 32 bits on a CPU
+
+
+def _count(
+    state: TrainState, result: StepResult, seconds: float, window: _Window, folder: Records, fresh: bool
+) -> None:
+    """Adds a step to what is reported later. fresh: the first since the start, which compiles."""
+    if fresh:
+        folder.event("compile", step=state.step, seconds=round(seconds, 3))
+    else:
+        state.seconds += seconds
+        window.seconds += seconds
+        window.positions += result.positions
+    if result.verdict == "step":
+        state.unlogged_nats += result.loss * result.tokens
+        state.unlogged_tokens += result.tokens
+    else:
+        folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
+
+
+def _log(
+    state: TrainState,
+    last: StepResult,
+    window: _Window,
+    plan: Plan,
+    folder: Records,
+    advance: Callable[[TrainState, dict[str, Any]], None],
+) -> None:
+    line = _metrics(state, last, window, plan)
+    folder.metric(**line)
+    advance(state, line)
+    state.unlogged_nats, state.unlogged_tokens = 0.0, 0
+
+
+def _evaluate(state: TrainState, plan: Plan, folder: Records) -> None:
+    """What is due after this step."""
+    for every, evaluator in plan.evaluators:
+        if state.step % every == 0 or state.step == plan.steps:
+            with state.optimizer.mesh.whereabouts.during("evaluating"):
+                folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
+
+
+def _save(state: TrainState, saver: Saver, plan: Plan, last: bool) -> None:
+    """Raises CheckpointError. last: waits for what is saved in the background."""
+    with state.optimizer.mesh.whereabouts.during("saving"):
+        saver.save(state, plan.meta)
+        if last:
+            saver.settle()
 
 
 def _evaluated(state: TrainState, evaluator: Evaluator) -> dict[str, Any]:

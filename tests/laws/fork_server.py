@@ -30,7 +30,8 @@ from quern.train import checkpoint, loop
 
 ROOT = Path(cli.__file__).parent
 TRAINING = tuple(
-    str(ROOT / part) for part in ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py")
+    str(ROOT / part)
+    for part in ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/files.py")
 )
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
 
