@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
 from quern.recipe import Recipe
+from quern.recipes.llama import RECIPE
 from quern.stages import adopt, export
 from quern.stages.hugging_face import weights_to
 from quern.stages.load import load
@@ -131,7 +132,7 @@ def test_what_transformers_saved_is_read_back(tied: bool, tmp_path: Path, law: C
     assert (folder / "model.safetensors.index.json").exists()
     transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe())).save_pretrained(folder)
     places = Places(tmp_path / "out", "theirs")
-    adopt.run(folder, places, llama_recipe(), stage="pretrain", tokenizer=None, say=lambda line: None)
+    adopt.run(folder, places, RECIPE, stage="pretrain", tokenizer=None, say=lambda line: None)
     loaded = load(places, FP32, print)
     ids = tokens(loaded.recipe)
     with torch.no_grad():
