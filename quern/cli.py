@@ -6,19 +6,13 @@ as one line, without a traceback; the exit codes are those of `train/guard.py`.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import pkgutil
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import tyro
-
 from quern import machine as machines
-from quern import recipes
 from quern.flags import (
     Evaluating,
     Preparing,
@@ -32,7 +26,7 @@ from quern.flags import (
     say,
     without,
 )
-from quern.recipe import Recipe
+from quern.recipes import load_recipe, recipe_names
 
 EXAMPLES = {
     "run": "quern run --depth 4 --run first",
@@ -78,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
-        say(f"quern: there is no '{verb}': use one of {', '.join(VERBS)}")
+        print(f"quern: there is no '{verb}': use one of {', '.join(VERBS)}", file=sys.stderr)
         return 2
     try:
         return VERBS[verb](verb, rest) or 0
@@ -117,28 +111,6 @@ def described(verb: str) -> str:
     if verb in ("run", "prepare", "tokenizer", "pretrain"):
         parts.append(f"a recipe's own defaults: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
     return "\n\n".join(parts)
-
-
-def recipe_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
-
-
-def load_recipe(name: str) -> tuple[Recipe, str | None]:
-    """The recipe called so, or in that file, and the file's source. Raises ValueError naming what there is."""
-    if name in recipe_names():
-        return importlib.import_module(f"quern.recipes.{name}").RECIPE, None
-    path = Path(name)
-    if path.suffix != ".py" or not path.exists():
-        raise ValueError(f"there is no recipe '{name}': use {', '.join(recipe_names())}, or the path of a .py file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    recipe = getattr(module, "RECIPE", None)
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"{path} does not end in RECIPE = … (a quern.recipe.Recipe)")
-    return recipe, path.read_text(encoding="utf-8")
 
 
 def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
@@ -312,21 +284,22 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 def verb_serve(verb: str, rest: list[str]) -> int:
     options, source = parse(verb, rest, Serving)
     try:
-        from quern.serve.server import serve
+        from quern.serve.server import listen, serve
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): pip install 'quern[serve]'") from error
-    engine, loaded = open_engine(options, source)
-    name = f"quern-{options.where.run}"
-    say(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{options.port}")
-    engine.warm_up()
-    serve(engine, loaded.tokenizer, name, options.host, options.port)
+    with listen(options.host, options.port) as listener:  # clients that come before it is warm wait in line
+        engine, loaded = open_engine(options, source)
+        engine.warm_up()
+        name, port = f"quern-{options.where.run}", listener.getsockname()[1]
+        say(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")
+        serve(engine, loaded.tokenizer, name, listener, options.host)
     return 0
 
 
 def verb_report(verb: str, rest: list[str]) -> int:
-    from quern.stages import report
+    from quern.stages import report, typed
 
-    options = tyro.cli(Reporting, prog="quern report", args=rest, description=described(verb))
+    options = typed.read(Reporting, rest, prog="quern report", description=described(verb))
     for path in report.build(places_of(options).folder):
         say(f"report: {path}")
     return 0

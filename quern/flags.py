@@ -132,6 +132,10 @@ class Talking:
     seed: int = 0
     """Of the choice."""
 
+    def __post_init__(self) -> None:
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("--prompt is empty: ask something, or leave it out to chat")
+
 
 @dataclass
 class Serving:

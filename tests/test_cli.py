@@ -1,6 +1,7 @@
 """The command line as someone sees it who mistypes, asks for help, or brings a recipe of their own."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -63,13 +64,22 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("pretrian", "there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, evaluate"),
+        ("pretrian", "^quern: there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, evaluate"),
         ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, llama, unet, or the path of a .py file"),
         ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, llama, unet, or the path of a .py file"),
-        ("pretrain --dpeth 3", "Unrecognized options: --dpeth, 3 .* Perhaps you meant: .*--depth INT"),
-        ("pretrain --device tpu", "invalid choice 'tpu' .*'cpu'"),
-        ("pretrain --dtype fp16", "invalid choice 'fp16' .*'(bf16|fp32)'"),
-        ("pretrain --train.steps many", "Error parsing --train.steps"),
+        (
+            "pretrain --dpeth 3",
+            "^quern pretrain: unknown option --dpeth; nearest: --depth.*: quern pretrain --help$",
+        ),
+        ("pretrain --steps 60", "unknown option --steps; nearest: --train.steps; all of them"),
+        ("pretrain --train.minutes", "^quern pretrain: --train.minutes takes a number: none was given$"),
+        ("pretrain --resume=yes", "--resume takes no value: give --resume or --no-resume"),
+        ("pretrain gpt mine", "'mine' belongs to no option: see quern pretrain --help"),
+        ("export --run r", "^quern export: --dir is missing: see quern export --help$"),
+        ("chat -p", "-p takes a value: none was given"),
+        ("pretrain --device tpu", "^quern pretrain: --device takes one of cpu, cuda, mps, not 'tpu'$"),
+        ("pretrain --dtype fp16", "--dtype takes one of bf16, fp32, not 'fp16'"),
+        ("pretrain --train.steps many", "^quern pretrain: --train.steps takes a whole number, not 'many'$"),
         ("pretrain --train.packing bestfit --no-compile", "must be one of best-fit, greedy-crop, greedy-pad"),
         ("pretrain --depth 0 --no-compile", "depth must be at least 1, not 0"),
         ("pretrain --run a/b --no-compile", "'a/b' cannot name a run: use letters, digits, dots, dashes"),
@@ -89,7 +99,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("chat --out none --no-compile --dtype fp32 -p x", "there is no run 'first' .*: make one with `quern run`"),
         ("evaluate --out none --no-compile --dtype fp32", "nothing to evaluate under none: make one with `quern run`"),
         ("report --out none", "holds no records of a run; .*train one first with `quern run`"),
-        ("bench everything", "invalid choice 'everything' .*'train'"),
+        ("bench everything", "^quern bench: the argument takes one of tokenizer, .*train, .*, not 'everything'$"),
         ("pretrain --ranks 0", "^quern pretrain: --ranks must be at least 1, not 0$"),
         ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
         (
@@ -112,9 +122,9 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --sft.steps 3", "--sft.steps is for fine-tuning: give it to `quern sft` or `quern run`"),
         ("pretrain --questions 3", "--questions is for `quern evaluate` and `quern run`"),
         ("prepare --train.steps 3", "--train.steps does nothing in `quern prepare`: give it to the verb that trains"),
-        ("prepare --ranks 2", "Unrecognized options: --ranks, 2"),
+        ("prepare --ranks 2", "unknown option --ranks; all of them: quern prepare --help"),
         ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe, .*: leave it out"),
-        ("chat --port 3", "Unrecognized options: --port, 3"),
+        ("chat --port 3", "unknown option --port; .*quern chat --help"),
         ("evaluate --questions 0", "quern evaluate: --questions must be at least 1, not 0"),
         ("run --questions 0", "quern run: --questions must be at least 1, not 0"),
         ("pretrain --name x", "--name comes with the recipe: to name the run, use --run"),
@@ -135,7 +145,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain unet --depth 3 --no-compile --dtype fp32", "unet needs an even depth|depth must be even"),
         ("pretrain unet --model.kv-heads 1 --no-compile --dtype fp32", "kv-heads|key-value heads"),
         ("pretrain --model.kv-heads 3 --no-compile", r"kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
-        ("pretrain --track mlflow", "invalid choice 'mlflow' .*'tensorboard'"),
+        ("pretrain --track mlflow", "--track takes one of tensorboard, wandb, not 'mlflow'"),
     ],
 )
 def test_what_is_mistyped_is_named_with_what_is_valid(
@@ -171,10 +181,42 @@ def test_a_file_without_a_recipe_is_refused(text: str, tmp_path: Path, capsys: p
     assert "empty.py does not end in RECIPE = … (a quern.recipe.Recipe)" in said
 
 
-def test_a_broken_file_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import no_such_module_at_all\n", "line 1: ModuleNotFoundError: No module named 'no_such_module_at_all'$"),
+        ("x = 1\nRECIPE = (\n", r"line 2: SyntaxError: '\(' was never closed$"),
+        ("def half():\n    return 1 / 0\n\nRECIPE = half()\n", "line 2: ZeroDivisionError: division by zero$"),
+        ("from dataclasses import replace\nreplace(3)\n", "line 2: TypeError: "),
+    ],
+)
+def test_a_broken_file_says_where(text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.py"
-    path.write_text("import no_such_module_at_all\n", encoding="utf-8")
-    assert "no_such_module_at_all" in refused(capsys, "pretrain", str(path))
+    path.write_text(text, encoding="utf-8")
+    assert re.match(f"quern pretrain: {re.escape(str(path))}, {expected}", refused(capsys, "pretrain", str(path)))
+
+
+def test_what_is_wrong_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["pretrian"]) == 2 and cli.main(["chat", "--port", "3"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 2
+
+
+def test_an_empty_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "chat", "--no-compile", "--dtype", "fp32", "-p", " ")
+    assert said == "quern chat: --prompt is empty: ask something, or leave it out to chat"
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(capsys, "serve", "--port", str(port), "--out", str(tmp_path))
+    assert (
+        said
+        == f"quern serve: cannot serve at 127.0.0.1:{port} (Address already in use): choose another --port or --host"
+    )
 
 
 def test_flags_reach_every_part_of_the_recipe() -> None:

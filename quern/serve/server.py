@@ -162,13 +162,11 @@ def create_app(
     return app
 
 
-def serve(engine: Engine, tokenizer: Tokenizer, name: str, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serves until interrupted. Raises what `listen` raises."""
-    hosts = LOOPBACK if host in LOOPBACK else None
-    app = create_app(engine, tokenizer, name, hosts=hosts)
-    with listen(host, port) as listener:
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10)
-        uvicorn.Server(config).run(sockets=[listener])
+def serve(engine: Engine, tokenizer: Tokenizer, name: str, listener: socket.socket, host: str) -> None:
+    """Serves on a socket of `listen` until interrupted. host: the name that it was opened for."""
+    app = create_app(engine, tokenizer, name, hosts=LOOPBACK if host in LOOPBACK else None)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quern.machine import Machine, detect
 from quern.recipe import Recipe, TextRecipe, resolve
+from quern.stages import typed
 from quern.stages.hugging_face import shape_from, weights_from
 from quern.stages.places import Places
 from quern.stages.sft import load_weights
@@ -50,7 +51,7 @@ class Options:
 
 def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str = "") -> int:
     """recipe: of the architecture; what the folder says goes into it."""
-    options = tyro.cli(Options, prog="quern import", args=arguments, description=description)
+    options = typed.read(Options, arguments, prog="quern import", description=description)
     run(
         options.folder,
         Places(options.out, options.run),

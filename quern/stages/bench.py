@@ -19,6 +19,7 @@ import tyro
 
 from quern.kernels.attention_pick import equip
 from quern.machine import detect
+from quern.stages import typed
 from quern.stages.bench_attention import attention
 from quern.stages.bench_cross_entropy import cross_entropy
 from quern.stages.bench_data import encode, loading, packing, tokenizer
@@ -108,12 +109,12 @@ class Options:
 
 
 def main(arguments: list[str], say: Callable[[str], None]) -> int:
-    """Runs what is asked for; returns the exit code. A mistyped name leaves through tyro with code 2."""
+    """Runs what is asked for; returns the exit code. Raises ValueError for a mistyped name."""
     if arguments[:1] == ["gpu"]:  # with flags of its own
         from quern.stages import bench_gpu
 
         return bench_gpu.main(arguments[1:], say)
-    options = tyro.cli(Options, prog="quern bench", args=arguments)
+    options = typed.read(Options, arguments, prog="quern bench")
     refuse(options)
     setup = prepare(options, say)
     introduce(setup)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from safetensors.torch import save_file
 
 from quern.data.files import sync_path
 from quern.machine import detect
 from quern.model.llama import Llama
+from quern.stages import typed
 from quern.stages.hugging_face import config_to, weights_to
 from quern.stages.load import Loaded, load
 from quern.stages.places import Places
@@ -50,7 +50,7 @@ class Options:
 
 
 def main(arguments: list[str], say: Callable[[str], None], description: str = "") -> int:
-    options = tyro.cli(Options, prog="quern export", args=arguments, description=description)
+    options = typed.read(Options, arguments, prog="quern export", description=description)
     run(Places(options.out, options.run), options.dir, stage=options.stage, dtype=DTYPES[options.dtype], say=say)
     return 0
 

@@ -17,6 +17,7 @@ import tyro
 
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.refusals import flag
+from quern.stages import typed
 from quern.stages.offered import field_names, parse
 from quern.stages.places import STAGES, Places
 
@@ -142,7 +143,7 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
     known = {f.name for f in fields(Where)}
     told = {name: value for name, value in read_config(_config_of(rest)).items() if name in known}
     arguments = [*as_flags(Where(), told, "the file"), *rest]
-    options = tyro.cli(Moving, prog=f"quern grug {verb}", args=arguments, description=VERBS[verb])
+    options = typed.read(Moving, arguments, prog=f"quern grug {verb}", description=VERBS[verb])
     return _move(verb, options, say)
 
 
@@ -196,7 +197,7 @@ def _gauntlet(rest: list[str], say: Callable[[str], None]) -> int:
     from quern.grug.memory import keep_freed_memory
 
     keep_freed_memory()
-    options = tyro.cli(Running, prog="quern grug gauntlet", args=rest, description=VERBS["gauntlet"])
+    options = typed.read(Running, rest, prog="quern grug gauntlet", description=VERBS["gauntlet"])
     _split_cpu(options.cpu_devices)
     passed = gauntlet.run(options.file, options.out, options.steps, say)
     return 0 if passed else 1

@@ -14,6 +14,7 @@ import tyro
 
 from quern.recipe import Recipe
 from quern.refusals import flag, unused
+from quern.stages import typed
 
 FOR_ALL: Mapping[str, str] = {
     "name": "comes with the recipe: to name the run, use --run",
@@ -42,7 +43,7 @@ def parse(
     """An instance of `flags`, a dataclass whose field `recipe` starts as this one.
 
     without: names of fields (train.steps) that have no flag, and why; defaults: other fields of `flags`. Raises
-    ValueError for a flag among those; what tyro refuses ends the process with exit code 2, as its help does with 0.
+    ValueError for a flag among those, and what `typed.read` raises.
     """
     reasons = {name: unused(recipe, name).partition(" ")[2] for name in recipe.unused} | {**FOR_ALL, **(without or {})}
     for name in named(arguments):
@@ -53,7 +54,8 @@ def parse(
     unchecked = {"__post_init__": lambda self: None}  # what `flags` refuses is said below, in a line of its own
     frozen = flags.__dataclass_params__.frozen  # type: ignore[attr-defined]
     kind = make_dataclass(flags.__name__, shape, bases=(flags,), namespace=unchecked, frozen=frozen)
-    parsed = tyro.cli(kind, prog=prog, args=arguments, default=kind(recipe=shown, **defaults), description=description)
+    default = kind(recipe=shown, **defaults)
+    parsed = typed.read(kind, arguments, prog=prog, description=description, default=default)
     values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
     return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})
 
