@@ -33,7 +33,7 @@ class Bench:
         self.folder, self.server, self.count = folder, server, 0
         name, untouched = self.run([])
         assert untouched["exits"] == [[0, 0]], untouched["said"]
-        self.reference, self.events = self.stage(name), untouched["events"]["0"]
+        self.reference, self.events = self.stage(name), untouched["events"]
 
     def run(self, faults: list[dict[str, Any] | None], name: str = "", more: tuple[str, ...] = ()) -> Any:
         self.count += 1
@@ -44,9 +44,9 @@ class Bench:
         return self.folder / "out" / "runs" / name / "pretrain"
 
     def fault(self, rng: random.Random, kind: str, stretch: float) -> dict[str, Any]:
-        part = rng.choice(["train", "train", "save"])
-        number = 1 + int(stretch * (self.events[part] - 1))
-        return {"kind": kind, "rank": rng.randrange(2), "part": part, "number": number}
+        part, rank = rng.choice(["train", "train", "save"]), rng.randrange(2)
+        number = 1 + int(stretch * (self.events[str(rank)][part] - 1))  # rank 0 has more to do in a save
+        return {"kind": kind, "rank": rank, "part": part, "number": number}
 
     def killed(self, kinds: tuple[str, ...], seed: int) -> tuple[list[str], list[str]]:
         """One run for each of `kinds`, which fails once at a point of its own stretch of the run, and where the ranks
@@ -57,6 +57,7 @@ class Bench:
             first = self.fault(rng, kind, (number + rng.random()) / len(kinds))
             again = self.fault(rng, "kill", 0.4 * rng.random())
             name, answer = self.run([first, again] if kind == "kill" else [first])
+            assert answer["places"], f"{first} never happened"
             places += answer["places"]
             if kind == "agent":
                 assert answer["exits"] == [], answer  # nobody was left to note them
