@@ -24,7 +24,8 @@ from quern.grug.product import product
 
 BY_HEAD = P(BATCH, "model", None, None)
 GROUPED = P(BATCH, None, "model", None, None)
-BLOCK_QUERIES = 256
+BLOCK_QUERIES = 128
+ONES = 16
 SPLASH_BLOCK = 128
 
 
@@ -95,23 +96,105 @@ def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionM
     Heads come first and the queries of a group stand one below the other, so that each product is a plain batch of
     matrix products: on a CPU nearly twice as fast as with the tokens first.
     """
-    (B, T, H, E), K = q.shape, k.shape[2]
-    G = H // K
-    q = jnp.transpose(_by_kv_head(q, K), (0, 2, 3, 1, 4))
-    k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k, v))
+    G = q.shape[2] // k.shape[2]
+    q, k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (_below(q, G), k, v))
+    # Without the barrier XLA takes the turning into the products, which then run in fp32.
+    q, k, v = jax.lax.optimization_barrier((q, k, v))
+    return _beside(jnp.transpose(_blocked(q, k, v, mask), (0, 2, 1, 3)), G)
+
+
+@jax.custom_vjp
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+    """q (B, K, T · G, E), k and v (B, K, T, E) → (B, K, T · G, E).
+
+    The gradient is its own because autodiff's keeps fp32 scores and reads them more often: on a CPU it took more than
+    twice as long. Kept for it are, of each block, exp(score - maximum) in the inputs' dtype and its rows' sums.
+    """
+    return _blocked_forward(q, k, v, mask)[0]
+
+
+def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, Any]:
+    E, G = q.shape[-1], q.shape[2] // k.shape[2]
+    # Columns of ones turn the product with the values into the rows' sums as well, which spares a pass.
+    v_and_ones = jnp.concatenate([v, jnp.ones_like(v[..., :ONES])], axis=-1)
+    parts, kept = [], []
+    for first, last, low, high in _blocks(k.shape[2], mask):
+        queries = q[:, :, G * first : G * last]
+        scores = product("bkme,bkse->bkms", queries, k[:, :, low:high], BY_HEAD, jnp.float32)
+        allowed = jnp.repeat(visible(mask, first, last, low, high)[:, 0], G, axis=2)
+        scores = jnp.where(allowed, scores * E**-0.5, -jnp.inf)
+        weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)).astype(v.dtype)
+        summed = product("bkms,bkse->bkme", weights, v_and_ones[:, :, low:high], BY_HEAD, jnp.float32)
+        inverse = 1 / summed[..., E : E + 1]
+        parts.append((summed[..., :E] * inverse).astype(v.dtype))
+        kept.append((weights, inverse))
+    y = jnp.concatenate(parts, axis=2)
+    return y, (q, k, v, y, mask, kept)
+
+
+def _blocked_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """With P = weights · inverse and dP = g · vᵀ: dscores = P ∘ (dP - rowsum(g ∘ y)), as in FlashAttention's paper
+    (Dao et al. 2022, arXiv:2205.14135, appendix B.2). The inverse goes into g, so that P is never made."""
+    q, k, v, y, mask, kept = saved
+    T, E, G = k.shape[2], q.shape[-1], q.shape[2] // k.shape[2]
+    inner = jnp.sum(g.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    dq, dk, dv = [], 0.0, 0.0
+    for (first, last, low, high), (weights, inverse) in reversed(list(zip(_blocks(T, mask), kept, strict=True))):
+        rows = slice(G * first, G * last)
+        scaled = (g[:, :, rows].astype(jnp.float32) * inverse).astype(g.dtype)
+        dweights = product("bkme,bkse->bkms", scaled, v[:, :, low:high], BY_HEAD, jnp.float32)
+        dscores = weights.astype(jnp.float32) * (dweights - inner[:, :, rows] * inverse)
+        dscores = (dscores * E**-0.5).astype(q.dtype)
+        dq.append(product("bkms,bkse->bkme", dscores, k[:, :, low:high], BY_HEAD))
+        beside = ((0, 0), (0, 0), (0, 0), (low, T - high))
+        dk = dk + jnp.pad(_over_queries(q[:, :, rows], dscores), beside)
+        dv = dv + jnp.pad(_over_queries(scaled, weights), beside)
+    dk, dv = (jnp.swapaxes(x.astype(k.dtype), 2, 3) for x in (dk, dv))
+    return jax.lax.optimization_barrier((jnp.concatenate(dq[::-1], axis=2), dk, dv)) + (None,)
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _blocks(T: int, mask: AttentionMask) -> list[tuple[int, int, int, int]]:
+    """(first query, last + 1, first key, last + 1): small blocks skip more of what is masked."""
     size = BLOCK_QUERIES if mask.window is None else min(BLOCK_QUERIES, max(64, mask.window // 2))
-    parts = []
-    for first in range(0, T, size):
-        last = min(T, first + size)
-        low = 0 if mask.window is None else max(0, first - mask.window + 1)
-        high = last if mask.causal else T
-        queries = jnp.reshape(q[:, :, :, first:last], (B, K, G * (last - first), E), out_sharding=BY_HEAD)
-        scores = product("bkme,bkse->bkms", queries, k[:, :, low:high], BY_HEAD, jnp.float32) * E**-0.5
-        allowed = jnp.tile(visible(mask, first, last, low, high)[:, 0], (1, 1, G, 1))
-        weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(v.dtype)
-        y = product("bkms,bkse->bkme", weights, v[:, :, low:high], BY_HEAD)
-        parts.append(jnp.reshape(y, (B, K, G, last - first, E), out_sharding=P(BATCH, "model", None, None, None)))
-    return _by_head(jnp.transpose(jnp.concatenate(parts, axis=3), (0, 3, 1, 2, 4)))
+    window = mask.window or T
+    spans = [(first, min(T, first + size)) for first in range(0, T, size)]
+    return [(i, j, max(0, i - window + 1), j) if mask.causal else (i, j, 0, T) for i, j in spans]
+
+
+def _over_queries(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """(B, K, M, E), (B, K, M, S) → fp32 (B, K, E, S), summed over the M queries.
+
+    In two halves, because XLA's CPU backend turns an operand whose summed dims are two and then uses the matrix units;
+    with one summed dim in the wrong place it multiplies in fp32, a quarter as fast. x, the smaller one, is turned.
+    """
+    halves = [
+        jnp.reshape(
+            z, (*z.shape[:2], 2 - z.shape[2] % 2, -1, z.shape[3]), out_sharding=P(BATCH, "model", None, None, None)
+        )
+        for z in (x, weights)
+    ]
+    return product("bkhme,bkhms->bkes", halves[0], halves[1], BY_HEAD, jnp.float32)
+
+
+def _below(q: jax.Array, G: int) -> jax.Array:
+    """(B, T, K · G, E) → (B, T · G, K, E): the query heads that share a kv-head one below the other."""
+    B, T, H, E = q.shape
+    if G == 1:
+        return q
+    q = jnp.transpose(_by_kv_head(q, H // G), (0, 1, 3, 2, 4))
+    return jnp.reshape(q, (B, T * G, H // G, E), out_sharding=P(BATCH, None, "model", None))
+
+
+def _beside(y: jax.Array, G: int) -> jax.Array:
+    """(B, T · G, K, E) → (B, T, K · G, E)."""
+    B, M, K, E = y.shape
+    if G == 1:
+        return y
+    y = jnp.reshape(y, (B, M // G, G, K, E), out_sharding=P(BATCH, None, None, "model", None))
+    return _by_head(jnp.transpose(y, (0, 1, 3, 2, 4)))
 
 
 def _by_kv_head(q: jax.Array, K: int) -> jax.Array:

@@ -12,7 +12,8 @@ def test_each_mask_on_each_path(grug: Grug) -> None:
 
 
 def test_several_blocks_of_queries(grug: Grug) -> None:
-    assert grug("pieces:many_blocks") <= 1e-5
+    found = grug("pieces:many_blocks")
+    assert max(found.values()) <= 1e-5, found
 
 
 def test_the_tpu_kernel_interpreted(grug: Grug) -> None:
