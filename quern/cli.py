@@ -108,6 +108,8 @@ def usage() -> str:
 
 def described(verb: str) -> str:
     parts = [SUMMARIES[verb], f"example: {EXAMPLES[verb]}"]
+    if verb == "run":
+        parts.append("--train.steps shortens pretraining alone; --sft.steps, or --sft.epochs, fine-tuning")
     if verb in ("run", "prepare", "tokenizer", "pretrain"):
         parts.append(f"a recipe's own defaults: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
     return "\n\n".join(parts)

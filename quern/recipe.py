@@ -117,7 +117,8 @@ class TrainRecipe:
     """The training loop."""
 
     steps: int | None = None
-    """Optimizer steps; by default horizon_ratio tokens for each parameter of the matrices and the head."""
+    """Optimizer steps of pretraining; by default horizon_ratio tokens for each parameter of the matrices and the head.
+    Fine-tuning has sft.steps."""
     minutes: float | None = None
     """Train for this long instead: the step time is measured first and `steps` follows from it."""
     horizon_ratio: float = 12.0

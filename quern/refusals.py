@@ -38,6 +38,9 @@ def flag(name: str) -> str:
 def check(recipe: Recipe) -> None:
     """Every value by itself, and fields that this recipe does not use. recipe: resolved or not."""
     train, sft = recipe.train, recipe.sft
+    for name in ("data", "val", "conversations"):
+        value = getattr(recipe, name)
+        _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
     _refuse(recipe.depth < 1, f"depth must be at least 1, not {recipe.depth}")
     _refuse(recipe.seed < 0, f"seed must not be negative, not {recipe.seed}: use 0 or more")
     _refuse(recipe.text.digits not in (1, 2, 3), f"text.digits must be 1, 2 or 3, not {recipe.text.digits}")

@@ -135,7 +135,7 @@ def shard_model(model: Any, mesh: Mesh, plan: Plan | None = None) -> Any:
         return model
     plan = plan or plan_of(model)
     dims = {name: plan.dim_of(name) for name, _ in model.named_parameters()}
-    _check_sizes(model, dims, group.size)
+    _check_sizes(model, dims, group.size, mesh.world.size)
     dropouts = _dropouts(model, plan)
     for name, dim in dims.items():
         if dim is not None and name not in VOCABULARY:
@@ -175,7 +175,7 @@ def _dropouts(model: nn.Module, plan: Plan) -> dict[str, nn.Dropout]:
     return found
 
 
-def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int) -> None:
+def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks: int) -> None:
     sizes = {"heads": model.shape.heads, "key-value heads": model.shape.kv_heads or model.shape.heads}
     for name, p in model.named_parameters():
         dim = dims[name]
@@ -184,7 +184,7 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int) -> Non
         sizes[f"indices of {name} along dim {dim}"] = p.size(dim)
     common = math.gcd(*sizes.values())
     if common % shards:
-        valid = [size for size in range(1, common + 1) if common % size == 0]
+        valid = [size for size in range(1, common + 1) if common % size == 0 and ranks % size == 0]
         counts = ", ".join(f"{size} {what}" for what, size in sizes.items())
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
 

@@ -12,6 +12,7 @@ from quern.stages.places import STAGES, Places
 from quern.stages.sft import load_weights
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
+from quern.train.manifest import CheckpointError
 from quern.train.state import build_model, weights_of
 
 
@@ -34,19 +35,22 @@ def load(
     """The newest good checkpoint of a stage (by default of the last stage there is).
 
     callables: those of the recipe (`Recipe.callables`), needed when it came from a file outside quern. Raises
-    FileNotFoundError, saying what to run first, when there is no checkpoint.
+    FileNotFoundError, saying what to run first, when there is no checkpoint, CheckpointError when none is good.
     """
     tokenizer = places.tokenizer()
-    for name in [stage] if stage else reversed(STAGES):
+    damaged = [name for name in ([stage] if stage else STAGES) if checkpoint.steps(places.checkpoints(name))]
+    for name in reversed(damaged):
         found = checkpoint.latest(places.checkpoints(name), say)
         if found is None:
             continue
         tensors, meta = checkpoint.load(found[0])
-        recipe = Recipe.from_json(meta["recipe"], **(callables or {}))
+        recipe = places.read_recipe(meta["recipe"], name, callables or {})
         if meta["tokenizer"] != tokenizer.fingerprint:
             raise ValueError(f"{found[0]} was trained with another tokenizer than {places.folder / 'tokenizer.json'}")
         model = build_model(recipe, machine, None)
         load_weights(model, weights_of(tensors))
         return Loaded(model.eval(), tokenizer, recipe, name, meta["state"]["step"])
+    if damaged:
+        raise CheckpointError(places.no_good_checkpoint(damaged[-1]))
     missing = f"stage '{stage}'" if stage else "checkpoint"
     raise FileNotFoundError(f"run '{places.run}' has no {missing} under {places.out}: {places.known()}")

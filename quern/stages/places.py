@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quern.recipe import Recipe
 from quern.text.tokenizer import Tokenizer
 
 STAGES = ("pretrain", "sft")
@@ -33,6 +38,11 @@ class Places:
     def folder(self) -> Path:
         return self.out / "runs" / self.run
 
+    @property
+    def flags(self) -> str:
+        """What names the run on the command line."""
+        return shlex.join(["--run", self.run, *([] if self.out == Path("out") else ["--out", str(self.out)])])
+
     def stage(self, name: str) -> Path:
         return self.folder / name
 
@@ -40,16 +50,54 @@ class Places:
         return self.stage(stage) / "checkpoints"
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer. Raises FileNotFoundError naming the runs that there are."""
+        """The run's tokenizer. Raises FileNotFoundError naming the runs that there are, ValueError where it is damaged,
+        naming the copy of it that there is."""
         path = self.folder / "tokenizer.json"
         if not path.exists():
             raise FileNotFoundError(f"there is no run '{self.run}' with a tokenizer under {self.out}: {self.known()}")
-        return Tokenizer.load(path)
+        try:
+            return Tokenizer.load(path)
+        except ValueError as error:
+            raise ValueError(f"{error}. The run's model knows no other: {self._tokenizer_copy(path)}") from error
+
+    def _tokenizer_copy(self, path: Path) -> str:
+        """Where the tokenizer of run.json lies a second time, for messages. path: where it is needed."""
+        facts = self.folder / "run.json"
+        mark = json.loads(facts.read_text(encoding="utf-8"))["tokenizer"]["fingerprint"] if facts.exists() else None
+        for copy in sorted((self.out / "tokenizers").glob("*.json")):
+            try:
+                found = Tokenizer.load(copy).fingerprint
+            except ValueError:
+                continue  # damaged as well
+            if mark is not None and found.startswith(mark):
+                return f"a sound copy is there, `cp {copy} {path}`"
+        return f"put back a copy of it (fingerprint {mark or 'unknown'}); under {self.out / 'tokenizers'} there is none"
 
     def known(self) -> str:
         """What runs there are, for messages."""
         runs = sorted(path.name for path in (self.out / "runs").glob("*") if path.is_dir())
         return f"name one of {', '.join(runs)} with --run" if runs else "make one with `quern run`"
+
+    def read_recipe(self, body: dict[str, Any], stage: str, callables: Mapping[str, Callable[..., Any]]) -> Recipe:
+        """The recipe in a checkpoint of a stage. Raises ValueError saying how its code, if it is not quern's, is handed
+        over."""
+        names = [value for name, value in body.items() if name.startswith("make_") and name not in callables]
+        foreign = [name for name in names if isinstance(name, str) and not name.startswith("quern.")]
+        if foreign:
+            kept = self.stage(stage) / "recipe_source.py"
+            file = kept if kept.exists() else "FILE.py"
+            raise ValueError(
+                f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}): name its file after the verb, as in "
+                f"`quern chat {file} {self.flags}`"
+            )
+        return Recipe.from_json(body, **callables)
+
+    def no_good_checkpoint(self, stage: str) -> str:
+        """What to say of a stage all of whose checkpoints are damaged."""
+        return (
+            f"none of the checkpoints under {self.checkpoints(stage)} is good: put back a copy of one, or remove the "
+            f"folder {self.stage(stage)} and run `quern {stage} {self.flags}` again"
+        )
 
     def write(self, name: str, body: dict[str, Any]) -> None:
         """Writes a JSON file of the run's folder, whole or not at all."""
@@ -64,3 +112,28 @@ class Places:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Raises OSError naming --out where nothing could be written under it."""
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists() or path.is_symlink())
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"--out {out}: {nearest} is no folder, choose another one")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise OSError(f"--out {out}: {nearest} cannot be written to ({error.strerror}), choose another one") from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the path in an OSError that has none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.strerror is None:
+            raise
+        raise OSError(
+            f"cannot write {path} ({error.strerror}): make room there, or choose another folder with --out"
+        ) from error

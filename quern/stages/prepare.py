@@ -16,6 +16,7 @@ from typing import Any
 
 from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
 from quern.recipe import Recipe
+from quern.stages.places import naming, refuse_unwritable
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample
 from quern.stages.progress import Meter
 from quern.text import hub, tinyworld
@@ -46,9 +47,16 @@ class Prepared:
 
 
 def open_source(recipe: Recipe, out: Path) -> Source:
-    """The recipe's data. Raises FileNotFoundError or ValueError, naming what would work, when there is none."""
-    if recipe.data == "tinyworld":
-        return _tinyworld(recipe)
+    """The recipe's data. Raises FileNotFoundError or ValueError, naming what would work, when there is none, and what
+    the first document of a split raises."""
+    source = _tinyworld(recipe) if recipe.data == "tinyworld" else _of_files(recipe, out)
+    for split in ("train", "val"):
+        if not any(source.read(split)):
+            raise ValueError(f"the {split} text of '{source.name}' is empty: give more text, or --val for validation")
+    return source
+
+
+def _of_files(recipe: Recipe, out: Path) -> Source:
     path = Path(recipe.data)
     val = Path(recipe.val) if recipe.val else None
     if not path.exists():
@@ -133,8 +141,13 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, say: Callable[[st
     mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes))
     path = out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
     if path.exists():
+        try:
+            tokenizer = Tokenizer.load(path)
+        except ValueError as error:
+            raise ValueError(f"{error}: remove it, and it is trained again") from error
         say(f"tokenizer: {path} is up to date")
-        return Tokenizer.load(path)
+        return tokenizer
+    refuse_unwritable(out)
     start = time.monotonic()
     size = text.tokenizer_megabytes
     with Meter("training the tokenizer", size, "MB") as meter:
@@ -142,8 +155,8 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, say: Callable[[st
         tokenizer = Tokenizer.train(texts, text.vocab_size, pattern, max_bytes=int(size * 1e6))
     for note in tokenizer.notes:
         say(note)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(path)
+    with naming(path):
+        tokenizer.save(path)
     say(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
     return tokenizer
 
@@ -169,6 +182,7 @@ def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: To
     if prepared(folder, mark):
         say(f"tokens: {folder} is up to date")
     else:
+        refuse_unwritable(out)
         for split in ("val", "train"):
             _tokenize(source, split, tokenizer, folder, mark, say)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
@@ -185,6 +199,7 @@ def _tokenize(
 ) -> None:
     start, tokens, size, count = time.monotonic(), 0, 0, 0
     with (
+        naming(folder),
         ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
         Meter(f"tokenizing {split}", None, "documents") as meter,
     ):
@@ -196,8 +211,6 @@ def _tokenize(
                 size += len(text)
             count += len(batch)
             meter.at(count, f"{tokens / 1e6:.1f}M tokens")
-        if count == 0:
-            raise ValueError(f"the {split} text of '{source.name}' is empty: give more text, or --val for validation")
     seconds = time.monotonic() - start
     say(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
 

@@ -23,7 +23,7 @@ from quern.model.count import flops_per_token
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, Recipe, batch_rule, resolve
-from quern.stages.places import Places
+from quern.stages.places import Places, refuse_unwritable
 from quern.stages.preflight import refuse_what_cannot_fit
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.start import (
@@ -65,6 +65,7 @@ def run(
         raise ValueError(
             f"run '{places.run}' has been pretrained already: go on with --resume, or name another run with --run"
         )
+    refuse_unwritable(places.out)
     mesh = mesh or alone()
     refuse_what_cannot_fit(recipe, machine, mesh, say)
     asked, recipe = recipe, resolve(recipe)

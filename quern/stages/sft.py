@@ -40,6 +40,7 @@ from quern.text.documents import read_conversations
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
+from quern.train.manifest import CheckpointError
 from quern.train.state import TrainState, build_model, build_state, weights_of
 
 HELD_OUT_EVERY = 50
@@ -58,8 +59,8 @@ def run(
 ) -> int:
     """Fine-tunes the run's base model; returns an exit code. On a mesh every rank calls this.
 
-    recipe: unresolved; what counts of it is `follow`'s. Raises FileNotFoundError without a base model, ValueError when
-    it was fine-tuned and `resume` was not asked for.
+    recipe: unresolved; what counts of it is `follow`'s. Raises FileNotFoundError without a base model, CheckpointError
+    without a good one, ValueError when it was fine-tuned and `resume` was not asked for.
     """
     mesh, path = mesh or alone(), places.stage("sft")
     if checkpoint.steps(path / "checkpoints") and not resume:
@@ -98,10 +99,12 @@ def _base_model(
 ) -> tuple[Recipe, dict[str, torch.Tensor]]:
     """The pretrained model's recipe, with this code, and its fp32 weights by name."""
     found = checkpoint.latest(places.checkpoints("pretrain"), say)
+    if found is None and checkpoint.steps(places.checkpoints("pretrain")):
+        raise CheckpointError(places.no_good_checkpoint("pretrain"))
     if found is None:
         raise FileNotFoundError(f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first")
     tensors, meta = checkpoint.load(found[0])
-    return Recipe.from_json(meta["recipe"], **callables), weights_of(tensors)
+    return places.read_recipe(meta["recipe"], "pretrain", callables), weights_of(tensors)
 
 
 def follow(asked: Recipe, base: Recipe) -> Recipe:

@@ -75,7 +75,7 @@ def read(source: str | Path, start: Position = START, column: str = "text") -> I
             if value is not None and not isinstance(value, str):
                 raise ValueError(
                     f"{path}, record {record + 1}: {column!r} holds {type(value).__name__}, not text: "
-                    "choose another column"
+                    f"make it text, or name the column that holds the text {column!r}"
                 )
             if value:
                 yield value, Position(index, record + 1)
@@ -194,7 +194,8 @@ def _parquet_rows(path: Path, first: int, column: str) -> Iterator[tuple[Any, in
 
 
 def _no_column(column: str, names: Sequence[str]) -> str:
-    hint = f"there is no {column!r}, only {', '.join(map(repr, names)) or 'nothing'}: choose one of these"
+    there_are = ", ".join(map(repr, names)) or "nothing"
+    hint = f"there is no {column!r}, only {there_are}: rename the one that is meant to {column!r}"
     if "messages" in names:
         hint += " (conversations, 'messages', are for fine-tuning)"
     return hint

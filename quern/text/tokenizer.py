@@ -52,6 +52,7 @@ SPECIAL_TOKENS = (
 )
 
 FILE_FORMAT = "quern-tokenizer-1"
+FILE_KEYS = ("format", "fingerprint", "pattern", "special_tokens", "merges")
 IN_ORDER = bytes(range(256))
 TRAINING_PIECE_CHARACTERS = 65_536  # the trainer is fed pieces of at most this length ...
 TRAINING_BUFFER_PIECES = 256  # ... and holds this many at a time, so a huge document needs no more memory
@@ -159,12 +160,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a file that `save` wrote. ValueError where it is damaged or something else."""
+        """Read a file that `save` wrote. ValueError where it is damaged or something else; it says no remedy, which
+        depends on what the tokenizer is for."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}: train one with `quern tokenizer`")
         try:
             contents = json.loads(path.read_text(encoding="utf-8"))
+            missing = [key for key in FILE_KEYS if key not in contents]
+            if missing:
+                raise ValueError(f"it holds no {', '.join(missing)}")
             if contents["format"] != FILE_FORMAT:
                 raise ValueError(f"its format is {contents['format']!r}, not {FILE_FORMAT!r}")
             merges = [base64.b64decode(token, validate=True) for token in contents["merges"]]
@@ -172,8 +177,8 @@ class Tokenizer:
             tokenizer = cls(merges, contents["pattern"], contents["special_tokens"], single_bytes=single_bytes)
             if tokenizer.fingerprint != contents["fingerprint"]:
                 raise ValueError("its contents do not match its fingerprint")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a sound tokenizer file ({error}): train it again") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is not a sound tokenizer file ({error})") from error
         return tokenizer
 
     @classmethod

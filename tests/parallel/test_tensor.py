@@ -25,7 +25,7 @@ def ranks() -> Iterator[Ranks]:
 
 def shard_of(tp: int, rank: int = 0) -> Mesh:
     """A mesh whose groups send nothing: enough to cut a model, or to be refused."""
-    return replace(alone(), tp=tp, rank=rank, model=Group("model", tp, rank))
+    return replace(alone(), tp=tp, rank=rank, world=Group("world", tp, rank), model=Group("model", tp, rank))
 
 
 # Cutting ----------------------------------------------------------------------------------------------------
@@ -85,6 +85,8 @@ def test_heads_that_do_not_divide() -> None:
         ValueError, match=r"8 shards cannot share 8 heads, 4 key-value heads evenly: use --tp of one of \[1, 2, 4\]"
     ):
         shard_model(model, shard_of(8))
+    with pytest.raises(ValueError, match=r"evenly: use --tp of one of \[1\]$"):
+        shard_model(model, shard_of(3))  # 2 and 4 divide the heads, but not the ranks
     assert [p.shape for p in model.parameters()] == shapes
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import resource
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -138,12 +139,57 @@ def test_errors_name_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, or one of"):
         made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match="empty|train a tokenizer"):
+    with pytest.raises(
+        ValueError, match="^the train text of 'empty' is empty: give more text, or --val for validation$"
+    ):
         made(recipe_for(tmp_path / "empty.txt"), tmp_path / "out")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "image.png").write_bytes(b"x")
     with pytest.raises((ValueError, FileNotFoundError), match=r"\.jsonl"):
         made(recipe_for(tmp_path / "folder"), tmp_path / "out")
+    (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="only 'body': rename the one that is meant to 'text'"):
+        made(recipe_for(tmp_path / "wrong.jsonl"), tmp_path / "out")
+    with pytest.raises(ValueError, match="^data is empty: name a file, a folder or a data set$"):
+        recipe_for("")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_is_refused_before_any_work(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("", encoding="utf-8")
+    said: list[str] = []
+    for out in (taken, taken / "below"):
+        with pytest.raises(NotADirectoryError, match=f"^--out {out}: {taken} is no folder, choose another one$"):
+            prepare(recipe_for("tinyworld"), out, said.append)
+    assert said == []
+
+
+def test_a_full_disk_is_named_with_the_path(tmp_path: Path) -> None:
+    """Files may not grow beyond some bytes: a write then fails as on a full disk, with another number."""
+    recipe, out = recipe_for("tinyworld"), tmp_path / "out"
+    source = open_source(recipe, out)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        with pytest.raises(OSError) as refused:
+            train_tokenizer(recipe, source, out, lambda line: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(refused.value).startswith(f"cannot write {out / 'tokenizers'}/tinyworld-")
+    assert str(refused.value).endswith("(File too large): make room there, or choose another folder with --out")
+
+
+def test_a_damaged_tokenizer_is_to_be_removed(tmp_path: Path) -> None:
+    recipe, out = recipe_for("tinyworld"), tmp_path / "out"
+    source = open_source(recipe, out)
+    train_tokenizer(recipe, source, out, lambda line: None)
+    (path,) = (out / "tokenizers").iterdir()
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        train_tokenizer(recipe, source, out, lambda line: None)
+    assert str(refused.value).startswith(f"{path} is not a sound tokenizer file (it holds no format, fingerprint, ")
+    assert str(refused.value).endswith(": remove it, and it is trained again")
 
 
 def test_tinyworld_is_the_worlds_own_splits(tmp_path: Path) -> None:

@@ -129,5 +129,5 @@ def test_a_recipe_of_ones_own_is_trained_resumed_and_talked_to(
     chat = ["--no-compile", "--dtype", "fp32", "--threads", "1", "--max-tokens", "4", "-p", "Hi"]
     capsys.readouterr()
     assert cli.main(["chat", *where, *chat]) == 1
-    assert "lives outside quern: hand over the recipe's Python file as well" in capsys.readouterr().err
-    assert cli.main(["chat", str(path), *where, *chat]) == 0
+    assert f"as in `quern chat {stage / 'recipe_source.py'} --run own --out {out}`" in capsys.readouterr().err
+    assert cli.main(["chat", str(stage / "recipe_source.py"), *where, *chat]) == 0

@@ -1,0 +1,107 @@
+"""What is said when a run's folder holds something damaged, or what cannot be written: the run, and the way out."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.machine import detect
+from quern.mesh import alone
+from quern.recipe import resolve
+from quern.recipes.gpt import RECIPE
+from quern.stages import sft
+from quern.stages.load import load
+from quern.stages.places import Places, naming, refuse_unwritable
+from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint
+from quern.train.manifest import CheckpointError
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    """A run with a tokenizer, its copy among others, and run.json."""
+    made = Places(tmp_path, "r")
+    tokenizer = Tokenizer([b"ab", b"cd"])
+    tokenizer.save(made.folder / "tokenizer.json")
+    tokenizer.save(tmp_path / "tokenizers" / "copy-1.json")
+    Tokenizer([b"xy"]).save(tmp_path / "tokenizers" / "another-1.json")
+    (tmp_path / "tokenizers" / "broken-1.json").write_text("[]", encoding="utf-8")
+    made.write("run.json", {"tokenizer": {"fingerprint": tokenizer.fingerprint[:16]}})
+    return made
+
+
+def open_it(places: Places) -> None:
+    load(places, detect("cpu", "fp32", compile=False), lambda line: None)
+
+
+def fine_tune(places: Places) -> None:
+    machine = detect("cpu", "fp32", compile=False)
+    sft.run(RECIPE, machine, places, resume=False, source=None, say=lambda line: None, mesh=alone())
+
+
+def save(places: Places, recipe: dict) -> Path:
+    meta = {"recipe": recipe, "tokenizer": places.tokenizer().fingerprint, "state": {"step": 1}}
+    return checkpoint.save(places.checkpoints("pretrain"), 1, {"x": torch.zeros(3)}, meta, keep=1)
+
+
+@pytest.mark.parametrize("damage", ["{}", "not JSON", "[]"])
+def test_a_damaged_tokenizer_names_its_copy(places: Places, damage: str) -> None:
+    path = places.folder / "tokenizer.json"
+    path.write_text(damage, encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        places.tokenizer()
+    copy = places.out / "tokenizers" / "copy-1.json"
+    assert str(refused.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
+    shutil.copy(copy, path)
+    assert places.tokenizer().merges == (b"ab", b"cd")
+
+
+def test_a_damaged_tokenizer_without_a_copy_says_which_one_is_missing(places: Places) -> None:
+    (places.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (places.out / "tokenizers" / "copy-1.json").unlink()
+    mark = json.loads((places.folder / "run.json").read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
+    with pytest.raises(
+        ValueError, match=f"put back a copy of it .fingerprint {mark}.; under .*tokenizers there is none"
+    ):
+        places.tokenizer()
+
+
+@pytest.mark.parametrize("use", [open_it, fine_tune])
+def test_where_every_checkpoint_is_damaged_it_is_said_so(places: Places, use: Callable[[Places], None]) -> None:
+    (save(places, resolve(RECIPE).to_json()) / "manifest.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError) as refused:
+        use(places)
+    folder = places.checkpoints("pretrain")
+    assert str(refused.value).startswith(f"none of the checkpoints under {folder} is good: put back a copy of one")
+    assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {places.out}` again")
+
+
+@pytest.mark.parametrize("use", [open_it, fine_tune])
+def test_a_run_with_a_recipe_of_its_own_names_the_command(places: Places, use: Callable[[Places], None]) -> None:
+    save(places, resolve(replace(RECIPE, name="own")).to_json() | {"make_model": "mine:Model"})
+    with pytest.raises(
+        ValueError, match=r"\(mine:Model\): name its file after the verb, as in `quern chat FILE.py --run r --out"
+    ):
+        use(places)
+    source = places.stage("pretrain") / "recipe_source.py"
+    source.write_text("", encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        use(places)
+    assert f"`quern chat {source} --run r --out" in str(refused.value)
+
+
+def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None:
+    refuse_unwritable(tmp_path / "not" / "yet")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="^--out /proc/out: /proc cannot be written to .*, choose another one$"):
+        refuse_unwritable(Path("/proc/out"))
+
+
+def test_an_error_that_has_its_path_keeps_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as left, naming(tmp_path):
+        (tmp_path / "a" / "b").write_text("", encoding="utf-8")
+    assert left.value.filename == str(tmp_path / "a" / "b")
