@@ -63,7 +63,8 @@ class Places:
     def _tokenizer_copy(self, path: Path) -> str:
         """Where the tokenizer of run.json lies a second time, for messages. path: where it is needed."""
         facts = self.folder / "run.json"
-        mark = json.loads(facts.read_text(encoding="utf-8"))["tokenizer"]["fingerprint"] if facts.exists() else None
+        known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
+        mark = known.get("tokenizer", {}).get("fingerprint")
         for copy in sorted((self.out / "tokenizers").glob("*.json")):
             try:
                 found = Tokenizer.load(copy).fingerprint
@@ -104,13 +105,14 @@ class Places:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with naming(path):
+            temporary.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(path)
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Appends lines to a JSONL file of the run's folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / name).open("a", encoding="utf-8") as file:
+        with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 

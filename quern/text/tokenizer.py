@@ -151,11 +151,14 @@ class Tokenizer:
         path.parent.mkdir(parents=True, exist_ok=True)
         contents = {"format": FILE_FORMAT, "fingerprint": self.fingerprint, **self._contents()}
         unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        with open(unfinished, "w", encoding="utf-8") as file:
-            json.dump(contents, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        try:
+            with open(unfinished, "w", encoding="utf-8") as file:
+                json.dump(contents, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         return path
 
     @classmethod

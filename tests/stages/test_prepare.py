@@ -178,6 +178,7 @@ def test_a_full_disk_is_named_with_the_path(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(refused.value).startswith(f"cannot write {out / 'tokenizers'}/tinyworld-")
     assert str(refused.value).endswith("(File too large): make room there, or choose another folder with --out")
+    assert list((out / "tokenizers").iterdir()) == []
 
 
 def test_a_damaged_tokenizer_is_to_be_removed(tmp_path: Path) -> None:
