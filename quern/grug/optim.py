@@ -131,16 +131,26 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def polar_express(x_NRC: jax.Array, steps: int) -> jax.Array:
-    """Matrices (N, R, C): singular values to about 1, singular vectors unchanged; in x's dtype, sums in fp32."""
-    tall = x_NRC.shape[-2] > x_NRC.shape[-1]
-    x = jnp.swapaxes(x_NRC, -1, -2) if tall else x_NRC
+def polar_express(x: jax.Array, steps: int) -> jax.Array:
+    """Matrices (…, R, C): singular values to about 1, singular vectors unchanged; in x's dtype, sums in fp32."""
+    tall, dtype = x.shape[-2] > x.shape[-1], x.dtype
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    x = (x / (norm * MARGIN + TINY)).astype(x_NRC.dtype)
+    x = (x / (norm * MARGIN + TINY)).astype(dtype)
     for a, b, c in [POLAR_EXPRESS[i] if i < len(POLAR_EXPRESS) else CONVERGENT for i in range(steps)]:
-        gram = _times(x, jnp.swapaxes(x, -1, -2))
-        x = (a * x + _times((b * gram + c * _times(gram, gram)).astype(x.dtype), x)).astype(x.dtype)
-    return jnp.swapaxes(x, -1, -2) if tall else x
+        gram = _gram(x, tall)
+        polynomial = (b * gram + c * _times(gram, gram)).astype(dtype)
+        x = (a * x + (_times(x, polynomial) if tall else _times(polynomial, x))).astype(dtype)
+    return x
+
+
+def _gram(x: jax.Array, tall: bool) -> jax.Array:
+    """xᵀx of a tall matrix, else xxᵀ. The rows of a tall one are summed in two halves, which is what makes XLA's CPU
+    backend turn an operand first; it would multiply in fp32 otherwise (see `_over_queries` in attention.py)."""
+    if not tall:
+        return _times(x, jnp.swapaxes(x, -1, -2))
+    *stack, R, C = x.shape
+    halves = jnp.reshape(x, (*stack, 2 - R % 2, -1, C))
+    return jnp.einsum("...hrc,...hrs->...cs", halves, halves, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def _times(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -149,12 +159,12 @@ def _times(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _direction(
-    x_NRC: jax.Array, second: jax.Array, beta2: float, steps: int, dtype: jnp.dtype
+    x: jax.Array, second: jax.Array, beta2: float, steps: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Equal rows → orthogonalised → norm restored → variance reduced; and the new second moment."""
-    rows = jnp.linalg.norm(x_NRC, axis=-1, keepdims=True)
+    rows = jnp.linalg.norm(x, axis=-1, keepdims=True)
     floor = 1e-6 * jnp.sqrt(jnp.mean(jnp.square(rows), axis=-2, keepdims=True))
-    x = polar_express((x_NRC / (jnp.maximum(rows, floor) + TINY)).astype(dtype), steps).astype(jnp.float32)
+    x = polar_express((x / (jnp.maximum(rows, floor) + TINY)).astype(dtype), steps).astype(jnp.float32)
     x = x * (min(x.shape[-2:]) ** 0.5 / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + TINY))
     axis = -1 if second.shape[-1] == 1 else -2
     energy = jnp.mean(jnp.square(x), axis=axis, keepdims=True)
@@ -168,6 +178,8 @@ def _direction(
 def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, second: Any) -> tuple[Any, Any]:
     """Applies a function of stacks to the matrices of a tree, one stack for each shape, spread over all devices."""
     matrices, structure = jax.tree.flatten(tree)
+    if jax.default_backend() == "cpu":
+        function = _one_by_one(function)
     seconds = jax.tree.leaves(second)
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in AXES)
     results: list[tuple[jax.Array, jax.Array]] = [(x, x) for x in matrices]
@@ -180,6 +192,17 @@ def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, s
             like = jax.typeof(matrices[i]).sharding, jax.typeof(seconds[i]).sharding
             results[i] = (jax.reshard(stacks[0][n], like[0]), jax.reshard(stacks[1][n], like[1]))
     return tuple(jax.tree.unflatten(structure, [pair[part] for pair in results]) for part in (0, 1))  # type: ignore
+
+
+def _one_by_one(function: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """On each device a matrix at a time, so that it stays in a CPU's cache."""
+    cut = P(AXES, None, None)
+    return jax.shard_map(
+        lambda *stacks: jax.lax.map(lambda one: function(*one), stacks),
+        in_specs=(cut, cut),
+        out_specs=(cut, cut),
+        check_vma=False,
+    )
 
 
 def _spread(matrices: list[jax.Array], padding: int) -> jax.Array:
