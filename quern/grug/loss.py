@@ -15,7 +15,7 @@ from quern.grug.model import Attend, Params, cap, forward, logits, look_up
 from quern.recipe import ModelRecipe
 
 MAX_SOFTCAP = 60.0
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 64
 Batch = dict[str, jax.Array]
 """tokens, targets: (B, T) int32; scale: (B, T) fp32 = mask · weight / valid targets of the whole batch."""
 
