@@ -41,7 +41,8 @@ def test_scores_follow_the_check_and_the_kinds(engine):
         ]
         assert score.value == sum(reply.correct for reply in replies) / 5
         assert (score.count, score.bos, score.shots) == (5, True, 0)
-        assert score.low is not None and score.high is not None and score.low <= score.value <= score.high
+        assert score.low is not None and score.value is not None and score.high is not None
+        assert score.low <= score.value <= score.high
     assert graded.scores[0].prompt_hash != graded.scores[1].prompt_hash
     assert graded.scores[0].chance == np.mean([question.chance for question in asked()[:5]])
     with pytest.raises(ValueError, match="no questions"):
