@@ -30,14 +30,14 @@ def eager() -> Iterator[None]:
 
 def toy_recipe(model: dict[str, Any] | None = None, **train: Any) -> Recipe:
     """Depth 2, width 32, two heads that share one key, a window of 4 in the first layer."""
-    shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY}
+    shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY, **(model or {})}
     return resolve(
         replace(
             RECIPE,
             depth=2,
-            model=ModelRecipe(**{**shape, **(model or {})}),
+            model=ModelRecipe(**shape),
             optim=OptimRecipe(lr_scale=0.1, decay_scale=0.1),
-            train=TrainRecipe(**{"steps": 12, "batch_tokens": ROWS * CONTEXT, **train}),
+            train=TrainRecipe(**{"steps": 12, "batch_tokens": ROWS * shape["context"], **train}),
         )
     )
 
