@@ -26,6 +26,7 @@ from quern.flags import (
     say,
     without,
 )
+from quern.mesh import refuse_uneven
 from quern.recipes import load_recipe, recipe_names
 
 EXAMPLES = {
@@ -196,11 +197,11 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
     options, source = parse(verb, rest, Training)
     here = launch.place()
     if here.ranks == 1:
-        launch.refuse_uneven(options.ranks, options.tp)
+        refuse_uneven(options.ranks, options.tp)
     if options.ranks > 1 and here.ranks == 1:
         if verb == "pretrain":
             resolve(options.recipe)  # refuses bad values before any rank is started
-        return launch.launch(arguments, options.ranks, options.tp, options.restarts)
+        return launch.launch(arguments, options.ranks, options.restarts)
     places = places_of(options.where)
     where = options.where
     with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):

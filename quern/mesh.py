@@ -271,6 +271,13 @@ def alone() -> Mesh:
     return Mesh(1, 1, 0, data, model, world, files)
 
 
+def refuse_uneven(ranks: int, tp: int) -> None:
+    """Raises ValueError, naming the valid sizes, when tp does not divide the number of ranks."""
+    if ranks % tp:
+        valid = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        raise ValueError(f"--tp {tp} does not divide {ranks} ranks: use one of {valid}")
+
+
 def connect(
     tp: int,
     device: torch.device,
@@ -285,9 +292,7 @@ def connect(
     waits five times the timeout (github.com/pytorch/gloo/issues/520): bound it.
     Raises ValueError, naming the valid sizes, when tp does not divide the number of ranks.
     """
-    if ranks % tp:
-        valid = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        raise ValueError(f"--tp {tp} does not divide {ranks} ranks: use one of {valid}")
+    refuse_uneven(ranks, tp)
     if ranks == 1:
         return alone()
     store, _, _ = next(iter(rendezvous("env://", rank, ranks, timeout=timeout)))

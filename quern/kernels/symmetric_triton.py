@@ -2,7 +2,7 @@
 
 A program computes the block (i, j) with j ≤ i of one matrix and stores it twice, the second time transposed as the
 block (j, i). Programs are numbered along the triangle, so that none is started for nothing. Blocks on the diagonal are
-computed whole: both halves of theirs are sums in the same order, hence equal.
+computed whole, and the lower half is stored for both: not every machine adds up the two halves in the same order.
 
 Device code and what launches it; imports Triton, so it is itself imported by the first call.
 """
@@ -89,6 +89,9 @@ def product_kernel(
     if a is not None:
         added = load_block(a + matrix * a_strides[0], a_strides, i * BLOCK, j * BLOCK, R, R, BLOCK, BLOCK)
         total += beta * added.to(tl.float32)
+    if i == j:
+        lower = tl.arange(0, BLOCK)[:, None] >= tl.arange(0, BLOCK)[None, :]
+        total = tl.where(lower, total, tl.trans(total))
     store_block(y, total, i * BLOCK, j * BLOCK, R, BLOCK)
     if i != j:
         store_block(y, tl.trans(total), j * BLOCK, i * BLOCK, R, BLOCK)

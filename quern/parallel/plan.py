@@ -21,20 +21,18 @@ the stream, where data parallelism sends each parameter's gradient and value onc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quern.mesh import Mesh
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.unet import UNet
-from quern.parallel.sharding import sharding_of
 from quern.parallel.tensor import Region, Stream, StreamDropout, cut
 from quern.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
@@ -187,21 +185,6 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks:
         valid = [size for size in range(1, common + 1) if common % size == 0 and ranks % size == 0]
         counts = ", ".join(f"{size} {what}" for what, size in sizes.items())
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
-
-
-@torch.no_grad()
-def whole_parameters(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """(name, logical tensor) of every parameter, one after the other, on every rank: for `load_state_dict` of a model
-    that is not cut."""
-    for name, p in model.named_parameters():
-        held = sharding_of(p)
-        if held is None:
-            yield name, p.detach().clone()
-            continue
-        part = p.detach().movedim(held.dim, 0).contiguous()
-        whole = part.new_empty(mesh.model.size * part.size(0), *part.shape[1:])
-        mesh.model.all_gather(whole, part).wait()
-        yield name, whole[: held.whole].movedim(0, held.dim).contiguous()
 
 
 def bytes_sent(model: Any, tokens: int, shards: int, plan: Plan | None = None) -> dict[str, int]:

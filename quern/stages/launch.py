@@ -73,13 +73,11 @@ def place() -> Place:
 # The parent -------------------------------------------------------------------------------------------------
 
 
-def launch(arguments: Sequence[str], ranks: int, tp: int, restarts: int) -> int:
+def launch(arguments: Sequence[str], ranks: int, restarts: int) -> int:
     """Runs `quern` with these arguments on `ranks` processes of this machine; returns the command's exit code.
 
     SIGTERM and SIGINT reach every rank: they finish the step, save and end. A second one ends them at once.
-    Raises ValueError when tp does not divide the ranks.
     """
-    refuse_uneven(ranks, tp)
     folder = Path(tempfile.mkdtemp(prefix="quern-"))
     result = folder / "result.json"
     hand_down(
@@ -125,13 +123,6 @@ def _supervise(arguments: Sequence[str], ranks: int, restarts: int, folder: Path
     return 1
 
 
-def refuse_uneven(ranks: int, tp: int) -> None:
-    """Raises ValueError, naming the valid sizes, when tp does not divide the number of ranks."""
-    if ranks % tp:
-        valid = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        raise ValueError(f"--tp {tp} does not divide {ranks} ranks: use one of {valid}")
-
-
 # A rank -----------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +157,6 @@ def joined(
     with fall:
         if torch.cuda.is_available():
             torch.cuda.set_device(here.local_rank)
-        refuse_uneven(here.ranks, tp)
         machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
         with fall.limited(CONNECT_SECONDS, "connect to the others, though all were there") as begin:
             mesh = connect(tp, machine.device, here.rank, here.ranks, met=begin)

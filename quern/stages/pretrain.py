@@ -83,7 +83,10 @@ def run(
         refuse_other_recipe(recipe, path, besides=FOR_FINE_TUNING)
     loader = make_loader(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
-    plan = _plan(recipe, prepared, machine, mesh)
+    evaluator, tokenizer = validation(recipe, prepared, machine), prepared.tokenizer.fingerprint
+    assert recipe.train.steps
+    schedule = recipe.make_schedule(recipe.train)
+    plan = make_plan(recipe, machine, mesh, recipe.train.steps, schedule, evaluator, tokenizer)
     if mesh.main:  # nothing is written of a run that is refused
         facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
         describe_run(recipe, machine, places, facts, command)
@@ -98,12 +101,21 @@ def run(
     return code
 
 
-def _plan(recipe: Recipe, prepared: Prepared, machine: Machine, mesh: Mesh) -> loop.Plan:
+def make_plan(
+    recipe: Recipe,
+    machine: Machine,
+    mesh: Mesh,
+    steps: int,
+    schedule: Callable[[int], Multipliers],
+    evaluator: loop.Evaluator,
+    tokenizer: str,
+) -> loop.Plan:
+    """What the loop is to do, of pretraining and of fine-tuning. tokenizer: its fingerprint."""
     train = recipe.train
-    assert train.steps and train.save_every and train.eval_every
+    assert train.save_every and train.eval_every
     return loop.Plan(
-        steps=train.steps,
-        schedule=recipe.make_schedule(train),
+        steps=steps,
+        schedule=schedule,
         micro_batch_rows=micro_batch_rows(recipe),
         clip_norm=train.clip_norm,
         log_every=train.log_every,
@@ -112,8 +124,8 @@ def _plan(recipe: Recipe, prepared: Prepared, machine: Machine, mesh: Mesh) -> l
         save_in_background=train.save_in_background,
         flops_per_token=flops_per_token(recipe),
         peak_flops=measure_peak_flops(machine) * mesh.world.size,
-        evaluators=[(train.eval_every, validation(recipe, prepared, machine))],
-        meta={"recipe": recipe.to_json(), "tokenizer": prepared.tokenizer.fingerprint, "seed": recipe.seed},
+        evaluators=[(train.eval_every, evaluator)],
+        meta={"recipe": recipe.to_json(), "tokenizer": tokenizer, "seed": recipe.seed},
     )
 
 

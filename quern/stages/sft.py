@@ -20,16 +20,14 @@ from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.mesh import Mesh, alone
-from quern.model.count import flops_per_token
-from quern.optim.schedule import multipliers
+from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, resolve
+from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, SftRecipe, resolve
 from quern.stages.places import Places
 from quern.stages.prepare import fetch
-from quern.stages.pretrain import compile_model, micro_batch_rows
+from quern.stages.pretrain import compile_model, make_plan, micro_batch_rows
 from quern.stages.start import (
     lower_precision,
-    measure_peak_flops,
     open_folder,
     refuse_other_recipe,
     train_with_meter,
@@ -81,7 +79,9 @@ def run(
     precision = lower_precision(recipe, model, say)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
-    plan = _plan(recipe, machine, mesh, held_out_loss(val_corpus, recipe, machine), tokenizer.fingerprint)
+    evaluator = held_out_loss(val_corpus, recipe, machine)
+    assert recipe.sft.steps
+    plan = make_plan(recipe, machine, mesh, recipe.sft.steps, _schedule(recipe.sft), evaluator, tokenizer.fingerprint)
     with open_folder(path, recipe, source, trackers, mesh) as folder:
         if resume and loop.resume(state, folder, say):
             say(f"resumed at step {state.step:,}")
@@ -143,24 +143,10 @@ def _with_steps(recipe: Recipe, asked: Recipe, steps_per_epoch: int) -> Recipe:
     return replace(recipe, sft=replace(recipe.sft, steps=steps), train=train)
 
 
-def _plan(recipe: Recipe, machine: Machine, mesh: Mesh, evaluator: loop.Evaluator, tokenizer: str) -> loop.Plan:
-    """tokenizer: its fingerprint."""
-    train, steps, warmdown_share = recipe.train, recipe.sft.steps, recipe.sft.warmdown_share
-    assert steps and train.save_every and train.eval_every
-    return loop.Plan(
-        steps=steps,
-        schedule=lambda step: multipliers(step, steps, warmup_steps=0, warmdown_share=warmdown_share, final_lr=0.0),
-        micro_batch_rows=micro_batch_rows(recipe),
-        clip_norm=train.clip_norm,
-        log_every=train.log_every,
-        save_every=train.save_every,
-        keep=train.keep,
-        save_in_background=train.save_in_background,
-        flops_per_token=flops_per_token(recipe),
-        peak_flops=measure_peak_flops(machine) * mesh.world.size,
-        evaluators=[(train.eval_every, evaluator)],
-        meta={"recipe": recipe.to_json(), "tokenizer": tokenizer, "seed": recipe.seed},
-    )
+def _schedule(sft: SftRecipe) -> Callable[[int], Multipliers]:
+    steps, share = sft.steps, sft.warmdown_share
+    assert steps
+    return lambda step: multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
 
 
 def load_weights(model: Any, weights: dict[str, Any]) -> None:

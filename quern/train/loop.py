@@ -200,6 +200,8 @@ def resume(state: TrainState, folder: Records, say: Callable[[str], None]) -> bo
         step = found[1]["step"]
     step = mesh.world.broadcast_object(step)
     if step is None:
+        if mesh.main and checkpoint.steps(folder.path / "checkpoints"):
+            say("none of the checkpoints is good: it begins anew")
         return False
     tensors, meta = checkpoint.load(checkpoint.path_of(folder.path / "checkpoints", step), verified=True)
     state.restore(tensors, meta["state"])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from quern import cli
-from quern.stages import pretrain, sft
+from quern.stages import pretrain
 from quern.train import checkpoint, loop
 
 ROOT = Path(cli.__file__).parent
@@ -116,5 +116,5 @@ def serve(log: Path) -> None:
 
 
 if __name__ == "__main__":
-    pretrain.measure_peak_flops = sft.measure_peak_flops = lambda machine: 1e12
+    pretrain.measure_peak_flops = lambda machine: 1e12
     serve(Path(sys.argv[1]))

@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd sizes, keys shared by three": {},
     "one key head": {"kv_heads": 1, "depth": 1},
     "a key for each query": {"kv_heads": 6, "depth": 3, "rope_base": 500.0},
-    "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 5, "norm_eps": 1e-6},
+    "heads wider than the stream": {"width": 36, "head_dim": 14, "mlp_width": 20, "norm_eps": 1e-6},
 }
 
 

@@ -309,9 +309,9 @@ def together(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def serve() -> None:
     sys.path.insert(0, str(ROOT))
-    from quern.stages import pretrain, sft
+    from quern.stages import pretrain
 
-    pretrain.measure_peak_flops = sft.measure_peak_flops = lambda machine: 1e12
+    pretrain.measure_peak_flops = lambda machine: 1e12
     gc.collect()
     gc.freeze()  # what a child never frees it need not copy
     for line in sys.stdin:

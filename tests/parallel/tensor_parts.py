@@ -178,7 +178,7 @@ def dropped(mesh: Mesh) -> dict[str, float]:
     expected = {name: p.grad for name, p in one[2].named_parameters()}
     _passed(ours[2].eval())  # its gradients too, which add up
     return {
-        "deviation": max(deviation(ours[:2], one[:2]), sharded.gradients_apart(ours[2], expected)),
+        "deviation": max(deviation(ours[:2], one[:2]), sharded.gradients_apart(ours[2], expected, {})),
         "from the model without": (without - one[0]).abs().item(),
     }
 
