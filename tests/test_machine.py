@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,27 @@ def test_bf16_is_chosen_on_a_cpu_only_where_it_is_measured_faster() -> None:
     """The decision is a measurement; where it is clear on this machine, `detect` must agree with it."""
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has more than a CPU")
-    ratios = [matmul_seconds(torch.float32) / matmul_seconds(torch.bfloat16) for _ in range(3)]
+    probes = [matmul_seconds((torch.float32, torch.bfloat16)) for _ in range(3)]
+    ratios = [wide / narrow for wide, narrow in probes]
     chosen = detect(compile=False).dtype
     if min(ratios) > 2:
         assert chosen == torch.bfloat16
     elif max(ratios) < 1:
         assert chosen == torch.float32
+
+
+def test_a_process_that_waits_for_a_core_at_first_measures_as_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multiply, begin = torch.mm, time.perf_counter()
+
+    def waiting(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.dtype == torch.bfloat16 and time.perf_counter() - begin < 0.04:
+            time.sleep(0.01)
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch, "mm", waiting)
+    assert matmul_seconds((torch.bfloat16,), size=64)[0] < 0.005
 
 
 def test_without_compile_nothing_is_compiled_not_even_what_is_decorated() -> None:

@@ -9,6 +9,7 @@ key and value, which are one product here and copied before each batch (`refresh
 
 import copy
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from quern.model.interface import LanguageModel
 SPAN = 64  # the part of the cache that a step looks at grows in steps of this
 TINY = 1024  # weights in a matrix that is cheaper as a loop than as a call of the library
 PROJECTIONS = ("query", "key", "value")
-ARGUMENTS = ("tokens_B", "slots_S", "owner")
+ARGUMENTS = ("tokens_B", "slots_S", "owner", "turned")
 SHORT = 513  # slots of a cache of which two sums cost less than the library's attention
 MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
 
@@ -33,14 +34,15 @@ class FewRows(TorchFunctionMode):
 
     One row: the library's product of a bf16 matrix and a vector costs some 20 µs whatever its size, so it becomes a
     plain sum, which the compiler turns into one loop over the weights; so does a gate's, with any number of rows.
-    Several rows: with the weights on the left (w · xᵀ) the library does not reorder them at every call. tanh through
-    the logistic function, whose exponential is several times faster; they agree within 2e-7. A product that is asked
-    for again at once (`Part`) is made once. Attention of one query is two sums over the cache, while that is short.
+    Several rows: turned, the weights are on the left (w · xᵀ), which is faster or slower with the processor and the
+    number of rows (`turned_is_faster`). tanh through the logistic function, whose exponential is several times faster;
+    they agree within 2e-7. A product that is asked for again at once (`Part`) is made once. Attention of one query is
+    two sums over the cache, while that is short.
     """
 
-    def __init__(self, short: bool = True) -> None:
+    def __init__(self, short: bool = True, turned: bool = True) -> None:
         super().__init__()
-        self._short = short
+        self._short, self._turned = short, turned
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __torch_function__(
@@ -64,6 +66,8 @@ class FewRows(TorchFunctionMode):
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.numel() == x.shape[-1] or weight.numel() <= TINY:
             return (x.unsqueeze(-2).float() * weight.float()).sum(-1).to(x.dtype)
+        if not self._turned:
+            return F.linear(x, weight)
         return (weight @ x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
 
 
@@ -80,17 +84,37 @@ def _attend_one(
     return y_BKGE.reshape(B, H, 1, E).to(q_BH1E.dtype)
 
 
-def decode_few(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int) -> Tensor:
+def decode_few(
+    model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool
+) -> Tensor:
     """`decode` as FewRows has it. owner: whose version this is."""
     assert owner >= 0  # the compiler checks what is looked at
-    with FewRows(short=cache.max_tokens <= SHORT):
+    with FewRows(cache.max_tokens <= SHORT, turned):
         return decode(model, cache, tokens_B, slots_S)
 
 
-def decode_many(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int) -> Tensor:
+def decode_many(
+    model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool
+) -> Tensor:
     """`decode` as it stands. owner: whose version this is."""
     assert owner >= 0
     return decode(model, cache, tokens_B, slots_S)
+
+
+def turned_is_faster(model: nn.Module, rows: int, rounds: int = 10) -> bool:
+    """Whether w · xᵀ of all the model's matrices, one after the other, takes less than x · wᵀ: measured, in turns."""
+    pairs = [
+        (linear.weight, torch.ones(rows, linear.in_features, dtype=linear.weight.dtype))
+        for linear in model.modules()
+        if type(linear) is nn.Linear
+    ]
+    best = {True: float("inf"), False: float("inf")}
+    for turned in [True, False] * rounds:
+        start = time.perf_counter()
+        for weight, x in pairs:
+            _ = weight @ x.t() if turned else F.linear(x, weight)
+        best[turned] = min(best[turned], time.perf_counter() - start)
+    return best[True] < best[False]
 
 
 class Part(nn.Module):
@@ -148,8 +172,9 @@ class CompiledDecode:
     """`decode` for the numbers of rows it has been warmed up for."""
 
     def __init__(self, model: LanguageModel, context: int):
-        on_cpu = model.embedding.weight.device.type == "cpu"
+        self._on_cpu = on_cpu = model.embedding.weight.device.type == "cpu"
         self.rows: list[int] = []
+        self._turned: dict[int, bool] = {}
         # One slot more than any step looks at: the two lengths never coincide, and one version serves all.
         self.max_tokens = -(-context // SPAN) * SPAN + 1
         self._given = model
@@ -169,12 +194,13 @@ class CompiledDecode:
         """Compiles the step for this number of rows, if it is not yet."""
         if rows in self.rows:
             return
+        self._turned[rows] = self._on_cpu and rows > 1 and turned_is_faster(cast(nn.Module, self._given), rows)
         cache = KVCache.for_model(self._given, rows, self.max_tokens)
         device = cache.positions_B.device
         slots_S = torch.arange(SPAN, device=device)
         torch._dynamo.mark_dynamic(slots_S, 0)
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
-            self._step(self._model(), cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S, self._owner)
+            self(cache, torch.zeros(rows, dtype=torch.int64, device=device), slots_S)
         self.rows = sorted([*self.rows, rows])
 
     def seats(self, rows: int) -> int | None:
@@ -182,7 +208,7 @@ class CompiledDecode:
         return next((seats for seats in self.rows if seats >= rows), None)
 
     def _model(self) -> LanguageModel:
-        if self._given.embedding.weight.device.type != "cpu":
+        if not self._on_cpu:
             return self._given
         if self._own is None:
             self._own = SideBySide(self._given)
@@ -198,4 +224,5 @@ class CompiledDecode:
         return cache.max_tokens == self.max_tokens and len(cache.positions_B) in self.rows
 
     def __call__(self, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
-        return self._step(self._model(), cache, tokens_B, slots_S, self._owner)
+        turned = self._turned[len(tokens_B)]
+        return self._step(self._model(), cache, tokens_B, slots_S, self._owner, turned)

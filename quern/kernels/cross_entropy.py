@@ -26,7 +26,7 @@ from torch import Tensor
 from quern.kernels.softcap import Cap
 from quern.kernels.triton_found import triton_found
 
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 2**24
 """A chunk is smaller than CHUNK_TOKENS where it would hold more logits than this: larger products run closer to the
 peak, but a chunk's logits and their gradient are most of the memory that the loss takes."""

@@ -1,15 +1,17 @@
 """The compiled decode step against the plain one: same tokens, and one version for every length and cache."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from quern.generate.cache import KVCache, attend_masked, decode
-from quern.generate.compiled import CompiledDecode, FewRows
+from quern.generate.compiled import CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine, pad
 from quern.machine import compile_problem
 from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
@@ -108,6 +110,17 @@ def test_the_forms_for_few_rows_are_used_and_agree() -> None:
         assert "linear" not in seen and "tanh" not in seen
         assert float((fast - layer(x)).abs().max()) <= 1e-6
         assert float((capped - x.tanh()).abs().max()) <= 2e-7
+        with torch.no_grad(), Watching(seen), FewRows(turned=False):
+            plain = layer(x)
+        assert ("linear" in seen) == (rows > 1) and float((fast - plain).abs().max()) <= 1e-6
+
+
+def test_the_form_of_a_product_is_the_one_that_is_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 64, bias=False))
+    monkeypatch.setattr(F, "linear", lambda x, weight: time.sleep(0.01))
+    assert turned_is_faster(model, 4, rounds=5)
+    monkeypatch.setattr(F, "linear", lambda x, weight: None)
+    assert not turned_is_faster(model, 4, rounds=5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
