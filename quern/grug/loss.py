@@ -1,17 +1,23 @@
 """Cross-entropy: the sum of scale · nats over the targets, whole or a block of positions at a time.
 
 The caller's `scale` holds mask, weight and normaliser at once, as on the PyTorch side. Blockwise, only one block's
-logits exist at a time, in the backward pass too, where they are computed anew.
+logits exist at a time, and their gradients are computed with them.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
+from quern.grug.mesh import BATCH
 from quern.grug.model import Attend, Params, cap, forward, logits, look_up
+from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
 MAX_SOFTCAP = 60.0
@@ -21,8 +27,8 @@ Batch = dict[str, jax.Array]
 
 
 def measured_block(platform: str, dtype: str, context: int) -> int | None:
-    """What `loss_fn(block_tokens=…)` should be: blocks on CPUs that train in bf16, whose matrix units make computing
-    logits twice cheaper than keeping them; whole rows elsewhere, and where blocks don't divide a row.
+    """What `loss_fn(block_tokens=…)` should be: blocks on CPUs that train in bf16, where logits that
+    stay in the cache are cheaper; whole rows elsewhere, and where blocks don't divide a row.
 
     docs/grug.md has the figures.
     """
@@ -54,26 +60,83 @@ def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRec
     Capped logits need no maximum subtracted, and a target's own logit is taken anew from its row of the head, which
     spares two passes over the vocabulary. Raises ValueError for a cap over 60, whose exponentials fp32 could not sum.
     """
+    _refuse_cap(cfg)
+    total = jnp.sum(jnp.exp(logits(params, x, cfg)), axis=-1)
+    return jnp.log(total) - _at_target(params, x, targets, cfg)
+
+
+def _at_target(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRecipe) -> jax.Array:
+    """The targets' own logits (B, T), fp32."""
+    rows = look_up(params.head, targets, None)
+    return cap(jnp.sum(x.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1), cfg)
+
+
+def _refuse_cap(cfg: ModelRecipe) -> None:
     if cfg.softcap > MAX_SOFTCAP:
         raise ValueError(f"model.softcap {cfg.softcap} is too large for this loss: use at most {MAX_SOFTCAP:g}")
-    total = jnp.sum(jnp.exp(logits(params, x, cfg)), axis=-1)
-    rows = look_up(params.head, targets, None)
-    at_target = jnp.sum(x.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
-    return jnp.log(total) - cap(at_target, cfg)
 
 
 def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ModelRecipe, size: int) -> jax.Array:
     if x.shape[1] % size:
         raise ValueError(f"blocks of {size} positions do not divide rows of {x.shape[1]}")
+    _refuse_cap(cfg)
+    vocabulary = jax.typeof(params.head).sharding.spec[0]
+    head = jax.reshard(params.head, P(vocabulary, None))
+    at_target = _at_target(params, x, batch["targets"], cfg)
+    totals = cast(jax.Array, _log_totals(x, head, batch["scale"], cfg, size))
+    return totals - jnp.sum(at_target * batch["scale"])
 
-    @jax.checkpoint
-    def block_loss(x: jax.Array, targets: jax.Array, scale: jax.Array) -> jax.Array:
-        return jnp.sum(token_losses(params, x, targets, cfg) * scale)
 
-    blocks = (
-        rearrange(x, "b (n t) d -> n b t d", t=size),
-        rearrange(batch["targets"], "b (n t) -> n b t", t=size),
-        rearrange(batch["scale"], "b (n t) -> n b t", t=size),
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _log_totals(x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ModelRecipe, size: int) -> jax.Array:
+    """Sum of scale · log(sum of exp(logits)), a block at a time.
+
+    The gradient is its own: the loss is a sum, so what flows back into it is one number, and a block's gradients can
+    be computed along with its loss, while its logits are there. Autodiff would compute the logits a second time.
+    """
+    return jnp.sum(jax.lax.map(lambda block: _totals(block[0], head, cfg, block[1])[0], _cut(x, scale, size)))
+
+
+def _totals(x: jax.Array, head: jax.Array, cfg: ModelRecipe, scale: jax.Array) -> tuple[jax.Array, Any]:
+    """A block's part of the sum; and for the gradients log(total), exp(logits), their weights and the cap's pull."""
+    z = product("btd,vd->btv", x, head, P(BATCH, None, jax.typeof(head).sharding.spec[0]), jnp.float32)
+    capped, pull = jax.vjp(lambda z: cap(z, cfg), z)
+    exps = jnp.exp(capped)
+    total = jnp.sum(exps, axis=-1)
+    log = jnp.log(total)
+    return jnp.sum(log * scale), (log, exps, scale / total, pull)
+
+
+def _log_totals_forward(
+    x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ModelRecipe, size: int
+) -> tuple[jax.Array, Any]:
+    vocabulary = jax.typeof(head).sharding.spec[0]
+
+    def one(carry: tuple[jax.Array, jax.Array], block: tuple[jax.Array, jax.Array]) -> Any:
+        x, scale = block
+        part, (log, exps, weight, pull) = _totals(x, head, cfg, scale)
+        dz = pull(exps * weight[..., None])[0].astype(x.dtype)
+        dx = product("btv,vd->btd", dz, head, P(BATCH, None, None))
+        # Summed with the vocabulary last, so that of the product's operands the small one is turned.
+        dhead = product("btd,btv->dv", x, dz, P(None, vocabulary), jnp.float32)
+        return (carry[0] + part, carry[1] + dhead), (dx, log)
+
+    start = jnp.zeros(()), jnp.zeros_like(head.T, jnp.float32)
+    (total, dhead), (dx, logs) = jax.lax.scan(one, start, _cut(x, scale, size))
+    return total, (
+        rearrange(dx, "n b t d -> b (n t) d"),
+        dhead.T.astype(head.dtype),
+        rearrange(logs, "n b t -> b (n t)"),
     )
-    total, _ = jax.lax.scan(lambda sum, block: (sum + block_loss(*block), None), jnp.zeros(()), blocks)
-    return total
+
+
+def _log_totals_backward(cfg: ModelRecipe, size: int, kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple((g * part.astype(jnp.float32)).astype(part.dtype) for part in kept)
+
+
+_log_totals.defvjp(_log_totals_forward, _log_totals_backward)
+
+
+def _cut(x: jax.Array, scale: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """(B, T, D) and (B, T) → blocks of positions first, for a scan."""
+    return rearrange(x, "b (n t) d -> n b t d", t=size), rearrange(scale, "b (n t) -> n b t", t=size)

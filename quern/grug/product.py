@@ -38,10 +38,13 @@ def _backward(subscripts: str, spec: P, dtype: Any, kept: Any, g: jax.Array) -> 
     inputs, _, output = subscripts.partition("->")
     first, _, second = inputs.partition(",")
     g = g.astype(x.dtype)
-    return (
-        product(f"{output},{second}->{first}", g, y, jax.typeof(x).sharding.spec),
-        product(f"{output},{first}->{second}", g, x, jax.typeof(y).sharding.spec),
-    )
+    dx = product(f"{output},{second}->{first}", g, y, jax.typeof(x).sharding.spec)
+    cut = jax.typeof(y).sharding.spec
+    if y.ndim != 2 or g.size <= x.size:
+        return dx, product(f"{output},{first}->{second}", g, x, cut)
+    # XLA turns the first operand of a product that is summed over rows and tokens: let it be the smaller one.
+    turned = product(f"{first},{output}->{second[::-1]}", x, g, P(cut[1], cut[0]))
+    return dx, turned.T
 
 
 _product.defvjp(_forward, _backward)

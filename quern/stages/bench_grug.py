@@ -1,59 +1,63 @@
 """Benchmark of the two trainers beside each other at the reference size: tokens/s of PyTorch and of JAX, their ratio.
 
-Both train the same recipe on the same random batches in the same process, each in the dtype it would choose here, in
-turns, a few steps at a time; the ratio is taken round by round, so that whatever slows the machine down falls on both.
-JAX's whole and blockwise losses are taken in turns as well, which is what the default (`measured_block`) rests on.
-Compilation is left out. Not a comparison of models: both compute the same one (tests/laws/test_grug_law.py).
+Both train the same recipe on the same random batches, each in a process of its own and in the dtype it would choose
+here, in turns, a few steps at a time; the ratio is taken round by round, so that whatever slows the machine down falls
+on both. JAX's process is bench_grug_child.py, which waits for a line while PyTorch steps. JAX's whole and blockwise
+losses are taken in turns as well, which is what the default (`measured_block`) rests on. Compilation is left out. Not a
+comparison of models: both compute the same one (tests/laws/test_grug_law.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import IO, Any
 
-import jax
+import numpy as np
 
+import quern
 from quern.data.batch import Batch
-from quern.grug.loss import BLOCK_TOKENS
-from quern.grug.memory import keep_freed_memory
-from quern.grug.mesh import make_mesh
-from quern.grug.recipe import from_torch_json
-from quern.grug.state import StepConfig, device_batch, init_state, step_config, train_step
+from quern.machine import environment
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
+from quern.stages.bench_grug_child import STEPS
 from quern.stages.bench_model import random_batch, reference
 from quern.stages.bench_record import Measure, Outcome, Setup, alternate, rates, ratios, seconds_of
-from quern.stages.grug_train import choose_dtype
 from quern.stages.pretrain import compile_model, micro_batch_rows
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step as torch_step
 
-STEPS = 4
+NAMES = {"whole": "JAX, whole loss", "blocks": "JAX, blockwise loss"}
 
 
 def grug(setup: Setup) -> Outcome:
     """The figures of both trainers, and of both losses."""
-    keep_freed_memory()
     recipe = reference(setup.quick, setup.seed, setup.batch_tokens)
     batches = [random_batch(recipe, seed) for seed in range(2)]
-    dtype = choose_dtype(None)
-    cfg = step_config(from_torch_json(recipe.to_json()), dtype)
-    block_tokens = BLOCK_TOKENS if not setup.quick else 16
-    whole, blocks = "JAX, whole loss", "JAX, blockwise loss"
-    jobs = {
-        "PyTorch": torch_job(recipe, setup, batches),
-        whole: jax_job(recipe, replace(cfg, block_tokens=None), batches),
-        blocks: jax_job(recipe, replace(cfg, block_tokens=block_tokens), batches),
-    }
-    seconds = alternate(setup.rounds, jobs)
+    with jax_process(recipe, setup, batches, 16 if setup.quick else None) as process:
+        facts = process.ask("facts")  # compiled before PyTorch is
+        jobs = {"PyTorch": torch_job(recipe, setup, batches)}
+        jobs |= {name: partial(process.seconds, job) for job, name in NAMES.items()}
+        seconds = alternate(setup.rounds, jobs)
     tokens = recipe.train.batch_tokens
     assert tokens
     speeds = {name: rates(tokens, values) for name, values in seconds.items()}
     torch_dtype = str(setup.machine.dtype).removeprefix("torch.")
-    default = whole if cfg.block_tokens is None else blocks
-    notes = {"PyTorch": torch_dtype, whole: dtype, blocks: f"{dtype}, {block_tokens} positions of a row at a time"}
+    dtype, whole, blocks, default = facts["dtype"], NAMES["whole"], NAMES["blocks"], NAMES[facts["default"]]
+    notes = {
+        "PyTorch": torch_dtype,
+        whole: dtype,
+        blocks: f"{dtype}, {facts['block_tokens']} positions of a row at a time",
+    }
     measures = [Measure(name, "tokens/s", values, notes[name]) for name, values in speeds.items()]
     measures.append(Measure("JAX / PyTorch", "", ratios(speeds[default], speeds["PyTorch"]), f"the default: {default}"))
     measures.append(Measure("whole / blockwise", "", ratios(speeds[whole], speeds[blocks])))
@@ -65,7 +69,7 @@ def grug(setup: Setup) -> Outcome:
         "context": shape.context,
         "batch_tokens": tokens,
         "steps_per_round": STEPS,
-        "jax": jax.__version__,
+        "jax": facts["jax"],
     }
     return Outcome(measures, settings)
 
@@ -85,18 +89,68 @@ def torch_job(recipe: Recipe, setup: Setup, batches: list[Batch]) -> Callable[[]
     return lambda: median(seconds_of(partial(step, batches[n % 2]), machine) for n in range(STEPS))
 
 
-def jax_job(recipe: Recipe, cfg: StepConfig, batches: list[Batch]) -> Callable[[], float]:
-    """→ the median seconds of a step on one device, its batch already placed, as training's prefetch does."""
-    mesh, rows = make_mesh(devices=jax.devices()[:1]), micro_batch_rows(recipe)
-    with jax.set_mesh(mesh):
-        placed = [device_batch(batch, rows, mesh) for batch in batches]
-        states = [init_state(recipe.seed, cfg)]
+@dataclass(frozen=True)
+class JaxProcess:
+    """The child and its last words (stderr)."""
 
-    def step(n: int) -> None:
-        with jax.set_mesh(mesh):
-            state, metrics = train_step(states.pop(), placed[n % 2], Multipliers(), cfg)
-            states.append(state)
-            float(metrics["loss"])
+    process: subprocess.Popen[str]
+    errors: IO[str]
 
-    step(0)
-    return lambda: median(seconds_of(partial(step, n)) for n in range(STEPS))
+    def ask(self, request: str) -> dict[str, Any]:
+        """Its answer. Raises RuntimeError with what it said last when it failed."""
+        assert self.process.stdin and self.process.stdout
+        with suppress(BrokenPipeError):  # then there is no answer either
+            self.process.stdin.write(f"{request}\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": self._last_words()}
+        if "error" in answer:
+            raise RuntimeError(f"the JAX process of the benchmark failed: {answer['error']}")
+        return answer
+
+    def seconds(self, job: str) -> float:
+        return self.ask(job)["seconds"]
+
+    def _last_words(self) -> str:
+        code = self.process.wait()
+        self.errors.seek(0)
+        return " | ".join([f"it ended with code {code}", *self.errors.read().strip().splitlines()[-5:]])
+
+
+@contextmanager
+def jax_process(
+    recipe: Recipe, setup: Setup, batches: Sequence[Batch], block_tokens: int | None
+) -> Iterator[JaxProcess]:
+    """A process that trains in JAX when asked to (bench_grug_child.py); it ends with the block."""
+    # The child finds this very quern, installed or not.
+    paths = [str(Path(quern.__file__).parent.parent), environment().get("PYTHONPATH", "")]
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        write_order(Path(name), recipe, setup, batches, block_tokens)
+        with subprocess.Popen(
+            [sys.executable, "-m", "quern.stages.bench_grug_child", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            encoding="utf-8",
+        ) as process:
+            try:
+                yield JaxProcess(process, errors)
+            finally:
+                assert process.stdin
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+
+
+def write_order(folder: Path, recipe: Recipe, setup: Setup, batches: Sequence[Batch], block_tokens: int | None) -> None:
+    """What the process finds when it starts: order.json and the batches. block_tokens: None for the default."""
+    order = {
+        "recipe": recipe.to_json(),
+        "rows": micro_batch_rows(recipe),
+        "block_tokens": block_tokens,
+        "device": setup.machine.device.type,
+        "threads": setup.machine.threads,
+    }
+    (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
+    for n, batch in enumerate(batches):
+        np.savez(folder / f"{n}.npz", tokens=batch.tokens, targets=batch.targets, mask=batch.mask)

@@ -148,6 +148,7 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
 
 
 def _train(rest: list[str], say: Callable[[str], None]) -> int:
+    from quern.grug.dtype import choose_dtype
     from quern.grug.recipe import RECIPE
     from quern.stages import grug_train
 
@@ -158,7 +159,7 @@ def _train(rest: list[str], say: Callable[[str], None]) -> int:
         options.recipe,
         mesh,
         places,
-        dtype=grug_train.choose_dtype(options.where.dtype),
+        dtype=choose_dtype(options.where.dtype),
         resume=options.resume,
         command=shlex.join(["quern", "grug", "train", *rest]),
         say=_first_only(say),
@@ -179,12 +180,13 @@ def training(arguments: list[str], recipe: Recipe) -> Training:
 
 
 def _move(verb: str, options: Moving, say: Callable[[str], None]) -> int:
+    from quern.grug.dtype import choose_dtype
     from quern.stages import grug_bridge, grug_train
 
     assert options.stage is None or options.stage in STAGES
     mesh, places = open_mesh(options.where), Places(options.where.out, options.where.run)
     if verb == "eval":
-        grug_train.evaluate(places, mesh, dtype=grug_train.choose_dtype(options.where.dtype), say=say)
+        grug_train.evaluate(places, mesh, dtype=choose_dtype(options.where.dtype), say=say)
     elif verb == "export":
         grug_bridge.export(places, mesh, say)
     else:

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from quern.grug import checkpoint, train
-from quern.grug.count import flops_per_token, matmul_flops, measure_peak_flops
+from quern.grug.count import flops_per_token, measure_peak_flops
 from quern.grug.evaluate import validate
 from quern.grug.mesh import batch_shards, check_fits, wait_for_all
 from quern.grug.state import StepConfig, TrainState, init_state, step_config
@@ -42,17 +42,6 @@ class Loaded:
     cfg: StepConfig
     tokenizer: Tokenizer
     counters: train.Counters
-
-
-def choose_dtype(dtype: str | None) -> str:
-    """ "float32" or "bfloat16": as asked for ("fp32", "bf16"), else bf16 on accelerators and where a CPU multiplies it
-    clearly faster."""
-    if dtype is not None:
-        return {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    if jax.default_backend() != "cpu":
-        return "bfloat16"
-    narrow, wide = (matmul_flops(name, jax.devices()[0], 512, 5) for name in ("bfloat16", "float32"))
-    return "bfloat16" if narrow > 1.5 * wide else "float32"
 
 
 def run(
