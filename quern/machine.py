@@ -199,13 +199,14 @@ def trust_vector_instructions() -> None:
     torch._inductor.config.cpp.vec_isa_ok = True
 
 
+@cache
 def keep_freed_memory() -> None:
-    """Tells glibc to keep and reuse large freed blocks instead of returning them to the kernel each time, and lets the
-    kernel back them with pages of 2 MiB instead of 4 KiB where it does so on request (`HEAP_BYTES` of them at most).
+    """Tells glibc, once, to keep and reuse large freed blocks instead of returning them to the kernel each time, and
+    lets the kernel back `HEAP_BYTES` of them with pages of 2 MiB instead of 4 KiB, where it does so on request.
 
     By default every tensor over 128 KiB is mapped afresh and its pages are zeroed on first touch; for activations of
-    a few MiB that costs more than the matmul that fills them. Large pages make a training step on a CPU a twentieth
-    faster. On other C libraries this does nothing.
+    a few MiB that costs more than the matmul that fills them. Large pages took 3 to 5 % off the processor time of a
+    training step where it was measured. On other C libraries this does nothing.
     """
     if sys.platform != "linux":
         return
@@ -231,7 +232,9 @@ def _large_pages(libc: ctypes.CDLL) -> None:
         for line in maps:
             if line.endswith("[heap]\n"):
                 first, last = (int(address, 16) for address in line.split()[0].split("-"))
-                libc.madvise(-(-first // size) * size, (last - first) // size * size - size, MADV_HUGEPAGE)
+                begin, end = -(-first // size) * size, last // size * size
+                if begin < end:
+                    libc.madvise(begin, end - begin, MADV_HUGEPAGE)
 
 
 def processor_name(device: torch.device) -> str:

@@ -136,15 +136,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head = products(x_ND, weight_VD, steepest * scale_N.abs().amax())
         losses = torch.empty(N, dtype=torch.float32, device=x_ND.device)
         dx = torch.empty_like(x_ND)
-        dw: Tensor | None = None  # in fp32, from the first chunk on
+        dw = torch.zeros_like(weight_VD, dtype=torch.float32)
         for part in path.chunks(N, weight_VD.size(0)):
             logits = head.logits(part)
             losses[part], factor, grad = path.gradient(logits, targets_N[part], scale_N[part], cap)
             del logits  # nothing of a chunk may still be held when the next one is made
             dx[part], slice_dw = head.gradients(part, grad, factor)
             del grad
-            dw = slice_dw.float() if dw is None else dw.add_(slice_dw)
-        ctx.save_for_backward(dx, torch.zeros_like(weight_VD) if dw is None else dw.to(weight_VD.dtype))
+            dw += slice_dw
+        ctx.save_for_backward(dx, dw.to(weight_VD.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses * scale_N).sum(), losses
 

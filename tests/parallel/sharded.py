@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -141,7 +142,8 @@ def gradients_apart(model: Any, expected: dict[str, Tensor], terms: dict[str, fl
                 return float("inf")
             found = found.narrow(held.dim, 0, held.size)
         if name in terms:
-            worst = max(worst, (found - wanted).abs().max().item() / terms[name])
+            apart = (found - wanted).abs().max().item() / terms[name]
+            worst = max(worst, apart if math.isfinite(apart) else math.inf)
         else:
             worst = max(worst, deviation([found], [wanted]))
     return worst
