@@ -21,25 +21,24 @@ def adamw_(
     m: Tensor,
     v: Tensor,
     *,
-    step: Scalar,
-    lr: Scalar,
-    beta1: Scalar,
-    beta2: Scalar,
+    new1: Scalar,
+    new2: Scalar,
+    root: Scalar,
     eps: Scalar,
-    weight_decay: Scalar,
+    rate: Scalar,
+    kept: Scalar,
     out: Tensor | None = None,
 ) -> None:
     """One AdamW update in place of master, m and v; all tensors have one shape, of any rank.
 
-    master, m, v: fp32. grad: any floating dtype. step: the index of this update, from 1 (it drives the bias
-    correction). out: receives the new master rounded to its own dtype. Safe to compile whole, with dynamic
-    shapes."""
+    master, m, v: fp32. grad: any floating dtype. The numbers are those of `AdamW.scalars`. out: receives the new
+    master rounded to its own dtype. Safe to compile whole, with dynamic shapes."""
     grad = grad.to(master.dtype)
-    m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    denominator = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
-    master.mul_(1 - lr * weight_decay)
-    master.sub_(torch.div(m, denominator).mul_(lr / (1 - beta1**step)))
+    m.lerp_(grad, new1)
+    v.lerp_(grad.square(), new2)
+    denominator = v.sqrt().div_(root).add_(eps)
+    master.mul_(kept)
+    master.sub_(torch.div(m, denominator).mul_(rate))
     if out is not None:
         out.copy_(master)
 
@@ -59,14 +58,16 @@ class AdamW:
         return {"m": torch.zeros_like(master), "v": torch.zeros_like(master)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
+        """All that depends on no element is computed here: a compiled loop would take the powers of its bias
+        corrections anew for every vector. step: the index of this update, from 1."""
         beta1, beta2 = self.betas
         return {
-            "step": float(step),
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
+            "new1": 1 - beta1,
+            "new2": 1 - beta2,
+            "root": (1 - beta2**step) ** 0.5,
             "eps": self.eps,
-            "weight_decay": self.weight_decay,
+            "rate": lr / (1 - beta1**step),
+            "kept": 1 - lr * self.weight_decay,
         }
 
     def update_(
