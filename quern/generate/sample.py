@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 SPAN = 128  # tokens of the vocabulary that race as one first
+LEAST_TEMPERATURE = 1e-30  # logits up to 1e8 divided by it are finite in fp32
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,10 @@ def sample(logits_BV: Tensor, sampling: Sampling, uniform_BN: Tensor | None = No
         return _argmax(logits_BV)
     if uniform_BN is None:
         raise ValueError("sampling at a temperature above 0 needs the rows' numbers: pass draw(generators, V)")
-    # The largest logit goes to zero first: a tiny temperature then cannot overflow.
-    weights_BV = logits_BV - logits_BV.gather(-1, _argmax(logits_BV)[:, None])
     if sampling.temperature != 1:
-        weights_BV.div_(sampling.temperature)
-    weights_BV.exp_()
+        # Below the least only the largest logit would have weight, as it has at the least.
+        logits_BV = logits_BV / max(sampling.temperature, LEAST_TEMPERATURE)
+    weights_BV = torch.softmax(logits_BV, dim=-1)
     least_B1 = _least_kept(weights_BV, sampling)
     if least_B1 is not None:
         weights_BV.masked_fill_(weights_BV < least_B1, 0)

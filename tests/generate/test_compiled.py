@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from quern.generate.cache import KVCache, attend_masked, decode
-from quern.generate.compiled import CompiledDecode, FewRows, turned_is_faster
+from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine, pad
 from quern.machine import compile_problem
 from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
@@ -32,7 +32,7 @@ def engine() -> Engine:
 
 
 def test_compiled_is_plain(engine: Engine, law: Callable[..., None]) -> None:
-    """Logits step by step over the whole context, ring wrapped, spans of 64, 128 and 192 slots."""
+    """Logits step by step over the whole context, ring wrapped, every span of slots up to it."""
     compiled = engine._compiled
     assert isinstance(compiled, CompiledDecode) and compiled.rows == list(ROWS)
     worst = 0.0
@@ -44,7 +44,7 @@ def test_compiled_is_plain(engine: Engine, law: Callable[..., None]) -> None:
                 cache.prefill(engine.model, *pad(prompts, 0, torch.device("cpu")))
             tokens_B = torch.arange(rows)
             for step in range(CONTEXT - 10):
-                slots_S = torch.arange(-(-(12 + step) // 64) * 64)
+                slots_S = torch.arange(-(-(12 + step) // SPAN) * SPAN)
                 plain_BV = decode(engine.model, caches[0], tokens_B, slots_S)
                 fast_BV = compiled(caches[1], tokens_B, slots_S)
                 worst = max(worst, float((plain_BV - fast_BV).abs().max()))
