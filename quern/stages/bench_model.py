@@ -7,6 +7,8 @@ learned.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quern.data.loader import Batch
@@ -38,6 +40,12 @@ def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) ->
         train=train,
     )
     return resolve(recipe)
+
+
+def left_to_itself(recipe: Recipe) -> Recipe:
+    """The recipe with the batch and the steps that it picks for the horizon of its size."""
+    micro = recipe.train.micro_batch_tokens
+    return resolve(replace(recipe, train=TrainRecipe(micro_batch_tokens=micro)))
 
 
 def random_batch(recipe: Recipe, seed: int) -> Batch:

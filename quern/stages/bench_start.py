@@ -2,8 +2,8 @@
 
 `python -m quern.stages.bench_start '{…}'` detects the machine, builds the reference model and trains a few
 steps. It prints a JSON line after the first step and another at the end; the parent (`first_step`) holds
-the clock, which runs from before the interpreter starts. "cold" compiles everything; "warm" finds the
-compiler's cache on disk.
+the clock, which runs from before the interpreter starts. "cold" compiles everything, the compiler's own header
+included, as on a machine that has never compiled; "warm" finds the compiler's cache on disk.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def first_step(machine: Machine, seed: int, quick: bool, batch_tokens: int, cach
     variables = {
         **environment(),
         "TORCHINDUCTOR_CACHE_DIR": cache,
+        "TMPDIR": cache,  # where the compiler keeps its precompiled header, whatever its cache's folder
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:

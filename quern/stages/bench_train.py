@@ -1,11 +1,12 @@
 """Benchmark of training at the reference size: tokens/s, MFU, start-up, peak memory.
 
-Rounds alternate between the machine's matmul peak (the best of a dozen large square products in the compute
-dtype) and a few optimizer steps, so that whatever slows the machine down meanwhile falls on both. A step is
-what the training loop times: forward, loss, backward, gradient norm and update of one global batch. The MFU
-of a round is its rate times the model's FLOPs per token (6 per matmul parameter, and attention without
-subtracting the causal half), over the mean of the peaks before and after it. Compilation is in the start-up
-figure only.
+For steps of two sizes: that of `--batch-tokens`, and the one which the recipe picks where it is left to itself, for
+the horizon of its size. Rounds alternate between the machine's matmul peak (the best of a dozen large square products
+in the compute dtype) and some optimizer steps of either size, so that whatever slows the machine down meanwhile falls
+on all. A step is what the training loop times: forward, loss, backward, gradient norm and update of one global batch.
+The MFU of a round is its rate times the model's FLOPs per token (6 per matmul parameter, and attention without
+subtracting the causal half), over the mean of the peaks before and after it. Compilation is in the start-up figure
+only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from quern.model.count import flops_per_token
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
-from quern.stages.bench_model import random_batch, reference
+from quern.stages.bench_model import left_to_itself, random_batch, reference
 from quern.stages.bench_record import Measure, Outcome, Setup, seconds_of
 from quern.stages.bench_start import Started, first_step
 from quern.stages.pretrain import compile_model, micro_batch_rows
@@ -35,22 +36,26 @@ def train(setup: Setup) -> Outcome:
     compile_model(state.model, machine)
     _step(state, recipe, setup)  # compiles
     usual = min(_step(state, recipe, setup) for _ in range(3))
-    steps = 2 if setup.quick else max(3, round(ROUND_SECONDS / usual))
-    batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe)
-    assert batch_tokens
-    peaks, speeds, usage = [_peak(setup)], [], []
+    sizes = {of.train.batch_tokens: of for of in (recipe, left_to_itself(recipe)) if of.train.batch_tokens}
+    first, *_ = sizes
+    steps = {tokens: 2 if setup.quick else max(1, round(ROUND_SECONDS / usual * first / tokens)) for tokens in sizes}
+    flops = flops_per_token(recipe)
+    peaks = [_peak(setup)]
+    speeds: dict[int, list[float]] = {tokens: [] for tokens in sizes}
+    usage: dict[int, list[float]] = {tokens: [] for tokens in sizes}
     for _ in range(setup.rounds):
-        seconds = statistics.median(_step(state, recipe, setup) for _ in range(steps))
-        peaks.append(_peak(setup))
-        speeds.append(batch_tokens / seconds)
-        usage.append(100 * speeds[-1] * flops / statistics.mean(peaks[-2:]))
+        for tokens, of in sizes.items():
+            seconds = statistics.median(_step(state, of, setup) for _ in range(steps[tokens]))
+            peaks.append(_peak(setup))
+            speeds[tokens].append(tokens / seconds)
+            usage[tokens].append(100 * speeds[tokens][-1] * flops / statistics.mean(peaks[-2:]))
     dtype = str(machine.dtype).removeprefix("torch.")
-    measures = [
-        Measure("training", "tokens/s", tuple(speeds)),
-        Measure("MFU", "%", tuple(usage), f"of the {dtype} matmul peak of its round"),
-        Measure("matmul peak", "TFLOP/s", tuple(peak / 1e12 for peak in peaks), dtype),
-        *starts,
-    ]
+    measures = []
+    for tokens in sizes:
+        step = f"steps of {tokens:,} tokens"
+        measures.append(Measure(f"training, {step}", "tokens/s", tuple(speeds[tokens])))
+        measures.append(Measure(f"MFU, {step}", "%", tuple(usage[tokens]), f"of the {dtype} matmul peak of its round"))
+    measures += [Measure("matmul peak", "TFLOP/s", tuple(peak / 1e12 for peak in peaks), dtype), *starts]
     shape = recipe.model
     settings = {
         "layers": shape.depth,
@@ -59,10 +64,10 @@ def train(setup: Setup) -> Outcome:
         "vocabulary": shape.vocab_size,
         "context": shape.context,
         "windows": shape.windows,
-        "batch_tokens": batch_tokens,
+        "batch_tokens": " and ".join(f"{tokens:,}" for tokens in sizes),
         "micro_batch_tokens": recipe.train.micro_batch_tokens,
         "MFLOP_per_token": round(flops / 1e6, 2),
-        "steps_per_round": steps,
+        "steps_per_round": " and ".join(str(steps[tokens]) for tokens in sizes),
     }
     return Outcome(measures, settings)
 

@@ -14,15 +14,17 @@ from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.model.context import CausalContext
 from quern.model.count import flops_per_token
+from quern.recipe import batch_rule
 from quern.stages import bench
 from quern.stages.bench_data import shards
-from quern.stages.bench_model import random_batch, reference
+from quern.stages.bench_model import left_to_itself, random_batch, reference
 from quern.stages.bench_record import Measure, alternate, number, ratios
 from quern.stages.bench_start import first_step
 from quern.stages.bench_talking import pair_tokenizer, talking_model
 from quern.text.tokenizer import Tokenizer
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+STEPS = (", steps of 128 tokens", ", steps of 4,096 tokens")  # of the quick size
 QUICK = ["--quick", "--rounds", "2", "--no-compile", "--threads", "1", "--dtype", "fp32"]
 
 
@@ -182,10 +184,12 @@ def test_training_reports_speed_against_the_peak_of_its_rounds(tmp_path: Path, s
     by_name = {m["name"]: m["values"] for m in body["measures"]}
     flops = flops_per_token(reference(quick=True, seed=5))
     peaks = by_name["matmul peak"]
-    assert len(peaks) == 3  # before, between and after two rounds
-    for round_, (speed, usage) in enumerate(zip(by_name["training"], by_name["MFU"], strict=True)):
-        peak = 1e12 * (peaks[round_] + peaks[round_ + 1]) / 2
-        assert usage == pytest.approx(100 * speed * flops / peak)
+    assert len(peaks) == 5  # before the first, and after each of two sizes in two rounds
+    for place, step in enumerate(STEPS):
+        for round_, (speed, usage) in enumerate(zip(by_name[f"training{step}"], by_name[f"MFU{step}"], strict=True)):
+            before = 2 * round_ + place
+            peak = 1e12 * (peaks[before] + peaks[before + 1]) / 2
+            assert usage == pytest.approx(100 * speed * flops / peak)
     assert by_name["start to first step, eager"][0] > 0.1
     assert 50 < by_name["peak memory"][0] < 8000
 
@@ -193,7 +197,14 @@ def test_training_reports_speed_against_the_peak_of_its_rounds(tmp_path: Path, s
 def test_starts_can_be_left_out(tmp_path: Path, said: list[str]) -> None:
     assert bench.main(["train", *QUICK, "--no-start", "--out", str(tmp_path)], said.append) == 0
     names = [m["name"] for m in records(tmp_path)["train"]["measures"]]
-    assert names == ["training", "MFU", "matmul peak"]
+    assert names == [*(f"{what}{step}" for step in STEPS for what in ("training", "MFU")), "matmul peak"]
+
+
+def test_the_second_step_is_what_the_recipe_picks() -> None:
+    asked = reference(quick=False, seed=5, batch_tokens=8192)
+    own = left_to_itself(asked)
+    assert own.train.batch_tokens == batch_rule(12 * (12 * 4 * 256**2 + 8192 * 256), 512) == 32_768
+    assert own.train.micro_batch_tokens == asked.train.micro_batch_tokens and own.model == asked.model
 
 
 def test_a_start_that_fails_says_why() -> None:
