@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quern.optim.adamw import AdamW
+from quern.optim.adamw import AdamW, Scalar
 from quern.optim.muon import Muon, muon_, newton_schulz, polar_express
 
 STEPS = 20
@@ -43,7 +43,7 @@ def adamw_deviation(rule: Callable[..., None], *, eps: float) -> float:
 
 def adamw(master, grad, m, v, *, step, lr, beta1, beta2, eps, weight_decay):  # type: ignore[no-untyped-def]
     rule = AdamW((beta1, beta2), eps, weight_decay)
-    scalars = dict(rule.scalars(step, lr, momentum=0.0, decay=1.0))
+    scalars: dict[str, Scalar] = {**rule.scalars(step, lr, momentum=0.0, decay=1.0)}
     rule.update_(master, grad, {"m": m, "v": v}, scalars, dtype=torch.float32, out=None)
 
 
