@@ -4,25 +4,25 @@
 that reads the environment. It is not a mesh: how many processes there are is `mesh.py`'s business.
 
 Abilities are probed by running something tiny, never by a version number: a bf16 matmul is timed against an fp32 one,
-and a one-line function is compiled to see whether a C++ compiler (or Triton) is there and works.
+and a one-line kernel is compiled to see whether a C++ compiler (or Triton) is there and works (compiler.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
 import torch
+
+from quern import compiler
 
 
 class Attention(Protocol):
@@ -105,10 +105,11 @@ def detect(
         torch.set_num_threads(threads)
     if chosen.type == "cpu":
         keep_freed_memory()
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs, and take seconds to start
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype '{dtype}': use one of {', '.join(DTYPES)}")
     compute = DTYPES[dtype] if dtype else _compute_dtype(chosen)
-    if compile and (problem := compile_problem(chosen.type)):
+    if compile and (problem := compiler.problem(chosen.type)):
         notes.append(f"torch.compile does not work here ({problem}): running eagerly, which is slower")
         compile = False
     torch.compiler.set_stance("default" if compile else "force_eager")
@@ -153,50 +154,6 @@ def matmul_seconds(dtypes: Sequence[torch.dtype], size: int = 512, rounds: int =
             torch.mm(a, a)
             best[number] = min(best[number], time.perf_counter() - start)
     return best
-
-
-@cache
-def compile_problem(device_type: str) -> str | None:
-    """None when torch.compile runs a tiny function on this device, else the reason in a few words."""
-    if device_type == "mps":
-        return "not supported by PyTorch on MPS for this model"
-
-    def probe(x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x) * 2 + 1
-
-    # Both are read when torch._inductor is imported, which is why they are set before the first compilation.
-    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-    if device_type == "cpu":
-        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs, and take seconds to start
-    allow_fused_multiply_add()
-    trust_vector_instructions()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.compile(probe, dynamic=False)(torch.ones(8, device=device_type))
-    except Exception as error:  # whatever the toolchain raises: a missing compiler, a broken header, no Triton
-        return _first_line(error)
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0][:120]
-
-
-def allow_fused_multiply_add() -> None:
-    """Lets the compiler contract a·b + c, which it forbids itself on CPUs by default; a third of pointwise time."""
-    import torch._inductor.config
-
-    torch._inductor.config.cpp.enable_floating_point_contract_flag = "fast"
-
-
-def trust_vector_instructions() -> None:
-    """Takes the processor's word for its vector instructions; the compiler would build and load a test of each, which
-    takes ten seconds at the first start."""
-    import torch._inductor.config
-
-    torch._inductor.config.cpp.vec_isa_ok = True
 
 
 @cache

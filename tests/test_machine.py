@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.machine import Machine, compile_problem, detect, matmul_seconds, on_terminal
+from quern.machine import Machine, detect, matmul_seconds, on_terminal
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,8 +119,7 @@ def test_initial_weights_do_not_depend_on_the_device_or_on_other_draws() -> None
     assert torch.equal(torch.rand(5, generator=machine.generator(9)), first)
 
 
-def test_mps_does_not_compile_and_output_to_a_file_is_no_terminal() -> None:
-    assert compile_problem("mps") is not None
+def test_output_to_a_file_is_no_terminal() -> None:
     assert on_terminal() is False  # pytest captures
 
 

@@ -26,6 +26,7 @@ from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 
 ROUND_SECONDS = 2.5  # of steps; the peak takes a fraction of a second
+STARTS = 3
 
 
 def train(setup: Setup) -> Outcome:
@@ -90,16 +91,19 @@ def _peak(setup: Setup) -> float:
 
 
 def _starts(setup: Setup) -> list[Measure]:
-    """A cold and a warm start, each in a process of its own; where nothing is compiled there is one kind
-    only."""
-    kinds = ("cold", "warm") if setup.machine.compile else ("eager",)
-    measures: list[Measure] = []
+    """Cold and warm starts in turns, each in a process of its own; where nothing is compiled there is one kind only."""
+    kinds = {"cold": "everything compiled", "warm": "the compiler's cache is there"}
+    seconds: dict[str, list[float]] = {kind: [] for kind in (kinds if setup.machine.compile else ("eager",))}
     started: Started | None = None
-    with tempfile.TemporaryDirectory(prefix="quern-bench-") as cache:
-        for kind in kinds:
-            started = first_step(setup.machine, setup.seed, setup.quick, setup.batch_tokens, cache)
-            notes = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
-            measures.append(Measure(f"start to first step, {kind}", "s", (started.first_step_seconds,), notes[kind]))
+    for _ in range(1 if setup.quick else STARTS):
+        with tempfile.TemporaryDirectory(prefix="quern-bench-") as cache:
+            for kind in seconds:
+                started = first_step(setup.machine, setup.seed, setup.quick, setup.batch_tokens, cache)
+                seconds[kind].append(started.first_step_seconds)
+    measures = [
+        Measure(f"start to first step, {kind}", "s", tuple(values), kinds.get(kind, kind))
+        for kind, values in seconds.items()
+    ]
     if started is not None and started.peak_memory_bytes is not None:
         measures.append(Measure("peak memory", "MB", (started.peak_memory_bytes / 1e6,), "of that process"))
     return measures

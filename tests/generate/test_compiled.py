@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from quern import compiler
 from quern.generate.cache import KVCache, attend_masked, decode
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine, pad
-from quern.machine import compile_problem
 from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
 
 pytestmark = pytest.mark.skipif(
-    compile_problem("cpu") is not None, reason="torch.compile does not work on this machine"
+    compiler.problem("cpu") is not None, reason="torch.compile does not work on this machine"
 )
 ROWS = (1, 3)
 CONTEXT = 150
