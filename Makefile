@@ -24,7 +24,7 @@ DEV := $(VENV)/.installed-dev
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 LAWS := out/laws.json
 
-.PHONY: help setup quickstart test check laws bench campaign clean
+.PHONY: help setup quickstart test check types lint layers laws bench campaign clean
 
 help:
 	@sed -n 's/^#   /  /p' Makefile
@@ -60,10 +60,18 @@ quickstart: $(STAMP)
 test: $(DEV)
 	$(PYTEST) -n $(JOBS) -m "not campaign" --durations=15 $(TESTS)
 
+# Side by side: types take a core for most of the time.
 check: $(DEV)
+	@$(MAKE) --no-print-directory --output-sync --jobs 2 types lint layers
+
+types:
+	$(BIN)/pyright
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+
+layers:
 	$(PYTEST) -q tests/test_layers.py
 
 laws: $(DEV)

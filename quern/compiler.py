@@ -26,7 +26,13 @@ import torch
 
 HEADER_THREAD = "precompiled header"
 PROBE = """#include <torch/csrc/inductor/cpp_prefix.h>
-extern "C" void kernel(float* x) { at::vec::Vectorized<float>(1.0f).store(x); }
+extern "C" void kernel(float* x) {
+#if INDUCTOR_USE_VECTOR_TYPES()
+    at::vec::Vectorized<float>(1.0f).store(x);
+#else
+    x[0] = 1.0f;
+#endif
+}
 """
 
 
@@ -137,11 +143,17 @@ def _compile_later() -> None:
 
 
 class _Later:
-    """A kernel that is being compiled; the first call waits for it and takes its place in the module."""
+    """A kernel that is being compiled; the first use waits for it and puts it in its place in the module."""
 
     def __init__(self, scope: dict[str, Any], name: str, future: Any) -> None:
-        self.scope, self.name, self.future = scope, name, future
+        self._scope, self._name, self._future = scope, name, future
+
+    def _now(self) -> Any:
+        kernel = self._scope[self._name] = self._future.result()
+        return kernel
 
     def __call__(self, *arguments: Any) -> Any:
-        kernel = self.scope[self.name] = self.future.result()
-        return kernel(*arguments)
+        return self._now()(*arguments)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._now(), attribute)
