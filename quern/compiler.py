@@ -80,10 +80,12 @@ def _start() -> None:
 
     with ThreadPoolExecutor(1) as aside:
         works = aside.submit(_find_tools)
-        import torch._dynamo
+        import torch._dynamo.guards
         import torch._inductor.compile_fx  # noqa: F401
     works.result()
     torch._functorch.config.force_non_lazy_backward_lowering = True
+    # For a line of its log PyTorch flushes the processor's caches and times each graph's checks: half a second in all.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     _compile_later()
 
 
