@@ -85,7 +85,8 @@ def _start() -> None:
     works.result()
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # For a line of its log PyTorch flushes the processor's caches and times each graph's checks: half a second in all.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    guards: Any = torch._dynamo.guards
+    guards.profile_guard_manager = lambda *_: 0.0
     _compile_later()
 
 
