@@ -47,9 +47,7 @@ def problem(device_type: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if device_type == "cpu":
-                _start()
-            else:
+            if device_type != "cpu" or not _start():
                 torch.compile(_probe, dynamic=False)(torch.ones(8, device=device_type))
     except Exception as error:  # whatever the toolchain raises: a missing compiler, a broken header, no Triton
         return _first_line(error)
@@ -74,20 +72,24 @@ def _choose_code() -> None:
     torch._inductor.config.cpp.vec_isa_ok = True
 
 
-def _start() -> None:
-    """Raises whatever the toolchain raises where it does not work."""
+def _start() -> bool:
+    """Whether this PyTorch has what it hooks into. Raises whatever the toolchain raises where it does not work."""
     import torch._functorch.config
 
     with ThreadPoolExecutor(1) as aside:
         works = aside.submit(_find_tools)
         import torch._dynamo.guards
         import torch._inductor.compile_fx  # noqa: F401
-    works.result()
+    try:
+        works.result()
+    except (ImportError, AttributeError, TypeError):
+        return False
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # For a line of its log PyTorch flushes the processor's caches and times each graph's checks: half a second in all.
     guards: Any = torch._dynamo.guards
     guards.profile_guard_manager = lambda *_: 0.0
     _compile_later()
+    return True
 
 
 def _find_tools() -> None:

@@ -88,6 +88,17 @@ def test_what_was_compiled_once_is_only_loaded(monkeypatch: pytest.MonkeyPatch) 
     compiler._load_a_library()
 
 
+@needs_compiler
+def test_another_pytorch_is_probed_by_compiling_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ImportError("not in this version")
+
+    monkeypatch.setattr(compiler, "_find_tools", missing)
+    assert compiler.problem.__wrapped__("cpu") is None
+    monkeypatch.setattr(compiler, "_probe", lambda x: x.no_such_method())
+    assert "no_such_method" in (compiler.problem.__wrapped__("cpu") or "")
+
+
 def test_a_kernel_takes_its_place_at_the_first_call() -> None:
     future: Future = Future()
     scope: dict[str, Any] = {}
