@@ -82,13 +82,13 @@ def _start() -> bool:
         import torch._inductor.compile_fx  # noqa: F401
     try:
         works.result()
+        _compile_later()
     except (ImportError, AttributeError, TypeError):
         return False
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # For a line of its log PyTorch flushes the processor's caches and times each graph's checks: half a second in all.
     guards: Any = torch._dynamo.guards
     guards.profile_guard_manager = lambda *_: 0.0
-    _compile_later()
     return True
 
 
@@ -125,7 +125,10 @@ def _load_a_library() -> None:
 
 
 def _precompile_header() -> None:
-    """By way of a kernel of which nothing more is wanted: the header stays on disk, under a lock of PyTorch's own."""
+    """By way of a kernel of which nothing more is wanted: the header stays on disk, under a lock of PyTorch's own.
+
+    What fails here fails again, and is said, where the first graph asks for the header.
+    """
     with contextlib.suppress(Exception):
         from torch._inductor.async_compile import AsyncCompile
 

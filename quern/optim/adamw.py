@@ -21,24 +21,25 @@ def adamw_(
     m: Tensor,
     v: Tensor,
     *,
-    new1: Scalar,
-    new2: Scalar,
-    root: Scalar,
+    beta1: Scalar,
+    beta2: Scalar,
     eps: Scalar,
-    rate: Scalar,
+    step_size: Scalar,
+    bias_correction2_sqrt: Scalar,
     kept: Scalar,
     out: Tensor | None = None,
 ) -> None:
     """One AdamW update in place of master, m and v; all tensors have one shape, of any rank.
 
-    master, m, v: fp32. grad: any floating dtype. The numbers are those of `AdamW.scalars`. out: receives the new
-    master rounded to its own dtype. Safe to compile whole, with dynamic shapes."""
+    master, m, v: fp32. grad: any floating dtype. step_size: the rate over m's bias correction;
+    bias_correction2_sqrt: the root of v's; kept: the share of the weights that decay leaves (`AdamW.scalars`). out:
+    receives the new master rounded to its own dtype. Safe to compile whole, with dynamic shapes."""
     grad = grad.to(master.dtype)
-    m.lerp_(grad, new1)
-    v.lerp_(grad.square(), new2)
-    denominator = v.sqrt().div_(root).add_(eps)
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    denominator = v.sqrt().div_(bias_correction2_sqrt).add_(eps)
     master.mul_(kept)
-    master.sub_(torch.div(m, denominator).mul_(rate))
+    master.sub_(torch.div(m, denominator).mul_(step_size))
     if out is not None:
         out.copy_(master)
 
@@ -62,11 +63,11 @@ class AdamW:
         corrections anew for every vector. step: the index of this update, from 1."""
         beta1, beta2 = self.betas
         return {
-            "new1": 1 - beta1,
-            "new2": 1 - beta2,
-            "root": (1 - beta2**step) ** 0.5,
+            "beta1": beta1,
+            "beta2": beta2,
             "eps": self.eps,
-            "rate": lr / (1 - beta1**step),
+            "step_size": lr / (1 - beta1**step),
+            "bias_correction2_sqrt": (1 - beta2**step) ** 0.5,
             "kept": 1 - lr * self.weight_decay,
         }
 
