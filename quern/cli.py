@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from quern import machine as machines
@@ -27,6 +28,7 @@ from quern.flags import (
     without,
 )
 from quern.mesh import refuse_uneven
+from quern.recipe import Recipe
 from quern.recipes import load_recipe, recipe_names
 
 EXAMPLES = {
@@ -125,10 +127,52 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
         raise ValueError(f"the run has its recipe already: leave '{rest[0]}' out, and name the run with --run")
     recipe, source = load_recipe(rest[0] if chosen else "gpt")
     arguments = rest[chosen:]
+    helps = "-h" in arguments or "--help" in arguments
+    saved = None if helps else recipe_to_go_on_with(verb, arguments, recipe if chosen else None, source)
+    recipe, source = (recipe, source) if saved is None else saved
     hidden, description = without(verb, recipe), described(verb)
     parsed = offered.parse(flags, recipe, arguments, prog=f"quern {verb}", without=hidden, description=description)
-    refuse_idle(parsed.recipe, arguments)
+    refuse_idle(parsed.recipe, arguments, saved=saved is not None)
     return parsed, source
+
+
+def recipe_to_go_on_with(
+    verb: str, arguments: list[str], chosen: Recipe | None, source: str | None
+) -> tuple[Recipe, str | None] | None:
+    """The recipe that a run has saved, and the source of its own file, where the command goes on with a run.
+
+    Args:
+        verb: The command.
+        arguments: Its flags.
+        chosen: The recipe that the user named.
+        source: The text of its file, if it came from one.
+
+    Returns:
+        None where a run begins with the recipe that the user named, or with a new version of the run's own file.
+    """
+    from quern.stages import saved
+    from quern.stages.offered import named, value_of
+    from quern.stages.places import Places
+
+    if verb not in ("pretrain", "sft", "run"):
+        return None
+    begins_with = value_of(arguments, "from") if verb != "run" else None
+    resume = "--resume" in arguments
+    places = Places(Path(value_of(arguments, "out") or "out"), begins_with or value_of(arguments, "run") or "first")
+    stage = "sft" if verb == "sft" else "pretrain"
+    if verb == "sft" and not resume:
+        return None  # what the base model's recipe decides is not asked for (stages/sft.py)
+    if not (resume or begins_with or (verb == "run" and places.has_trained(stage))):
+        return None
+    if not places.folder.exists():
+        raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
+    body = saved.read_saved(places, stage, chosen.callables() if chosen and source else None)
+    kept = places.stage(stage) / "recipe_source.py"
+    own = kept.read_text(encoding="utf-8") if kept.exists() else None
+    if body is None or (chosen is not None and (source != own or (source is None and chosen.name != body.name))):
+        return None  # what differs from the run's own is said by the stage
+    fields = set(named(arguments))
+    return (saved.to_continue(body, fields) if begins_with else saved.to_resume(body, fields)), own
 
 
 def trackers(options: Training, places: Any, stage: str) -> tuple[Any, ...]:
@@ -177,21 +221,24 @@ def next_texts(texts: Any, count: int) -> list[str]:
 
 def verb_pretrain(verb: str, rest: list[str]) -> int:
     from quern.stages import pretrain
+    from quern.stages.offered import named
 
-    command = command_line(verb, rest)
-    return train_on_ranks(verb, rest, lambda common: pretrain.run(**common, command=command))
+    facts: dict[str, Any] = {"command": command_line(verb, rest), "named": set(named(rest))}
+    return train_on_ranks(verb, rest, lambda common: pretrain.run(**common, **facts))
 
 
 def verb_sft(verb: str, rest: list[str]) -> int:
     from quern.stages import sft
 
-    return train_on_ranks(verb, rest, lambda common: sft.run(**common))
+    command = command_line(verb, rest)
+    return train_on_ranks(verb, rest, lambda common: sft.run(**common, command=command))
 
 
 def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]], int]) -> int:
     """Runs a training stage in this process, or starts the ranks that do, or is one of them."""
     from quern.recipe import resolve
-    from quern.stages import launch
+    from quern.stages import launch, saved
+    from quern.stages.places import Places
 
     arguments = [verb, *rest]
     options, source = parse(verb, rest, Training)
@@ -204,6 +251,18 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
         return launch.launch(arguments, options.ranks, options.restarts)
     places = places_of(options.where)
     where = options.where
+    if options.start == where.run:
+        raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
+    said = say if here.main else lambda line: None
+
+    def begin() -> saved.Start | None:
+        """The checkpoint of another run to begin with."""
+        if options.start is None:
+            return None
+        other, stages = Places(where.out, options.start), ("pretrain",) if verb == "pretrain" else ("pretrain", "sft")
+        code = options.recipe.callables() if source else None
+        return saved.read_start(other, stages, options.from_step, said, code)
+
     with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
         return launch.finish(
             stage(
@@ -213,9 +272,10 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
                     "places": places,
                     "resume": options.resume or launch.restarted(mesh),
                     "source": source,
-                    "say": say if mesh.main else lambda line: None,
+                    "say": said,
                     "trackers": trackers(options, places, verb) if mesh.main else (),
                     "mesh": mesh,
+                    "start": begin(),
                 }
             )
         )
@@ -233,6 +293,7 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
 
 def verb_run(verb: str, rest: list[str]) -> int:
     from quern.stages import whole
+    from quern.stages.offered import named
 
     command = command_line(verb, rest)
     options, source = parse(verb, rest, Whole)
@@ -241,8 +302,10 @@ def verb_run(verb: str, rest: list[str]) -> int:
         options.where.machine(),
         places_of(options.where),
         questions=options.questions,
+        fine_tune=options.sft,
         source=source,
         command=command,
+        named=set(named(rest)),
         say=say,
     )
 

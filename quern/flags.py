@@ -16,6 +16,7 @@ from quern import machine as machines
 from quern.recipe import FOR_FINE_TUNING, IN_FINE_TUNING, Recipe
 from quern.refusals import flag
 from quern.stages.offered import field_names, named
+from quern.stages.saved import NEWEST
 
 
 def say(line: str) -> None:
@@ -65,6 +66,10 @@ class Whole:
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
     questions: int = 200
     """Held-out questions of each kind, to evaluate with."""
+    sft: bool = True
+    """--no-sft leaves a base model: no fine-tuning on conversations."""
+    resume: bool = False
+    """Go on with a run that there is: its recipe, text and tokenizer. Without it, a run that there is goes on too."""
 
     def __post_init__(self) -> None:
         _refuse_below_1("--questions", self.questions)
@@ -77,7 +82,11 @@ class Training:
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
     resume: bool = False
-    """Go on from the newest good checkpoint."""
+    """Go on from the newest good checkpoint, with the recipe, text and tokenizer that the run has."""
+    start: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """Begin with the model of this run instead of random weights; --run names the new run."""
+    from_step: str = NEWEST
+    """Which checkpoint of it: newest, before-warmdown (kept from before the rates fell), or a step."""
     ranks: int = 1
     """Processes on this machine that train together."""
     tp: int = 1
@@ -94,6 +103,8 @@ class Training:
         _refuse_below_1("--tp", self.tp)
         if self.restarts < 0:
             raise ValueError(f"--restarts must be at least 0, not {self.restarts}")
+        if self.resume and self.start is not None:
+            raise ValueError("--resume goes on with a run, and --from begins a new one: give one of them")
         if self.timeout <= 0:
             raise ValueError(f"--timeout must be above 0 seconds, not {self.timeout:g}")
 
@@ -199,7 +210,6 @@ def without(verb: str, recipe: Recipe) -> dict[str, str]:
             follows
             | alone
             | {
-                "resume": "is not needed: `quern run` goes on where it was stopped",
                 "track": "is for `quern pretrain` and `quern sft`",
             }
         )
@@ -269,12 +279,16 @@ IDLE: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
 """A field, when it would be without effect, and what to say where it is set all the same."""
 
 
-def refuse_idle(recipe: Recipe, arguments: Sequence[str]) -> None:
-    """Raises ValueError for a field that is set, by a flag or by the recipe's file, and would do nothing."""
+def refuse_idle(recipe: Recipe, arguments: Sequence[str], saved: bool = False) -> None:
+    """Raises ValueError for a field that is set, by a flag or by the recipe's file, and would do nothing.
+
+    saved: the recipe is that of a run, whose fields are all set: only those that the flags name count.
+    """
     given = set(named(arguments))
     for name, idle, why in IDLE:
         part, _, field_name = name.rpartition(".")
         body = getattr(recipe, part) if part else recipe
         default = next(f.default for f in fields(body) if f.name == field_name)
-        if (name in given or getattr(body, field_name) != default) and idle(recipe):
+        set_here = name in given or (not saved and getattr(body, field_name) != default)
+        if set_here and idle(recipe):
             raise ValueError(f"--{flag(name)} {why}")

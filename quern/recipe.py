@@ -210,6 +210,8 @@ class Recipe:
     """A .jsonl of conversations to fine-tune on; by default the built-in world's."""
     seed: int = 0
     """Of the first weights, the order of the batches and the built-in world."""
+    data_seed: int | None = None
+    """Of the order of the batches alone; by default the seed."""
     unused: tuple[str, ...] = ()
     """Fields, such as model.softcap, that the callables above do not read: setting one is refused."""
     text: TextRecipe = field(default_factory=TextRecipe)
@@ -305,6 +307,7 @@ def resolve(recipe: Recipe) -> Recipe:
     sft_tokens = min(train.batch_tokens, max(model.context, SFT_BATCH_TOKENS)) // model.context * model.context
     return replace(
         recipe,
+        data_seed=recipe.seed if recipe.data_seed is None else recipe.data_seed,
         text=text,
         model=model,
         optim=_resolve_optim(recipe, train, width),

@@ -91,16 +91,16 @@ class StageFolder:
     def write_recipe(self, recipe_json: dict[str, Any], source: str | None) -> None:
         """Write recipe.json and, where the recipe came from a file, that file's text as recipe_source.py."""
         text = json.dumps(recipe_json, indent=2, allow_nan=False)
-        _replace(self.path / "recipe.json", text + "\n")
+        write_whole(self.path / "recipe.json", text + "\n")
         if source is not None:
-            _replace(self.path / "recipe_source.py", source)
+            write_whole(self.path / "recipe_source.py", source)
 
     def rewind(self, step: int) -> None:
         """Drop metric lines of steps after `step`, all at once: a resumed run writes them again."""
         path = self.path / METRICS
         kept = [fields for fields in _read(path) if fields.get("step") is None or fields["step"] <= step]
         self._metrics.close()
-        _replace(path, "".join(json.dumps(fields) + "\n" for fields in kept))
+        write_whole(path, "".join(json.dumps(fields) + "\n" for fields in kept))
         self._metrics = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ def _drop_torn_end(file: Path) -> None:
         os.truncate(file, len(whole))
 
 
-def _replace(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Write `file` whole or not at all."""
     part = file.with_name(file.name + ".part")
     with part.open("w", encoding="utf-8") as stream:

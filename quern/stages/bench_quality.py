@@ -23,8 +23,8 @@ from quern.records import read_metrics
 from quern.stages import pretrain
 from quern.stages.bench_record import Measure, Outcome
 from quern.stages.load import load
+from quern.stages.origin import data_of_run
 from quern.stages.places import Places
-from quern.stages.prepare import prepare
 from quern.text.documents import read
 from quern.text.tokenizer import well_formed
 
@@ -59,7 +59,7 @@ def quality(
     if code:
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {places.folder}")
     loaded = load(places, machine, say, "pretrain")
-    prepared = prepare(loaded.recipe, out, say)
+    prepared = data_of_run(loaded.recipe, places, say)
     rows = pretrain.micro_batch_rows(loaded.recipe)
     batches = windows(prepared.val, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
     score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)

@@ -16,8 +16,9 @@ from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.stages.load import Loaded, load
+from quern.stages.origin import data_of_run
 from quern.stages.places import STAGES, Places
-from quern.stages.prepare import Prepared, prepare
+from quern.stages.prepare import Prepared
 from quern.stages.pretrain import micro_batch_rows
 from quern.text.chat import Message, render_prompt
 from quern.text.documents import read_conversations
@@ -54,7 +55,7 @@ def run(
     prepared: Prepared | None = None
     for name in ["untrained", *stages]:
         loaded = load(places, machine, say, stages[0] if name == "untrained" else name, callables)
-        prepared = prepared or prepare(loaded.recipe, places.out, lambda line: None, loaded.tokenizer)
+        prepared = prepared or data_of_run(loaded.recipe, places, lambda line: None)
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = Loaded(fresh, loaded.tokenizer, loaded.recipe, name, 0)

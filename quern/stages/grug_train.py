@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,23 @@ from quern.grug.evaluate import validate
 from quern.grug.mesh import batch_shards, check_fits, wait_for_all
 from quern.grug.state import StepConfig, TrainState, init_state, step_config
 from quern.recipe import Recipe, resolve
-from quern.records import StageFolder, git_hash
+from quern.records import StageFolder, git_hash, write_whole
+from quern.stages.origin import (
+    FILE,
+    Origin,
+    data_of_run,
+    make_origin,
+    open_data,
+    read_origin,
+    refuse_second_tokenizer,
+    with_absolute_paths,
+)
 from quern.stages.places import Places
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_vocabulary, make_loader, micro_batch_rows
 from quern.stages.progress import Meter
-from quern.stages.start import refuse_other_recipe
+from quern.stages.run_lock import run_lock
+from quern.stages.saved import changes
 from quern.text.tokenizer import Tokenizer
 from quern.train.guard import EXIT_DONE
 
@@ -69,22 +81,42 @@ def run(
         raise ValueError("the JAX twin trains for steps, not for minutes: give --train.steps")
     if recipe.train.fp8 != "off":
         raise ValueError("the JAX twin has no FP8: leave --train.fp8 out")
-    recipe = resolve(recipe)
     first = jax.process_index() == 0
-    prepared = _prepare(recipe, places.out, say)
+    with run_lock(places, command) if first else nullcontext():
+        common: dict[str, Any] = {"resume": resume, "command": command, "say": say, "trackers": trackers}
+        return _run(resolve(with_absolute_paths(recipe)), mesh, places, dtype=dtype, **common)
+
+
+def _run(
+    recipe: Recipe,
+    mesh: Mesh,
+    places: Places,
+    *,
+    dtype: str,
+    resume: bool,
+    command: str,
+    say: Callable[[str], None],
+    trackers: tuple,
+) -> int:
+    path, first = places.stage(STAGE), jax.process_index() == 0
+    origin = read_origin(path) if resume else None
+    prepared = _prepare(recipe, places, origin, say)
     recipe = fit_vocabulary(recipe, prepared)
     rows = micro_batch_rows(recipe)
     check_fits(recipe.model, mesh, rows)
-    if resume:
-        refuse_other_recipe(recipe, path)
-    if first:
+    changed = changes(recipe, path) if resume else []
+    if first and origin is None:
         places.folder.mkdir(parents=True, exist_ok=True)
         prepared.tokenizer.save(places.folder / "tokenizer.json")
     cfg = step_config(recipe, dtype)
     flops = flops_per_token(recipe.model, mesh)
     records = path if first else path / f"process-{jax.process_index()}"
     with jax.set_mesh(mesh), StageFolder(records, trackers) as folder:
+        if origin is None:
+            write_whole(records / FILE, json.dumps(make_origin(places, prepared, None).to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), None)
+        for line in changed:
+            say(line)
         _write_facts(folder.path, mesh, dtype, command, flops)
         state, counters = init_state(recipe.seed, cfg), train.Counters()
         if resume and (found := train.resume(path / "checkpoints", state, mesh, say)):
@@ -103,7 +135,7 @@ def run(
 def evaluate(places: Places, mesh: Mesh, *, dtype: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Bits per byte of the run's newest state; appends to evaluate.jsonl."""
     loaded = load(places, mesh, dtype, say)
-    prepared = prepare(loaded.recipe, places.out, lambda line: None)
+    prepared = data_of_run(loaded.recipe, places, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
         rows = _eval_rows(loaded.recipe, mesh)
         score = validate(loaded.state.params, prepared.val, loaded.tokenizer.token_bytes(), rows, mesh, loaded.cfg)
@@ -170,11 +202,15 @@ def _plan(recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh, rows:
     )
 
 
-def _prepare(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Prepared:
+def _prepare(recipe: Recipe, places: Places, origin: Origin | None, say: Callable[[str], None]) -> Prepared:
     """Text is prepared by process 0 alone; the others wait, then find it done."""
     if jax.process_index() > 0:
         wait_for_all("prepared")
-    prepared = prepare(recipe, out, say)
+    if origin is not None:
+        prepared = open_data(recipe, places, origin, say, named=True)
+    else:
+        prepared = prepare(recipe, places.out, say)
+        refuse_second_tokenizer(places, prepared.tokenizer)
     if jax.process_index() == 0:
         wait_for_all("prepared")
     return prepared

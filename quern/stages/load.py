@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quern.machine import Machine
 from quern.recipe import Recipe
+from quern.stages.origin import Origin, read_origin, require_tokenizer
 from quern.stages.places import STAGES, Places
 from quern.stages.sft import load_weights
 from quern.text.tokenizer import Tokenizer
@@ -34,7 +35,8 @@ def load(
 ) -> Loaded:
     """The newest good checkpoint of a stage (by default of the last stage there is).
 
-    callables: those of the recipe (`Recipe.callables`), needed when it came from a file outside quern. Raises
+    callables: those of the recipe (`Recipe.callables`), where the user named its file; by default the file that the run
+    keeps is used. Raises
     FileNotFoundError, saying what to run first, when there is no checkpoint, CheckpointError when none is good.
     """
     tokenizer = places.tokenizer()
@@ -44,9 +46,9 @@ def load(
         if found is None:
             continue
         tensors, meta = checkpoint.load(found[0])
-        recipe = places.read_recipe(meta["recipe"], name, callables or {})
-        if meta["tokenizer"] != tokenizer.fingerprint:
-            raise ValueError(f"{found[0]} was trained with another tokenizer than {places.folder / 'tokenizer.json'}")
+        origin = read_origin(places.stage(name)) or Origin(meta["tokenizer"])
+        recipe = places.read_recipe(meta["recipe"], name, origin.source, callables)
+        require_tokenizer(places, tokenizer, replace(origin, tokenizer=meta["tokenizer"]))
         model = build_model(recipe, machine, None)
         load_weights(model, weights_of(tensors))
         return Loaded(model.eval(), tokenizer, recipe, name, meta["state"]["step"])

@@ -78,6 +78,16 @@ def named(arguments: Sequence[str]) -> Iterator[str]:
             yield part + dot + name.removeprefix("no_")
 
 
+def value_of(arguments: Sequence[str], name: str) -> str | None:
+    """The value that follows --name or --name=; the last one counts, as for tyro."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        typed_name, equals, value = argument.partition("=")
+        if typed_name == f"--{name}":
+            found = value if equals else following
+    return found
+
+
 def _as_flags(flags: type, kind: type) -> Any:
     """The annotation of `flags.recipe`, for another type."""
     markers = getattr(get_type_hints(flags, include_extras=True)["recipe"], "__metadata__", ())

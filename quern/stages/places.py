@@ -7,6 +7,7 @@ out/runs/<run>/{pretrain,sft}/  recipe.json  metrics.jsonl  events.jsonl  checkp
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.recipe import Recipe
+from quern.recipe_file import read_recipe_file
 from quern.text.tokenizer import Tokenizer
 
 STAGES = ("pretrain", "sft")
@@ -49,6 +51,11 @@ class Places:
     def checkpoints(self, stage: str) -> Path:
         return self.stage(stage) / "checkpoints"
 
+    def has_trained(self, stage: str) -> bool:
+        """Whether a stage has saved a checkpoint, good or damaged."""
+        folder = self.checkpoints(stage)
+        return folder.is_dir() and any(path.name.startswith("step-") for path in folder.iterdir())
+
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises FileNotFoundError naming the runs that there are, ValueError where it is damaged,
         naming the copy of it that there is."""
@@ -58,20 +65,20 @@ class Places:
         try:
             return Tokenizer.load(path)
         except ValueError as error:
-            raise ValueError(f"{error}. The run's model knows no other: {self._tokenizer_copy(path)}") from error
+            facts = self.folder / "run.json"
+            known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
+            mark = known.get("tokenizer", {}).get("fingerprint")
+            raise ValueError(f"{error}. The run's model knows no other: {self.tokenizer_copy(mark)}") from error
 
-    def _tokenizer_copy(self, path: Path) -> str:
-        """Where the tokenizer of run.json lies a second time, for messages. path: where it is needed."""
-        facts = self.folder / "run.json"
-        known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
-        mark = known.get("tokenizer", {}).get("fingerprint")
+    def tokenizer_copy(self, mark: str | None) -> str:
+        """Where another copy of the run's tokenizer is, for messages. mark: the first digits of its fingerprint."""
         for copy in sorted((self.out / "tokenizers").glob("*.json")):
             try:
                 found = Tokenizer.load(copy).fingerprint
             except ValueError:
                 continue  # damaged as well
             if mark is not None and found.startswith(mark):
-                return f"a sound copy is there, `cp {copy} {path}`"
+                return f"a sound copy is there, `cp {copy} {self.folder / 'tokenizer.json'}`"
         return f"put back a copy of it (fingerprint {mark or 'unknown'}); under {self.out / 'tokenizers'} there is none"
 
     def known(self) -> str:
@@ -79,19 +86,37 @@ class Places:
         runs = sorted(path.name for path in (self.out / "runs").glob("*") if path.is_dir())
         return f"name one of {', '.join(runs)} with --run" if runs else "make one with `quern run`"
 
-    def read_recipe(self, body: dict[str, Any], stage: str, callables: Mapping[str, Callable[..., Any]]) -> Recipe:
-        """The recipe in a checkpoint of a stage. Raises ValueError saying how its code, if it is not quern's, is handed
-        over."""
-        names = [value for name, value in body.items() if name.startswith("make_") and name not in callables]
-        foreign = [name for name in names if isinstance(name, str) and not name.startswith("quern.")]
-        if foreign:
+    def read_recipe(
+        self,
+        body: dict[str, Any],
+        stage: str,
+        digest: str | None = None,
+        callables: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> Recipe:
+        """The recipe in a checkpoint of a stage.
+
+        Args:
+            body: The recipe as JSON.
+            stage: The stage whose recipe it is; its folder keeps the recipe's own file, if it came from one.
+            digest: SHA-256 of that file when training began (origin.json); a file that differs is not executed.
+            callables: The recipe's code, where the user named its file.
+
+        Raises:
+            ValueError: The recipe's own code is not there, or is not the same.
+        """
+        names = [value for name, value in body.items() if name.startswith("make_") and isinstance(value, str)]
+        foreign = [name for name in names if not name.startswith("quern.")]
+        if foreign and not callables:
             kept = self.stage(stage) / "recipe_source.py"
-            file = kept if kept.exists() else "FILE.py"
-            raise ValueError(
-                f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}): name its file after the verb, as in "
-                f"`quern chat {file} {self.flags}`"
-            )
-        return Recipe.from_json(body, **callables)
+            found = hashlib.sha256(kept.read_bytes()).hexdigest() if kept.exists() else None
+            if found is None or found != digest:
+                state = "is not kept with it" if found is None else f"was changed after training ({kept})"
+                raise ValueError(
+                    f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}), whose file {state}: name the "
+                    f"file after the verb, as in `quern chat FILE.py {self.flags}`"
+                )
+            callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
+        return Recipe.from_json(body, **(callables or {}))
 
     def no_good_checkpoint(self, stage: str) -> str:
         """What to say of a stage all of whose checkpoints are damaged."""

@@ -49,19 +49,33 @@ def room_of_a_rank(machine: Machine, mesh: Mesh) -> float:
     return machine_memory() / here - INTERPRETER_BYTES
 
 
-def refuse_what_cannot_fit(
+def memory_check(
     recipe: Recipe, machine: Machine, mesh: Mesh, say: Callable[[str], None], room: float | None = None
-) -> None:
-    """Raises ValueError with the numbers and a setting that fits. recipe: not resolved; room: bytes, None looks."""
+) -> tuple[float, float] | None:
+    """Refuses what cannot fit in memory.
+
+    Args:
+        recipe: What to train, not resolved.
+        machine: What computes.
+        mesh: The ranks.
+        say: Takes lines for the user.
+        room: Bytes that a rank may take; None finds out.
+
+    Returns:
+        Bytes that a rank needs and may take; None where the need is not known beforehand.
+
+    Raises:
+        ValueError: It cannot fit; the message holds the numbers and a setting that fits.
+    """
     room = room_of_a_rank(machine, mesh) if room is None else room
     resolved = resolve(recipe)
     try:
         needed = _needed(resolved, machine, mesh.dp, mesh.tp)
     except RuntimeError as error:  # a model may do what cannot be done without numbers; it trains all the same
         say(f"memory is not checked beforehand: {str(error).splitlines()[0]}")
-        return
+        return None
     if needed.peak * (1 - ERROR) <= room:
-        return
+        return needed.peak, room
     where = "a GPU has" if machine.device.type == "cuda" else "a rank may have of this machine's memory"
     raise ValueError(
         f"this cannot fit: a rank needs {_gb(needed.peak)} ({_gb(needed.parameters)} parameters, "

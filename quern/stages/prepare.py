@@ -38,12 +38,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenizer, the two splits, and what the report says of them."""
+    """The tokenizer, the two splits, and what the report says of them.
+
+    text: fingerprint of the text's content; tokens: of the shards, from tokenizer and text; folder: of the shards, None
+    for data that was tokens already.
+    """
 
     tokenizer: Tokenizer
     train: Corpus
     val: Corpus
     facts: dict[str, Any]
+    text: str
+    tokens: str
+    folder: Path | None = None
 
 
 def open_source(recipe: Recipe, out: Path) -> Source:
@@ -174,7 +181,9 @@ def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: To
     if is_tokens(recipe.data):
         tokenizer, train, val = open_tokens(recipe)
         samples = {"validation text": sample(val, tokenizer)}
-        return Prepared(tokenizer, train, val, _facts(Path(recipe.data).stem, samples, tokenizer, train, val))
+        text = text_fingerprint(recipe, out)
+        facts = _facts(Path(recipe.data).stem, samples, tokenizer, train, val)
+        return Prepared(tokenizer, train, val, facts, text, fingerprint(tokenizer.fingerprint, text))
     source = open_source(recipe, out)
     tokenizer = tokenizer or train_tokenizer(recipe, source, out, say)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
@@ -191,7 +200,15 @@ def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: To
         if recipe.data == "tinyworld"
         else {"validation text": "\n".join(islice(source.read("val"), 50))}
     )
-    return Prepared(tokenizer, train, val, _facts(source.name, samples, tokenizer, train, val))
+    facts = _facts(source.name, samples, tokenizer, train, val)
+    return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder)
+
+
+def text_fingerprint(recipe: Recipe, out: Path) -> str:
+    """The fingerprint of the recipe's text and of how it is split, without preparing it. recipe: resolved."""
+    if is_tokens(recipe.data):
+        return fingerprint(str(recipe.text.val_megabytes), *_marks(Path(recipe.data)))
+    return open_source(recipe, out).fingerprint
 
 
 def _tokenize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,19 +23,31 @@ from quern.model.count import flops_per_token
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, Recipe, batch_rule, resolve
+from quern.stages.origin import (
+    Origin,
+    make_origin,
+    open_data,
+    read_origin,
+    refuse_second_tokenizer,
+    require_same,
+    source_digest,
+    with_absolute_paths,
+)
+from quern.stages.overview import overview
 from quern.stages.places import Places, refuse_unwritable
-from quern.stages.preflight import refuse_what_cannot_fit
+from quern.stages.preflight import memory_check
 from quern.stages.prepare import Prepared, prepare
+from quern.stages.run_lock import run_lock
+from quern.stages.saved import Start, changes, warmdown_start
 from quern.stages.start import (
     describe_run,
     lower_precision,
     main_first,
     measure_peak_flops,
     open_folder,
-    refuse_other_recipe,
     train_with_meter,
 )
-from quern.train import loop
+from quern.train import checkpoint, loop
 from quern.train.checkpoint import steps as saved_steps
 from quern.train.guard import EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state
@@ -55,50 +67,139 @@ def run(
     say: Callable[[str], None],
     trackers: tuple = (),
     mesh: Mesh | None = None,
+    named: Collection[str] = (),
+    start: Start | None = None,
+    go_on: str | None = None,
 ) -> int:
-    """Trains to the recipe's horizon; returns an exit code. recipe: unresolved. On a mesh every rank calls this.
+    """Trains to the recipe's horizon. On a mesh every rank calls this.
 
-    Raises ValueError when the run exists and `resume` was not asked for, or was trained with another recipe.
+    Args:
+        recipe: What to train; fields that are None follow from depth.
+        machine: What computes.
+        places: The run.
+        resume: Go on from the newest good checkpoint.
+        source: The text of the recipe's own file, if it came from one.
+        command: The command line, for the record.
+        say: Takes lines for the user.
+        trackers: Where metrics also go.
+        mesh: The ranks; None is this process alone.
+        named: Fields that the user named in this command.
+        start: The checkpoint of another run that this one begins with; None begins with random weights.
+        go_on: The command that goes on after a stop, for messages.
+
+    Returns:
+        An exit code of `train.guard`.
+
+    Raises:
+        ValueError: The run exists and `resume` was not asked for; or its recipe, text or tokenizer is another one.
+        RunInUseError: Another process trains in the run.
     """
-    path = places.stage("pretrain")
-    if saved_steps(path / "checkpoints") and not resume:
+    mesh = mesh or alone()
+    if saved_steps(places.checkpoints("pretrain")) and not resume:
         raise ValueError(
-            f"run '{places.run}' has been pretrained already: go on with --resume, or name another run with --run"
+            f"run '{places.run}' has been pretrained already: go on with --resume, train on from its model with "
+            f"`quern pretrain --from {places.run} --run NAME`, or name another run with --run"
         )
     refuse_unwritable(places.out)
-    mesh = mesh or alone()
-    refuse_what_cannot_fit(recipe, machine, mesh, say)
-    asked, recipe = recipe, resolve(recipe)
+    with run_lock(places, command, mesh):
+        common = {"source": source, "say": say, "trackers": trackers, "named": named, "start": start}
+        go_on = go_on or f"`quern pretrain --resume {places.flags}`"
+        return _run(recipe, machine, places, mesh, resume=resume, command=command, go_on=go_on, **common)
+
+
+def _run(
+    recipe: Recipe,
+    machine: Machine,
+    places: Places,
+    mesh: Mesh,
+    *,
+    resume: bool,
+    source: str | None,
+    command: str,
+    say: Callable[[str], None],
+    trackers: tuple,
+    named: Collection[str],
+    start: Start | None,
+    go_on: str,
+) -> int:
+    path = places.stage("pretrain")
+    needed = memory_check(recipe, machine, mesh, say)
+    asked = with_absolute_paths(recipe)
+    recipe = resolve(asked)
+    origin = read_origin(path) if resume else None
     with main_first(mesh):
-        prepared = prepare(recipe, places.out, say)
+        if origin is not None:
+            prepared = open_data(recipe, places, origin, say, named="data" in named)
+        else:
+            prepared = prepare(recipe, places.out, say, start and start.places.tokenizer())
+            refuse_second_tokenizer(places, prepared.tokenizer)
     recipe = fit_vocabulary(recipe, prepared)
     model = shard_model(build_model(recipe, machine, recipe.seed), mesh)
     precision = lower_precision(recipe, model, say)
     compile_model(model, machine)
     if recipe.train.minutes is not None:
-        steps = fit_minutes(recipe, machine, model, prepared.train, path, say, mesh, resume)
+        steps = fit_minutes(recipe, asked, machine, model, prepared.train, path, say, mesh, resume)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.init_parameters(machine.generator(recipe.seed))
-    if resume:
-        refuse_other_recipe(recipe, path, besides=FOR_FINE_TUNING)
+    changed = changes(recipe, path, besides=FOR_FINE_TUNING) if resume else []
     loader = make_loader(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
-    evaluator, tokenizer = validation(recipe, prepared, machine), prepared.tokenizer.fingerprint
-    assert recipe.train.steps
+    base = None if start is None else load_start(state, start, say)
+    if origin is None:
+        origin = make_origin(places, prepared, source, base)
+    elif source is not None:
+        origin = replace(origin, source=source_digest(source))
+    evaluator = validation(recipe, prepared, machine)
+    assert recipe.train.steps and recipe.optim.lr_scale is not None
     schedule = recipe.make_schedule(recipe.train)
-    plan = make_plan(recipe, machine, mesh, recipe.train.steps, schedule, evaluator, tokenizer)
-    if mesh.main:  # nothing is written of a run that is refused
-        facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
+    plan = make_plan(recipe, machine, mesh, recipe.train.steps, schedule, evaluator, origin)
+    plan = replace(
+        plan,
+        keep_step=warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
+        go_on=go_on,
+        lower_rates=f"--optim.lr-scale {recipe.optim.lr_scale / 2:.3g}",
+    )
+    resumed = resume and loop.resume(state, path / "checkpoints", say, lambda meta, at: require_same(meta, origin, at))
+    if state.step > plan.steps:
+        raise ValueError(
+            f"run '{places.run}' has trained for {state.step:,} steps, so train.steps {plan.steps:,} is behind it: "
+            "give more steps, or leave --train.steps out"
+        )
+    facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
+    if mesh.main and not resumed:  # nothing is written of a run that is refused
         describe_run(recipe, machine, places, facts, command)
         prepared.tokenizer.save(places.folder / "tokenizer.json")
-    with open_folder(path, recipe, source, trackers, mesh) as folder:
-        if resume and loop.resume(state, folder, say):
+    with open_folder(path, recipe, source, trackers, mesh, origin) as folder:
+        if resumed:
             say(f"resumed at step {state.step:,}")
+            folder.event("command", command=command, changed=changed)
+        elif start is not None:
+            checkpoint.save(path / "checkpoints", 0, state.slices(), plan.meta | {"state": state.meta()}, 1, mesh=mesh)
+        for line in [*changed, *overview(recipe, plan, prepared, needed, mesh)]:
+            say(line)
         say(f"pretraining: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens")
         code = train_with_meter("pretraining", state, loader, plan, machine, folder, mesh)
     if code == EXIT_DONE:
         say(f"pretrained on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {path}")
     return code
+
+
+def load_start(state: TrainState, start: Start, say: Callable[[str], None]) -> dict[str, Any]:
+    """Puts the weights, and the optimizer's moments where they fit, of another run's checkpoint into a fresh state.
+
+    Returns:
+        Where they come from, for the record.
+    """
+    base = start.base
+    try:
+        state.optimizer.load_state_tensors(start.tensors)
+        moments = "its optimizer state goes on"
+    except ValueError:  # another optimizer: the weights alone, which must fit
+        weights = {name: tensor for name, tensor in start.tensors.items() if name.startswith("master.")}
+        state.optimizer.load_state_tensors(state.tensors() | weights)
+        moments = "the optimizer begins afresh, since it is another one"
+    say(f"weights: step {base['step']:,} of {base['stage']} in run '{base['run']}'; {moments}")
+    return base
 
 
 def make_plan(
@@ -108,9 +209,9 @@ def make_plan(
     steps: int,
     schedule: Callable[[int], Multipliers],
     evaluator: loop.Evaluator,
-    tokenizer: str,
+    origin: Origin,
 ) -> loop.Plan:
-    """What the loop is to do, of pretraining and of fine-tuning. tokenizer: its fingerprint."""
+    """What the loop is to do, of pretraining and of fine-tuning."""
     train = recipe.train
     assert train.save_every and train.eval_every
     return loop.Plan(
@@ -125,7 +226,12 @@ def make_plan(
         flops_per_token=flops_per_token(recipe),
         peak_flops=measure_peak_flops(machine) * mesh.world.size,
         evaluators=[(train.eval_every, evaluator)],
-        meta={"recipe": recipe.to_json(), "tokenizer": tokenizer, "seed": recipe.seed},
+        meta={
+            "recipe": recipe.to_json(),
+            "tokenizer": origin.tokenizer,
+            "seed": recipe.seed,
+            "origin": origin.to_json(),
+        },
     )
 
 
@@ -140,9 +246,10 @@ def make_loader(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Batc
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
     assert context and batch_tokens
     rows = rows or max(1, batch_tokens // context)
+    seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
     if recipe.train.packing == "stream":
-        return StreamLoader(corpus, context, rows, recipe.seed)
-    return Loader(corpus, context, rows, recipe.seed, recipe.train.packing)
+        return StreamLoader(corpus, context, rows, seed)
+    return Loader(corpus, context, rows, seed, recipe.train.packing)
 
 
 def micro_batch_rows(recipe: Recipe) -> int:
@@ -173,6 +280,7 @@ def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Eva
 
 def fit_minutes(
     recipe: Recipe,
+    asked: Recipe,
     machine: Machine,
     model: Any,
     corpus: Corpus,
@@ -183,8 +291,9 @@ def fit_minutes(
 ) -> dict[str, int]:
     """→ the steps, and tokens in each, that fit into `minutes`: from the time of a few steps, which change the model.
 
-    The batch follows from the horizon, and the horizon from the batch and the speed: iterated until they agree. On
-    resume the steps are those in the run's own recipe. recipe: resolved.
+    The batch is the one that was asked for. Else it follows from the horizon, and the horizon from the batch and the
+    speed: iterated until they agree. On resume the steps are those in the run's own recipe. recipe: resolved; asked: as
+    the user gave it.
     """
     assert recipe.train.minutes is not None
     if mesh.tp > 1:
@@ -201,6 +310,8 @@ def fit_minutes(
         for _ in range(8):
             step_seconds = micro_seconds * batch_tokens / (micro_tokens * mesh.dp) + update_seconds
             steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
+            if asked.train.batch_tokens is not None:
+                break
             batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
         say(f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine")
     return {"steps": steps, "batch_tokens": batch_tokens}

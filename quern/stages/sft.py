@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
@@ -23,22 +22,29 @@ from quern.mesh import Mesh, alone
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, SftRecipe, resolve
-from quern.stages.places import Places
+from quern.stages.origin import (
+    Origin,
+    corpus_fingerprint,
+    read_origin,
+    refuse_other_conversations,
+    refuse_second_tokenizer,
+    require_same,
+    require_tokenizer,
+    source_digest,
+    with_absolute_paths,
+)
+from quern.stages.places import Places, refuse_unwritable
 from quern.stages.prepare import fetch
 from quern.stages.pretrain import compile_model, make_plan, micro_batch_rows
-from quern.stages.start import (
-    lower_precision,
-    open_folder,
-    refuse_other_recipe,
-    train_with_meter,
-)
+from quern.stages.run_lock import run_lock
+from quern.stages.saved import NEWEST, Start, changes, read_saved, read_start
+from quern.stages.start import describe_run, lower_precision, main_first, open_folder, train_with_meter
 from quern.text import hub, tinyworld
 from quern.text.chat import Message, render
 from quern.text.documents import read_conversations
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
-from quern.train.manifest import CheckpointError
 from quern.train.state import TrainState, build_model, build_state, weights_of
 
 HELD_OUT_EVERY = 50
@@ -51,42 +57,127 @@ def run(
     *,
     resume: bool,
     source: str | None,
+    command: str,
     say: Callable[[str], None],
     trackers: tuple = (),
     mesh: Mesh | None = None,
+    start: Start | None = None,
+    go_on: str | None = None,
 ) -> int:
-    """Fine-tunes the run's base model; returns an exit code. On a mesh every rank calls this.
+    """Fine-tunes a base model. On a mesh every rank calls this.
 
-    recipe: unresolved; what counts of it is `follow`'s. Raises FileNotFoundError without a base model, CheckpointError
-    without a good one, ValueError when it was fine-tuned and `resume` was not asked for.
+    Args:
+        recipe: What the user asked for; what counts of it is said in `follow`.
+        machine: What computes.
+        places: The run.
+        resume: Go on from the newest good checkpoint.
+        source: The text of the recipe's own file, if the user named one.
+        command: The command line, for the record.
+        say: Takes lines for the user.
+        trackers: Where metrics also go.
+        mesh: The ranks; None is this process alone.
+        start: The model to fine-tune, of another run; by default the base model of this one.
+        go_on: The command that goes on after a stop, for messages.
+
+    Returns:
+        An exit code of `train.guard`.
+
+    Raises:
+        FileNotFoundError: There is no base model.
+        CheckpointError: No good checkpoint of it.
+        ValueError: The run was fine-tuned and `resume` was not asked for, or its conversations are others now.
+        RunInUseError: Another process trains in the run.
     """
-    mesh, path = mesh or alone(), places.stage("sft")
-    if checkpoint.steps(path / "checkpoints") and not resume:
+    mesh = mesh or alone()
+    if checkpoint.steps(places.checkpoints("sft")) and not resume:
         raise ValueError(
-            f"run '{places.run}' has been fine-tuned already: go on with --resume, or name another run with --run"
+            f"run '{places.run}' has been fine-tuned already: go on with --resume, or fine-tune again under another "
+            f"name with `quern sft --from {places.run} --run NAME`"
         )
-    asked, tokenizer = recipe, places.tokenizer()
-    base, weights = _base_model(places, recipe.callables() if source else {}, say)
-    recipe = follow(asked, base)
+    if start is None and not places.folder.exists():
+        raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
+    refuse_unwritable(places.out)
+    with run_lock(places, command, mesh):
+        go_on = go_on or f"`quern sft --resume {places.flags}`"
+        common = {"source": source, "say": say, "trackers": trackers, "go_on": go_on, "command": command}
+        return _run(recipe, machine, places, mesh, resume=resume, start=start, **common)
+
+
+def _run(
+    recipe: Recipe,
+    machine: Machine,
+    places: Places,
+    mesh: Mesh,
+    *,
+    resume: bool,
+    source: str | None,
+    command: str,
+    say: Callable[[str], None],
+    trackers: tuple,
+    start: Start | None,
+    go_on: str,
+) -> int:
+    path, asked = places.stage("sft"), with_absolute_paths(recipe)
+    callables = recipe.callables() if source else None
+    origin = read_origin(path) if resume else None
+    own = start is None
+    saved = read_saved(places, "sft", callables) if checkpoint.steps(places.checkpoints("sft")) else None
+    if saved is None:
+        start = start or read_start(places, ("pretrain",), NEWEST, say, callables)
+        model_recipe, tokenizer = start.recipe, start.places.tokenizer()
+        refuse_second_tokenizer(places, tokenizer)
+    else:
+        model_recipe, tokenizer = saved, places.tokenizer()
+        if origin is not None:
+            require_tokenizer(places, tokenizer, origin)
+    recipe = follow(asked, model_recipe)
     model = build_model(recipe, machine, None)
-    load_weights(model, weights)
+    if start is not None:
+        load_weights(model, weights_of(start.tensors))
     shard_model(model, mesh)
-    train_corpus, val_corpus = conversations(recipe, tokenizer, places.out)
+    with main_first(mesh):
+        train_corpus, val_corpus = conversations(recipe, tokenizer, places.out)
     loader = _loader(recipe, train_corpus)
     recipe = _with_steps(recipe, asked, loader.steps_per_epoch)
-    if resume:
-        refuse_other_recipe(recipe, path)
+    changed = changes(recipe, path) if resume else []
     precision = lower_precision(recipe, model, say)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
     evaluator = held_out_loss(val_corpus, recipe, machine)
+    found = corpus_fingerprint(train_corpus, val_corpus)
+    if origin is not None:
+        refuse_other_conversations(places, origin, found)
+    elif start is not None:
+        inherited = replace(start.origin, shards=_shards(start, places))
+        digest = source_digest(source) or inherited.source
+        origin = replace(inherited, conversations=found, source=digest, base=start.base)
+    else:
+        origin = Origin(tokenizer.fingerprint, conversations=found)
     assert recipe.sft.steps
-    plan = make_plan(recipe, machine, mesh, recipe.sft.steps, _schedule(recipe.sft), evaluator, tokenizer.fingerprint)
-    with open_folder(path, recipe, source, trackers, mesh) as folder:
-        if resume and loop.resume(state, folder, say):
+    plan = make_plan(recipe, machine, mesh, recipe.sft.steps, _schedule(recipe.sft), evaluator, origin)
+    plan = replace(plan, go_on=go_on, lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}")
+    resumed = resume and loop.resume(state, path / "checkpoints", say, lambda meta, at: require_same(meta, origin, at))
+    if state.step > plan.steps:
+        raise ValueError(
+            f"run '{places.run}' was fine-tuned for {state.step:,} steps, so sft.steps {plan.steps:,} is behind it: "
+            "give more steps, or leave --sft.steps out"
+        )
+    text = _source_text(source, start)
+    if mesh.main and start is not None and not own and not resumed:
+        describe_run(recipe, machine, places, start.facts() | precision, command)
+        tokenizer.save(places.folder / "tokenizer.json")
+    with open_folder(path, recipe, text, trackers, mesh, origin) as folder:
+        if resumed:
             say(f"resumed at step {state.step:,}")
+            folder.event("command", command=command, changed=changed)
+        elif not own:
+            checkpoint.save(path / "checkpoints", 0, state.slices(), plan.meta | {"state": state.meta()}, 1, mesh=mesh)
         packing = {name: round(value, 5) for name, value in loader.report().items()}
         folder.event("data", **packing, **precision)
+        for line in changed:
+            say(line)
+        if start is not None and not own:
+            say(f"weights: step {start.base['step']:,} of {start.stage} in run '{start.places.run}'")
         say(f"fine-tuning: {plan.steps:,} steps on {train_corpus.num_documents:,} conversations")
         code = train_with_meter("fine-tuning", state, loader, plan, machine, folder, mesh)
     if code == EXIT_DONE:
@@ -94,17 +185,18 @@ def run(
     return code
 
 
-def _base_model(
-    places: Places, callables: dict[str, Callable[..., Any]], say: Callable[[str], None]
-) -> tuple[Recipe, dict[str, torch.Tensor]]:
-    """The pretrained model's recipe, with this code, and its fp32 weights by name."""
-    found = checkpoint.latest(places.checkpoints("pretrain"), say)
-    if found is None and checkpoint.steps(places.checkpoints("pretrain")):
-        raise CheckpointError(places.no_good_checkpoint("pretrain"))
-    if found is None:
-        raise FileNotFoundError(f"run '{places.run}' has no base model: run `quern pretrain --run {places.run}` first")
-    tensors, meta = checkpoint.load(found[0])
-    return places.read_recipe(meta["recipe"], "pretrain", callables), weights_of(tensors)
+def _source_text(source: str | None, start: Start | None) -> str | None:
+    """The recipe file to keep with the stage: the one named, else that of the model it starts from."""
+    if source is not None or start is None:
+        return source
+    kept = start.places.stage(start.stage) / "recipe_source.py"
+    return kept.read_text(encoding="utf-8") if kept.exists() else None
+
+
+def _shards(start: Start, places: Places) -> str | None:
+    """The folder of the base run's shards, as this run names it."""
+    shards = start.origin.shards
+    return shards if shards is None or start.places.out == places.out else str((start.places.out / shards).absolute())
 
 
 def follow(asked: Recipe, base: Recipe) -> Recipe:
@@ -156,6 +248,12 @@ def load_weights(model: Any, weights: dict[str, Any]) -> None:
 
 def conversations(recipe: Recipe, tokenizer: Tokenizer, out: Path) -> tuple[Corpus, Corpus]:
     """Training and held-out conversations as masked token ids. Raises ValueError when there are too few."""
+    train, val = read_talks(recipe, out)
+    return _corpus(tokenizer, train), _corpus(tokenizer, val)
+
+
+def read_talks(recipe: Recipe, out: Path) -> tuple[list[list[Message]], list[list[Message]]]:
+    """Training and held-out conversations, each checked. Raises ValueError when there are too few, or one is wrong."""
     if recipe.conversations is None:
         count = recipe.text.tinyworld_conversations
         train = list(tinyworld.conversations(recipe.seed, count, "train"))
@@ -169,7 +267,7 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer, out: Path) -> tuple[Corp
             raise ValueError(f"{source} holds {len(every)} conversations: fine-tuning needs at least 2")
         held_out = max(1, len(every) // HELD_OUT_EVERY)
         train, val = every[held_out:], every[:held_out]
-    return _corpus(tokenizer, train), _corpus(tokenizer, val)
+    return train, val
 
 
 def _corpus(tokenizer: Tokenizer, every: list[list[Message]]) -> Corpus:

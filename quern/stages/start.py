@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
 from quern.model.fp8 import use_fp8
-from quern.recipe import OPERATIONAL, Recipe
-from quern.records import Nowhere, Records, StageFolder, git_hash
+from quern.recipe import Recipe
+from quern.records import Nowhere, Records, StageFolder, git_hash, write_whole
+from quern.stages.origin import FILE, Origin
 from quern.stages.places import Places
 from quern.stages.progress import Meter
 from quern.train import loop
@@ -66,33 +67,6 @@ def lower_precision(recipe: Recipe, model: Any, say: Callable[[str], None]) -> d
     return {"fp8": report.to_json()}
 
 
-def refuse_other_recipe(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> None:
-    """On resume: raises ValueError naming the fields in which the recipe differs from the one in `folder`.
-
-    What only says how training goes (`OPERATIONAL`) may differ; besides: so may these parts and fields.
-    """
-    path = folder / "recipe.json"
-    if not path.exists():
-        return
-    before, now = json.loads(path.read_text(encoding="utf-8")), recipe.to_json()
-    old, new = _flat(before), _flat(now)
-    known = (old.keys() & new.keys()) - OPERATIONAL  # not fields that came later
-    prefixes = tuple(f"{name}." for name in besides)
-    names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
-    if names:
-        raise ValueError(
-            f"cannot resume {folder}: this recipe differs from the one it was trained with in {', '.join(names)}; "
-            "give the same values, or start another run with --run"
-        )
-
-
-def _flat(body: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in body.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: repr(value)})
-    return flat
-
-
 def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
     """A progress function for the loop."""
 
@@ -113,13 +87,20 @@ def train_with_meter(
 
 @contextmanager
 def open_folder(
-    path: Path, recipe: Recipe, source: str | None, trackers: tuple = (), mesh: Mesh | None = None
+    path: Path,
+    recipe: Recipe,
+    source: str | None,
+    trackers: tuple = (),
+    mesh: Mesh | None = None,
+    origin: Origin | None = None,
 ) -> Iterator[Records]:
-    """The stage's records, with its recipe written; rank 0 alone writes."""
+    """The stage's records, with its recipe and origin written; rank 0 alone writes."""
     if mesh is not None and not mesh.main:
         yield Nowhere(path)
         return
     with StageFolder(path, trackers) as folder:
+        if origin is not None:
+            write_whole(path / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), source)
         yield folder
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.stages import evaluate, pretrain, report, sft
-from quern.stages.places import STAGES, Places
+from quern.stages.places import Places
 from quern.stages.report_records import read_run
+from quern.stages.saved import overlay, read_saved
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DONE
 
@@ -20,17 +22,38 @@ def run(
     places: Places,
     *,
     questions: int,
+    fine_tune: bool,
     source: str | None,
     command: str,
+    named: Collection[str],
     say: Callable[[str], None],
 ) -> int:
-    """Prepares, pretrains, fine-tunes, evaluates and reports; returns an exit code."""
-    common: dict[str, Any] = {"source": source, "say": say}
-    steps: list[Callable[[bool], int]] = [
-        lambda resume: pretrain.run(recipe, machine, places, resume=resume, command=command, **common),
-        lambda resume: sft.run(recipe, machine, places, resume=resume, **common),
-    ]
-    for name, step in zip(STAGES, steps, strict=True):
+    """Prepares, pretrains, fine-tunes, evaluates and reports.
+
+    Args:
+        recipe: What to train; fields that are None follow from depth.
+        machine: What computes.
+        places: The run; stages that it has go on where they were stopped.
+        questions: Held-out questions of each kind to evaluate with.
+        fine_tune: Whether to fine-tune the base model on conversations.
+        source: The text of the recipe's own file, if it came from one.
+        command: The command line, for the record.
+        named: Fields that the user named in this command.
+        say: Takes lines for the user.
+
+    Returns:
+        An exit code of `train.guard`.
+    """
+    common: dict[str, Any] = {"source": source, "say": say, "command": command}
+    common["go_on"] = f"`quern run --resume {places.flags}`"
+    steps: dict[str, Callable[[bool], int]] = {
+        "pretrain": lambda resume: pretrain.run(recipe, machine, places, resume=resume, named=named, **common)
+    }
+    if fine_tune:
+        chat_recipe = _for_fine_tuning(recipe, places, named, source)
+        refuse_conversations(chat_recipe, places, say)  # before hours of pretraining, not after
+        steps["sft"] = lambda resume: sft.run(chat_recipe, machine, places, resume=resume, **common)
+    for name, step in steps.items():
         code = step(bool(checkpoint.steps(places.checkpoints(name))))
         if code != EXIT_DONE:
             return code
@@ -42,6 +65,28 @@ def run(
     for line in sample_chat(places):
         say(line)
     return EXIT_DONE
+
+
+def _for_fine_tuning(recipe: Recipe, places: Places, named: Collection[str], source: str | None) -> Recipe:
+    """What is asked of fine-tuning, where the recipe may be the one that pretraining saved."""
+    if places.has_trained("sft"):
+        saved = read_saved(places, "sft", recipe.callables() if source else None)
+        return overlay(saved, recipe, named) if saved else recipe
+    if not places.has_trained("pretrain"):
+        return recipe
+    derived = {name: None for name in ("eval_every", "save_every") if f"train.{name}" not in named}
+    return replace(recipe, train=replace(recipe.train, **derived))
+
+
+def refuse_conversations(recipe: Recipe, places: Places, say: Callable[[str], None]) -> None:
+    """Reads the conversations that fine-tuning will need. Raises what reading them raises."""
+    if recipe.conversations is not None:
+        sft.read_talks(recipe, places.out)
+    elif recipe.data != "tinyworld":
+        say(
+            "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in world, "
+            "to teach it to chat. --no-sft leaves it a base model"
+        )
 
 
 def sample_chat(places: Places) -> list[str]:

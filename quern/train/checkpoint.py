@@ -59,6 +59,7 @@ def save(
     keep: int,
     at: Callable[[str], None] = lambda point: None,
     mesh: Mesh | None = None,
+    keep_step: int | None = None,
 ) -> Path:
     """Write `tensors` and `meta` as the checkpoint of `step`; returns its path. Durable when it returns.
 
@@ -66,6 +67,7 @@ def save(
     slices that this rank holds, and every rank calls this; meta is rank 0's.
     meta: plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal.
     keep: how many whole checkpoints to leave, this one included; they are verified before anything goes.
+    keep_step: the checkpoint of this step is never removed, and does not count.
     at: called with a name before each change of the disk; tests stop the process there.
     Raises CheckpointError, on all ranks, when the disk refuses (full, read-only): earlier checkpoints are then
     untouched.
@@ -99,7 +101,7 @@ def save(
     problem = None
     if mesh.main:
         try:
-            _prune(folder, final, keep, at)
+            _prune(folder, final, keep, at, keep_step)
         except OSError as error:
             problem = f"{final} is saved, but an older one cannot be removed: {error}"
     if (problem := mesh.files.broadcast_object(problem)) is not None:
@@ -258,9 +260,9 @@ def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> No
         _remove(aside, at)
 
 
-def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None]) -> None:
+def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None], keep_step: int | None = None) -> None:
     """Remove what is older than the newest `keep` whole checkpoints; `saved` counts and never goes."""
-    candidates = _candidates(folder)
+    candidates = {step: path for step, path in _candidates(folder).items() if step != keep_step or path == saved}
     if len(candidates) <= keep:
         return
     others = [candidates[step] for step in sorted(candidates, reverse=True) if candidates[step] != saved]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,12 @@ class Plan:
     peak_flops: float
     evaluators: Sequence[tuple[int, Evaluator]] = ()
     save_in_background: bool = False
+    keep_step: int | None = None
+    """A step that is saved and whose checkpoint is never removed: the last one before the rates fall."""
+    go_on: str = "--resume"
+    """How the user goes on after a stop, for messages."""
+    lower_rates: str = "--optim.lr-scale"
+    """The flag that halves the rates, for messages."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Goes into every checkpoint beside the state: the recipe, the tokenizer's fingerprint, …"""
 
@@ -62,15 +69,15 @@ def train(
 ) -> int:
     """Trains from state.step to plan.steps; returns an exit code of `guard.py`.
 
-    say: takes lines for the user; advance: called with each logging line. SIGTERM and SIGINT finish the step, save
-    and return EXIT_STOPPED.
+    say: takes lines for the user; advance: called after each step with its loss, and the speed once that is known.
+    SIGTERM and SIGINT finish the step, save and return EXIT_STOPPED.
     """
     folder.rewind(state.step)  # also where a run died before its first checkpoint
     folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
     window, pace = _Window(), Pace()
     fresh = True
     mesh = state.optimizer.mesh
-    saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background)
+    saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background, plan.keep_step)
     with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan)) as batches:
         for batch in batches:
             mesh.whereabouts.begin_step(state.step, FIRST_STEP if fresh else STEPPING)
@@ -87,25 +94,26 @@ def train(
             seconds = time.perf_counter() - start
             _count(state, result, seconds, window, folder, fresh)
             fresh = False
+            advance(state, {"loss": result.loss} | window.speed())
             if result.verdict == "stop":
-                return _diverged(state, saver, folder, say)
+                return _diverged(state, saver, plan, folder, say)
             if state.step % plan.log_every == 0 or state.step == plan.steps:
-                _log(state, result, window, plan, folder, advance)
-                window = _Window()
+                _log(state, result, window, plan, folder)
+                window = _Window(window.rate())
             asked, slow = _exchange(stop.requested, seconds - mesh.waited_seconds() + waited, mesh, machine, pace)
             stopping = asked and state.step < plan.steps
             if slow:
                 folder.event("slow", step=state.step, reason=slow)
                 say(slow)
             _evaluate(state, plan, folder)
-            if state.step % plan.save_every == 0 or state.step == plan.steps or stopping:
+            if _save_is_due(state.step, plan) or stopping:
                 try:
                     _save(state, saver, plan, last=stopping or state.step == plan.steps)
                 except checkpoint.CheckpointError as error:
                     return _not_saved(error, state, folder, say)
             if stopping:
                 folder.event("stop", step=state.step, reason="signal")
-                say(f"stopped after step {state.step} as asked, and saved: go on with --resume")
+                say(f"stopped after step {state.step} as asked, and saved: go on with {plan.go_on}")
                 return EXIT_STOPPED
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE
@@ -154,17 +162,8 @@ def _count(
         folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
 
 
-def _log(
-    state: TrainState,
-    last: StepResult,
-    window: _Window,
-    plan: Plan,
-    folder: Records,
-    advance: Callable[[TrainState, dict[str, Any]], None],
-) -> None:
-    line = _metrics(state, last, window, plan)
-    folder.metric(**line)
-    advance(state, line)
+def _log(state: TrainState, last: StepResult, window: _Window, plan: Plan, folder: Records) -> None:
+    folder.metric(**_metrics(state, last, window, plan))
     state.unlogged_nats, state.unlogged_tokens = 0.0, 0
 
 
@@ -174,6 +173,10 @@ def _evaluate(state: TrainState, plan: Plan, folder: Records) -> None:
         if state.step % every == 0 or state.step == plan.steps:
             with state.optimizer.mesh.whereabouts.during("evaluating"):
                 folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
+
+
+def _save_is_due(step: int, plan: Plan) -> bool:
+    return step % plan.save_every == 0 or step in (plan.steps, plan.keep_step)
 
 
 def _save(state: TrainState, saver: Saver, plan: Plan, last: bool) -> None:
@@ -193,27 +196,57 @@ def _evaluated(state: TrainState, evaluator: Evaluator) -> dict[str, Any]:
         state.model.train()
 
 
-def resume(state: TrainState, folder: Records, say: Callable[[str], None]) -> bool:
-    """Puts `state` where the newest good checkpoint left it; False when there is none. Rank 0 decides which."""
-    mesh, step = state.optimizer.mesh, None
-    if mesh.main and (found := checkpoint.latest(folder.path / "checkpoints", say)) is not None:
-        step = found[1]["step"]
-    step = mesh.world.broadcast_object(step)
+def resume(
+    state: TrainState,
+    folder: Path,
+    say: Callable[[str], None],
+    check: Callable[[dict[str, Any], Path], None] = lambda meta, path: None,
+) -> bool:
+    """Puts `state` where the newest good checkpoint left it. Rank 0 decides which one that is.
+
+    Args:
+        state: A fresh state around the same model.
+        folder: The checkpoints.
+        say: Takes lines for the user.
+        check: Called with the checkpoint's meta and path before anything is restored; raises to refuse it.
+
+    Returns:
+        False where there is no checkpoint.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none of them is good.
+    """
+    mesh, found = state.optimizer.mesh, None
+    if mesh.main and (found := checkpoint.latest(folder, say)) is None and checkpoint.steps(folder):
+        raise checkpoint.CheckpointError(
+            f"none of the checkpoints under {folder} is good: put back a copy of one, or remove that folder and begin "
+            "again"
+        )
+    step = mesh.world.broadcast_object(found[1]["step"] if found else None)
     if step is None:
-        if mesh.main and checkpoint.steps(folder.path / "checkpoints"):
-            say("none of the checkpoints is good: it begins anew")
         return False
-    tensors, meta = checkpoint.load(checkpoint.path_of(folder.path / "checkpoints", step), verified=True)
+    path = checkpoint.path_of(folder, step)
+    tensors, meta = checkpoint.load(path, verified=True)
+    check(meta, path)
     state.restore(tensors, meta["state"])
     return True
 
 
 @dataclass
 class _Window:
-    """What was timed since the last logging line."""
+    """What was timed since the last logging line. earlier: tokens per second of the lines before."""
 
+    earlier: float | None = None
     positions: int = 0
     seconds: float = 0.0
+
+    def rate(self) -> float | None:
+        """Tokens per second, once a step was timed."""
+        return self.positions / self.seconds if self.seconds else self.earlier
+
+    def speed(self) -> dict[str, float]:
+        rate = self.rate()
+        return {} if rate is None else {"tokens_per_second": rate}
 
 
 def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -> dict[str, Any]:
@@ -241,7 +274,7 @@ def _not_saved(error: Exception, state: TrainState, folder: Records, say: Callab
     return EXIT_NOT_SAVED
 
 
-def _diverged(state: TrainState, saver: Saver, folder: Records, say: Callable[[str], None]) -> int:
+def _diverged(state: TrainState, saver: Saver, plan: Plan, folder: Records, say: Callable[[str], None]) -> int:
     try:
         saver.settle()
     except checkpoint.CheckpointError as error:
@@ -250,5 +283,6 @@ def _diverged(state: TrainState, saver: Saver, folder: Records, say: Callable[[s
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"
     folder.event("stop", step=state.step, reason=reason)
-    say(f"stopped at step {state.step}: {reason}. Lower the learning rate (--optim.lr-scale) and resume from there.")
+    advice = f"go on from there with lower rates, {plan.go_on} {plan.lower_rates}" if found else "lower the rates"
+    say(f"stopped at step {state.step}: {reason}. Next, {advice}")
     return EXIT_DIVERGED

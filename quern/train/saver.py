@@ -20,10 +20,18 @@ from quern.train.state import TrainState
 
 
 class Saver:
-    """Saves into a folder; `settle` it when training ends. keep: see `checkpoint.save`."""
+    """Saves into a folder; `settle` it when training ends. keep, keep_step: see `checkpoint.save`."""
 
-    def __init__(self, folder: Path, records: Records, keep: int, in_background: bool = False) -> None:
-        self.folder, self.records, self.keep, self.in_background = folder, records, keep, in_background
+    def __init__(
+        self,
+        folder: Path,
+        records: Records,
+        keep: int,
+        in_background: bool = False,
+        keep_step: int | None = None,
+    ) -> None:
+        self.folder, self.records, self.in_background = folder, records, in_background
+        self.keep, self.keep_step = keep, keep_step
         self._thread: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
         self._error: Exception | None = None
@@ -34,7 +42,9 @@ class Saver:
         start, mesh, slices = time.perf_counter(), state.optimizer.mesh, state.slices()
         meta = {**meta, "state": state.meta()}
         if not self.in_background:
-            path = checkpoint.save(self.folder, state.step, slices, meta, self.keep, mesh=mesh)
+            path = checkpoint.save(
+                self.folder, state.step, slices, meta, self.keep, mesh=mesh, keep_step=self.keep_step
+            )
             self._record(step=state.step, path=path.name, seconds=time.perf_counter() - start)
             return
         copies = {
@@ -46,7 +56,7 @@ class Saver:
 
         def write() -> None:
             try:
-                path = checkpoint.save(self.folder, step, copies, meta, self.keep, mesh=mesh)
+                path = checkpoint.save(self.folder, step, copies, meta, self.keep, mesh=mesh, keep_step=self.keep_step)
             except Exception as error:  # every kind: raised in the main thread by `settle`
                 self._error = error
             else:

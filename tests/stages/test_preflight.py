@@ -13,7 +13,7 @@ from quern.mesh import alone
 from quern.parallel.layout import unconnected
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes import gpt, llama, unet
-from quern.stages.preflight import refuse_what_cannot_fit
+from quern.stages.preflight import memory_check
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 CUDA = Machine(torch.device("cuda"), torch.bfloat16, compile=True, threads=1)
@@ -26,7 +26,7 @@ def recipe(**train: Any) -> Recipe:
 
 def refusal(made: Recipe, machine: Machine, room: float) -> str:
     with pytest.raises(ValueError, match="cannot fit") as caught:
-        refuse_what_cannot_fit(made, machine, alone(), print, room)
+        memory_check(made, machine, alone(), print, room)
     return str(caught.value)
 
 
@@ -34,13 +34,13 @@ def test_smaller_micro_batches_come_first() -> None:
     message = refusal(recipe(micro_batch_tokens=4096), CPU, 60e6)
     setting = int(message.rpartition("--train.micro-batch-tokens ")[2])
     assert 64 <= setting < 4096 and "activations" in message
-    refuse_what_cannot_fit(recipe(micro_batch_tokens=setting), CPU, alone(), print, 60e6)
+    memory_check(recipe(micro_batch_tokens=setting), CPU, alone(), print, 60e6)
 
 
 def test_more_gpus_share_the_moments() -> None:
     message = refusal(recipe(micro_batch_tokens=64), CUDA, 13e6)
     ranks = int(message.partition("--ranks ")[2].split()[0])
-    refuse_what_cannot_fit(recipe(micro_batch_tokens=64), CUDA, unconnected(ranks, 1), print, 13e6)
+    memory_check(recipe(micro_batch_tokens=64), CUDA, unconnected(ranks, 1), print, 13e6)
 
 
 def test_cpu_ranks_would_share_the_same_memory() -> None:
@@ -55,7 +55,7 @@ def test_a_model_that_needs_numbers_is_not_held_up() -> None:
             return super().forward(tokens_BT, context)  # type: ignore[arg-type]
 
     said: list[str] = []
-    refuse_what_cannot_fit(replace(recipe(), make_model=Curious), CPU, alone(), said.append, 1e3)
+    memory_check(replace(recipe(), make_model=Curious), CPU, alone(), said.append, 1e3)
     assert len(said) == 1 and said[0].startswith("memory is not checked beforehand")
 
 
@@ -70,5 +70,5 @@ def test_the_command_refuses_before_it_prepares(tmp_path: Path, capsys: pytest.C
 def test_every_recipe_is_measured_before_its_vocabulary_is_known(made: Recipe) -> None:
     small = replace(made, depth=4, model=replace(made.model, width=128, context=128, bos=None))
     said: list[str] = []
-    refuse_what_cannot_fit(small, CPU, alone(), said.append, 8e9)
+    memory_check(small, CPU, alone(), said.append, 8e9)
     assert said == []

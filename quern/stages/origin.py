@@ -1,0 +1,221 @@
+"""What a stage was made from: `origin.json`, written once when the stage begins and checked whenever it goes on.
+
+It names the run's tokenizer, the content of the text, the token shards and the conversations by fingerprint. A stage
+that is resumed uses the shards it began with. Text, conversations or a tokenizer that are no longer the same are
+refused with both fingerprints: training would go on, and be wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quern.data.shards import Corpus, prepared
+from quern.recipe import Recipe
+from quern.stages.places import STAGES, Places
+from quern.stages.prepare import Prepared, prepare, text_fingerprint
+from quern.text.tokenizer import Tokenizer
+from quern.train.manifest import CheckpointError
+
+FILE = "origin.json"
+SHOWN = 16
+"""Digits of a fingerprint in messages."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Fingerprints (hex) and places of what a stage was made from; None where it has no such thing.
+
+    tokenizer: of the run's tokenizer; text: of the content that was tokenized; tokens: of the shards; shards: their
+    folder, relative to the output folder where it is inside it; conversations: of the token ids to fine-tune on;
+    source: of the recipe's own Python file; base: the model that the first weights are of (run, stage, step, tokens).
+    """
+
+    tokenizer: str
+    text: str | None = None
+    tokens: str | None = None
+    shards: str | None = None
+    conversations: str | None = None
+    source: str | None = None
+    base: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_origin(places: Places, data: Prepared, source: str | None, base: dict[str, Any] | None = None) -> Origin:
+    """The origin of a pretraining stage.
+
+    Args:
+        places: The run.
+        data: Its prepared text.
+        source: The recipe's own Python file, as text.
+        base: What the first weights come from, where they are not random.
+    """
+    folder = data.folder
+    if folder is not None and folder.is_relative_to(places.out):
+        folder = folder.relative_to(places.out)
+    return Origin(
+        tokenizer=data.tokenizer.fingerprint,
+        text=data.text,
+        tokens=data.tokens,
+        shards=None if folder is None else str(folder),
+        source=source_digest(source),
+        base=base,
+    )
+
+
+def source_digest(source: str | None) -> str | None:
+    """SHA-256 (hex) of a recipe file's text."""
+    return None if source is None else hashlib.sha256(source.encode("utf-8")).hexdigest()
+
+
+def read_origin(stage: Path) -> Origin | None:
+    """The origin of the stage in this folder; None where nothing was trained with one, as after `quern import`.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    path = stage / FILE
+    if not path.exists():
+        return None
+    try:
+        return Origin(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): copy `origin` back from meta in the manifest.json of a checkpoint"
+        ) from error
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with the full path of each file and folder that it names, so that it means the same elsewhere."""
+
+    def full(name: str | None) -> str | None:
+        return name if name is None or name == "tinyworld" or not Path(name).exists() else str(Path(name).absolute())
+
+    text = replace(recipe.text, tokenizer=full(recipe.text.tokenizer))
+    data, val, talks = full(recipe.data) or recipe.data, full(recipe.val), full(recipe.conversations)
+    return replace(recipe, data=data, val=val, conversations=talks, text=text)
+
+
+def open_data(
+    recipe: Recipe, places: Places, origin: Origin, say: Callable[[str], None], *, named: bool = False
+) -> Prepared:
+    """Opens the tokenizer and the shards that a stage began with.
+
+    Args:
+        recipe: The run's recipe, resolved.
+        places: The run.
+        origin: What the stage was made from.
+        say: Takes lines for the user.
+        named: The user named the text in this command, so it must still be the same. Otherwise text that has changed
+            is mentioned, and the shards are used.
+
+    Raises:
+        ValueError: The tokenizer or the text is another one; the message holds both fingerprints and what to do.
+    """
+    tokenizer = places.tokenizer()
+    require_tokenizer(places, tokenizer, origin)
+    folder = None if origin.shards is None else places.out / origin.shards
+    if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
+        data = prepare(recipe, places.out, say, tokenizer)
+        if origin.text is not None and data.text != origin.text:
+            raise ValueError(_other_text(recipe, places, origin, data.text, "its token shards are gone"))
+        return data
+    if named:
+        found = text_fingerprint(recipe, places.out)
+        if found != origin.text:
+            raise ValueError(_other_text(recipe, places, origin, found, None))
+    say(f"tokens: {folder}, as the run began with them")
+    train, val = (Corpus.open(folder, split, fingerprint=origin.tokens) for split in ("train", "val"))
+    return Prepared(tokenizer, train, val, {}, origin.text or "", origin.tokens, folder)
+
+
+def data_of_run(recipe: Recipe, places: Places, say: Callable[[str], None], *stages: str) -> Prepared:
+    """The run's text for evaluation: the shards that one of these stages (by default all) names, else its text."""
+    for stage in stages or STAGES:
+        origin = read_origin(places.stage(stage))
+        if origin is not None:
+            return open_data(recipe, places, origin, say)
+    return prepare(recipe, places.out, say, places.tokenizer())
+
+
+def require_tokenizer(places: Places, tokenizer: Tokenizer, origin: Origin) -> None:
+    """Raises ValueError where the run's tokenizer.json is not the one that a stage was trained with."""
+    if tokenizer.fingerprint == origin.tokenizer:
+        return
+    raise ValueError(
+        f"{places.folder / 'tokenizer.json'} is another tokenizer ({tokenizer.fingerprint[:SHOWN]}) than the one that "
+        f"run '{places.run}' was trained with ({origin.tokenizer[:SHOWN]}): {places.tokenizer_copy(origin.tokenizer)}"
+    )
+
+
+def refuse_second_tokenizer(places: Places, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where models of the run, of any stage, were trained with another tokenizer."""
+    path = places.folder / "tokenizer.json"
+    trained = sorted(folder.parent.name for folder in places.folder.glob("*/checkpoints") if any(folder.iterdir()))
+    if not trained or not path.exists():
+        return
+    known = places.tokenizer().fingerprint
+    if known != tokenizer.fingerprint:
+        raise ValueError(
+            f"run '{places.run}' holds a model ({', '.join(trained)}) of another tokenizer ({known[:SHOWN]}, this text "
+            f"gives {tokenizer.fingerprint[:SHOWN]}): name another run with --run"
+        )
+
+
+def require_same(meta: dict[str, Any], origin: Origin, checkpoint: Path) -> None:
+    """Raises CheckpointError where a checkpoint was made from something else than the stage says.
+
+    Args:
+        meta: The checkpoint's own facts.
+        origin: What the stage goes on with.
+        checkpoint: Where the checkpoint is, for the message.
+    """
+    found = meta.get("origin", {})
+    for name, what in (("tokenizer", "tokenizer"), ("tokens", "text"), ("conversations", "set of conversations")):
+        before, now = found.get(name), getattr(origin, name)
+        if before is not None and before != now:
+            raise CheckpointError(
+                f"{checkpoint} was trained with another {what} ({before[:SHOWN]}) than this run has now "
+                f"({(now or 'none')[:SHOWN]}): put back the files of the run, or name another run with --run"
+            )
+
+
+def refuse_other_conversations(places: Places, origin: Origin, found: str) -> None:
+    """Raises ValueError where the conversations are not those that fine-tuning began with."""
+    if origin.conversations is not None and origin.conversations != found:
+        raise ValueError(
+            f"the conversations have changed since run '{places.run}' was fine-tuned on them (fingerprint "
+            f"{origin.conversations[:SHOWN]}, now {found[:SHOWN]}): put them back as they were, or fine-tune again "
+            f"under another name with `quern sft --from {places.run} --run NAME`"
+        )
+
+
+def corpus_fingerprint(*corpora: Corpus) -> str:
+    """SHA-256 (hex) over documents in memory: token ids, lengths and masks."""
+    digest = hashlib.sha256()
+    for corpus in corpora:
+        digest.update(corpus.lengths.tobytes())
+        for document in range(corpus.num_documents):
+            digest.update(corpus.gather(document).tobytes())
+        if corpus.masks is not None:
+            digest.update(corpus.masks.tobytes())
+    return digest.hexdigest()
+
+
+def _other_text(recipe: Recipe, places: Places, origin: Origin, found: str, why: str | None) -> str:
+    begun, now = (origin.text or "")[:SHOWN], found[:SHOWN]
+    with_shards = (
+        f"go on with the text as it was, by leaving --data out (`quern pretrain --resume {places.flags}`); or "
+    )
+    return (
+        f"the text at {recipe.data} has changed since run '{places.run}' began (fingerprint {begun}, now {now})"
+        f"{f', and {why}' if why else ''}: {'put it back as it was; or ' if why else with_shards}"
+        f"train on the new text under another name, from this run's model (`quern pretrain --from {places.run} --run "
+        f"NAME --data {recipe.data}`) or from the beginning (`quern run --run NAME --data {recipe.data}`)"
+    )
