@@ -172,7 +172,10 @@ def recipe_to_go_on_with(
     if body is None or (chosen is not None and (source != own or (source is None and chosen.name != body.name))):
         return None  # what differs from the run's own is said by the stage
     fields = set(named(arguments))
-    return (saved.to_continue(body, fields) if begins_with else saved.to_resume(body, fields)), own
+    if not begins_with:
+        return saved.to_resume(body, fields), own
+    at_peak = value_of(arguments, "from-step") == saved.BEFORE_WARMDOWN
+    return saved.to_continue(body, fields, at_peak), own
 
 
 def trackers(options: Training, places: Any, stage: str) -> tuple[Any, ...]:

@@ -130,7 +130,7 @@ def overlay(saved: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
     return saved
 
 
-def to_continue(saved: Recipe, named: Collection[str]) -> Recipe:
+def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) -> Recipe:
     """The recipe for a new run that goes on from a finished one.
 
     Its length, batch and rates are the finished run's, its documents come in another order. What follows from a field
@@ -139,10 +139,12 @@ def to_continue(saved: Recipe, named: Collection[str]) -> Recipe:
     Args:
         saved: The finished run's recipe, resolved.
         named: The fields that the command names.
+        at_peak: It goes on from where the rates were at their peak, so they are not warmed up again.
     """
     assert saved.data_seed is not None
     length = {"train.steps", "train.minutes", "train.horizon_ratio", "train.batch_tokens"} & set(named)
-    train = replace(saved.train, minutes=None, eval_every=None, save_every=None, warmup_steps=None)
+    train = replace(saved.train, minutes=None, eval_every=None, save_every=None)
+    train = replace(train, warmup_steps=0 if at_peak else None)
     if length - {"train.batch_tokens"}:
         train = replace(train, steps=None)
     optim = saved.optim

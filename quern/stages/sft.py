@@ -252,6 +252,14 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer, out: Path) -> tuple[Corp
     return _corpus(tokenizer, train), _corpus(tokenizer, val)
 
 
+def require_same_conversations(recipe: Recipe, places: Places) -> None:
+    """Raises ValueError where the conversations are others than those that fine-tuning began with."""
+    origin = read_origin(places.stage("sft"))
+    if origin is not None:
+        found = corpus_fingerprint(*conversations(recipe, places.tokenizer(), places.out))
+        refuse_other_conversations(places, origin, found)
+
+
 def read_talks(recipe: Recipe, out: Path) -> tuple[list[list[Message]], list[list[Message]]]:
     """Training and held-out conversations, each checked. Raises ValueError when there are too few, or one is wrong."""
     if recipe.conversations is None:

@@ -26,11 +26,20 @@ from quern.train import loop
 from quern.train.state import TrainState
 
 
-def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12) -> float:
-    """The machine's own matmul peak in FLOP/s in the compute dtype: the best of a few large square products."""
+def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12, seconds: float = 1.0) -> float:
+    """The machine's own matmul peak in FLOP/s in the compute dtype: the best of a few large square products.
+
+    Args:
+        machine: What computes.
+        size: Rows and columns of the matrices.
+        repeats: Products to time at most.
+        seconds: No further product begins after this time.
+    """
     a = torch.randn(size, size, dtype=torch.float32).to(machine.device, machine.dtype)
-    best = float("inf")
-    for _ in range(repeats):
+    best, until = float("inf"), time.perf_counter() + seconds
+    for done in range(repeats):
+        if done >= 2 and time.perf_counter() > until:
+            break
         machine.synchronize()
         start = time.perf_counter()
         torch.mm(a, a)

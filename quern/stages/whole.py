@@ -79,8 +79,11 @@ def _for_fine_tuning(recipe: Recipe, places: Places, named: Collection[str], sou
 
 
 def refuse_conversations(recipe: Recipe, places: Places, say: Callable[[str], None]) -> None:
-    """Reads the conversations that fine-tuning will need. Raises what reading them raises."""
-    if recipe.conversations is not None:
+    """Reads the conversations that fine-tuning will need. Raises what reading them raises, and ValueError where they
+    are others than those that fine-tuning began with."""
+    if places.has_trained("sft"):
+        sft.require_same_conversations(recipe, places)
+    elif recipe.conversations is not None:
         sft.read_talks(recipe, places.out)
     elif recipe.data != "tinyworld":
         say(

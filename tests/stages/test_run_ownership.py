@@ -1,0 +1,350 @@
+"""A run owns its tokenizer, text, conversations and recipe: what a resume uses, what it refuses, and that a refusal
+leaves every file of the run as it was."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern import cli
+from quern.records import read_events, read_metrics
+from quern.text import tinyworld
+from quern.train import checkpoint
+
+PLAIN = "--no-compile --dtype fp32 --threads 1".split()
+SHAPE = """--depth 2 --text.vocab-size 330 --text.tokenizer-megabytes 0.1 --text.val-megabytes 0.004 --model.width 16
+ --model.head-dim 16 --model.context 64 --train.batch-tokens 128 --train.steps 6 --train.save-every 2""".split()
+SFT = "--sft.steps 4 --sft.batch-tokens 128 --train.save-every 2".split()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.compiler.set_stance("default")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text, conversations and a run `app` that was pretrained and fine-tuned on them."""
+    folder = tmp_path_factory.mktemp("ownership")
+    write_text(folder / "text.jsonl", seed=0)
+    write_talks(folder / "talks.jsonl", seed=0)
+    data = ["--data", str(folder / "text.jsonl")]
+    assert quern(folder, "pretrain", *SHAPE, *data) == 0
+    assert quern(folder, "sft", *SFT, "--conversations", str(folder / "talks.jsonl")) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed. The saved recipe names the text by its full path: rewritten for the copy."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    for recipe in tmp_path.rglob("recipe.json"):
+        recipe.write_text(recipe.read_text(encoding="utf-8").replace(str(made), str(tmp_path)), encoding="utf-8")
+    return tmp_path
+
+
+def write_text(path: Path, seed: int, megabytes: float = 0.012) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in tinyworld.documents(seed, megabytes, "train"))
+
+
+def write_talks(path: Path, seed: int) -> None:
+    talks = sorted(tinyworld.conversations(seed, 60, "train"), key=lambda talk: len(str(talk)))[:12]
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+
+
+def quern(folder: Path, verb: str, *flags: str, run: str = "app") -> int:
+    return cli.main([verb, *flags, *PLAIN, "--run", run, "--out", str(folder / "out")])
+
+
+def files(folder: Path, run: str = "app") -> dict[str, str]:
+    """The content of every file of a run, by name, but for its lock."""
+    root = folder / "out" / "runs" / run
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def steps(folder: Path, stage: str, run: str = "app") -> list[int]:
+    return checkpoint.steps(folder / "out" / "runs" / run / stage / "checkpoints")
+
+
+def meta(folder: Path, stage: str, run: str = "app") -> dict:
+    found = checkpoint.latest(folder / "out" / "runs" / run / stage / "checkpoints", pytest.fail)
+    assert found is not None
+    return found[1]["meta"]
+
+
+# What changed under a run -------------------------------------------------------------------------------------
+
+
+def test_text_that_changed_is_refused_when_named_and_not_needed_when_not(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, tokens = files(folder), meta(folder, "pretrain")["origin"]
+    write_text(folder / "text.jsonl", seed=1)
+    named = ["--data", str(folder / "text.jsonl")]
+    for verb, flags in (("run", SHAPE), ("pretrain", ["--resume"]), ("run", ["--resume"])):
+        assert quern(folder, verb, *flags, *named) == 1
+        said = capsys.readouterr().err
+        assert tokens["text"][:16] in said and "has changed since run 'app' began (fingerprint" in said
+        assert "quern pretrain --resume --run app" in said and "--from app" in said
+        assert files(folder) == before
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "8") == 0
+    assert "as the run began with them" in capsys.readouterr().out
+    assert meta(folder, "pretrain")["origin"] == tokens and steps(folder, "pretrain")[-1] == 8
+
+
+def test_text_that_only_moved_is_the_same(folder: Path) -> None:
+    (folder / "text.jsonl").rename(folder / "elsewhere.jsonl")
+    assert quern(folder, "pretrain", "--resume", "--data", str(folder / "elsewhere.jsonl"), "--train.steps", "7") == 0
+    assert steps(folder, "pretrain")[-1] == 7
+
+
+def test_neither_resume_nor_evaluate_needs_the_text(folder: Path) -> None:
+    (folder / "text.jsonl").unlink()
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "7") == 0
+    assert cli.main(["evaluate", *PLAIN, "--questions", "1", "--run", "app", "--out", str(folder / "out")]) == 0
+
+
+def test_shards_that_are_gone_are_made_again_from_the_same_text_only(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = meta(folder, "pretrain")["origin"]["tokens"]
+    shutil.rmtree(folder / "out" / "data")
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "7") == 0
+    assert meta(folder, "pretrain")["origin"]["tokens"] == tokens
+    shutil.rmtree(folder / "out" / "data")
+    write_text(folder / "text.jsonl", seed=1)
+    before = files(folder)
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "8") == 1
+    assert "its token shards are gone" in capsys.readouterr().err
+    assert files(folder) == before
+
+
+def test_another_tokenizer_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "out" / "runs" / "app" / "tokenizer.json"
+    own = meta(folder, "pretrain")["tokenizer"]
+    write_text(folder / "other.jsonl", seed=5)
+    assert quern(folder, "pretrain", *SHAPE, "--data", str(folder / "other.jsonl"), run="other") == 0
+    sound = path.read_bytes()
+    shutil.copy(folder / "out" / "runs" / "other" / "tokenizer.json", path)
+    before = files(folder)
+    capsys.readouterr()
+    for verb, flags in (("pretrain", ["--resume"]), ("sft", ["--resume"]), ("chat", ["-p", "Hi"])):
+        assert quern(folder, verb, *flags) == 1
+        said = capsys.readouterr().err
+        assert "is another tokenizer (" in said and own[:16] in said and "a sound copy is there, `cp " in said
+        assert files(folder) == before
+    path.write_bytes(sound)
+    assert quern(folder, "pretrain", "--resume") == 0
+
+
+def test_a_second_text_does_not_overwrite_the_tokenizer_of_a_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base model is gone, the fine-tuned one is not: pretraining again must not take its tokenizer away."""
+    shutil.rmtree(folder / "out" / "runs" / "app" / "pretrain")
+    write_text(folder / "other.jsonl", seed=5)
+    before = files(folder)
+    assert quern(folder, "pretrain", *SHAPE, "--data", str(folder / "other.jsonl")) == 1
+    assert "holds a model (sft) of another tokenizer" in capsys.readouterr().err
+    assert files(folder) == before
+
+
+def test_conversations_that_changed_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, own = files(folder), meta(folder, "sft")["origin"]["conversations"]
+    write_talks(folder / "talks.jsonl", seed=3)
+    for verb in ("sft", "run"):
+        assert quern(folder, verb, "--resume", "--sft.steps", "6") == 1
+        said = capsys.readouterr().err
+        assert "the conversations have changed since run 'app' was fine-tuned on them" in said and own[:16] in said
+        assert "quern sft --from app --run NAME" in said
+        assert files(folder) == before
+
+
+def test_a_checkpoint_of_another_text_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """origin.json put there from another run of the same tokenizer: the checkpoints know better."""
+    path = folder / "out" / "runs" / "app" / "pretrain" / "origin.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    write_text(folder / "more.jsonl", seed=2)
+    assert quern(folder, "pretrain", "--from", "app", "--data", str(folder / "more.jsonl"), run="other") == 0
+    other = json.loads((folder / "out/runs/other/pretrain/origin.json").read_text(encoding="utf-8"))
+    path.write_text(json.dumps(body | {name: other[name] for name in ("text", "tokens", "shards")}), encoding="utf-8")
+    before = files(folder)
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "8") == 1
+    assert "was trained with another text" in capsys.readouterr().err
+    assert files(folder) == before
+
+
+def test_a_run_with_damaged_checkpoints_does_not_begin_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (folder / "out/runs/app/pretrain/checkpoints").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    before = files(folder)
+    assert quern(folder, "pretrain", "--resume") == 1
+    assert "none of the checkpoints under" in capsys.readouterr().err
+    assert files(folder) == before
+
+
+# What a resume needs, and what it may change --------------------------------------------------------------------
+
+
+def test_a_resume_changes_what_it_names_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--resume", "--train.steps", "9", "--optim.lr-scale", "0.002", "--train.micro-batch-tokens", "64"]
+    assert quern(folder, "pretrain", *flags) == 0
+    said = capsys.readouterr().out
+    for line in ("train.steps 6 → 9", "optim.lr-scale 0.015625 → 0.002", "train.micro-batch-tokens 128 → 64"):
+        assert line in said
+    stage = folder / "out" / "runs" / "app" / "pretrain"
+    assert read_metrics(stage)[-1]["step"] == 9
+    assert json.loads((stage / "recipe.json").read_text(encoding="utf-8"))["optim"]["lr_scale"] == 0.002
+    changed = [event["changed"] for event in read_events(stage) if event["kind"] == "command"]
+    assert len(changed) == 1 and "train.steps 6 → 9" in changed[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.width", "32"], "model.width 16 → 32 would make it another run"),
+        (["--seed", "3"], "seed 0 → 3 would make it another run"),
+        (["--train.steps", "3"], "has trained for 6 steps, so train.steps 3 is behind it"),
+        (["--train.minutes", "9"], "train.minutes unset → 9 would make it another run"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused(
+    flags: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(folder)
+    assert quern(folder, "pretrain", "--resume", *flags) == 1
+    assert message in capsys.readouterr().err
+    assert files(folder) == before
+
+
+def test_fine_tuning_goes_on_from_the_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quern(folder, "sft", "--resume", "--sft.steps", "6") == 0
+    assert "sft.steps 4 → 6" in capsys.readouterr().out
+    assert steps(folder, "sft")[-1] == 6
+
+
+def test_resume_names_a_run_that_there_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("pretrain", "sft", "run"):
+        assert quern(folder, verb, "--resume", run="nothing") == 1
+        assert "there is no run 'nothing'" in capsys.readouterr().err
+    assert not (folder / "out" / "runs" / "nothing").exists()
+
+
+def test_minutes_keep_the_batch_that_was_asked_for(folder: Path) -> None:
+    shape = SHAPE[: SHAPE.index("--train.steps")]
+    data = ["--data", str(folder / "text.jsonl")]
+    assert quern(folder, "pretrain", *shape, "--train.minutes", "0.002", *data, run="timed") == 0
+    recipe = json.loads((folder / "out/runs/timed/pretrain/recipe.json").read_text(encoding="utf-8"))
+    assert recipe["train"]["batch_tokens"] == 128
+
+
+# Going on from a finished model ---------------------------------------------------------------------------------
+
+
+def tensors(folder: Path, stage: str, step: int, run: str = "app") -> dict[str, torch.Tensor]:
+    return checkpoint.load(folder / "out/runs" / run / stage / "checkpoints" / f"step-{step:08d}")[0]
+
+
+def test_a_new_run_begins_with_the_finished_ones_weights_and_moments(folder: Path) -> None:
+    write_text(folder / "more.jsonl", seed=2)
+    flags = ["--from", "app", "--data", str(folder / "more.jsonl"), "--train.steps", "1", "--train.keep", "9"]
+    before = files(folder)
+    assert quern(folder, "pretrain", *flags, run="next") == 0
+    assert files(folder) == before
+    base, begun = tensors(folder, "pretrain", 6), tensors(folder, "pretrain", 0, "next")
+    assert base.keys() == begun.keys() and all(torch.equal(base[name], begun[name]) for name in base)
+    assert any(name.startswith("m.") and tensor.any() for name, tensor in begun.items())
+    assert meta(folder, "pretrain", "next")["origin"]["base"] == {
+        "run": "app",
+        "stage": "pretrain",
+        "step": 6,
+        "tokens": meta(folder, "pretrain")["state"]["tokens"],
+    }
+    assert meta(folder, "pretrain", "next")["tokenizer"] == meta(folder, "pretrain")["tokenizer"]
+
+
+def test_the_checkpoint_before_the_warmdown_is_kept_and_can_be_gone_on_from(folder: Path) -> None:
+    """warmdown_share 0.65 of 6 steps: the rates fall from step 2 on."""
+    assert steps(folder, "pretrain") == [2, 4, 6]
+    flags = ["--from", "app", "--from-step", "before-warmdown", "--train.keep", "9"]
+    assert quern(folder, "pretrain", *flags, run="flat") == 0
+    base, begun = tensors(folder, "pretrain", 2), tensors(folder, "pretrain", 0, "flat")
+    assert all(torch.equal(base[name], begun[name]) for name in base)
+    recipe = json.loads((folder / "out/runs/flat/pretrain/recipe.json").read_text(encoding="utf-8"))
+    assert recipe["train"]["warmup_steps"] == 0 and recipe["data_seed"] == 1
+
+
+def test_a_model_is_fine_tuned_as_often_as_wanted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(folder)
+    for name in ("one", "two"):
+        assert quern(folder, "sft", "--from", "app", *SFT, run=name) == 0
+        assert steps(folder, "sft", name)[-1] == 4
+    assert files(folder) == before
+    assert cli.main(["evaluate", *PLAIN, "--questions", "1", "--run", "two", "--out", str(folder / "out")]) == 0
+    assert quern(folder, "sft", "--from", "two", *SFT, run="two") == 1
+    assert "--from two names the run itself" in capsys.readouterr().err
+    assert quern(folder, "sft", "--from", "app", "--from-step", "5", *SFT, run="three") == 1
+    assert "has no such checkpoint; there are newest and the steps 2, 4, 6" in capsys.readouterr().err
+    assert not (folder / "out/runs/three").exists()
+
+
+def test_what_stops_before_its_first_save_resumes_with_the_same_weights(folder: Path) -> None:
+    assert quern(folder, "pretrain", "--from", "app", "--train.steps", "2", run="next") == 0
+    shutil.rmtree(folder / "out/runs/next/pretrain/checkpoints/step-00000002")
+    shutil.rmtree(folder / "out/runs/app")
+    stage = folder / "out/runs/next/pretrain"
+    expected = [line["loss"] for line in read_metrics(stage) if "loss" in line]
+    assert quern(folder, "pretrain", "--resume", run="next") == 0
+    assert expected == [line["loss"] for line in read_metrics(stage) if "loss" in line]
+
+
+# The whole way --------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_read_before_pretraining(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = folder / "wrong.jsonl"
+    wrong.write_text('{"messages": [{"role": "nobody", "content": "?"}]}\n', encoding="utf-8")
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--conversations", str(wrong)]
+    assert quern(folder, "run", *flags, run="late") == 1
+    assert "wrong.jsonl, record 1" in capsys.readouterr().err
+    assert not (folder / "out/runs/late").exists()
+
+
+def test_a_base_model_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--no-sft"]
+    assert quern(folder, "run", *flags, run="plain") == 0
+    said = capsys.readouterr().out
+    assert "fine-tun" not in said and "tinyworld/facts" not in said.split("evaluating: pretrain")[-1]
+    assert not (folder / "out/runs/plain/sft").exists() and (folder / "out/runs/plain/report.html").exists()
+
+
+def test_fine_tuning_on_the_built_in_world_is_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SHAPE, *SFT[:4], "--data", str(folder / "text.jsonl"), "--text.tinyworld-conversations", "60"]
+    assert quern(folder, "run", *flags, "--questions", "1", run="told") == 0
+    assert "fine-tuned on those of the built-in world" in capsys.readouterr().out
+
+
+def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--train.steps", "300", "--train.eval-every", "1000"]
+    shutil.rmtree(folder / "out/runs/app")
+    assert quern(folder, "pretrain", *flags) == 0
+    said = capsys.readouterr().out
+    tokens = int(said.split("text: ")[1].split(" tokens")[0].replace(",", ""))
+    epochs = 300 * 128 / tokens
+    assert epochs > 4 and f"length: 38,400 tokens, {epochs:.2g} epochs of the text" in said
+    assert f"warning: the text is read {epochs:.2g} times" in said
+    assert f"--train.steps {int(4 * tokens / 128)}" in said
+    assert "of steps, by this machine's speed" in said and "memory: about" in said
