@@ -134,7 +134,8 @@ class Completing(Generating):
     """Flags of `quern complete`."""
 
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    """The beginning of the text; "" for the beginning of a document. Default, and with -: standard input."""
+    """The beginning of the text, which is printed before its continuation; "" for the beginning of a document. Default,
+    and with -: standard input."""
     stage: Literal["pretrain", "sft"] = "pretrain"
     """The stage whose model continues the text."""
     samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
@@ -153,7 +154,7 @@ class Talking(Generating):
     """Flags of `quern chat`."""
 
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    """Ask this one question and leave."""
+    """Ask this one question and leave. A base model continues it."""
     complete: bool = False
     """Continue texts instead of answering questions; by default with the base model."""
     stage: Literal["pretrain", "sft"] | None = None
