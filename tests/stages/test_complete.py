@@ -14,7 +14,7 @@ from quern.generate.engine import Engine, Event
 from quern.generate.sample import Sampling
 from quern.model.context import CausalContext
 from quern.stages import evaluate, talk
-from quern.stages.complete import CONTROL, complete
+from quern.stages.complete import CONTROL, complete, printable
 from quern.train import checkpoint
 from tests.generate.test_engine import Scripted
 from tests.generate.toy import CPU, toy_engine, toy_tokenizer
@@ -204,11 +204,24 @@ def test_several_samples_are_printed_in_order_and_the_first_is_the_only_one_of_n
 
 
 def test_the_first_sample_is_streamed_and_does_not_wait_for_the_others() -> None:
-    """Each piece is one put: a stream in which nothing is held back but the later samples."""
-    engine = toy_engine(context=64)
-    one = pieces(engine, PROMPT, temperature=1.0)
-    three = pieces(engine, PROMPT, temperature=1.0, samples=3)
-    assert three[: len(one) - 1] == one[:-1] and len(one) > 5
+    """Each of its pieces is printed before the engine makes the next event."""
+    engine, log = toy_engine(context=64), []
+
+    class Logged(Engine):
+        def events(self, prompts: Any, **arguments: Any) -> Iterator[Event]:
+            for event in super().events(prompts, **arguments):
+                log.append(event)
+                yield event
+
+    logged = Logged(engine.model, engine.tokenizer, engine.machine)
+    arguments: dict[str, Any] = {"max_tokens": 40, "sampling": Sampling(1.0, 0, 1.0), "seed": 3, "put": log.append}
+    complete(logged, PROMPT, samples=3, **arguments)
+    assert log[0] == PROMPT
+    own = [
+        (log[at].value, log[at + 1]) for at in range(1, len(log)) if isinstance(log[at], Event) and not log[at].sample
+    ]
+    assert [printable(value.text) for value, _ in own[:-1]] == [printed for _, printed in own[:-1]] and len(own) > 5
+    assert own[-1][1] == f"\n---\n{PROMPT}"
 
 
 # Where the prompt comes from -----------------------------------------------------------------------------------
