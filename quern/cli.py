@@ -15,6 +15,7 @@ from typing import Any
 
 from quern import machine as machines
 from quern.flags import (
+    Completing,
     Evaluating,
     Preparing,
     Reporting,
@@ -38,6 +39,7 @@ EXAMPLES = {
     "pretrain": "quern pretrain gpt --depth 6 --data texts/ --run mine",
     "sft": "quern sft --run mine",
     "evaluate": "quern evaluate --run mine",
+    "complete": 'quern complete --run mine -p "Once upon"',
     "chat": 'quern chat --run mine -p "Who are you?"',
     "serve": "quern serve --run mine --port 8000",
     "report": "quern report --run mine",
@@ -47,7 +49,7 @@ EXAMPLES = {
     "grug": "quern grug train --data tinyworld --run twin",
     "lab": "quern lab plan gpt --depth 20 --gpus 64 --gpu h100 --network ib-ndr",
 }
-OF_A_RUN = ("sft", "evaluate", "chat", "serve")
+OF_A_RUN = ("sft", "evaluate", "complete", "chat", "serve")
 """Verbs that follow a run's own recipe; they need its file where it has code of its own."""
 SUMMARIES = {
     "run": "the whole way: prepare, pretrain, fine-tune, evaluate, report; goes on where it was stopped",
@@ -56,6 +58,7 @@ SUMMARIES = {
     "pretrain": "train a base model",
     "sft": "fine-tune a run's base model on conversations",
     "evaluate": "score a run's models on held-out text and questions",
+    "complete": "continue a text with a run's base model",
     "chat": "talk to a run's model in the terminal",
     "serve": "serve a run's model: an OpenAI-compatible API and a page to chat on",
     "report": "write report.md and report.html of a run from its records",
@@ -313,27 +316,70 @@ def verb_run(verb: str, rest: list[str]) -> int:
     )
 
 
-def open_engine(options: Talking | Serving, source: str | None) -> Any:
+def open_engine(options: Completing | Talking | Serving, source: str | None, log: Callable[[str], None] = say) -> Any:
     from quern.generate.engine import Engine
     from quern.stages.load import load
 
-    machine = options.where.machine()
+    machine = options.where.machine(log=log)
     callables = options.recipe.callables() if source else None
-    loaded = load(places_of(options.where), machine, say, options.stage, callables)
+    loaded = load(places_of(options.where), machine, log, options.stage, callables)
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
+
+
+def put(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def log(line: str) -> None:
+    """To standard error, which leaves standard output to what the model generates."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def verb_complete(verb: str, rest: list[str]) -> int:
+    from quern.generate.sample import Sampling
+    from quern.stages.complete import complete, read_prompt
+
+    if rest and not rest[0].startswith("-") and not rest[0].endswith(".py") and rest[0] not in recipe_names():
+        raise ValueError(f"the text needs -p before it: quern complete -p {shlex.quote(rest[0])}")
+    options, source = parse(verb, rest, Completing)
+    prompt = read_prompt(options.prompt, sys.stdin)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    engine, _ = open_engine(options, source, log)
+    complete(
+        engine,
+        prompt,
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        seed=options.seed,
+        put=put,
+        samples=options.samples,
+        stop=options.stop,
+    )
+    return 0
+
+
+BASE_MODEL = (
+    "This is a base model, which was never taught the chat format: it continues texts. "
+    "`quern sft` teaches it to answer."
+)
 
 
 def verb_chat(verb: str, rest: list[str]) -> int:
     from quern.generate.sample import Sampling
     from quern.stages import talk
+    from quern.stages.complete import complete
 
     options, source = parse(verb, rest, Talking)
-    engine, _ = open_engine(options, source)
+    if options.complete and options.stage is None:
+        options.stage = "pretrain"
+    engine, loaded = open_engine(options, source)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-
-    def put(text: str) -> None:
-        print(text, end="", flush=True)
-
+    completing = options.complete or loaded.stage == "pretrain"
+    if completing and not options.complete:
+        log(BASE_MODEL)
+    if completing and options.prompt is not None:
+        complete(engine, options.prompt, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed, put=put)
+        return 0
     if options.prompt is not None:
         messages: list[Any] = [{"role": "user", "content": options.prompt}]
         talk.ask(engine, messages, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed, put=put)
@@ -346,6 +392,7 @@ def verb_chat(verb: str, rest: list[str]) -> int:
         seed=options.seed,
         read=lambda: input("> "),
         put=put,
+        completing=completing,
     )
     return 0
 
@@ -415,6 +462,7 @@ VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "pretrain": verb_pretrain,
     "sft": verb_sft,
     "evaluate": verb_evaluate,
+    "complete": verb_complete,
     "chat": verb_chat,
     "serve": verb_serve,
     "report": verb_report,

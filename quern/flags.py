@@ -40,12 +40,12 @@ class Where:
     compile: bool = True
     """--no-compile runs eagerly."""
 
-    def machine(self, threads: int | None = None) -> machines.Machine:
+    def machine(self, threads: int | None = None, log: Callable[[str], None] = say) -> machines.Machine:
         from quern.kernels.attention_pick import equip
 
         machine = equip(machines.detect(self.device, self.dtype, self.compile, threads or self.threads))
         for note in machine.notes:
-            say(note)
+            log(note)
         return machine
 
 
@@ -123,15 +123,11 @@ class Evaluating:
 
 
 @dataclass
-class Talking:
-    """Flags of `quern chat`."""
+class Generating:
+    """Flags of both `quern complete` and `quern chat`."""
 
     recipe: tyro.conf.Suppress[Recipe]
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    """Ask this one question and leave."""
-    stage: Literal["pretrain", "sft"] | None = None
-    """Default: the last one the run has."""
     temperature: float = 0.7
     """0 picks the likeliest token."""
     top_k: int = 50
@@ -139,9 +135,41 @@ class Talking:
     top_p: float = 1.0
     """Choose among the likeliest tokens that together have this probability."""
     max_tokens: int = 256
-    """Length of an answer at most."""
+    """Tokens of a reply at most."""
     seed: int = 0
     """Of the choice."""
+
+
+@dataclass
+class Completing(Generating):
+    """Flags of `quern complete`."""
+
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
+    """The beginning of the text, which is printed before its continuation; "" for the beginning of a document. Default,
+    and with -: standard input."""
+    stage: Literal["pretrain", "sft"] = "pretrain"
+    """The stage whose model continues the text."""
+    samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    """Completions of the prompt, with a line --- between two of them."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End a completion before this text. Repeat the flag for several texts; $'\\n' is a newline in most shells."""
+
+    def __post_init__(self) -> None:
+        _refuse_below_1("--samples", self.samples)
+        if "" in self.stop:
+            raise ValueError("--stop is empty: give the text to stop before, or leave it out")
+
+
+@dataclass
+class Talking(Generating):
+    """Flags of `quern chat`."""
+
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
+    """Ask this one question and leave. A base model continues it."""
+    complete: bool = False
+    """Continue texts instead of answering questions; by default with the base model."""
+    stage: Literal["pretrain", "sft"] | None = None
+    """Default: the last one the run has; with --complete, pretrain."""
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not self.prompt.strip():
@@ -213,7 +241,7 @@ def without(verb: str, recipe: Recipe) -> dict[str, str]:
                 "track": "is for `quern pretrain` and `quern sft`",
             }
         )
-    own = ("seed",) if verb == "chat" else ()  # the seed of the choice
+    own = ("seed",) if verb in ("complete", "chat") else ()  # the seed of the choice
     return dict.fromkeys(_but(names, own), "belongs to the run's recipe, which is the run's for good: leave it out")
 
 

@@ -88,12 +88,14 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         stop: Sequence[str] = (),
+        plain: bool = False,
     ) -> list[list[Completion]]:
-        """`samples` completions of each prompt (ids from BOS on). Raises ContextOverflow, ValueError."""
+        """`samples` completions of each prompt (ids from BOS on). plain: as in `events`. Raises ContextOverflow,
+        ValueError."""
         done: list[list[Completion | None]] = [[None] * samples for _ in prompts]
         sampling = Sampling(temperature, top_k, top_p)
         for event in self.events(
-            prompts, samples=samples, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop
+            prompts, samples=samples, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop, plain=plain
         ):
             if isinstance(event.value, Completion):
                 done[event.prompt][event.sample] = event.value
@@ -125,8 +127,26 @@ class Engine:
         sampling: Sampling | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
+        plain: bool = False,
     ) -> Iterator[Event]:
-        """Generation as it happens. Arguments are checked at once; closing the iterator stops the work."""
+        """Generation as it happens. Arguments are checked at once; closing the iterator stops the work.
+
+        Args:
+            prompts: ids from BOS on, each shorter than the context.
+            samples: completions of each prompt.
+            max_tokens: tokens of a completion at most; the context may end it earlier.
+            sampling: how a token is chosen.
+            seed: of the choice.
+            stop: strings that end a completion before them.
+            plain: continue each prompt as text. Any special token ends it, and no tool is called.
+
+        Returns:
+            The pieces of every sample as they become certain; the last event of a sample is its `Completion`.
+
+        Raises:
+            ContextOverflow: a prompt leaves no room for one token.
+            ValueError: a prompt or a stop string is empty, or a number is out of range.
+        """
         if samples < 1 or max_tokens < 1:
             raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
         for prompt in prompts:
@@ -134,11 +154,10 @@ class Engine:
                 raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
             if len(prompt) >= self.context:
                 raise ContextOverflow(len(prompt), self.context)
-        rows = [
-            Row(p, s, Reply(self.tokenizer, len(prompt), min(max_tokens, self.context - len(prompt)), stop))
-            for p, prompt in enumerate(prompts)
-            for s in range(samples)
-        ]
+        rows = []
+        for p, prompt in enumerate(prompts):
+            room = min(max_tokens, self.context - len(prompt))
+            rows += [Row(p, s, Reply(self.tokenizer, len(prompt), room, stop, plain=plain)) for s in range(samples)]
         return self._batches(prompts, rows, sampling or Sampling(), seed)
 
     def _batches(

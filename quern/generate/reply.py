@@ -4,6 +4,9 @@ Text is withheld only while it may still change: the bytes of an unfinished char
 which a stop string may begin. Bytes that can no longer become valid UTF-8 are left out, so no replacement
 character ever appears that the model did not spell itself. A stop string is looked for in what the model
 says, not in its tool calls; the reply ends before it.
+
+A reply in the chat format holds tool calls, and STOP_TOKENS end it. A plain reply continues a text: any special token
+ends it, and no tool is called.
 """
 
 import codecs
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from quern.generate.tools import MAX_CALLS, Kind, ToolState
+from quern.generate.tools import MAX_CALLS, Kind, NoTools, ToolState
 from quern.text.chat import Part
 from quern.text.tokenizer import Tokenizer
 
@@ -53,7 +56,21 @@ class Reply:
         max_tokens: int,
         stop: Sequence[str] = (),
         max_calls: int = MAX_CALLS,
+        plain: bool = False,
     ):
+        """Starts an empty reply.
+
+        Args:
+            tokenizer: the model's. A plain reply needs no special token but BOS in it.
+            prompt_tokens: length of the prompt.
+            max_tokens: tokens of the reply at most, forced ones included.
+            stop: strings that end the text before them.
+            max_calls: tool calls that are answered; later ones get an error.
+            plain: continue a text instead of answering in the chat format.
+
+        Raises:
+            ValueError: a stop string is empty.
+        """
         if any(not text for text in stop):
             raise ValueError("a stop string is empty: leave it out")
         self.ids: list[int] = []
@@ -62,9 +79,9 @@ class Reply:
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self._stop = tuple(stop)
-        self._ends = {tokenizer.special(name) for name in STOP_TOKENS}
         self._specials = set(tokenizer.special_ids.values())
-        self._tools = ToolState(tokenizer, max_calls)
+        self._ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
+        self._tools = NoTools() if plain else ToolState(tokenizer, max_calls)
         self._forced: deque[int] = deque()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""

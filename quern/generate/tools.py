@@ -132,6 +132,15 @@ def _plain(value: Fraction) -> str:
     return text
 
 
+class NoTools:
+    """In place of `ToolState` for plain text: every token belongs to the text, and nothing is forced."""
+
+    kind: Kind = "text"
+
+    def push(self, token: int) -> list[int]:
+        return []
+
+
 class ToolState:
     """Follows one row's tokens: which part of the reply each belongs to, and what must be forced next.
 

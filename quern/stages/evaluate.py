@@ -20,7 +20,7 @@ from quern.stages.origin import data_of_run
 from quern.stages.places import STAGES, Places
 from quern.stages.prepare import Prepared
 from quern.stages.pretrain import micro_batch_rows
-from quern.text.chat import Message, render_prompt
+from quern.text.chat import Message, render_prompt, render_text
 from quern.text.documents import read_conversations
 from quern.train import checkpoint
 from quern.train.state import build_model
@@ -119,9 +119,11 @@ def _shown(score: Score, context: int) -> str:
 def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
     """A few completions of a base model, or a few conversations with a chat model; of what fits the context."""
     if name != "sft":
-        ids = {text: [engine.tokenizer.bos, *engine.tokenizer.encode(text)] for text in OPENINGS}
+        ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
         prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
-        done = engine.generate(list(prompts.values()), max_tokens=64, temperature=0.8, top_k=50, seed=recipe.seed)
+        done = engine.generate(
+            list(prompts.values()), max_tokens=64, temperature=0.8, top_k=50, seed=recipe.seed, plain=True
+        )
         return [
             {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
             for prompt, row in zip(prompts, done, strict=True)

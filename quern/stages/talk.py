@@ -1,17 +1,17 @@
-"""`quern chat`: a conversation in the terminal, streamed; one question with `-p`."""
+"""`quern chat`: a conversation in the terminal, streamed; one question with `-p`. It can also continue texts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Delta
 from quern.generate.sample import Sampling
+from quern.stages.complete import complete, printable
 from quern.text.chat import Message, render_prompt
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a model says must not steer the terminal
-HELP = "Ask something. An empty line ends the chat; /new begins another one."
+HELP = "Ask something. An empty line ends the chat; /new begins another one, /complete continues texts."
+COMPLETING = "Begin a text, and the model continues it. An empty line ends this; /chat asks questions."
 
 
 def ask(
@@ -32,7 +32,7 @@ def ask(
     kind = "text"
     for event in engine.events([prompt], max_tokens=max_tokens, sampling=sampling, seed=seed):
         if isinstance(event.value, Delta):
-            put(_between(kind, event.value.kind) + CONTROL.sub("\ufffd", event.value.text))
+            put(_between(kind, event.value.kind) + printable(event.value.text))
             kind = event.value.kind
         else:
             put(_between(kind, "text"))
@@ -55,36 +55,84 @@ def chat(
     seed: int,
     read: Callable[[], str],
     put: Callable[[str], None],
+    completing: bool = False,
 ) -> None:
-    """Reads questions until an empty line, the end of input or Ctrl-C; during a reply, Ctrl-C ends only the reply.
+    """Reads lines until an empty one, the end of input or Ctrl-C; during a reply, Ctrl-C ends only the reply.
 
-    A conversation that outgrows the context begins anew; a question that does so by itself is not asked.
+    A line is a question or, in completion mode, the beginning of a text. /complete and /chat switch the mode, and the
+    conversation waits meanwhile. A conversation that outgrows the context begins anew; a line that does so by itself
+    gets no reply.
+
+    Args:
+        engine: of the model that replies.
+        max_tokens: tokens of a reply at most.
+        sampling: how a token is chosen.
+        seed: of the choice in the first reply; each further reply adds 1.
+        read: returns the next line. Raises EOFError at the end of the input.
+        put: receives each piece as soon as it is certain.
+        completing: begin in completion mode.
     """
-    put(HELP + "\n")
+    put((COMPLETING if completing else HELP) + "\n")
     messages: list[Message] = []
     turn = 0
-    while question := _next(read, put):
-        if question == "/new":
+    while (line := _next(read, put)).strip():
+        command = line.strip()
+        if command in ("/complete", "/chat"):
+            completing = command == "/complete"
+            put((COMPLETING if completing else HELP) + "\n")
+        elif command == "/new":
             messages = []
-            continue
-        asked: list[Message] = [*messages, {"role": "user", "content": question}]
-        if messages and len(render_prompt(engine.tokenizer, asked)) >= engine.context:
-            put(f"(the conversation is longer than the model's {engine.context} tokens: it begins anew)\n")
-            messages, asked = [], asked[-1:]
-        try:
-            reply = ask(engine, asked, max_tokens=max_tokens, sampling=sampling, seed=seed + turn, put=put)
-            messages = [*asked, reply]
-        except ContextOverflow as error:
-            put(f"({error})")
-        except KeyboardInterrupt:
-            put(" (stopped; as if it had not been asked)")
-        put("\n")
-        turn += 1
+        elif completing:
+            _continue(engine, line, max_tokens=max_tokens, sampling=sampling, seed=seed + turn, put=put)
+            turn += 1
+        else:
+            messages = _answer(
+                engine, messages, command, max_tokens=max_tokens, sampling=sampling, seed=seed + turn, put=put
+            )
+            turn += 1
+
+
+def _answer(
+    engine: Engine,
+    messages: list[Message],
+    question: str,
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    put: Callable[[str], None],
+) -> list[Message]:
+    """Asks one more question and returns the conversation, without the question if it got no reply."""
+    asked: list[Message] = [*messages, {"role": "user", "content": question}]
+    if messages and len(render_prompt(engine.tokenizer, asked)) >= engine.context:
+        put(f"(the conversation is longer than the model's {engine.context} tokens: it begins anew)\n")
+        messages, asked = [], asked[-1:]
+    try:
+        reply = ask(engine, asked, max_tokens=max_tokens, sampling=sampling, seed=seed, put=put)
+        messages = [*asked, reply]
+    except ContextOverflow as error:
+        put(f"({error})")
+    except KeyboardInterrupt:
+        put(" (stopped; as if it had not been asked)")
+    put("\n")
+    return messages
+
+
+def _continue(
+    engine: Engine, prompt: str, *, max_tokens: int, sampling: Sampling, seed: int, put: Callable[[str], None]
+) -> None:
+    """Continues one text. A prompt that is too long is reported; Ctrl-C ends only this text."""
+    try:
+        complete(engine, prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, put=put)
+    except ContextOverflow as error:
+        put(f"({error})\n")
+    except KeyboardInterrupt:
+        put("(stopped)\n")
 
 
 def _next(read: Callable[[], str], put: Callable[[str], None]) -> str:
     try:
-        return read().strip()
+        return read()
     except (EOFError, KeyboardInterrupt):
         put("\n")  # the prompt's line ends here
         return ""

@@ -124,6 +124,19 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
     return [*ids.tolist(), tokenizer.special("<|assistant_start|>")]
 
 
+def render_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text that a base model continues: BOS, then the text, without the chat format.
+
+    Args:
+        tokenizer: the model's.
+        text: the beginning of a document; empty for BOS alone.
+
+    Returns:
+        The ids. Text that spells a special token stays text.
+    """
+    return [tokenizer.bos, *tokenizer.encode(text)]
+
+
 def parts(message: Message) -> list[Part]:
     """The content as a list of parts."""
     content = message["content"]

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from quern.generate.reply import Completion, Delta, Reply
+from quern.text.tokenizer import Tokenizer
 from tests.generate.toy import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -83,6 +84,25 @@ def test_end_tokens(end: str) -> None:
     _, completion = feed([*b"yes", TOKENIZER.special(end), *b"no"])
     assert completion.text == "yes" and completion.finish_reason == "stop"
     assert completion.ids == [*b"yes", TOKENIZER.special(end)]
+
+
+@pytest.mark.parametrize("end", TOKENIZER.special_tokens)
+def test_any_special_token_ends_a_plain_reply(end: str) -> None:
+    reply = Reply(TOKENIZER, 1, 100, plain=True)
+    for token in [*b"2+2 ", TOKENIZER.special(end)]:
+        assert reply.choose(token) == token
+        reply.push(token)
+    completion = reply.completion()
+    assert completion.text == "2+2 " and completion.finish_reason == "stop"
+    assert completion.parts == [{"type": "text", "text": "2+2 "}]
+
+
+def test_a_plain_reply_needs_no_chat_tokens() -> None:
+    """The tokenizer of an imported base model may have BOS alone."""
+    bare = Tokenizer(TOKENIZER.merges, special_tokens=("<|bos|>",))
+    reply = Reply(bare, 1, 100, plain=True)
+    shown = [delta.text for token in [*b"hi", bare.bos] for delta in reply.push(token)]
+    assert "".join(shown) == "hi" and reply.finish_reason == "stop"
 
 
 def test_calls_and_outputs_are_parts_of_their_own() -> None:

@@ -8,7 +8,8 @@ import pytest
 from quern.generate.engine import Engine, Event
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
-from quern.stages.talk import CONTROL, HELP, ask, chat
+from quern.stages.complete import CONTROL
+from quern.stages.talk import HELP, ask, chat
 from quern.text.chat import Message, render_prompt
 from tests.generate.toy import toy_engine
 

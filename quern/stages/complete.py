@@ -1,0 +1,108 @@
+"""`quern complete`: continues a text with a run's base model, in plain text, without the chat format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TextIO
+
+from quern.generate.engine import Engine, Event
+from quern.generate.reply import Delta
+from quern.generate.sample import Sampling
+from quern.text.chat import render_text
+from quern.text.tokenizer import well_formed
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # generated text must not steer the terminal
+BETWEEN = "---\n"
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD in place of each control character except tab and newline."""
+    return CONTROL.sub("\ufffd", text)
+
+
+def complete(
+    engine: Engine,
+    prompt: str,
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    put: Callable[[str], None],
+    samples: int = 1,
+    stop: Sequence[str] = (),
+) -> None:
+    """Streams the prompt and its continuation, and ends with a newline.
+
+    Args:
+        engine: of the model that continues the text.
+        prompt: the beginning of a text; empty for the beginning of a document.
+        max_tokens: tokens of a completion at most; the context may end it earlier.
+        sampling: how a token is chosen.
+        seed: of the choice.
+        put: receives each piece as soon as it is certain.
+        samples: completions of the prompt. A line `---` separates two of them.
+        stop: strings that end a completion before them.
+
+    Raises:
+        ContextOverflow: the prompt fills the context. Nothing was printed.
+        ValueError: a number is out of range, or a stop string is empty. Nothing was printed.
+    """
+    ids = render_text(engine.tokenizer, prompt)
+    events = engine.events(
+        [ids], samples=samples, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop, plain=True
+    )
+    shown_prompt = printable(well_formed(prompt))
+    put(shown_prompt)
+    try:
+        for sample, piece in _in_order(events, samples):
+            if piece is not None:
+                put(piece)
+            else:
+                put("\n" if sample == samples - 1 else f"\n{BETWEEN}{shown_prompt}")
+    except KeyboardInterrupt:
+        put("\n")
+        raise
+
+
+def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str | None]]:
+    """(sample, piece of its text), and (sample, None) at its end, one sample after the other.
+
+    Samples are generated together. The pieces of the first unfinished one are passed on, those of later ones wait.
+    """
+    waiting: list[list[str | None]] = [[] for _ in range(samples)]
+    current = 0
+    for event in events:
+        waiting[event.sample].append(printable(event.value.text) if isinstance(event.value, Delta) else None)
+        while current < samples:
+            pieces, waiting[current] = waiting[current], []
+            for piece in pieces:
+                yield current, piece
+            if not pieces or pieces[-1] is not None:
+                break
+            current += 1
+
+
+def read_prompt(prompt: str | None, stdin: TextIO | None) -> str:
+    """The prompt that was given, or the one on standard input.
+
+    Args:
+        prompt: as given with -p; None or "-" reads `stdin`.
+        stdin: standard input, in UTF-8; None where it is closed. One newline at its end, which `echo` writes, is left
+            out. A terminal is read for "-" only.
+
+    Returns:
+        The prompt.
+
+    Raises:
+        ValueError: there is no prompt, or `stdin` is not UTF-8.
+    """
+    if prompt is not None and prompt != "-":
+        return prompt
+    if stdin is None or (prompt is None and stdin.isatty()):
+        raise ValueError('there is no prompt: give one with -p "Once upon", or pipe one in')
+    try:
+        text = stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt on standard input is not UTF-8 ({error}): convert it, as with iconv") from error
+    return re.sub(r"\r?\n\Z", "", text, count=1)
