@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from quern import machine as machines
@@ -29,7 +28,6 @@ from quern.flags import (
     without,
 )
 from quern.mesh import refuse_uneven
-from quern.recipe import Recipe
 from quern.recipes import load_recipe, recipe_names
 
 EXAMPLES = {
@@ -123,7 +121,7 @@ def described(verb: str) -> str:
 
 def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     """The flags of a verb, and the source of the recipe if it came from a file."""
-    from quern.stages import offered
+    from quern.stages import offered, saved
 
     chosen = bool(rest) and not rest[0].startswith("-")
     if chosen and verb in OF_A_RUN and rest[0] in recipe_names():
@@ -131,54 +129,12 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     recipe, source = load_recipe(rest[0] if chosen else "gpt")
     arguments = rest[chosen:]
     helps = "-h" in arguments or "--help" in arguments
-    saved = None if helps else recipe_to_go_on_with(verb, arguments, recipe if chosen else None, source)
-    recipe, source = (recipe, source) if saved is None else saved
+    found = None if helps else saved.find_saved(verb, arguments, recipe, source, chosen)
+    recipe, source = found or (recipe, source)
     hidden, description = without(verb, recipe), described(verb)
     parsed = offered.parse(flags, recipe, arguments, prog=f"quern {verb}", without=hidden, description=description)
-    refuse_idle(parsed.recipe, arguments, saved=saved is not None)
+    refuse_idle(parsed.recipe, arguments, saved=found is not None)
     return parsed, source
-
-
-def recipe_to_go_on_with(
-    verb: str, arguments: list[str], chosen: Recipe | None, source: str | None
-) -> tuple[Recipe, str | None] | None:
-    """The recipe that a run has saved, and the source of its own file, where the command goes on with a run.
-
-    Args:
-        verb: The command.
-        arguments: Its flags.
-        chosen: The recipe that the user named.
-        source: The text of its file, if it came from one.
-
-    Returns:
-        None where a run begins with the recipe that the user named, or with a new version of the run's own file.
-    """
-    from quern.stages import saved
-    from quern.stages.offered import named, value_of
-    from quern.stages.places import Places
-
-    if verb not in ("pretrain", "sft", "run"):
-        return None
-    begins_with = value_of(arguments, "from") if verb != "run" else None
-    resume = "--resume" in arguments
-    places = Places(Path(value_of(arguments, "out") or "out"), begins_with or value_of(arguments, "run") or "first")
-    stage = "sft" if verb == "sft" else "pretrain"
-    if verb == "sft" and not resume:
-        return None  # what the base model's recipe decides is not asked for (stages/sft.py)
-    if not (resume or begins_with or (verb == "run" and places.has_trained(stage))):
-        return None
-    if not places.folder.exists():
-        raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
-    body = saved.read_saved(places, stage, chosen.callables() if chosen and source else None)
-    kept = places.stage(stage) / "recipe_source.py"
-    own = kept.read_text(encoding="utf-8") if kept.exists() else None
-    if body is None or (chosen is not None and (source != own or (source is None and chosen.name != body.name))):
-        return None  # what differs from the run's own is said by the stage
-    fields = set(named(arguments))
-    if not begins_with:
-        return saved.to_resume(body, fields), own
-    at_peak = value_of(arguments, "from-step") == saved.BEFORE_WARMDOWN
-    return saved.to_continue(body, fields, at_peak), own
 
 
 def trackers(options: Training, places: Any, stage: str) -> tuple[Any, ...]:

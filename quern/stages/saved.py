@@ -16,6 +16,7 @@ import torch
 
 from quern.recipe import OPERATIONAL, Recipe
 from quern.refusals import flag
+from quern.stages.offered import field_names, named, value_of
 from quern.stages.origin import Origin, read_origin
 from quern.stages.places import Places
 from quern.train import checkpoint
@@ -104,6 +105,51 @@ def _flat(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in body.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat
+
+
+def find_saved(
+    verb: str, arguments: Sequence[str], recipe: Recipe, source: str | None, chosen: bool
+) -> tuple[Recipe, str | None] | None:
+    """Finds the recipe that a command goes on with.
+
+    Args:
+        verb: The command.
+        arguments: Its flags.
+        recipe: The recipe that the command would begin with.
+        source: The text of its file, if it came from one.
+        chosen: Whether the user named that recipe.
+
+    Returns:
+        The saved recipe, with room for what the flags name, and the source of its own file. None where the command
+        begins a run, or goes on with another version of the run's file, which the stage then compares.
+
+    Raises:
+        FileNotFoundError: There is no such run.
+        ValueError: There is nothing to go on with, or the saved recipe cannot be read.
+    """
+    begins_with = value_of(arguments, "from") if verb != "run" else None
+    resume = "--resume" in arguments
+    places = Places(Path(value_of(arguments, "out") or "out"), begins_with or value_of(arguments, "run") or "first")
+    stage = "sft" if verb == "sft" else "pretrain"
+    if verb not in ("pretrain", "sft", "run") or (verb == "sft" and not resume):
+        return None  # of fine-tuning, the base model's recipe decides the rest (stages/sft.py)
+    if not (resume or begins_with or (verb == "run" and places.has_trained(stage))):
+        return None
+    body = read_saved(places, stage, recipe.callables() if chosen and source else None)
+    fields = set(named(arguments))
+    if body is None:
+        if fields & set(field_names(recipe)) and not begins_with:
+            return None  # it ended before it had begun the stage, and the command says what to train
+        if not places.folder.exists():
+            raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
+        raise ValueError(f"run '{places.run}' has no stage {stage} to go on with: leave --resume and --from out")
+    kept = places.stage(stage) / "recipe_source.py"
+    own = kept.read_text(encoding="utf-8") if kept.exists() else None
+    if chosen and (source != own or (source is None and recipe.name != body.name)):
+        return None
+    if not begins_with:
+        return to_resume(body, fields), own
+    return to_continue(body, fields, value_of(arguments, "from-step") == BEFORE_WARMDOWN), own
 
 
 # What the command line starts from ----------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def test_resumed_is_uninterrupted_in_fp8(tmp_path: Path, law: Law) -> None:
                 state = fp8_state(machine)
                 plan = toy_plan(stop, schedule=toy_schedule(12), save_every=20)
                 with StageFolder(path) as folder:
-                    resume(state, folder, print)
+                    resume(state, folder.path / "checkpoints", print)
                     train(state, toy_loader(), plan, machine, folder, print)
             lines = [{k: line[k] for k in ("step", "loss", "grad_norm")} for line in read_metrics(path)]
             runs.append((copy_of(state.tensors()), lines))

@@ -5,95 +5,22 @@ some while resuming. Bit for bit: every logged line but for what a clock says, a
 name of what is left. Over more than two epochs, so that some runs resume past one, some twice within one.
 """
 
-import itertools
 import json
-import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from quern.records import read_events, read_metrics
-from quern.text import tinyworld
-from quern.train import checkpoint
 from quern.train.guard import EXIT_STOPPED
+from tests.laws.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences, logged
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-TIMED = {"seconds", "tokens_per_second", "mfu"}
 Law = Callable[[str, float | int | str, str], None]
-
-PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
- --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --train.steps 23
- --optim.lr-scale 0.3 --train.log-every 3 --train.eval-every 8 --train.save-every 5""".split()
-SFT = "sft --conversations talks.jsonl --sft.steps 19 --sft.batch-tokens 192 --train.log-every 2".split()
-BASE = "base"  # the run that is fine-tuned
-
-
-class Bench:
-    """A folder with a small text, a few conversations and the runs of a test; and the process that forks runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.names = (f"run-{number}" for number in itertools.count())
-        with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in tinyworld.documents(0, 0.003, "train"))
-        with open(folder / "talks.jsonl", "w", encoding="utf-8") as file:
-            talks = sorted(tinyworld.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
-            file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/laws/fork_server.py"), str(folder / "log.txt")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=ENVIRONMENT,
-        )
-
-    def run(self, command: Sequence[str], name: str, dtype: str, **request: Any) -> dict[str, Any]:
-        """Runs a command to its end, or to where the request kills it."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        arguments = [*command, *self.flags(name, dtype)]
-        self.process.stdin.write(json.dumps({"arguments": arguments, **request}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline() or "{}")
-        died = answer.get("status") == -signal.SIGKILL and "kill" in request
-        assert died or answer.get("status") == 0, (answer, self.log())
-        return answer
-
-    @staticmethod
-    def flags(name: str, dtype: str) -> list[str]:
-        return ["--out", "out", "--run", name, "--no-compile", "--dtype", dtype, "--threads", "1"]
-
-    def log(self) -> str:
-        return (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
-
-    def stage(self, name: str, command: Sequence[str]) -> Path:
-        return self.folder / "out" / "runs" / name / command[0]
-
-    def fresh(self, command: Sequence[str], dtype: str) -> str:
-        """The name of a run that can be begun: for fine-tuning, one with a base model."""
-        name = f"{next(self.names)}-{command[0]}-{dtype}"
-        if command[0] == "sft":
-            base = self.folder / "out" / "runs" / BASE
-            if not base.exists():
-                self.run(PRETRAIN, BASE, dtype)
-            shutil.copytree(base, self.folder / "out" / "runs" / name)
-        return name
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=20)
-        self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -101,37 +28,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made = Bench(tmp_path_factory.mktemp("resume"))
     yield made
     made.close()
-
-
-# What is compared -------------------------------------------------------------------------------------------
-
-
-def logged(stage: Path) -> list[str]:
-    """The lines of metrics.jsonl without what a clock says; JSON writes every bit of a number."""
-    lines = [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(stage)]
-    return [json.dumps(line, sort_keys=True) for line in lines]
-
-
-def final(stage: Path) -> dict[str, Any]:
-    """Every tensor of the last checkpoint as bytes, its JSON, and which checkpoints are kept (two, see `keep`).
-
-    One that died while it pruned after its last save leaves an older one, or the rest of it, until the next save.
-    """
-    newest = checkpoint.latest(stage / "checkpoints", pytest.fail)
-    assert newest is not None
-    tensors, meta = checkpoint.load(newest[0])
-    meta["state"].pop("seconds")
-    found: dict[str, Any] = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
-    return found | {"json": meta, "kept": checkpoint.steps(stage / "checkpoints")[-2:]}
-
-
-def differences(stage: Path, reference: Path, ignored: str = "") -> list[str]:
-    """Lines that are missing, doubled or other, and the names of what differs in a bit in the final state."""
-    pairs = itertools.zip_longest(logged(stage), logged(reference))
-    lines = [f"{ours} instead of {theirs}" for ours, theirs in pairs if ours != theirs]
-    mine, expected = final(stage), final(reference)
-    names = sorted((mine.keys() | expected.keys()) - {ignored})
-    return lines + [name for name in names if mine.get(name) != expected.get(name)]
 
 
 # Kills ------------------------------------------------------------------------------------------------------

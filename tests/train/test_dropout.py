@@ -41,7 +41,7 @@ def dropping(dropout: float = 0.2) -> TrainState:
 def go(path: Path, state: TrainState, plan: Plan, loader: Loader | None = None, again: bool = False) -> None:
     with StageFolder(path) as folder:
         if again:
-            assert resume(state, folder, print)
+            assert resume(state, folder.path / "checkpoints", print)
         train(state, loader or toy_loader(), plan, CPU, folder, print)
 
 

@@ -45,7 +45,7 @@ def go(
     said: list[str] = []
     with StageFolder(path) as folder:
         if again:
-            resume(state, folder, said.append)
+            resume(state, folder.path / "checkpoints", said.append)
         code = train(state, loader or toy_loader(), plan or toy_plan(), CPU, folder, said.append)
     return code, said
 

@@ -1,0 +1,247 @@
+"""Law: whatever happens to text, conversations and tokenizer between a stop and a resume, the run goes on as the one
+that nobody touched, bit for bit, or it refuses and leaves every file as it was. And of two processes that train in one
+run at the same time, one trains and the other is told who does.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from quern.text import tinyworld
+from quern.train import checkpoint
+from tests.laws.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences
+
+Law = Callable[[str, float | int | str, str], None]
+RESUME = {"pretrain": ["pretrain", "--resume"], "sft": ["sft", "--resume"]}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("owned"))
+    yield made
+    made.close()
+
+
+def files(run: Path) -> dict[str, str]:
+    found = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+# Changes between stops ----------------------------------------------------------------------------------------
+
+
+def append(path: Path, rng: random.Random) -> None:
+    key = "messages" if path.name == "talks.jsonl" else "text"
+    values = tinyworld.conversations(9, 1, "train") if key == "messages" else tinyworld.documents(9, 1e-4, "train")
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({key: value}) + "\n" for value in values)
+
+
+def remove_a_line(path: Path, rng: random.Random) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    del lines[rng.randrange(len(lines))]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def change_a_letter(path: Path, rng: random.Random) -> None:
+    """Size and time of the file stay the same."""
+    before, text = path.stat(), path.read_text(encoding="utf-8")
+    at = rng.choice([i for i in range(len(text) - 1) if text[i] == "e" and text[i + 1] == " "])
+    path.write_text(text[:at] + "a" + text[at + 1 :], encoding="utf-8")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def touch(path: Path, rng: random.Random) -> None:
+    path.touch()
+
+
+def write_again(path: Path, rng: random.Random) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+CHANGES = {append: True, remove_a_line: True, change_a_letter: True, touch: False, write_again: False}
+"""What is done to a file, and whether its content is another one then."""
+
+
+def trial(bench: Bench, number: int, references: dict[str, tuple[Path, dict[str, int]]]) -> tuple[str, list[str]]:
+    """One stop, one change and one resume → what was done, and what is wrong with the outcome."""
+    rng = random.Random(number)
+    command = PRETRAIN if number % 2 else SFT
+    verb, name = command[0], bench.fresh(command, "fp32")
+    run, (reference, events) = bench.stage(name, command).parent, references[verb]
+    part = rng.choice(["train", "save"])
+    answer = bench.run(command, name, "fp32", kill=[part, int(events[part] * rng.uniform(0.3, 1.1))])
+    stopped = answer["place"] is not None
+    resume = list(RESUME[verb])
+    what = rng.choice(["text", "text", "shards", "tokenizer", "conversations", "conversations"])
+    if verb == "pretrain" and what == "conversations":
+        what = "text"
+    path = {
+        "text": bench.folder / "text.jsonl",
+        "conversations": bench.folder / "talks.jsonl",
+        "tokenizer": run / "tokenizer.json",
+        "shards": bench.folder / "out" / "data",
+    }[what]
+    kept = path.with_name(path.name + ".kept")
+    refused, expected = False, ""
+    if what == "shards":
+        shutil.copytree(path, kept)
+        shutil.rmtree(path)
+        done = "removed"
+    elif what == "tokenizer":
+        shutil.copy(path, kept)
+        other = next(iter(sorted((bench.folder / "out").glob("runs/other/tokenizer.json"))))
+        shutil.copy(other, path)
+        refused, expected, done = True, "is another tokenizer", "replaced"
+    else:
+        shutil.copy2(path, kept)
+        change = rng.choice(list(CHANGES))
+        change(path, rng)
+        done = change.__name__
+        named = what == "text" and rng.random() < 0.5
+        if named and verb == "pretrain":
+            resume += ["--data", "text.jsonl"]
+        refused = CHANGES[change] and (what == "conversations" or (named and verb == "pretrain"))
+        expected = "have changed since" if what == "conversations" else "has changed since"
+    before, wrong = files(run), []
+    offset = (bench.folder / "log.txt").stat().st_size
+    bench.run(resume, name, "fp32", refused=refused)
+    if refused:
+        with (bench.folder / "log.txt").open(encoding="utf-8") as log:
+            log.seek(offset)
+            said = log.read()
+        after = files(run)
+        wrong += [] if expected in said else [f"it says {said}"]
+        wrong += [
+            f"changed by a refusal: {file}"
+            for file in before.keys() | after.keys()
+            if before.get(file) != after.get(file)
+        ]
+    if path.exists():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    kept.rename(path)
+    if refused:
+        bench.run(RESUME[verb], name, "fp32")
+    wrong += differences(bench.stage(name, command), reference)
+    end, outcome = "stopped" if stopped else "finished", "refused" if refused else "went on"
+    return f"{number}: {verb}, {what} {done}, {end}, {outcome}", wrong
+
+
+def changes_between_stops(bench: Bench, trials: Sequence[int]) -> tuple[list[str], list[str]]:
+    """→ what is wrong, and what was done."""
+    references = {}
+    for command in (PRETRAIN, SFT):
+        name = bench.fresh(command, "fp32")
+        events = bench.run(command, name, "fp32")["events"]
+        references[command[0]] = bench.stage(name, command), events
+    other = [*PRETRAIN, "--text.vocab-size", "321", "--train.steps", "1"]
+    bench.run(other, "other", "fp32")
+    wrong, done = [], []
+    for number in trials:
+        what, found = trial(bench, number, references)
+        done.append(what)
+        wrong += [f"{what}: {line}" for line in found]
+    return wrong, done
+
+
+def test_changes_between_stops(bench: Bench, law: Law) -> None:
+    wrong, done = changes_between_stops(bench, range(8))
+    law("a resume after a change of text, conversations or tokenizer: wrong outcomes", len(wrong), "0")
+    assert wrong == [], done
+    assert any("refused" in what for what in done) and any("went on" in what for what in done)
+
+
+@pytest.mark.campaign
+def test_50_changes_between_stops(bench: Bench, law: Law) -> None:
+    wrong, done = changes_between_stops(bench, range(50))
+    law("50 changes of text, conversations and tokenizer between stops: wrong outcomes", len(wrong), "0")
+    assert wrong == [], done
+    assert sum("refused" in what for what in done) >= 15 and sum("went on" in what for what in done) >= 15
+
+
+# Two processes on one run -------------------------------------------------------------------------------------
+
+
+def begin(bench: Bench, name: str, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "quern.cli", *command, *Bench.flags(name, "fp32")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=bench.folder,
+        env=ENVIRONMENT,
+    )
+
+
+SAID = ("is in use by process", "has been pretrained already", "to go on with", "there is no run", "pretrained on")
+
+
+def pair(bench: Bench, number: int, reference: Path) -> tuple[str, list[str]]:
+    """Two processes on one run, the second some time after the first, which is killed in one pair of three.
+
+    Returns:
+        What happened, and what is wrong with the outcome.
+    """
+    rng = random.Random(number)
+    name = bench.fresh(PRETRAIN, "fp32")
+    first = begin(bench, name, *PRETRAIN)
+    time.sleep(rng.choice([0.0, rng.uniform(0.0, 1.0), rng.uniform(2.0, 8.0)]))
+    second = begin(bench, name, *(PRETRAIN if rng.random() < 0.5 else RESUME["pretrain"]))
+    if killed := number % 3 == 0:
+        time.sleep(rng.uniform(1.0, 8.0))
+        first.kill()
+    said = {process.pid: process.communicate(timeout=200)[0] for process in (first, second)}
+    codes, wrong = (first.returncode, second.returncode), []
+    for process, other in ((first, second), (second, first)):
+        words = said[process.pid]
+        if process.returncode != -signal.SIGKILL and not any(expected in words for expected in SAID):
+            wrong.append(f"it says {words}")
+        if "is in use by process" in words and f"is in use by process {other.pid} on" not in words:
+            wrong.append(f"it names another process: {words}")
+    if not killed and 0 not in codes:
+        wrong.append(f"neither trained: {codes} {said}")
+    if 0 not in codes:
+        saved = checkpoint.steps(bench.stage(name, PRETRAIN) / "checkpoints")
+        bench.run([*PRETRAIN, "--resume"] if not saved else RESUME["pretrain"], name, "fp32")
+    wrong += differences(bench.stage(name, PRETRAIN), reference)
+    return f"{number}: {codes}", wrong
+
+
+def pairs(bench: Bench, trials: Sequence[int]) -> tuple[list[str], list[str]]:
+    name = bench.fresh(PRETRAIN, "fp32")
+    bench.run(PRETRAIN, name, "fp32")
+    wrong, done = [], []
+    for number in trials:
+        what, found = pair(bench, number, bench.stage(name, PRETRAIN))
+        done.append(what)
+        wrong += [f"{what}: {line}" for line in found]
+    return wrong, done
+
+
+def test_two_processes_on_one_run(bench: Bench, law: Law) -> None:
+    wrong, done = pairs(bench, [1])
+    law("two processes on one run: wrong outcomes", len(wrong), "0")
+    assert wrong == [], done
+
+
+@pytest.mark.campaign
+def test_50_pairs_of_processes_on_one_run(bench: Bench, law: Law) -> None:
+    wrong, done = pairs(bench, range(50))
+    law("50 pairs of processes on one run: wrong outcomes", len(wrong), "0")
+    assert wrong == [], done
