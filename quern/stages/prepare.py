@@ -85,7 +85,9 @@ def _of_files(recipe: Recipe, out: Path) -> Source:
 def fetch(name: str, out: Path) -> Path:
     """A public data set's folder, fetched if it is not there."""
     with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        return hub.prefetch(name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file))
+        return hub.prefetch(
+            name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file), say=meter.say
+        )
 
 
 def _tinyworld(recipe: Recipe) -> Source:
