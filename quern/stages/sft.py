@@ -166,7 +166,8 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer, out: Path) -> tuple[Corp
             source = str(fetch(source, out) / "train")
         every = list(read_conversations(source))
         if len(every) < 2:
-            raise ValueError(f"{source} holds {len(every)} conversations: fine-tuning needs at least 2")
+            count = f"{len(every)} conversation" + ("s" if len(every) != 1 else "")
+            raise ValueError(f"{source} holds {count}: fine-tuning needs at least 2")
         held_out = max(1, len(every) // HELD_OUT_EVERY)
         train, val = every[held_out:], every[:held_out]
     return _corpus(tokenizer, train), _corpus(tokenizer, val)

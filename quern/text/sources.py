@@ -48,7 +48,7 @@ def list_source(source: str | Path, formats: Sequence[str] = FORMATS) -> Listing
 
     Args:
         source: A file or a folder.
-        formats: The formats to read, a part of `FORMATS`.
+        formats: The endings to read, without that of a compression.
 
     Returns:
         The files to read, sorted by their path in the source, and the ignored ones.
@@ -80,13 +80,13 @@ def files(source: str | Path) -> list[Path]:
 
 
 def format_of(path: Path) -> str:
-    """One of `FORMATS`, or "" for a file of another format."""
+    """The ending without that of a compression, such as .txt; "" where the format is never compressed from outside."""
     name = path.name.lower()
+    plain = name
     for compressed in COMPRESSED:
-        name = name.removesuffix(compressed)
-    found = Path(name).suffix
-    compressible = found != ".parquet" or name == path.name.lower()
-    return found if found in FORMATS and compressible else ""
+        plain = plain.removesuffix(compressed)
+    found = Path(plain).suffix
+    return found if plain == name or found in FORMATS and found != ".parquet" else ""
 
 
 def _is_readable(entry: Entry, formats: Sequence[str]) -> bool:
