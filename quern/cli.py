@@ -165,7 +165,7 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, Preparing)
     recipe = resolve(options.recipe)
     if verb == "tokenizer":
-        source = open_source(recipe, options.out)
+        source = open_source(recipe, options.out, say)
         tokenizer = train_tokenizer(recipe, source, options.out, say)
         text = "\n".join(next_texts(source.read("val"), 200))
         rows = compression_report(tokenizer, {"held-out text": text})

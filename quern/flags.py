@@ -270,6 +270,11 @@ IDLE: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         lambda recipe: not _from_tokens(recipe),
         "is for data that is tokens already (.bin); of text, the tokenizer is trained: leave it out",
     ),
+    (
+        "text.column",
+        lambda recipe: recipe.data == "tinyworld" or _from_tokens(recipe),
+        "names what holds the text in a --data of your own that is text: leave it out",
+    ),
     ("text.vocab_size", _from_tokens, OTHER_TOKENIZER),
     ("text.digits", _from_tokens, OTHER_TOKENIZER),
     ("text.tokenizer_megabytes", _from_tokens, OTHER_TOKENIZER),

@@ -26,6 +26,8 @@ class TextRecipe:
     """Tokens in the vocabulary, special ones included."""
     tokenizer: str | None = None
     """For data that is tokens already (.bin): the file of the tokenizer that made them, .json or .tiktoken."""
+    column: str = "text"
+    """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     digits: int = 2
     """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768."""
     tokenizer_megabytes: float = 16.0
@@ -203,11 +205,12 @@ class Recipe:
     depth: int = 4
     """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon."""
     data: str = "tinyworld"
-    """tinyworld, a file, a folder (.txt, .jsonl, .parquet, .gz, .zst; .bin of tokens) or a public data set's name."""
+    """tinyworld, a file, a folder (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet, .gz, .zst; .bin of tokens) or a
+    public data set's name."""
     val: str | None = None
     """Where validation text comes from; by default it is held out from the data."""
     conversations: str | None = None
-    """A .jsonl of conversations to fine-tune on; by default the built-in world's."""
+    """Conversations to fine-tune on (.jsonl, .json, .parquet); by default the built-in world's."""
     seed: int = 0
     """Of the first weights, the order of the batches and the built-in world."""
     data_seed: int | None = None

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from quern.temporaries import write_whole
+
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 
@@ -243,13 +245,3 @@ def _drop_torn_end(file: Path) -> None:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(file, len(whole))
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write `file` whole or not at all."""
-    part = file.with_name(file.name + ".part")
-    with part.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(part, file)

@@ -44,6 +44,7 @@ def check(recipe: Recipe) -> None:
     _refuse(recipe.depth < 1, f"depth must be at least 1, not {recipe.depth}")
     _refuse(recipe.seed < 0, f"seed must not be negative, not {recipe.seed}: use 0 or more")
     _refuse(recipe.text.digits not in (1, 2, 3), f"text.digits must be 1, 2 or 3, not {recipe.text.digits}")
+    _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
     vocab_size = recipe.text.vocab_size
     _refuse(
         vocab_size is not None and not 300 <= vocab_size <= 2**20,

@@ -136,6 +136,12 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --model.depth 3", "--model.depth follows from --depth"),
         ("pretrain --model.vocab-size 400", "--model.vocab-size follows from the tokenizer: set --text.vocab-size"),
         ("pretrain --text.tokenizer t.json", "--text.tokenizer is for data that is tokens already .*: leave it out"),
+        (
+            "prepare --text.column body",
+            "--text.column names what holds the text in a --data of your own that is text: le",
+        ),
+        ("pretrain --data a.bin --text.column body", "--text.column names what holds the text in a --data of your own"),
+        ("run --data a.csv --text.column=", "text.column is empty: name the column or the key that holds the text"),
         ("prepare --data a.bin --text.digits 1", "--text.digits does nothing with data that is tokens already"),
         ("pretrain --data a.txt --text.tinyworld-megabytes 1", "--data names another text: leave one of them out"),
         ("pretrain --val a.txt", "--val is for a --data of your own: the built-in world makes its own"),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "quern").rglob("*.py"))
 
 LAYERS = (
-    ("machine", "compiler", "mesh", "recipe", "recipe_file", "refusals", "records"),
+    ("machine", "compiler", "mesh", "recipe", "recipe_file", "refusals", "records", "temporaries"),
     ("text", "data", "kernels", "optim"),
     ("model",),
     ("parallel", "generate"),

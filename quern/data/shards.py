@@ -6,7 +6,8 @@ for all. A .bin file is 256 int32 (magic 20240520, version, token count) and the
 holds the index of each document's first token in its file, int64. Documents never cross a file and always
 begin with BOS.
 
-Writing is atomic: files are made in a temporary folder, synced and renamed, the manifest comes last. It holds
+Writing is atomic: files are made in a temporary folder, synced and renamed, the manifest comes last. What a killed
+writer leaves is removed by the next one (temporaries.py). The manifest holds
 the size and SHA-256 of each file and a fingerprint of what the tokens were made from (tokenizer and source),
 by which `prepared` knows that nothing changed. Damage is reported with the name of the file.
 
@@ -19,9 +20,6 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
-import time
-import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -46,8 +44,8 @@ from quern.data.files import (
     sync,
     sync_path,
 )
+from quern.temporaries import TemporaryFolder, remove_abandoned
 
-STALE_SECONDS = 3600  # a temporary folder nobody has written to for this long was left by a killed process
 # What one touch of a memory map may bring into memory: Linux maps up to a whole large folio.
 FAULT_BYTES = 2 << 20
 
@@ -107,9 +105,9 @@ class ShardWriter:
         self.vocab_size, self.bos, self.fingerprint = vocab_size, bos, fingerprint
         self.shard_tokens = shard_tokens
         self.folder.mkdir(parents=True, exist_ok=True)
-        _remove_stale(self.folder, split)
-        self._work = self.folder / f".{split}.tmp-{uuid.uuid4().hex}"
-        self._work.mkdir()
+        remove_abandoned(self.folder, split)
+        self._temporary = TemporaryFolder(self.folder / split)
+        self._work = self._temporary.path
         self._files: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
         self._starts: list[int] = []
@@ -215,9 +213,11 @@ class ShardWriter:
     def abandon(self) -> None:
         """Removes what was written so far; the folder stays as it was."""
         self._closed = True
-        if self._file is not None:
-            self._file.close()
-        shutil.rmtree(self._work, ignore_errors=True)
+        try:
+            if self._file is not None:
+                self._file.close()  # writes what is buffered, which a full disk refuses once more
+        finally:
+            self._temporary.remove()
 
 
 class Corpus:
@@ -367,10 +367,3 @@ class Corpus:
         for part in self._parts:
             if part.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
                 part.mapped.madvise(mmap.MADV_DONTNEED)
-
-
-def _remove_stale(folder: Path, split: str) -> None:
-    for left in folder.glob(f".{split}.tmp-*"):
-        newest = max((p.stat().st_mtime for p in (left, *left.glob("*")) if p.exists()), default=0.0)
-        if time.time() - newest > STALE_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)

@@ -22,7 +22,7 @@ from quern.grug.evaluate import validate
 from quern.grug.mesh import batch_shards, check_fits, wait_for_all
 from quern.grug.state import StepConfig, TrainState, init_state, step_config
 from quern.recipe import Recipe, resolve
-from quern.records import StageFolder, git_hash, write_whole
+from quern.records import StageFolder, git_hash
 from quern.stages.origin import (
     FILE,
     Origin,
@@ -39,6 +39,7 @@ from quern.stages.pretrain import fit_vocabulary, make_loader, micro_batch_rows
 from quern.stages.progress import Meter
 from quern.stages.run_lock import run_lock
 from quern.stages.saved import changes
+from quern.temporaries import write_whole
 from quern.text.tokenizer import Tokenizer
 from quern.train.guard import EXIT_DONE
 

@@ -1,8 +1,8 @@
 """Prepare: raw text → tokenizer → token shards, each re-used when nothing that it was made from changed.
 
 Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched ahead); tokens are not made again
-(prepare_tokens.py). Validation text comes from `val` if that is given, else it is held out from the source; it never
-depends on how much training text there is beyond that.
+(prepare_tokens.py). Validation text comes from `val` if that is given, else it is held out from the source
+(hold_out.py). A source is known by the contents of its files, not by their names, places or times.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
 from quern.recipe import Recipe
+from quern.stages.hold_out import HoldOut, hold_out
 from quern.stages.places import naming, refuse_unwritable
-from quern.stages.prepare_tokens import is_tokens, open_tokens, sample
+from quern.stages.prepare_tokens import is_tokens, list_tokens, open_tokens, sample
 from quern.stages.progress import Meter
+from quern.temporaries import remove_abandoned
 from quern.text import hub, tinyworld
-from quern.text.documents import files, read
+from quern.text.content import content_fingerprint
+from quern.text.documents import read
+from quern.text.sources import Listing, format_of, list_source
 from quern.text.tokenizer import SPLIT_PATTERN, Tokenizer, compression_report
 
-HELD_OUT_EVERY = 20
+HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
+SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
 BATCH_DOCUMENTS = 512
 
 
@@ -53,17 +58,28 @@ class Prepared:
     folder: Path | None = None
 
 
-def open_source(recipe: Recipe, out: Path) -> Source:
-    """The recipe's data. Raises FileNotFoundError or ValueError, naming what would work, when there is none, and what
-    the first document of a split raises."""
-    source = _tinyworld(recipe) if recipe.data == "tinyworld" else _of_files(recipe, out)
-    for split in ("train", "val"):
-        if not any(source.read(split)):
-            raise ValueError(f"the {split} text of '{source.name}' is empty: give more text, or --val for validation")
-    return source
+def open_source(recipe: Recipe, out: Path, say: Callable[[str], None] = lambda line: None) -> Source:
+    """Opens the recipe's data.
+
+    Args:
+        recipe: Resolved.
+        out: The folder that everything goes under; what killed processes left there is removed.
+        say: Called with lines on which files are read and which are ignored, and on a very small validation text.
+
+    Returns:
+        The source, both splits of which hold text.
+
+    Raises:
+        FileNotFoundError: There is no such data; the message names what would work.
+        ValueError: A split is empty, or its first document cannot be read.
+        OSError: A file cannot be read, or the cache of digests cannot be written.
+    """
+    for folder in (out / "tokenizers", out / "data", *(out / "data").glob("*/")):
+        remove_abandoned(folder)
+    return _tinyworld(recipe, say) if recipe.data == "tinyworld" else _of_files(recipe, out, say)
 
 
-def _of_files(recipe: Recipe, out: Path) -> Source:
+def _of_files(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Source:
     path = Path(recipe.data)
     val = Path(recipe.val) if recipe.val else None
     if not path.exists():
@@ -75,64 +91,77 @@ def _of_files(recipe: Recipe, out: Path) -> Source:
             )
         folder = fetch(recipe.data, out)
         path, val = folder / "train", val or folder / "val"
-    marks = [str(recipe.text.val_megabytes), *_marks(path), "val", *(_marks(val) if val else [])]
+    listings = {what: list_source(each) for what, each in (("text", path), ("validation text", val)) if each}
+    for what, listing in listings.items():
+        for line in listing.lines(what):
+            say(line)
+    held_out: HoldOut | None = None
+
+    def texts(source: Path) -> Iterator[str]:
+        return (text for text, _ in read(source, column=recipe.text.column))
 
     def documents(split: str) -> Iterator[str]:
+        nonlocal held_out
         if val is not None:
-            yield from (text for text, _ in read(path if split == "train" else val))
-        else:
-            texts = (text for text, _ in read(path))
-            yield from (
-                text for held_out, text in _hold_out(texts, recipe.text.val_megabytes) if held_out == (split == "val")
-            )
+            return texts(path if split == "train" else val)
+        held_out = held_out or hold_out(lambda: texts(path), recipe.text.val_megabytes)
+        return held_out.read(split)
 
-    return Source(path.stem or "data", fingerprint(*marks), documents)
+    name = path.stem or "data"
+    _check_splits(name, documents, say)
+    marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
+    for what, listing in listings.items():
+        marks += [what, *map(_reader, listing.files), _digest(listing, out)]
+    return Source(name, fingerprint(*marks), documents)
+
+
+def _reader(path: Path) -> str:
+    """What reads a file: the same bytes are another text to another reader."""
+    return format_of(path).replace(".md", ".txt")
+
+
+def _digest(listing: Listing, out: Path) -> str:
+    cache = out / "data" / "digests.json"
+    if not cache.exists():
+        refuse_unwritable(out)
+    megabytes = sum(entry.size for entry in listing.read) / 1e6
+    with naming(cache), Meter("looking for changes in the text", megabytes, "MB") as meter:
+        return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6))
+
+
+def _check_splits(name: str, documents: Callable[[str], Iterator[str]], say: Callable[[str], None]) -> None:
+    """Refuses an empty split, and warns of a validation text that is too small to measure anything."""
+    for split in ("train", "val"):
+        if not any(documents(split)):
+            raise ValueError(f"the {split} text of '{name}' is empty: give more text, or --val for validation")
+    size = 0
+    for text in documents("val"):
+        size += len(text.encode("utf-8"))
+        if size >= SMALL_VALIDATION_BYTES:
+            return
+    say(
+        f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
+        "validation text with --val"
+    )
 
 
 def fetch(name: str, out: Path) -> Path:
     """A public data set's folder, fetched if it is not there."""
     with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        return hub.prefetch(name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file))
+        return hub.prefetch(
+            name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file), say=meter.say
+        )
 
 
-def _tinyworld(recipe: Recipe) -> Source:
+def _tinyworld(recipe: Recipe, say: Callable[[str], None]) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(tinyworld.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
     def documents(split: str) -> Iterator[str]:
         return tinyworld.documents(recipe.seed, sizes[split], split)
 
+    _check_splits("tinyworld", documents, say)
     return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample), documents)
-
-
-def _marks(path: Path) -> list[str]:
-    """Name, size and time of every file: cheap, and changed by whatever changes the text."""
-    found = files(path)
-    return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in found]
-
-
-def _hold_out(texts: Iterator[str], megabytes: float) -> Iterator[tuple[bool, str]]:
-    """Every twentieth document is held out until that is enough; of fewer than twenty, the end of the last one."""
-    first = list(islice(texts, HELD_OUT_EVERY))
-    if len(first) < HELD_OUT_EVERY:
-        yield from ((False, text) for text in first[:-1])
-        if first:
-            cut = _cut(first[-1])
-            yield False, first[-1][:cut]
-            yield True, first[-1][cut:]
-        return
-    left = megabytes * 1e6
-    for index, text in enumerate(chain(first, texts)):
-        held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY // 2 and left > 0
-        left -= len(text.encode("utf-8", "replace")) if held_out else 0
-        yield held_out, text
-
-
-def _cut(text: str) -> int:
-    """Where the last tenth begins, at a space if there is one near."""
-    at = len(text) * 9 // 10
-    space = text.find(" ", at)
-    return space if 0 <= space < len(text) - 1 else at
 
 
 def split_pattern(digits: int) -> str:
@@ -146,8 +175,9 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, say: Callable[[st
     assert text.vocab_size
     pattern = split_pattern(text.digits)
     mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes))
-    path = out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
-    if path.exists():
+    known = sorted((out / "tokenizers").glob(f"*-{mark[:8]}.json"))  # the same text may have had another name
+    path = known[0] if known else out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
+    if known:
         try:
             tokenizer = Tokenizer.load(path)
         except ValueError as error:
@@ -179,16 +209,17 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
 def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
     """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
     if is_tokens(recipe.data):
-        tokenizer, train, val = open_tokens(recipe)
+        tokenizer, train, val = open_tokens(recipe, say)
         samples = {"validation text": sample(val, tokenizer)}
         text = text_fingerprint(recipe, out)
         facts = _facts(Path(recipe.data).stem, samples, tokenizer, train, val)
         return Prepared(tokenizer, train, val, facts, text, fingerprint(tokenizer.fingerprint, text))
-    source = open_source(recipe, out)
+    source = open_source(recipe, out, say)
     tokenizer = tokenizer or train_tokenizer(recipe, source, out, say)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
-    folder = out / "data" / f"{source.name}-{mark[:8]}"
-    if prepared(folder, mark):
+    known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
+    folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"
+    if known:
         say(f"tokens: {folder} is up to date")
     else:
         refuse_unwritable(out)
@@ -207,7 +238,8 @@ def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: To
 def text_fingerprint(recipe: Recipe, out: Path) -> str:
     """The fingerprint of the recipe's text and of how it is split, without preparing it. recipe: resolved."""
     if is_tokens(recipe.data):
-        return fingerprint(str(recipe.text.val_megabytes), *_marks(Path(recipe.data)))
+        listings = [list_tokens(name) for name in (recipe.data, recipe.val) if name]
+        return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
     return open_source(recipe, out).fingerprint
 
 

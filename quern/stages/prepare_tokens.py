@@ -1,5 +1,8 @@
 """Data that is tokens already: .bin files, read as they are, with the tokenizer that made them beside them.
 
+A folder with text is text, and a .bin in it is ignored. A README.md or a .json beside .bin files is no text: folders of
+token shards have them.
+
 A source is a .bin file or a folder of them (modded-nanogpt's, nanoGPT's, our own shards). Validation is `val` (a file
 or folder too), else the files of the folder with "val" in their name, else documents held out from the rest; of it,
 the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`: ours (.json) or tiktoken's
@@ -8,12 +11,14 @@ file of GPT-2's vocabulary (.tiktoken), whose <|endoftext|> is then the BOS.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from quern.data.shards import Corpus
 from quern.recipe import Recipe
+from quern.text.sources import FORMATS, Listing, format_of, list_source
 from quern.text.tokenizer import Tokenizer
 
 BYTES_PER_TOKEN = 4
@@ -23,13 +28,36 @@ HELD_OUT_EVERY = 20
 def is_tokens(data: str) -> bool:
     """Whether `--data` names tokens rather than text."""
     path = Path(data)
-    return path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
+    if not path.is_dir():
+        return path.suffix == ".bin"
+    return any(file.is_file() for file in path.glob("[!.]*.bin")) and not any(
+        map(_is_text, list_source(path, (*FORMATS, ".bin")).files)
+    )
 
 
-def open_tokens(recipe: Recipe) -> tuple[Tokenizer, Corpus, Corpus]:
-    """(tokenizer, training, validation). Raises FileNotFoundError or ValueError saying what is missing."""
+def _is_text(path: Path) -> bool:
+    described = path.name.lower() == "readme.md" or format_of(path) == ".json"
+    return path.suffix != ".bin" and not described
+
+
+def open_tokens(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple[Tokenizer, Corpus, Corpus]:
+    """Opens the recipe's token files.
+
+    Args:
+        recipe: Resolved.
+        say: Called with lines on which files are read and which are ignored.
+
+    Returns:
+        (tokenizer, training corpus, validation corpus).
+
+    Raises:
+        FileNotFoundError: A file is missing; the message names it.
+        ValueError: There is no tokenizer, or too little to hold some out.
+    """
     tokenizer = _tokenizer(recipe)
-    train, val = _files(recipe.data), _files(recipe.val) if recipe.val else []
+    for line in list_tokens(recipe.data).lines("tokens"):
+        say(line)
+    train, val = list_tokens(recipe.data).files, list_tokens(recipe.val).files if recipe.val else []
     if not val:
         val = [path for path in train if "val" in path.name]
         train = [path for path in train if path not in val]
@@ -59,12 +87,17 @@ def _first(corpus: Corpus, documents: np.ndarray, tokens: int) -> np.ndarray:
     return documents[before < max(1, tokens)]
 
 
-def _files(data: str) -> list[Path]:
+def list_tokens(data: str) -> Listing:
+    """The .bin files of a folder itself, not of its subfolders, or the one file."""
     path = Path(data)
-    found = sorted(path.glob("*.bin")) if path.is_dir() else [path]
-    if not found or not all(file.is_file() and file.suffix == ".bin" for file in found):
-        raise FileNotFoundError(f"{data}: there is no .bin file of that name, nor one in a folder of that name")
-    return found
+    try:
+        found = list_source(path, (".bin",))
+    except (FileNotFoundError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{data}: there is no .bin file of that name, nor one in a folder of that name"
+        ) from error
+    here = tuple(entry for entry in found.read if entry.path == path or entry.path.parent == path)
+    return Listing(here, tuple(entry for entry in (*found.ignored, *found.read) if entry not in here))
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:

@@ -136,7 +136,7 @@ def _run(
         load_weights(model, weights_of(start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
-        train_corpus, val_corpus = conversations(recipe, tokenizer, places.out)
+        train_corpus, val_corpus = conversations(recipe, tokenizer, places.out, say)
     loader = _loader(recipe, train_corpus)
     recipe = _with_steps(recipe, asked, loader.steps_per_epoch)
     changed = changes(recipe, path) if resume else []
@@ -246,9 +246,11 @@ def load_weights(model: Any, weights: dict[str, Any]) -> None:
     model.load_state_dict(weights, strict=True)
 
 
-def conversations(recipe: Recipe, tokenizer: Tokenizer, out: Path) -> tuple[Corpus, Corpus]:
+def conversations(
+    recipe: Recipe, tokenizer: Tokenizer, out: Path, say: Callable[[str], None] = lambda line: None
+) -> tuple[Corpus, Corpus]:
     """Training and held-out conversations as masked token ids. Raises ValueError when there are too few."""
-    train, val = read_talks(recipe, out)
+    train, val = read_talks(recipe, out, say)
     return _corpus(tokenizer, train), _corpus(tokenizer, val)
 
 
@@ -260,7 +262,9 @@ def require_same_conversations(recipe: Recipe, places: Places) -> None:
         refuse_other_conversations(places, origin, found)
 
 
-def read_talks(recipe: Recipe, out: Path) -> tuple[list[list[Message]], list[list[Message]]]:
+def read_talks(
+    recipe: Recipe, out: Path, say: Callable[[str], None] = lambda line: None
+) -> tuple[list[list[Message]], list[list[Message]]]:
     """Training and held-out conversations, each checked. Raises ValueError when there are too few, or one is wrong."""
     if recipe.conversations is None:
         count = recipe.text.tinyworld_conversations
@@ -270,9 +274,10 @@ def read_talks(recipe: Recipe, out: Path) -> tuple[list[list[Message]], list[lis
         source = recipe.conversations
         if source in hub.DATASETS and not Path(source).exists():
             source = str(fetch(source, out) / "train")
-        every = list(read_conversations(source))
+        every = list(read_conversations(source, say))
         if len(every) < 2:
-            raise ValueError(f"{source} holds {len(every)} conversations: fine-tuning needs at least 2")
+            count = f"{len(every)} conversation" + ("s" if len(every) != 1 else "")
+            raise ValueError(f"{source} holds {count}: fine-tuning needs at least 2")
         held_out = max(1, len(every) // HELD_OUT_EVERY)
         train, val = every[held_out:], every[:held_out]
     return train, val

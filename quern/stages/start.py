@@ -18,10 +18,11 @@ from quern.mesh import Mesh
 from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
 from quern.model.fp8 import use_fp8
 from quern.recipe import Recipe
-from quern.records import Nowhere, Records, StageFolder, git_hash, write_whole
+from quern.records import Nowhere, Records, StageFolder, git_hash
 from quern.stages.origin import FILE, Origin
 from quern.stages.places import Places
 from quern.stages.progress import Meter
+from quern.temporaries import write_whole
 from quern.train import loop
 from quern.train.state import TrainState
 

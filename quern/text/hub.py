@@ -13,11 +13,13 @@ import hashlib
 import http.client
 import json
 import os
+import platform
 import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -136,15 +138,33 @@ def prefetch(
     base_url: str | None = None,
     tries: int = 5,
     pause_seconds: float = 1.0,
+    say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Fetch a data set's first `shards` training files and all its validation files; returns its folder.
+    """Fetch a data set's first `shards` training files and all its validation files.
 
-    What is there already is not fetched again. `base_url` takes the place of the set's own (a mirror).
+    What is there already is not fetched again. Where another process fetches the same set, this one waits for it.
+
+    Args:
+        name: One of `DATASETS`.
+        out: The folder that the set's folder is in.
+        progress: Called as bytes come in.
+        shards: How many training files.
+        base_url: Takes the place of the set's own (a mirror).
+        tries: Failures in a row, without a byte of progress, after which a file is given up.
+        pause_seconds: Before the second try; twice as long after each failure.
+        say: Called with a line when there is another process to wait for.
+
+    Returns:
+        The set's folder.
+
+    Raises:
+        ValueError: There is no such set, or `shards` is below 1.
+        OSError: A file cannot be had; the message says what to do.
     """
     if name not in DATASETS:
         raise ValueError(f"no data set {name!r}; there are {', '.join(DATASETS)}")
     folder = Path(out, name)
-    fetch(DATASETS[name], folder, progress, shards, base_url, tries, pause_seconds)
+    fetch(DATASETS[name], folder, progress, shards, base_url, tries, pause_seconds, say)
     return folder
 
 
@@ -156,6 +176,7 @@ def fetch(
     base_url: str | None = None,
     tries: int = 5,
     pause_seconds: float = 1.0,
+    say: Callable[[str], None] | None = None,
 ) -> None:
     """`prefetch` for a data set of one's own. OSError, with what to do, when a file cannot be had."""
     if shards < 1:
@@ -163,11 +184,7 @@ def fetch(
     folder.mkdir(parents=True, exist_ok=True)
     base = (base_url or dataset.base).rstrip("/")
     wanted = [("val", file) for file in dataset.val] + [("train", file) for file in dataset.train[:shards]]
-    with open(folder / ".lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OSError(f"another process is fetching into {folder}: wait until it has finished") from error
+    with _alone_in(folder, say):
         for split, file in wanted:
             path = folder / split / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +194,23 @@ def fetch(
                 download(f"{base}/{file}", path, expected, progress, tries, pause_seconds)
                 done = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
                 record.write_text(json.dumps(done), encoding="utf-8")
+
+
+@contextmanager
+def _alone_in(folder: Path, say: Callable[[str], None] | None) -> Iterator[None]:
+    """Waits until no other process fetches into the folder. The kernel releases the lock of one that dies."""
+    with open(folder / ".lock", "a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            if say is not None:
+                say(f"waiting for {lock.read() or 'another process'}, which is fetching into {folder}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
+        yield
 
 
 def download(

@@ -14,13 +14,14 @@ import base64
 import codecs
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiktoken
+
+from quern.temporaries import write_whole
 
 # GPT-4's split with three differences. Digits go in groups of at most two: better than three at the
 # vocabularies of small models. Combining marks (\p{M}) belong to the word they stand in, or vowel signs would
@@ -148,17 +149,8 @@ class Tokenizer:
     def save(self, path: str | Path) -> Path:
         """Write the tokenizer as JSON; the file appears whole or not at all."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         contents = {"format": FILE_FORMAT, "fingerprint": self.fingerprint, **self._contents()}
-        unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        try:
-            with open(unfinished, "w", encoding="utf-8") as file:
-                json.dump(contents, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_whole(path, json.dumps(contents, indent=1))
         return path
 
     @classmethod

@@ -2,7 +2,10 @@
 
 import json
 import os
+import resource
+import signal
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.data.shards import STALE_SECONDS, Corpus, ShardWriter, fingerprint, prepared
+from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
 
 BOS = 499
 
@@ -202,16 +205,45 @@ def test_another_fingerprint_replaces_every_split(folder):
     assert prepared(folder, "b")
 
 
-def test_folders_of_killed_writers_are_cleaned(folder):
-    dead, alive = folder / ".train.tmp-dead", folder / ".train.tmp-alive"
-    for left in (dead, alive):
-        left.mkdir()
-        (left / "train-00000.bin").write_bytes(b"x")
-    old = (dead / "train-00000.bin").stat().st_mtime - 2 * STALE_SECONDS
-    for path in (dead / "train-00000.bin", dead):
-        os.utime(path, (old, old))
-    write(folder, "train", documents(5))
-    assert not dead.exists() and alive.exists()
+WRITE_AND_WAIT = """
+import sys, time
+from quern.data.shards import ShardWriter
+writer = ShardWriter(sys.argv[1], "train", vocab_size=500, bos=499, fingerprint="a")
+writer.add([499, 1, 2])
+print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def temporaries(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(".*.tmp-*"))
+
+
+def test_what_a_killed_writer_left_goes_at_once_and_a_living_writers_stays(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT, tmp_path], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == b"writing\n"
+            (work,) = temporaries(tmp_path)
+            write(tmp_path, "train", documents(5))
+            assert temporaries(tmp_path) == [work]
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL and temporaries(tmp_path) == [work]
+    (tmp_path / ".train.tmp-unlocked").mkdir()  # killed between the creation and the lock
+    write(tmp_path, "train", documents(5))
+    assert temporaries(tmp_path) == [] and contents(Corpus.open(tmp_path, "train")) == documents(5)
+
+
+def test_a_full_disk_leaves_no_temporary_folder(tmp_path):
+    """Files may not grow beyond some bytes: a write then fails as on a full disk, and once more on closing."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(tmp_path, "train", documents(500))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_manifest_counts(folder):

@@ -105,7 +105,9 @@ def test_a_folder_of_mixed_files_is_the_text_of_all(tmp_path: Path) -> None:
 
 
 def files_under(folder: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    """Of what is made; the cache of digests may change."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "digests.json")
+    return {str(path): path.stat().st_mtime_ns for path in files}
 
 
 def test_nothing_is_made_twice_and_what_changed_is_made_anew(tmp_path: Path) -> None:
@@ -123,6 +125,75 @@ def test_nothing_is_made_twice_and_what_changed_is_made_anew(tmp_path: Path) -> 
     other, said = made(recipe_for(data), out)
     assert "tokens: train" in said and other.train.num_documents == first.train.num_documents + 1
     assert before.items() <= files_under(out).items(), "what others may still use was touched"
+
+
+def test_a_source_is_known_by_its_content_alone(tmp_path: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "first" / "texts"
+    folder.mkdir(parents=True)
+    data = write_jsonl(folder / "t.jsonl", documents(60))
+    mark = open_source(recipe_for(folder), out).fingerprint
+    os.utime(data, (1, 1))
+    data.rename(folder / "renamed.jsonl")
+    moved = folder.rename(tmp_path / "moved")
+    assert open_source(recipe_for(moved), out).fingerprint == mark
+    (moved / "image.png").write_bytes(b"ignored")
+    assert open_source(recipe_for(moved), out).fingerprint == mark
+    body = {"body": "x" * 5000, "text": "y" * 5000}
+    write_jsonl(data := moved / "renamed.jsonl", [])
+    data.write_text(json.dumps(body), encoding="utf-8")
+    marks = {open_source(recipe_for(moved, column=column), out).fingerprint for column in ("text", "body")}
+    data.rename(moved / "renamed.txt")  # the same bytes to another reader
+    marks.add(open_source(recipe_for(moved), out).fingerprint)
+    marks.add(open_source(replace(recipe_for(moved), val=str(moved / "renamed.txt")), out).fingerprint)
+    assert len(marks | {mark}) == 5
+
+
+def test_the_column_that_was_named_is_trained_on(tmp_path: Path) -> None:
+    texts = documents(60)
+    for name, body in [("t.csv", "id,body\n"), ("v.csv", "body,text\n")]:
+        rows = (f'{i},"{text}"\n' if name == "t.csv" else f'"{text}",no\n' for i, text in enumerate(texts))
+        (tmp_path / name).write_text(body + "".join(rows), encoding="utf-8")
+    recipe = replace(recipe_for(tmp_path / "t.csv", column="body"), val=str(tmp_path / "v.csv"))
+    prepared, said = made(recipe, tmp_path / "out")
+    for corpus in (prepared.train, prepared.val):
+        assert texts_of(corpus, prepared.tokenizer) == texts
+    assert "text: reading t.csv (" in said and "validation text: reading v.csv (" in said
+
+
+def test_what_is_read_and_ignored_is_said_once_and_a_small_validation_is_warned_of(tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for i, text in enumerate(documents(50)):
+        (folder / f"{i}.md").write_text(text, encoding="utf-8")
+    (folder / "stray.bin").write_bytes(bytes(3000))
+    prepared, said = made(recipe_for(folder), tmp_path / "out")
+    assert prepared.train.num_documents + prepared.val.num_documents == 50
+    lines = said.splitlines()
+    assert lines[0].startswith("text: reading 50 .md (") and lines[1] == "text: ignoring stray.bin (3.0 kB)"
+    assert lines[2].startswith("warning: the validation text has only ") and lines[2].endswith(
+        " bytes, so its loss says little: give more text, or a validation text with --val"
+    )
+    assert sum("reading" in line for line in lines) == sum("warning" in line for line in lines) == 1
+    _, said = made(
+        recipe_for(write_jsonl(tmp_path / "large.jsonl", documents(1500)), val_megabytes=0.5), tmp_path / "out"
+    )
+    assert "warning" not in said
+
+
+def test_what_killed_processes_left_anywhere_under_the_data_goes_at_the_next_start(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    left = [
+        out / "data" / "other-1234" / ".train.tmp-0",
+        out / "tokenizers" / ".x.json.tmp-0",
+        out / "data" / ".x.tmp-0",
+    ]
+    (left[0] / "sub").mkdir(parents=True)
+    (left[0] / "train-00000.bin").write_bytes(b"x")
+    left[1].parent.mkdir()
+    for path in left[1:]:
+        path.write_bytes(b"x")
+    open_source(recipe_for("tinyworld"), out)
+    assert not any(path.exists() for path in left)
 
 
 def test_a_half_made_folder_is_not_taken_for_prepared(tmp_path: Path) -> None:
@@ -148,7 +219,7 @@ def test_errors_name_what_would_work(tmp_path: Path) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=r"\.jsonl"):
         made(recipe_for(tmp_path / "folder"), tmp_path / "out")
     (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="only 'body': rename the one that is meant to 'text'"):
+    with pytest.raises(ValueError, match="only 'body': name the one that holds the text with --text.column NAME$"):
         made(recipe_for(tmp_path / "wrong.jsonl"), tmp_path / "out")
     with pytest.raises(ValueError, match="^data is empty: name a file, a folder or a data set$"):
         recipe_for("")

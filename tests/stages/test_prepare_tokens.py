@@ -96,6 +96,28 @@ def test_what_is_missing_is_said(tmp_path: Path, tokenizer: str) -> None:
     assert not is_tokens("tinyworld") and not is_tokens(str(tmp_path / "folder" / "none"))
 
 
+def test_text_beside_a_bin_file_is_text_and_what_describes_tokens_is_not(tmp_path: Path, tokenizer: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_bin(folder / "x.bin", texts(100))
+    for name in ("README.md", "manifest.json", "x.starts.npy", ".notes.txt"):
+        (folder / name).write_text("{}", encoding="utf-8")
+    assert is_tokens(str(folder))
+    said: list[str] = []
+    prepared = prepare(recipe_for(folder, tokenizer), tmp_path / "out", said.append)
+    assert read(prepared.train)[:3] == texts(3)
+    assert said[0].startswith("tokens: reading x.bin (")
+    assert said[1] == "tokens: ignoring README.md (2 B), manifest.json (2 B), x.starts.npy (2 B)"
+    for name in ("sub/a.txt", "notes.md", "b.jsonl.gz"):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("text", encoding="utf-8")
+        assert not is_tokens(str(folder)), name
+        path.unlink()
+    (folder / "x.bin").unlink()
+    assert not is_tokens(str(folder))
+
+
 def test_a_file_of_gpt2s_tokens_becomes_a_model_that_replies(tmp_path: Path) -> None:
     """Its vocabulary is laid out as GPT-2's, with quern's special tokens after it."""
     singles = bytes([*range(33, 256), *range(33)])

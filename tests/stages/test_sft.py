@@ -1,13 +1,16 @@
 """What fine-tuning takes from the command and what from its base model's recipe, and which values it refuses."""
 
+import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, SftRecipe, TrainRecipe, resolve
 from quern.recipes import gpt, llama
-from quern.stages.sft import follow
+from quern.stages.sft import conversations, follow
+from quern.text.tokenizer import Tokenizer
 
 BASE: Recipe = resolve(
     replace(
@@ -69,3 +72,11 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
 def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         follow(replace(gpt.RECIPE, **changes), BASE)
+
+
+def test_one_conversation_is_too_few(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"instruction": "hi", "output": "hello"}), encoding="utf-8")
+    tokenizer = Tokenizer.train(["hi hello"], 270)
+    with pytest.raises(ValueError, match="talks.jsonl holds 1 conversation: fine-tuning needs at least 2$"):
+        conversations(replace(gpt.RECIPE, conversations=str(path)), tokenizer, tmp_path)

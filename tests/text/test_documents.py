@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.text import documents
-from quern.text.documents import Position, files, read, read_conversations
+from quern.text import formats
+from quern.text.documents import Position, read, read_conversations
+from quern.text.sources import files
 
 TEXTS = ["Hello there.", "大家好，世界。", "مرحبا بالعالم", "👩‍👩‍👧‍👦 e\u0301", "line one\nline two\r\n", "0"]
 
@@ -41,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     (root / "e.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:2])) + gzip.compress(json_lines(TEXTS[2:])))
     (root / "f.jsonl.zst").write_bytes(zstd(json_lines(TEXTS)) + zstd(json_lines(["", "last"])))
     write_parquet(root / "sub" / "g.parquet", [*TEXTS, None, "", *TEXTS])
-    for unread in (".hidden/x.txt", ".secret.txt", "notes.md", "half.parquet.part"):
+    for unread in (".hidden/x.txt", ".secret.txt", "notes.pdf", "half.parquet.part"):
         (root / unread).write_text("never", encoding="utf-8")
     return root
 
@@ -74,7 +75,7 @@ def test_resuming_after_any_document_equals_continuing(folder: Path) -> None:
 def test_a_long_text_file_is_cut_at_line_ends_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "TEXT_PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(formats, "TEXT_PIECE_CHARACTERS", 1000)
     text = "".join(f"zeile {i} ü\n" for i in range(500))
     path = tmp_path / "long.txt"
     path.write_text(text, encoding="utf-8")
@@ -120,7 +121,7 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
     path.write_text('"just text"\n', encoding="utf-8")
     refuse(lambda: list(read(path)), "line 1", "object")
     path.write_text('{"text": 7}\n', encoding="utf-8")
-    refuse(lambda: list(read(path)), "record 1", "int")
+    refuse(lambda: list(read(path)), "line 1", "int")
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
@@ -138,14 +139,14 @@ def test_a_file_cut_short_is_an_error_not_a_short_corpus(tmp_path: Path, kind: s
 
 def test_an_unknown_column_is_answered_with_the_columns_there_are(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", ["x"], column="body")
-    refuse(lambda: list(read(tmp_path / "a.parquet")), "'text'", "'body'", "'id'")
+    refuse(lambda: list(read(tmp_path / "a.parquet")), "'text'", "'body'", "'id'", "--text.column NAME")
     assert [text for text, _ in read(tmp_path / "a.parquet", column="body")] == ["x"]
     (tmp_path / "b.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
     refuse(lambda: list(read(tmp_path / "b.jsonl")), "'text'", "'messages'", "fine-tuning")
 
 
 def test_a_source_without_anything_to_read_says_what_would_fit(tmp_path: Path) -> None:
-    refuse(lambda: files(tmp_path), str(tmp_path), ".parquet", ".jsonl.gz", error=FileNotFoundError)
+    refuse(lambda: files(tmp_path), str(tmp_path), ".parquet", ".jsonl", ".txt.gz", error=FileNotFoundError)
     refuse(lambda: files(tmp_path / "absent"), "absent", error=FileNotFoundError)
     (tmp_path / "book.pdf").write_bytes(b"x")
     refuse(lambda: files(tmp_path / "book.pdf"), "book.pdf", ".txt")
@@ -191,9 +192,9 @@ def test_a_wrong_conversation_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     wrong = {"messages": [{"role": "assistant", "content": "hi"}]}
     path.write_text(json.dumps({"messages": CONVERSATION}) + "\n" + json.dumps(wrong), encoding="utf-8")
-    refuse(lambda: list(read_conversations(path)), "a.jsonl, record 2", "user first")
+    refuse(lambda: list(read_conversations(path)), "a.jsonl, line 2", "user first")
     for value in ("text", None, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}]):
         path.write_text(json.dumps({"messages": value}), encoding="utf-8")
-        refuse(lambda: list(read_conversations(path)), "record 1", "not a conversation")
+        refuse(lambda: list(read_conversations(path)), "line 1", "not a conversation")
     (tmp_path / "b.txt").write_text("x", encoding="utf-8")
     refuse(lambda: list(read_conversations(tmp_path / "b.txt")), "b.txt", ".jsonl")

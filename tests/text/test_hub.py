@@ -3,13 +3,15 @@
 Whatever happens, a file under its final name is byte for byte the published one, or is not there.
 """
 
-import fcntl
 import hashlib
 import http.server
 import random
 import resource
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ class Plan:
     linked_etag: str | None = None
     redirect: bool = False
     shift: int = 0  # answer a Range from this many bytes further on
+    gate: threading.Event | None = None  # a whole answer stops halfway until it is set
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     sent: int = 0
 
@@ -93,6 +96,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         cut = plan.cuts.pop(0) if plan.cuts else None
         plan.sent += len(rest[:cut])
+        if plan.gate is not None:
+            half = rest[: len(rest) // 2]
+            self.wfile.write(half)
+            plan.gate.wait(30)
+            rest = rest[len(half) :]
         self.wfile.write(rest[:cut])
         if cut is not None and plan.reset:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -275,11 +283,36 @@ def test_validation_files_do_not_depend_on_the_number_of_shards(serve, tmp_path:
     assert (tmp_path / "train" / "t1.parquet").read_bytes() == BODY and len(plan.requests) == 5
 
 
-def test_two_processes_do_not_write_the_same_files(tmp_path: Path) -> None:
-    with open(tmp_path / ".lock", "w", encoding="utf-8") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="another process"):
-            fetch(SHARDS, tmp_path, base_url="http://127.0.0.1:9")
+FETCH = """
+import sys
+from pathlib import Path
+from quern.text.hub import DataSet, fetch
+dataset = DataSet("", "", ("t0.parquet", "t1.parquet"), ("v.parquet",))
+fetch(dataset, Path(sys.argv[1]), lambda *progress: print("bytes", flush=True), base_url=sys.argv[2],
+      pause_seconds=0.0, say=lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_process_waits_for_the_first_and_finds_the_files(serve, tmp_path: Path, killed: bool) -> None:
+    plan = Plan(gate=threading.Event())
+    command = [sys.executable, "-c", FETCH, str(tmp_path), serve(plan)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout and plan.gate and first.stdout.readline() == "bytes\n"  # it holds the lock, and is stuck
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+            assert second.stdout
+            said = second.stdout.readline()
+            assert said.startswith(f"waiting for process {first.pid} on ")
+            assert said.endswith(f", which is fetching into {tmp_path}\n")
+            if killed:
+                first.kill()
+            plan.gate.set()
+            rest = second.stdout.read()
+            assert "waiting" not in rest and ("bytes" in rest) == killed
+    assert (first.returncode, second.returncode) == (-signal.SIGKILL if killed else 0, 0)
+    assert names(tmp_path) == ["train/t0.parquet", "train/t1.parquet", "val/v.parquet"]
+    if not killed:
+        assert [path for path, _ in plan.requests] == ["/v.parquet", "/t0.parquet", "/t1.parquet"]
 
 
 def test_token_shards_are_checked_by_their_header(serve, tmp_path: Path) -> None:

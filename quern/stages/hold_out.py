@@ -1,0 +1,93 @@
+"""Which text validates when no validation source is given.
+
+A large corpus holds out every twentieth document until that is enough, so that validation does not depend on how much
+text follows. Where this would give too little or too much, as in a few documents, the end of the text is held out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+EVERY = 20
+ENOUGH_BYTES = 1 << 16
+LEAST_SHARE, MOST_SHARE = 1 / 40, 1 / 5
+"""Of the text, that every twentieth document may make up."""
+TAIL_SHARE, MOST_TAIL_SHARE = 1 / 10, 1 / 3
+"""Of the text, that its end makes up, and that it makes up at most to reach LEAST_BYTES."""
+LEAST_BYTES = 512
+SPACE = re.compile(r"\s")
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """texts: opens the documents, as often as it is called. megabytes: the most that is held out, by whole documents.
+    tail: (byte of the text where validation begins, bytes from there on), or None where it is every twentieth document.
+    """
+
+    texts: Callable[[], Iterator[str]]
+    megabytes: float
+    tail: tuple[int, int] | None
+
+    def read(self, split: str) -> Iterator[str]:
+        """The documents of a split, "train" or "val"."""
+        pairs = _by_number(self.texts(), self.megabytes) if self.tail is None else _tail(self.texts(), *self.tail)
+        return (text for held_out, text in pairs if held_out == (split == "val"))
+
+
+def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> HoldOut:
+    """Decides how to hold out. It reads the documents until every twentieth is enough, or to their end.
+
+    Args:
+        texts: Opens the documents.
+        megabytes: How much to hold out at most.
+
+    Returns:
+        The two splits; together they hold every document.
+    """
+    held = total = 0
+    for held_out, text in _by_number(texts(), megabytes):
+        size = _size(text)
+        total += size
+        held += size if held_out else 0
+        if held >= min(ENOUGH_BYTES, megabytes * 1e6) and 0 < held <= MOST_SHARE * total:
+            return HoldOut(texts, megabytes, None)
+    if max(LEAST_SHARE * total, LEAST_BYTES) <= held <= MOST_SHARE * total:
+        return HoldOut(texts, megabytes, None)
+    wanted = max(TAIL_SHARE * total, min(LEAST_BYTES, MOST_TAIL_SHARE * total))
+    wanted = math.ceil(min(wanted, megabytes * 1e6))
+    return HoldOut(texts, megabytes, (total - wanted, wanted))
+
+
+def _by_number(texts: Iterator[str], megabytes: float) -> Iterator[tuple[bool, str]]:
+    left = megabytes * 1e6
+    for index, text in enumerate(texts):
+        held_out = index % EVERY == EVERY // 2 and left > 0
+        left -= _size(text) if held_out else 0
+        yield held_out, text
+
+
+def _tail(texts: Iterator[str], at: int, wanted: int) -> Iterator[tuple[bool, str]]:
+    """Validation from byte `at` on, or from the next space if that is near. A short document is not cut."""
+    before = 0
+    for text in texts:
+        size = _size(text)
+        if before + size <= at or before >= at or 2 * size <= wanted:
+            yield before + size > at, text
+        else:
+            cut = _cut(text, at - before)
+            yield False, text[:cut]
+            yield True, text[cut:]
+        before += size
+
+
+def _cut(text: str, at_byte: int) -> int:
+    at = len(text.encode("utf-8")[:at_byte].decode("utf-8", "ignore"))
+    space = SPACE.search(text, at, at + (len(text) - at) // 2)
+    return space.start() if space else at
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8"))

@@ -1,0 +1,69 @@
+"""Fingerprints of files by their content, and the cache that spares hashing them on every start.
+
+The cache is one JSON file: absolute path → size, times of the last change (of contents and of the entry, ns), SHA-256.
+A file is hashed again when one of the first three differs. A damaged or missing cache is rebuilt; files that are gone
+are dropped from it.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from quern.temporaries import write_whole
+
+CHUNK_BYTES = 1 << 20
+
+
+def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[int], None] | None = None) -> str:
+    """Hashes files in this order; names, places and times have no part in the result.
+
+    Args:
+        paths: The files.
+        cache: The JSON file of the digests known so far; created, or replaced as a whole, when something changed.
+        progress: Called with the bytes hashed so far.
+
+    Returns:
+        SHA-256 (hex) over the SHA-256 of each file.
+
+    Raises:
+        OSError: A file cannot be read, or the cache cannot be written.
+    """
+    known = _read(cache)
+    kept = {name: entry for name, entry in known.items() if Path(name).exists()}
+    done = 0
+    whole = hashlib.sha256()
+    for path in paths:
+        info, name = path.stat(), str(path.resolve())
+        mark = [info.st_size, info.st_mtime_ns, info.st_ctime_ns]
+        if kept.get(name, [])[:3] != mark:
+            digest = hashlib.sha256()
+            with open(path, "rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    done += len(chunk)
+                    if progress is not None:
+                        progress(done)
+            kept[name] = [*mark, digest.hexdigest()]
+        whole.update(bytes.fromhex(kept[name][3]))
+    if kept != known:
+        write_whole(cache, json.dumps(kept, indent=1))
+    return whole.hexdigest()
+
+
+def _read(cache: Path) -> dict[str, list[Any]]:
+    try:
+        entries = json.loads(cache.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {name: entry for name, entry in entries.items() if _is_sound(entry)} if isinstance(entries, dict) else {}
+
+
+def _is_sound(entry: Any) -> bool:
+    return (
+        isinstance(entry, list)
+        and [type(part) for part in entry] == [int, int, int, str]
+        and len(entry[3]) == 64
+        and set(entry[3]) <= set("0123456789abcdef")
+    )

@@ -1,0 +1,203 @@
+"""The records of one file, whatever its format.
+
+    .txt .md      text; a file longer than TEXT_PIECE_CHARACTERS becomes several records, cut at line ends
+    .jsonl        a JSON value a line
+    .json         an array of JSON values, or one object; it is read at once, so at most JSON_BYTES
+    .csv .tsv     a row, quoted as RFC 4180 says, the first of which names the columns
+    .parquet      a row, read one row group at a time
+
+All but .parquet may also be compressed (.gz, .zst). Text is UTF-8 and nothing else: a wrong byte stops the reading with
+file and line, since replaced characters would be trained on unseen. What a record means is not known here
+(documents.py, conversations.py).
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quern.text.sources import format_of, human_size
+
+TEXT_PIECE_CHARACTERS = 1 << 20
+PARQUET_BATCH_ROWS = 256
+JSON_BYTES = 1 << 29
+CSV_FIELD_CHARACTERS = 1 << 28
+
+
+class MissingColumns(ValueError):
+    """A table has none of the wanted columns, only `names`."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"only {', '.join(names)}")
+        self.names = list(names)
+
+
+def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
+    """Reads the records of a file.
+
+    Args:
+        path: A file with one of `sources.FORMATS`.
+        first: The first record to read, from 0.
+        wanted: The columns to read of a table.
+
+    Yields:
+        (value, number of the record). A value is text (.txt, .md), a JSON value, or an object with those of the wanted
+        columns that there are (.csv, .tsv, .parquet).
+
+    Raises:
+        ValueError: The file is damaged or not UTF-8; the message names the file and the line or the record.
+        OSError: The file cannot be read to its end.
+        MissingColumns: A table has none of the columns.
+    """
+    readers = {
+        ".txt": _text_pieces,
+        ".md": _text_pieces,
+        ".jsonl": _json_lines,
+        ".json": _json_values,
+        ".csv": _rows,
+        ".tsv": _rows,
+        ".parquet": _parquet_rows,
+    }
+    yield from readers[format_of(path)](path, first, wanted)
+
+
+def place(path: Path, record: int) -> str:
+    """The record for messages, counted from 1."""
+    return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The raw lines of a file, decompressed as its name says, one at a time."""
+    try:
+        with _open(path) as stream:
+            yield from stream
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> OSError:
+    return OSError(f"cannot read {path}, it may be cut short or damaged: {error}")
+
+
+def _open(path: Path) -> BinaryIO:
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    if compression is None:
+        return open(path, "rb")
+    stream = pa.input_stream(str(path), compression=compression)
+    return io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
+
+
+def _decode(raw: bytes, path: Path, line: int) -> str:
+    """The text of line number `line`, from 0, and of those that follow it in `raw`."""
+    try:
+        return raw.decode("utf-8-sig" if line == 0 else "utf-8")  # the first line may carry a byte order mark
+    except UnicodeDecodeError as error:
+        before = raw[: error.start].split(b"\n")
+        raise ValueError(
+            f"{path}, line {line + len(before)}: byte {len(before[-1]) + 1} of the line is "
+            f"not UTF-8 ({error.reason}): convert the file to UTF-8, for example with iconv"
+        ) from error
+
+
+def _text_pieces(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[str, int]]:
+    piece: list[str] = []
+    size = record = 0
+    for line, raw in enumerate(_lines(path)):
+        text = _decode(raw, path, line)
+        piece.append(text)
+        size += len(text)
+        if size >= TEXT_PIECE_CHARACTERS:
+            if record >= first:
+                yield "".join(piece), record
+            piece, size, record = [], 0, record + 1
+    if piece and record >= first:
+        yield "".join(piece), record
+
+
+def _json_lines(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
+    for line, raw in enumerate(_lines(path)):
+        if line < first or not raw.strip():
+            continue
+        text = _decode(raw, path, line)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {line + 1}: not a line of JSON ({error})") from error
+        yield value, line
+
+
+def _json_values(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
+    try:
+        with _open(path) as stream:
+            raw = stream.read(JSON_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if len(raw) > JSON_BYTES:
+        raise ValueError(
+            f"{path} holds more than {human_size(JSON_BYTES)} of JSON, which would be read at once: make it a .jsonl, "
+            "for example with jq -c '.[]'"
+        )
+    text = _decode(raw, path, 0)
+    if not text.strip():
+        return
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        lines = "; if each line is a JSON value of its own, rename it to .jsonl" if "Extra data" in str(error) else ""
+        raise ValueError(f"{path}: not JSON ({error}){lines}") from error
+    for record, item in enumerate(value if isinstance(value, list) else [value]):
+        if record >= first:
+            yield item, record
+
+
+def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, str], int]]:
+    csv.field_size_limit(CSV_FIELD_CHARACTERS)  # of the whole process; by default a text of 128 KiB is refused
+    lines = (_decode(raw, path, line) for line, raw in enumerate(_lines(path)))
+    reader = csv.reader(lines, delimiter="\t" if format_of(path) == ".tsv" else ",", strict=True)
+    try:
+        names = next(reader, None)
+        if names is None:
+            return
+        columns = {name: names.index(name) for name in wanted if name in names}
+        if not columns:
+            raise MissingColumns(names)
+        for record, row in enumerate(row for row in reader if row):
+            if len(row) != len(names):
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: the row has {len(row)} fields, but the first row names "
+                    f"{len(names)} columns: quote the fields that hold a separator, a quote or a line end"
+                )
+            if record >= first:
+                yield {name: row[index] for name, index in columns.items()}, record
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {reader.line_num}: cannot be read as {format_of(path)} ({error}): quote the fields that "
+            "hold a separator, a quote or a line end, and double the quotes in them"
+        ) from error
+
+
+def _parquet_rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, Any], int]]:
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            columns = [name for name in wanted if name in names]
+            if not columns:
+                raise MissingColumns(names)
+            record = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if record + rows <= first:
+                    record += rows
+                    continue
+                for batch in file.iter_batches(PARQUET_BATCH_ROWS, row_groups=[group], columns=columns):
+                    for value in batch.to_pylist():
+                        if record >= first:
+                            yield value, record
+                        record += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}, it may be cut short or damaged: {error}") from error

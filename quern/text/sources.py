@@ -1,0 +1,157 @@
+"""Which files of a source are read, in which order, and which are ignored.
+
+A source is a file, or a folder with all its subfolders. Names that begin with a dot are skipped. Links are followed,
+and no file or folder is read twice: neither through two links, nor through a link to a folder that contains the source.
+Sizes are in bytes, as on disk. Nothing is opened here (formats.py).
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPRESSED = (".gz", ".zst")
+FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+NOTES = (".sha256.json", ".part.json")  # hub.py keeps them beside the files that it fetches
+KINDS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, its size in bytes, and the kind that it is counted under (its ending)."""
+
+    path: Path
+    size: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a source in reading order, and the others."""
+
+    read: tuple[Entry, ...]
+    ignored: tuple[Entry, ...]
+
+    @property
+    def files(self) -> list[Path]:
+        return [entry.path for entry in self.read]
+
+    def lines(self, what: str) -> list[str]:
+        """What is read and what is ignored, in one or two lines; `what` comes first."""
+        lines = [f"{what}: reading {_counts(self.read)}"]
+        return [*lines, f"{what}: ignoring {_counts(self.ignored)}"] if self.ignored else lines
+
+
+def list_source(source: str | Path, formats: Sequence[str] = FORMATS) -> Listing:
+    """Lists a source.
+
+    Args:
+        source: A file or a folder.
+        formats: The endings to read, without that of a compression.
+
+    Returns:
+        The files to read, sorted by their path in the source, and the ignored ones.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder, or nothing in it has one of the formats.
+        ValueError: The source is a file of another format.
+    """
+    source = Path(source)
+    if source.is_file():
+        if format_of(source) not in formats:
+            raise ValueError(f"cannot read {source}: its name must end in {_accepted(formats)}")
+        return Listing((Entry(source, source.stat().st_size, _kind(source)),), ())
+    if not source.is_dir():
+        raise FileNotFoundError(f"there is no file or folder {source}")
+    found = [entry for entry in _walk(source) if not entry.path.name.lower().endswith(NOTES)]
+    found.sort(key=lambda entry: entry.path.relative_to(source).as_posix())
+    read = tuple(entry for entry in found if _is_readable(entry, formats))
+    ignored = tuple(entry for entry in found if not _is_readable(entry, formats))
+    if not read:
+        there_are = f" (it holds {_counts(ignored)})" if ignored else ""
+        raise FileNotFoundError(f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}")
+    return Listing(read, ignored)
+
+
+def files(source: str | Path) -> list[Path]:
+    """The files of a source in reading order; raises as `list_source`."""
+    return list_source(source).files
+
+
+def format_of(path: Path) -> str:
+    """The ending without that of a compression, such as .txt; "" where the format is never compressed from outside."""
+    name = path.name.lower()
+    plain = name
+    for compressed in COMPRESSED:
+        plain = plain.removesuffix(compressed)
+    found = Path(plain).suffix
+    return found if plain == name or found in FORMATS and found != ".parquet" else ""
+
+
+def _is_readable(entry: Entry, formats: Sequence[str]) -> bool:
+    return entry.kind.startswith(".") and format_of(entry.path) in formats
+
+
+def _walk(root: Path) -> Iterator[Entry]:
+    """Every file below `root` once: links come last, so that a file is found under its own name if that is there."""
+    seen = {_identity(folder.stat()) for folder in root.resolve().parents}
+    folders, links = [root], []
+    while folders or links:
+        path = (folders or links).pop()
+        try:
+            info = path.stat()
+        except OSError:
+            if not path.is_symlink():
+                raise
+            yield Entry(path, 0, "broken link")
+            continue
+        if _identity(info) in seen:
+            continue
+        seen.add(_identity(info))
+        if stat.S_ISDIR(info.st_mode):
+            with os.scandir(path) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+                    if not entry.name.startswith("."):
+                        (links if entry.is_symlink() else folders).append(Path(entry.path))
+        else:
+            yield Entry(path, info.st_size, _kind(path) if stat.S_ISREG(info.st_mode) else "no regular file")
+
+
+def _identity(info: os.stat_result) -> tuple[int, int]:
+    return info.st_dev, info.st_ino
+
+
+def _kind(path: Path) -> str:
+    name = path.name.lower()
+    compressed = next((ending for ending in COMPRESSED if name.endswith(ending)), "")
+    return Path(name.removesuffix(compressed)).suffix + compressed or "without an ending"
+
+
+def _counts(entries: Iterable[Entry]) -> str:
+    """Such as "notes.txt (300 B), 50 .md (1.2 MB)", the largest kinds first."""
+    kinds: dict[str, list[Entry]] = {}
+    for entry in entries:
+        kinds.setdefault(entry.kind, []).append(entry)
+    ranked = sorted(kinds.items(), key=lambda item: -sum(entry.size for entry in item[1]))
+    shown = [
+        f"{members[0].path.name if len(members) == 1 else f'{len(members):,} {kind}'} "
+        f"({human_size(sum(entry.size for entry in members))})"
+        for kind, members in ranked[:KINDS_SHOWN]
+    ]
+    more = sum(len(members) for _, members in ranked[KINDS_SHOWN:])
+    return ", ".join([*shown, f"{more:,} more"] if more else shown)
+
+
+def human_size(size: float) -> str:
+    """Bytes in the unit that leaves a number below 1,000, such as 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def _accepted(formats: Sequence[str]) -> str:
+    plain = " ".join(name for name in formats if name != ".parquet")
+    return f"{plain} (also compressed, such as {formats[0]}.gz or {formats[0]}.zst) or .parquet"

@@ -1,0 +1,44 @@
+"""Temporaries: a killed writer's are removed, a living one's are kept, and files appear whole or not at all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quern.temporaries import remove_abandoned, write_whole
+
+WRITE_AND_WAIT = """
+import os, sys, time
+from pathlib import Path
+from quern.temporaries import write_whole
+os.fsync = lambda file: (print("writing", flush=True), time.sleep(60))
+write_whole(Path(sys.argv[1]), "new")
+"""
+
+
+def test_a_file_that_is_being_written_is_left_alone_until_its_writer_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_whole(path, "old")
+    with subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT, path], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == b"writing\n"
+            remove_abandoned(tmp_path)
+            assert len(list(tmp_path.iterdir())) == 2
+        finally:
+            process.kill()
+    assert path.read_text(encoding="utf-8") == "old" and len(list(tmp_path.iterdir())) == 2
+    remove_abandoned(tmp_path, "b.json")
+    assert len(list(tmp_path.iterdir())) == 2
+    write_whole(path, "newer")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+    assert path.read_text(encoding="utf-8") == "newer"
+
+
+def test_what_cannot_be_written_leaves_the_previous_file(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "a.json"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "\ud800")
+    assert path.read_text(encoding="utf-8") == "old" and len(list(path.parent.iterdir())) == 1
+    remove_abandoned(tmp_path / "nowhere")

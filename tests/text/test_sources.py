@@ -1,0 +1,92 @@
+"""Sources: what is read and what is ignored is said; links are followed, and nothing is read twice."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quern.text.documents import read
+from quern.text.sources import files, human_size, list_source
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_markdown_is_read_and_what_is_not_is_counted(tmp_path: Path) -> None:
+    for number in range(50):
+        write(tmp_path / f"{number:02d}.md", "x" * 30)
+    write(tmp_path / "one.txt", "hello")
+    write(tmp_path / "stray.bin", "0" * 2500)
+    for name in ("a.PDF", "b.pdf", "Makefile", ".hidden.pdf", "t.tar.gz"):
+        write(tmp_path / name, "1234")
+    write(tmp_path / "half.parquet.part", "")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    listing = list_source(tmp_path)
+    assert len(listing.files) == 51 and len(list(read(tmp_path))) == 51
+    assert listing.lines("text") == [
+        "text: reading 50 .md (1.5 kB), one.txt (5 B)",
+        "text: ignoring stray.bin (2.5 kB), 2 .pdf (8 B), Makefile (4 B), t.tar.gz (4 B), gone.txt (0 B), "
+        "half.parquet.part (0 B)",
+    ]
+
+
+def test_many_kinds_are_cut_short(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "x")
+    for number in range(30):
+        write(tmp_path / f"x.{number}", "x")
+    assert list_source(tmp_path).lines("text")[1].endswith(", 22 more")
+
+
+def test_an_empty_folder_says_what_it_holds(tmp_path: Path) -> None:
+    write(tmp_path / "a.pdf", "x")
+    with pytest.raises(
+        FileNotFoundError, match=r"nothing to read in .* \(it holds a.pdf \(1 B\)\): no file ends in .txt"
+    ):
+        files(tmp_path)
+    write(tmp_path / "b.parquet.gz", "x")  # Parquet compresses inside
+    with pytest.raises(FileNotFoundError, match="nothing to read"):
+        files(tmp_path)
+
+
+def test_what_the_downloads_note_beside_their_files_is_no_text(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.parquet.sha256.json", "c.parquet.part.json"):
+        write(tmp_path / name, "x")
+    listing = list_source(tmp_path)
+    assert [path.name for path in listing.files] == ["a.txt"] and not listing.ignored
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
+    write(elsewhere / "far.txt", "far")
+    write(elsewhere / "deep" / "farther.txt", "farther")
+    write(tmp_path / "outside.txt", "outside")
+    write(root / "own.txt", "own")
+    write(root / "sub" / "near.txt", "near")
+    (root / "1-link").symlink_to(elsewhere)
+    (root / "2-link").symlink_to(elsewhere)
+    (root / "again").symlink_to(root / "sub")
+    (root / "again.txt").symlink_to(root / "own.txt")
+    (root / "sub" / "cycle").symlink_to(root)
+    (root / "sub" / "above").symlink_to(tmp_path)
+    (elsewhere / "back").symlink_to(root)
+    (elsewhere / "self").symlink_to(elsewhere)
+    os.link(root / "own.txt", root / "zz-hard.txt")
+    assert [path.relative_to(root).as_posix() for path in files(root)] == [
+        "1-link/deep/farther.txt",
+        "1-link/far.txt",
+        "own.txt",
+        "sub/near.txt",
+    ]
+    (tmp_path / "root-link").symlink_to(root)
+    assert [text for text, _ in read(tmp_path / "root-link")] == ["farther", "far", "own", "near"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12_345, "12 kB"), (3e9, "3.0 GB"), (5e12, "5.0 TB")],
+)
+def test_sizes_are_readable(size: float, text: str) -> None:
+    assert human_size(size) == text
