@@ -206,11 +206,11 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
     options, source = parse(verb, rest, Training)
     here = launch.place()
     if here.ranks == 1:
-        refuse_uneven(options.ranks, options.tp)
-    if options.ranks > 1 and here.ranks == 1:
+        refuse_uneven(options.nodes * options.ranks, options.tp)
+    if options.nodes * options.ranks > 1 and here.ranks == 1:
         if verb == "pretrain":
             resolve(options.recipe)  # refuses bad values before any rank is started
-        return launch.launch(arguments, options.ranks, options.restarts)
+        return launch.launch(arguments, options.ranks, options.restarts, options.nodes, options.rendezvous)
     places = places_of(options.where)
     where = options.where
     if options.start == where.run:

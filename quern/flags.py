@@ -89,6 +89,10 @@ class Training:
     """Which checkpoint of it: newest, before-warmdown (kept from before the rates fell), or a step."""
     ranks: int = 1
     """Processes on this machine that train together."""
+    nodes: int = 1
+    """Machines that run this command together, with as many ranks each."""
+    rendezvous: str = ""
+    """With several nodes: host:port, a free port of one of them, where they meet."""
     tp: int = 1
     """How many of them share one replica of the model (tensor parallel); the others are data parallel."""
     restarts: int = 3
@@ -100,6 +104,9 @@ class Training:
 
     def __post_init__(self) -> None:
         _refuse_below_1("--ranks", self.ranks)
+        _refuse_below_1("--nodes", self.nodes)
+        if self.nodes > 1 and ":" not in self.rendezvous:
+            raise ValueError(f"--nodes {self.nodes} needs --rendezvous host:port, the same on every node")
         _refuse_below_1("--tp", self.tp)
         if self.restarts < 0:
             raise ValueError(f"--restarts must be at least 0, not {self.restarts}")

@@ -39,7 +39,7 @@ class PeersLostError(RuntimeError):
     """A collective failed because another rank is gone; the message says which collective."""
 
 
-STEPPING, FIRST_STEP = "training", "compiling in the first step"
+STEPPING, FIRST_STEP, FOR_MAIN = "training", "compiling in the first step", "waiting for rank 0"
 
 
 @dataclass

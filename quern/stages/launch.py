@@ -4,38 +4,51 @@
 environment, and joins. When a rank dies, the others end, and all start anew, up to `restarts` times; they go on from
 the newest good checkpoint by themselves. An outcome that a restart would not change (done, stopped by a signal,
 diverged, a recipe that is refused) travels in a file, because the agent takes every exit code but 0 for a failure. When
-the parent dies, however it does, the ranks notice and end. On several machines torchrun itself is called:
-runs/multinode.sh.
+the parent dies, however it does, the ranks notice and end. On several machines the same command runs on each, and the
+agents meet at one address (`--nodes`, `--rendezvous`).
+
+The parent forwards signals to its ranks and leaves the agent running: the ranks of all machines stop after the same
+step and end with 0, so the agents end together. An agent that handles the signal itself leaves without telling the
+others, which then wait for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import queue
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from quern.machine import Machine, environment, hand_down
 from quern.mesh import Mesh, PeersLostError, alone, connect, disconnect
 from quern.train.checkpoint import CheckpointError
+from quern.train.guard import heeded
 from quern.train.watch import Watch
 
 RESULT, PARENT = "QUERN_RESULT", "QUERN_PARENT"
 """Name the file in which the first rank of a machine says how it ended, and the launching process."""
-SHUTDOWN_SECONDS = 300
-"""After a signal to the parent: how long the ranks may take to finish their step and to save."""
+TOGETHER_SECONDS = 1.0
+"""Signals to the parent within this time count as one: the scheduler, the shell and a script may each send it."""
+EXIT_SECONDS = 10.0
+"""How long a machine whose ranks have ended waits for the other machines'."""
+MEET_SECONDS = 900
+"""How long a machine waits for the others to start."""
 CONNECT_SECONDS = 60.0
 """Once all ranks are there: how long they may take to connect to each other."""
 USERS = (ValueError, OSError, ImportError, CheckpointError)
@@ -73,10 +86,21 @@ def place() -> Place:
 # The parent -------------------------------------------------------------------------------------------------
 
 
-def launch(arguments: Sequence[str], ranks: int, restarts: int) -> int:
-    """Runs `quern` with these arguments on `ranks` processes of this machine; returns the command's exit code.
+def launch(arguments: Sequence[str], ranks: int, restarts: int, nodes: int = 1, rendezvous: str = "") -> int:
+    """Runs `quern` with these arguments on several processes, and waits for them.
 
-    SIGTERM and SIGINT reach every rank: they finish the step, save and end. A second one ends them at once.
+    SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and end. A second SIGTERM or SIGINT
+    ends them at once.
+
+    Args:
+        arguments: the command line, after `quern`.
+        ranks: processes on this machine.
+        restarts: how often all are started again when one dies.
+        nodes: machines that run this command together.
+        rendezvous: host:port where they meet, on one of them; not used for one machine.
+
+    Returns:
+        The command's exit code; 128 + the signal's number where a signal came before training began.
     """
     folder = Path(tempfile.mkdtemp(prefix="quern-"))
     result = folder / "result.json"
@@ -86,41 +110,128 @@ def launch(arguments: Sequence[str], ranks: int, restarts: int) -> int:
             PARENT: str(os.getpid()),
             "OMP_NUM_THREADS": "1",
             "LOGLEVEL": "CRITICAL",  # of the agent: what it would say, the ranks say better
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are `_Asked`'s
         }
     )
     try:
-        code = _supervise(arguments, ranks, restarts, folder)
-        return json.loads(result.read_text(encoding="utf-8")) if result.exists() else code
+        agent = _agent(arguments, ranks, restarts, folder, nodes, rendezvous if nodes > 1 else "localhost:0")
+        with _Asked(agent) as asked:
+            failure = _supervise(agent, restarts, nodes)
+        if result.exists():
+            return json.loads(result.read_text(encoding="utf-8"))
+        if asked.signal is not None:
+            _say(f"quern {arguments[0]}: stopped by {asked.signal.name} before training began")
+            return 128 + asked.signal
+        _say(f"quern {arguments[0]}: {failure}")
+        return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _supervise(arguments: Sequence[str], ranks: int, restarts: int, folder: Path) -> int:
+def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, nodes: int, rendezvous: str) -> Any:
+    """torch's elastic agent, as torch.distributed.launcher makes it, with a shorter wait at the end."""
     # Imported late: it reads the log level when it is.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch.distributed.launcher.api import LaunchConfig
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # also where it was imported before
+    config = LaunchConfig(nodes, nodes, ranks)  # for torch's own defaults
+    meeting = RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, timeout=MEET_SECONDS)
+    spec = WorkerSpec(
+        role="quern",
+        local_world_size=ranks,
+        rdzv_handler=get_rendezvous_handler(meeting),
+        entrypoint=sys.executable,
+        args=("-m", "quern.cli", *arguments),
         max_restarts=restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        monitor_interval=config.monitor_interval,
+        numa_options=config.numa_options,
     )
+    logs = DefaultLogsSpecs(log_dir=str(folder))
+    return LocalElasticAgent(spec, logs, exit_barrier_timeout=EXIT_SECONDS)
+
+
+def _supervise(agent: Any, restarts: int, nodes: int) -> str:
+    """Runs the agent to its end; says what failed, where the ranks have left no outcome."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousError,
+        RendezvousTimeoutError,
+    )
+
+    spec = agent.get_worker_group().spec
     try:
-        elastic_launch(config, sys.executable)("-m", "quern.cli", *arguments)
+        result = agent.run()
     except SignalException as asked:
-        return 128 + asked.sigval
-    except ChildFailedError as failed:
-        ends = {rank: failure.signal_name() for rank, failure in failed.failures.items() if failure.exitcode < 0}
-        signals = "".join(f"; rank {rank} was ended by {name}" for rank, name in sorted(ends.items()))
-        _say(f"quern {arguments[0]}: given up after {restarts} restarts{signals}")
-    return 1
+        return f"ended by {asked.sigval.name}"
+    except RendezvousClosedError:
+        return "another machine was asked to stop before training began, or has ended"
+    except RendezvousTimeoutError:
+        return f"not all of {nodes} machines came within {MEET_SECONDS / 60:.0f} minutes"
+    except RendezvousError as error:
+        return f"cannot reach the other machines: {error}"
+    finally:
+        spec.rdzv_handler.shutdown()
+    failures = result.failures if result else {}
+    ends = {rank: failure.signal_name() for rank, failure in failures.items() if failure.exitcode < 0}
+    signals = "".join(f"; rank {rank} was ended by {name}" for rank, name in sorted(ends.items()))
+    return f"given up after {restarts} restarts{signals}"
+
+
+class _Asked:
+    """While open, forwards signals to the agent's ranks. signal: the first one that came.
+
+    A thread does it: a handler may interrupt the agent where it holds a lock of the rendezvous.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self.signal: signal.Signals | None = None
+        self._agent = agent
+        self._heard: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Asked:
+        for which in heeded():
+            self._before[which] = signal.signal(which, lambda number, _: self._heard.put(signal.Signals(number)))
+        threading.Thread(target=self._forward, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for which, handler in self._before.items() if self.signal is None else ():  # else the process is about to end
+            signal.signal(which, handler)
+
+    def _forward(self) -> None:
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+        self.signal = self._heard.get()
+        until = time.monotonic() + TOGETHER_SECONDS
+        asked: set[int] = set()
+        closed = False
+        while True:
+            for pid in self._pids() - asked:  # also those that were just being started
+                self._send(pid, signal.SIGTERM)
+                asked.add(pid)
+            if not closed:
+                closed = True
+                with contextlib.suppress(RendezvousError):
+                    self._agent.get_worker_group().spec.rdzv_handler.set_closed()  # no machine starts ranks again
+            with contextlib.suppress(queue.Empty):
+                again = self._heard.get(timeout=0.2)
+                if again != signal.SIGHUP and time.monotonic() > until:
+                    for pid in self._pids():
+                        self._send(pid, signal.SIGKILL)
+
+    def _pids(self) -> set[int]:
+        return {worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None}
+
+    def _send(self, pid: int, which: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(pid, which)
 
 
 # A rank -----------------------------------------------------------------------------------------------------
@@ -260,12 +371,14 @@ def _leave_if_over(parent: int) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")  # in one piece, since others write there too
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody may be listening any more
+        sys.stderr.write(line + "\n")  # in one piece, since others write there too
+        sys.stderr.flush()
 
 
 def _leave(code: int) -> NoReturn:
     """Ends this process now: leaving in good order would wait for collectives that cannot end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)

@@ -14,7 +14,7 @@ import torch
 
 from quern.data.batch import Batches
 from quern.machine import Machine
-from quern.mesh import Mesh
+from quern.mesh import FOR_MAIN, Mesh, PeersLostError
 from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
 from quern.model.fp8 import use_fp8
 from quern.recipe import Recipe
@@ -25,6 +25,8 @@ from quern.stages.progress import Meter
 from quern.temporaries import write_whole
 from quern.train import loop
 from quern.train.state import TrainState
+
+POLL_SECONDS = 0.1
 
 
 def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12, seconds: float = 1.0) -> float:
@@ -117,9 +119,27 @@ def open_folder(
 
 @contextmanager
 def main_first(mesh: Mesh) -> Iterator[None]:
-    """What is inside happens on rank 0, then on the others, which find what it has written."""
-    if not mesh.main:
-        mesh.world.barrier()
-    yield
-    if mesh.main:
-        mesh.world.barrier()
+    """Runs the body on rank 0 first, then on the other ranks, which find what rank 0 has written.
+
+    The body may take hours. So the other ranks poll the store without a time limit, instead of waiting in a collective;
+    train/watch.py ends them when rank 0 is gone. Every rank passes here equally often.
+
+    Raises:
+        PeersLostError: on the other ranks, without running the body, when the body raised on rank 0.
+    """
+    if mesh.world.size == 1:
+        yield
+        return
+    with mesh.whereabouts.during(FOR_MAIN), mesh.whereabouts.standing("a wait for rank 0"):
+        key = f"main first/{mesh.store.add(f'main first/rank {mesh.rank}', 1)}"
+        while not mesh.main and not mesh.store.check([key]):
+            time.sleep(POLL_SECONDS)
+        if not mesh.main and mesh.store.get(key) != b"done":
+            raise PeersLostError("rank 0 failed")
+    outcome = "failed"
+    try:
+        yield
+        outcome = "done"
+    finally:
+        if mesh.main:
+            mesh.store.set(key, outcome)

@@ -1,18 +1,21 @@
 """Guard: what training does when a step goes wrong or someone asks it to stop. No tensors here.
 
 `Guard` decides what becomes of a step whose loss or gradient is not finite; its state is JSON, so that a
-resumed run decides as the uninterrupted one would. `Stop` turns SIGTERM and SIGINT into a flag that the loop
-reads between steps. The exit codes that a training command ends with stand here too.
+resumed run decides as the uninterrupted one would. `Stop` turns SIGTERM, SIGINT and SIGHUP into a flag that the
+loop reads between steps. The exit codes that a training command ends with stand here too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 # Exit codes of the training commands, after sysexits.h where it has a fitting name (Python and argument
 # parsing use 1 and 2). A second signal is what the process dies of: a shell shows 128 + its number,
@@ -22,7 +25,7 @@ EXIT_DIVERGED = 70  # EX_SOFTWARE: too many steps in a row were not finite; the 
 EXIT_NOT_SAVED = 74  # EX_IOERR: a checkpoint could not be written; those before it are intact
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a whole step, saved: resume to go on
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Guard:
@@ -57,7 +60,7 @@ class Guard:
 
 
 class Stop:
-    """While open, the first SIGTERM or SIGINT sets `requested`; a second one of either ends the process.
+    """While open, the first SIGTERM, SIGINT or SIGHUP sets `requested`; a second SIGTERM or SIGINT ends the process.
 
         with Stop() as stop:
             for step in ...:
@@ -65,18 +68,27 @@ class Stop:
                 if stop.requested:
                     ...save, and end with EXIT_STOPPED
 
-    Once Python has seen the first signal, both get back the kernel's own action. So the second one works even
-    while Python is stuck inside a native call, and the shell sees a death by signal; checkpoints and records
+    Once Python has seen the first SIGTERM or SIGINT, both get back the kernel's own action. So the second one works
+    even while Python is stuck inside a native call, and the shell sees a death by signal; checkpoints and records
     stand any death. Signals that arrive together, inside one native call, count as one. On leaving, the
     handlers from before are put back. Outside the main thread, where Python allows no handlers, nothing is
     installed.
+
+    SIGHUP says that the terminal is gone. The kernel and the shell may each send it, so it never counts as the second
+    signal. Where it is ignored at the start (nohup) it stays ignored. What is printed to a terminal or a pipe that
+    nobody reads any more is dropped while this is open, and does not raise.
     """
 
     def __init__(self, alone: bool = True) -> None:
-        """alone: whether to say so here; of several ranks the first says it when all have heard."""
+        """
+        Args:
+            alone: False on one of several ranks. Rank 0 then reports the stop, when all have heard, and later signals
+                are ignored: the scheduler and the launcher may each send one, and the launcher ends ranks by SIGKILL.
+        """
         self.alone = alone
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._output = contextlib.ExitStack()
 
     @property
     def requested(self) -> bool:
@@ -84,24 +96,65 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            for which in SIGNALS:
+            for which in heeded():
                 self._before[which] = signal.signal(which, self._receive)
+        self._output.enter_context(contextlib.redirect_stdout(_Unread(sys.stdout)))
+        self._output.enter_context(contextlib.redirect_stderr(_Unread(sys.stderr)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._output.close()
         for which, handler in self._before.items():
+            if which == self.signal == signal.SIGHUP:
+                continue  # the second one of a session that ends may come while the process leaves
             # None stands for a handler that was not installed from Python, and cannot be put back from it.
             signal.signal(which, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        for which in SIGNALS:
-            signal.signal(which, signal.SIG_DFL)
-        self.signal = signal.Signals(number)
+        self.signal = self.signal or signal.Signals(number)
+        for which in (signal.SIGHUP,) if number == signal.SIGHUP and self.alone else SIGNALS:
+            at_once = self.alone and which != signal.SIGHUP
+            signal.signal(which, signal.SIG_DFL if at_once else signal.SIG_IGN)
         if not self.alone:
             return
-        note = f"\n{self.signal.name}: finishing this step, saving, then exiting; once more exits at once.\n"
+        note = f"\n{signal.Signals(number).name}: finishing this step, saving, then exiting; once more exits at once.\n"
         with contextlib.suppress(OSError):  # nobody may be listening any more
             os.write(2, note.encode())  # print() is not safe here: it may have been interrupted midway
+
+
+def heeded() -> list[signal.Signals]:
+    """The signals that ask to stop. SIGHUP is not among them when it is ignored, as under nohup."""
+    return [which for which in SIGNALS if which != signal.SIGHUP or signal.getsignal(which) != signal.SIG_IGN]
+
+
+class _Unread:
+    """A text stream that drops what nobody reads any more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropped():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropped():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):  # a terminal that hung up, a pipe that was closed
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # what is still buffered is flushed at the exit, whose code counts
+            os.close(null)

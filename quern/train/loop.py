@@ -26,6 +26,7 @@ from quern.records import Records
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
 from quern.train.pace import Pace
+from quern.train.replicas import refuse_unequal_replicas
 from quern.train.saver import Saver
 from quern.train.state import TrainState
 from quern.train.step import StepResult, train_step
@@ -72,6 +73,7 @@ def train(
     say: takes lines for the user; advance: called after each step with its loss, and the speed once that is known.
     SIGTERM and SIGINT finish the step, save and return EXIT_STOPPED.
     """
+    refuse_unequal_replicas(state)
     folder.rewind(state.step)  # also where a run died before its first checkpoint
     folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
     window, pace = _Window(), Pace()

@@ -7,8 +7,9 @@ is behind. One rank says it, with the cause's number, collective and step; then 
 from the newest good checkpoint.
 
 Nobody is timed before the first step is over: loading data and compiling take each rank its own time, and only the
-collectives' own timeout (mesh.SET_UP_TIMEOUT) counts; nor is a rank that beats while it saves or evaluates. It is the
-same over gloo and NCCL, whose own timeouts know neither names nor steps.
+collectives' own timeout (mesh.SET_UP_TIMEOUT) counts; nor is a rank that beats while it saves or evaluates. A rank
+that waits for rank 0 to prepare the data, however long, counts rank 0's beats as progress. It is the same over gloo
+and NCCL, whose own timeouts know neither names nor steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from quern.mesh import FIRST_STEP, STEPPING, Mesh
+from quern.mesh import FIRST_STEP, FOR_MAIN, STEPPING, Mesh
 
 BEAT_SECONDS = 1.0
 BEATS_TO_TELL = 4
@@ -57,7 +58,7 @@ class Beat:
 
     @property
     def timed(self) -> bool:
-        return self.step is not None and self.doing != FIRST_STEP
+        return self.doing == FOR_MAIN or (self.step is not None and self.doing != FIRST_STEP)
 
     def __str__(self) -> str:
         if self.step is None:
@@ -141,8 +142,9 @@ class Watch:
                 self.end()
             try:
                 own = self._beat(board)
-                if own.place != place:
-                    since, place = time.monotonic(), own.place
+                now_at = board.beat_of_main() if own.doing == FOR_MAIN else own.place
+                if now_at != place:
+                    since, place = time.monotonic(), now_at
                 if board.words() and not self._closed.wait(GRACE_SECONDS):
                     self.end()
                 elif own.timed and time.monotonic() - since > self.timeout:
@@ -213,6 +215,9 @@ class _Board:
 
     def beats(self) -> dict[int, Beat]:
         return {rank: Beat(**beat) for rank, beat in self._read("beat").items()}
+
+    def beat_of_main(self) -> bytes:
+        return self.store.get("beat/0")
 
     def leave(self, reason: str, final: bool) -> None:
         self.store.set(f"words/{self.rank}", json.dumps([reason, final]))

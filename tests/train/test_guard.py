@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,9 @@ with Stop() as stop:
         (folder / "begun").write_text(str(step))
         time.sleep(0.02)
         (folder / "done").write_text(str(step))
+        if sys.argv[2] == "chatty" and step > 1:
+            print(step, flush=True)
+            print(step, file=sys.stderr, flush=True)
         if stop.requested:
             print("saving", flush=True)
             if sys.argv[2] == "hang":  # a native call that no Python handler can interrupt
@@ -37,9 +42,9 @@ with Stop() as stop:
 """
 
 
-def start(folder: Path, then: str) -> subprocess.Popen[str]:
+def start(folder: Path, then: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(folder), then],
+        [*before, sys.executable, "-c", TRAINER, str(folder), then],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -76,7 +81,7 @@ def test_guard_refuses_a_negative_limit() -> None:
         Guard(-1)
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_first_signal_finishes_the_step_saves_and_exits_75(which: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "save")
     process.send_signal(which)
@@ -120,7 +125,7 @@ def test_signals_that_arrive_together_count_as_one() -> None:
 
 
 def test_handlers_are_put_back_also_after_a_signal_and_an_error() -> None:
-    before = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)}
+    before = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     with Stop() as stop:
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
         assert not stop.requested
@@ -144,3 +149,58 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     thread.start()
     thread.join()
     assert seen == [(before, False)]
+
+
+def wait_for_saved(process: subprocess.Popen[str], folder: Path) -> None:
+    assert process.wait(timeout=30) == EXIT_STOPPED
+    assert (folder / "saved").exists()
+
+
+def test_hang_ups_come_in_numbers_and_never_end_the_process(tmp_path: Path) -> None:
+    process = start(tmp_path, "save")
+    for which in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(which)
+        time.sleep(0.005)  # each is seen for itself
+    process.communicate(timeout=20)
+    assert process.returncode == EXIT_STOPPED
+
+
+def test_nohup_keeps_being_ignored(tmp_path: Path) -> None:
+    process = start(tmp_path, "save", before=("nohup",))
+    process.send_signal(signal.SIGHUP)
+    begun = int((tmp_path / "begun").read_text(encoding="utf-8") or 0)
+    while int((tmp_path / "begun").read_text(encoding="utf-8") or begun) < begun + 10:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == EXIT_STOPPED
+
+
+def test_a_closed_pipe_does_not_lose_the_save(tmp_path: Path) -> None:
+    process = start(tmp_path, "chatty")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    time.sleep(0.2)
+    process.send_signal(signal.SIGHUP)
+    wait_for_saved(process, tmp_path)
+
+
+def test_a_terminal_that_hangs_up_does_not_lose_the_save(tmp_path: Path) -> None:
+    """As when a remote session is dropped: the kernel sends SIGHUP, and writing to the terminal fails from then on."""
+    terminal, ours = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", sys.executable, "-c", TRAINER, str(tmp_path), "chatty"],
+        stdin=ours,
+        stdout=ours,
+        stderr=ours,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    os.close(ours)
+    while b"ready" not in os.read(terminal, 1000):
+        pass
+    os.close(terminal)
+    wait_for_saved(process, tmp_path)
+    assert (tmp_path / "saved").read_text(encoding="utf-8") == "SIGHUP"

@@ -1,0 +1,90 @@
+"""Replicas that start from different weights are refused and named: real commands on two ranks over gloo."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quern.train import checkpoint
+from quern.train.replicas import CHUNK_WORDS, checksum
+from tests.parallel.faulty_ranks import FaultyRanks, faulty
+from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with, write_text
+
+# One bit of one parameter, on rank 1; or of the optimizer's state that every replica has, after a resume.
+RECIPE = """
+import os
+from dataclasses import replace
+import torch
+from quern.model.gpt import GPT
+from quern.parallel.zero2 import Zero2
+from quern.recipes.gpt import RECIPE as BASELINE
+
+class Flipped(GPT):
+    def init_parameters(self, generator):
+        super().init_parameters(generator)
+        if {part!r} == "weights" and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                dict(self.named_parameters())[{name!r}].view(-1).view(torch.int32)[{at}] ^= 1
+
+if {part!r} == "state" and os.environ.get("RANK") == "1":
+    load = Zero2.load_state_tensors
+    def load_flipped(self, tensors):
+        load(self, tensors)
+        small = next(bucket for bucket in self.buckets if bucket.small)
+        next(iter(small.state.values())).view(-1).view(torch.int32)[-1] ^= 1
+    Zero2.load_state_tensors = load_flipped
+
+RECIPE = replace(BASELINE, name="flipped", make_model=Flipped)
+"""
+REFUSAL = "quern pretrain: the ranks do not start from equal weights: rank 1 differs from rank 0 in "
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyRanks]:
+    folder = tmp_path_factory.mktemp("replicas")
+    write_text(folder)
+    with faulty(folder) as server:
+        yield server
+
+
+def pretrain(server: FaultyRanks, run: str, part: str = "", name: str = "", at: int = 0, flags: tuple = ()) -> dict:
+    path = server.folder / "flipped.py"
+    path.write_text(RECIPE.format(part=part, name=name, at=at), encoding="utf-8")
+    return server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, *flags], restarts=1)
+
+
+@pytest.mark.parametrize(("name", "at"), [("embedding.weight", 5), ("blocks.1.mlp.down.weight", -1)])
+def test_one_bit_of_one_parameter_is_refused(server: FaultyRanks, name: str, at: int) -> None:
+    found = pretrain(server, f"bit{at}", "weights", name, at)
+    assert found["exits"] == [[0, 0]] and found["result"] == 1, found
+    (line,) = lines_with("quern pretrain:", found["said"])
+    assert line.startswith(f"{REFUSAL}{name}") and "Nothing was trained: start the same" in line
+    assert "Traceback" not in found["said"]
+    assert not checkpoint.steps(server.folder / f"out/runs/bit{at}/pretrain/checkpoints")
+
+
+def test_equal_replicas_train_and_state_that_differs_after_a_resume_is_refused(server: FaultyRanks) -> None:
+    assert pretrain(server, "resumed")["result"] == 0
+    found = pretrain(server, "resumed", "state", flags=("--resume",))
+    assert found["exits"] == [[0, 0]] and found["result"] == 1, found["said"]
+    assert f"{REFUSAL}m of " in found["said"], found["said"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_checksum_sees_every_bit_and_the_order(dtype: torch.dtype) -> None:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    generator = torch.Generator().manual_seed(1)
+    for count in (1, 3, 4, 1001, 8 * CHUNK_WORDS // dtype.itemsize + 5):
+        tensor = torch.randint(-100, 100, (count,), generator=generator).to(integer).view(dtype)
+        found = {checksum(tensor).item()}
+        places = sorted({0, count // 2, count - 1})
+        for at in places:
+            for bit in range(8 * dtype.itemsize - 1):
+                changed = tensor.clone()
+                changed.view(integer)[at] ^= 1 << bit
+                found.add(checksum(changed).item())
+        assert len(found) == 1 + len(places) * (8 * dtype.itemsize - 1)
+        assert checksum(torch.cat([tensor[:1], tensor])[1:]).item() in found, "where it is stored does not matter"
+        if count > 1000:
+            assert checksum(tensor.flip(0)) != checksum(tensor)
+            assert checksum(torch.ones(count).to(dtype)) != checksum(2 * torch.ones(count).to(dtype))
