@@ -66,9 +66,6 @@ class Whole:
     questions: int = 200
     """Held-out questions of each kind, to evaluate with."""
 
-    def __post_init__(self) -> None:
-        _refuse_below_1("--questions", self.questions)
-
 
 @dataclass
 class Training:
@@ -89,14 +86,6 @@ class Training:
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
 
-    def __post_init__(self) -> None:
-        _refuse_below_1("--ranks", self.ranks)
-        _refuse_below_1("--tp", self.tp)
-        if self.restarts < 0:
-            raise ValueError(f"--restarts must be at least 0, not {self.restarts}")
-        if self.timeout <= 0:
-            raise ValueError(f"--timeout must be above 0 seconds, not {self.timeout:g}")
-
 
 @dataclass
 class Evaluating:
@@ -106,9 +95,6 @@ class Evaluating:
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
     questions: int = 200
     """Held-out questions of each kind."""
-
-    def __post_init__(self) -> None:
-        _refuse_below_1("--questions", self.questions)
 
 
 @dataclass
@@ -158,11 +144,6 @@ class Reporting:
     """The folder that everything goes under."""
     run: str = "first"
     """The run's name."""
-
-
-def _refuse_below_1(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
 
 
 # Which of the recipe's fields a verb uses ---------------------------------------------------------------------

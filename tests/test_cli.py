@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from quern import cli
+from quern.bounds import BOUNDS
+from quern.lab import plan
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
+from quern.stages import adopt, bench, export, grug, typed
 
 RECIPE_FILE = """
 from dataclasses import replace
@@ -81,7 +84,10 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --dtype fp16", "--dtype takes one of bf16, fp32, not 'fp16'"),
         ("pretrain --train.steps many", "^quern pretrain: --train.steps takes a whole number, not 'many'$"),
         ("pretrain --train.packing bestfit --no-compile", "must be one of best-fit, greedy-crop, greedy-pad"),
-        ("pretrain --depth 0 --no-compile", "depth must be at least 1, not 0"),
+        (
+            "pretrain --depth 0 --no-compile",
+            "^quern pretrain: --depth must be a whole number between 1 and 1,000, not 0$",
+        ),
         ("pretrain --run a/b --no-compile", "'a/b' cannot name a run: use letters, digits, dots, dashes"),
         (
             "prepare --data no/such/file",
@@ -91,7 +97,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
             "tokenizer --data no/such/file",
             "there is no such file, folder or data set; use tinyworld, a path, or one of",
         ),
-        ("pretrain --threads 0 --no-compile", "threads must be at least 1, not 0"),
+        ("pretrain --threads 0 --no-compile", "--threads must be a whole number between 1 and 4,096, not 0"),
         (
             "sft --out none --no-compile --dtype fp32",
             "there is no run 'first' .*: make one with `quern run`",
@@ -100,15 +106,24 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("evaluate --out none --no-compile --dtype fp32", "nothing to evaluate under none: make one with `quern run`"),
         ("report --out none", "holds no records of a run; .*train one first with `quern run`"),
         ("bench everything", "^quern bench: the argument takes one of tokenizer, .*train, .*, not 'everything'$"),
-        ("pretrain --ranks 0", "^quern pretrain: --ranks must be at least 1, not 0$"),
+        ("pretrain --ranks 0", "^quern pretrain: --ranks must be a whole number between 1 and 1,000,000, not 0$"),
         ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
         (
             "run --ranks 2",
             "quern run: --ranks is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
         ),
-        ("pretrain --tp 0", "--tp must be at least 1, not 0"),
-        ("sft --ranks 2 --restarts -1", "--restarts must be at least 0, not -1"),
-        ("pretrain --ranks 2 --timeout 0", "--timeout must be above 0 seconds, not 0"),
+        ("pretrain --tp 0", "--tp must be a whole number between 1 and 1,000,000, not 0"),
+        ("sft --ranks 2 --restarts -1", "--restarts must be a whole number between 0 and 1,000,000, not -1"),
+        ("pretrain --ranks 2 --timeout 0", "--timeout must be a number above 0 and at most 1,000,000, not 0"),
+        (
+            "run --train.minutes inf",
+            "^quern run: --train.minutes must be a number above 0 and at most 1,000,000, not inf$",
+        ),
+        ("chat --temperature nan -p x", "^quern chat: --temperature must be a number between 0 and 100, not nan$"),
+        ("serve --port 70000", "^quern serve: --port must be a whole number between 0 and 65,535, not 70000$"),
+        ("lab plan --gpus 0", "^quern lab: --gpus must be a whole number between 1 and 1,000,000, not 0$"),
+        ("bench gpu --minutes nan", "^quern bench: --minutes must be a number above 0 and at most 1,000,000, not nan$"),
+        (f"run --seed {2**70}", f"--seed must be a whole number between 0 and 1,000,000,000,000,000,000, not {2**70}$"),
         ("run --resume", "--resume is not needed: `quern run` goes on where it was stopped"),
         ("run --track wandb", "--track is for `quern pretrain` and `quern sft`"),
         (
@@ -125,8 +140,8 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("prepare --ranks 2", "unknown option --ranks; all of them: quern prepare --help"),
         ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe, .*: leave it out"),
         ("chat --port 3", "unknown option --port; .*quern chat --help"),
-        ("evaluate --questions 0", "quern evaluate: --questions must be at least 1, not 0"),
-        ("run --questions 0", "quern run: --questions must be at least 1, not 0"),
+        ("evaluate --questions 0", "quern evaluate: --questions must be a whole number between 1 and 1,000,000, not 0"),
+        ("run --questions 0", "quern run: --questions must be a whole number between 1 and 1,000,000, not 0"),
         ("pretrain --name x", "--name comes with the recipe: to name the run, use --run"),
         (
             "pretrain --model.dropout 0.1",
@@ -155,6 +170,14 @@ def test_what_is_mistyped_is_named_with_what_is_valid(
     said = refused(capsys, *arguments.split())
     assert re.search(expected, said), said
     assert list(tmp_path.iterdir()) == []  # nothing of what was refused is left
+
+
+def test_every_number_among_the_flags_has_its_range() -> None:
+    """A new flag goes into the table of quern/bounds.py, or this fails."""
+    verbs = [cli.Preparing, cli.Whole, cli.Training, cli.Evaluating, cli.Talking, cli.Serving, cli.Reporting]
+    stages = [adopt.Options, bench.Options, export.Options, plan.Options]
+    kinds = [*verbs, *stages, grug.Training, grug.Moving, grug.Running]
+    assert {name for kind in kinds for name in typed.numbers(kind)} <= BOUNDS.keys()
 
 
 def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

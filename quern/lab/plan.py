@@ -73,11 +73,9 @@ class Candidate:
 
 
 def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str) -> int:
-    """Returns the exit code: 1 when nothing fits. Raises ValueError for numbers that make no sense."""
+    """Returns the exit code: 1 when nothing fits."""
     depth = {"model.depth": "follows from --depth"}
     options = parse(Options, recipe, arguments, prog="quern lab plan", without=depth, description=description)
-    if options.gpus < 1 or (options.per_machine is not None and options.per_machine < 1):
-        raise ValueError("--gpus and --per-machine must be at least 1")
     cluster = cluster_of(options)
     found = sorted(candidates(options, cluster), key=lambda one: one.step.seconds if one.step else float("inf"))
     for line in report(options, cluster, found):

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from quern.bounds import refuse_outside
+
 T = TypeVar("T")
 
 SUPPRESSED, POSITIONAL = (get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional))
@@ -30,6 +32,11 @@ class Flag:
     name: str
     kind: Any
     required: bool
+
+    @property
+    def field(self) -> str:
+        """train.log_every, for --train.log-every."""
+        return self.name[2:].replace("-", "_")
 
     @property
     def switch(self) -> bool:
@@ -130,15 +137,31 @@ def _values(rest: Sequence[str], known: Container[str], many: bool) -> list[str]
     return values
 
 
-def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
+def numbers(kind: type) -> list[str]:
+    """The flags of a dataclass that take a number, as in the table of ranges (quern/bounds.py)."""
+    return [flag.field for flag, _ in _flags(kind) if _number(_choices(flag)) is not None]
+
+
+def _choices(flag: Flag) -> tuple[Any, ...]:
+    """What one value of a flag may be: a type, or the members of a union."""
     kind = get_args(flag.kind)[0] if get_origin(flag.kind) is tuple else flag.kind
-    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _number(choices: tuple[Any, ...]) -> type | None:
+    return next((kind for kind in choices if kind in NUMBERS), None)
+
+
+def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
+    choices = _choices(flag)
     taken, readable = _takes(choices)
     if not values and get_origin(flag.kind) is not tuple:
         raise ValueError(f"{typed} takes {taken}: none was given")
     for value in values:
         if not readable(value):
             raise ValueError(f"{typed} takes {taken}, not '{value}'")
+        if (number := _number(choices)) is not None and value != "None":
+            refuse_outside(flag.field, number(value), flag.name)
 
 
 def _takes(kinds: tuple[Any, ...]) -> tuple[str, Any]:
