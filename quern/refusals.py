@@ -26,6 +26,12 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
+def install(extra: str) -> str:
+    """The command that installs packages of an extra, for messages: from the clone, since the package index has
+    another project under the name quern."""
+    return f"in the folder of quern's clone, run .venv/bin/pip install -e '.[{extra}]'"
+
+
 def check(recipe: Recipe) -> None:
     """Every value by itself, and fields that this recipe does not use. recipe: resolved or not."""
     train, sft = recipe.train, recipe.sft

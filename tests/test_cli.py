@@ -1,7 +1,12 @@
 """The command line as someone sees it who mistypes, asks for help, or brings a recipe of their own."""
 
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -254,3 +259,39 @@ def test_flags_reach_every_part_of_the_recipe() -> None:
 
 def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
     assert cli.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
+
+
+STARTS = {"module": ["-m", "quern.cli"], "script": ["-c", "import sys; from quern.cli import main; sys.exit(main())"]}
+
+
+@pytest.mark.parametrize(
+    ("start", "imported"),
+    [("module", "numpy"), ("module", "torch.nn.functional"), ("module", "quern.machine"), ("script", "numpy")],
+)
+def test_ctrl_c_during_the_imports_is_one_line(start: str, imported: str) -> None:
+    """The interpreter tells of each module that it has imported: SIGINT comes when it has told of this one."""
+    command = [sys.executable, "-X", "importtime", *STARTS[start], "chat", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        next(line for line in process.stderr if line.split("|")[-1].strip() == imported)
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+    assert (process.returncode, said) == (130, ["interrupted; nothing half-written was left behind\n"])
+
+
+@pytest.mark.parametrize("arguments", [["tokenizer", "--help"], ["tokenizer", "--data", "no→such"]])
+def test_an_ascii_terminal_is_enough(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "quern.cli", *arguments]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "TERM": "xterm"}
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, encoding="ascii", check=False)
+    assert done.returncode == (1 if "--data" in arguments else 0) and "Traceback" not in done.stderr
+    assert "tokenizer" in done.stdout or "no?such" in done.stderr
+
+
+def test_nothing_tells_to_install_a_strangers_package() -> None:
+    """The package index has a project of another owner under the name quern."""
+    root = Path(__file__).parents[1]
+    texts = [root / "README.md", root / "Makefile", *(root / "docs").rglob("*.md"), *(root / "quern").rglob("*.py")]
+    told = re.compile(r"(install|uvx?|pipx)\s+(-\S+\s+)*['\"]?quern\b|['\"]quern\[")
+    assert [str(path) for path in texts if told.search(path.read_text(encoding="utf-8"))] == []
+    assert tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] != "quern"

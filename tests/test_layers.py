@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "quern").rglob("*.py"))
 
 LAYERS = (
-    ("machine", "compiler", "mesh", "recipe", "refusals", "bounds", "records"),
+    ("machine", "compiler", "mesh", "recipe", "refusals", "bounds", "records", "interrupt"),
     ("text", "data", "kernels", "optim"),
     ("model",),
     ("parallel", "generate"),

@@ -211,7 +211,8 @@ def test_what_is_set_is_kept() -> None:
     for part, kind in PARTS.items():
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
-                value = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1, "tokenizer": "t.json"}.get(field.name, 1024)
+                own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1, "tokenizer": "t.json"}
+                value = own.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))
                 assert getattr(getattr(resolved, part), field.name) == value, f"{part}.{field.name}"
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from quern.recipe import FOR_FINE_TUNING, Recipe
-from quern.refusals import flag
+from quern.refusals import flag, install
 from quern.stages import typed
 from quern.stages.offered import field_names, parse
 from quern.stages.places import STAGES, Places
@@ -133,7 +133,7 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
         import optax
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError(f"the JAX twin needs extra packages ({error}): pip install 'quern[jax]'") from error
+        raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error
     for package in (jax, optax, orbax.checkpoint):
         assert package
     if verb == "gauntlet":
