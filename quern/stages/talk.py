@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Delta
 from quern.generate.sample import Sampling
+from quern.stages.printable import printable
 from quern.text.chat import Message, render_prompt
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a model says must not steer the terminal
 HELP = "Ask something. An empty line ends the chat; /new begins another one."
 
 
@@ -32,7 +31,7 @@ def ask(
     kind = "text"
     for event in engine.events([prompt], max_tokens=max_tokens, sampling=sampling, seed=seed):
         if isinstance(event.value, Delta):
-            put(_between(kind, event.value.kind) + CONTROL.sub("\ufffd", event.value.text))
+            put(_between(kind, event.value.kind) + printable(event.value.text))
             kind = event.value.kind
         else:
             put(_between(kind, "text"))

@@ -9,6 +9,7 @@ from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.stages import evaluate, pretrain, report, sft
 from quern.stages.places import STAGES, Places
+from quern.stages.printable import printable
 from quern.stages.report_records import read_run
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DONE
@@ -52,6 +53,6 @@ def sample_chat(places: Places) -> list[str]:
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             spoken = " ".join(p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}]" for p in parts)
-            lines.append(f"{'you  ' if message['role'] == 'user' else 'quern'} │ {spoken}")
+            lines.append(f"{'you  ' if message['role'] == 'user' else 'quern'} │ {printable(spoken)}")
         lines.append("")
     return lines
