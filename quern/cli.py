@@ -98,7 +98,9 @@ def run_verb(arguments: list[str]) -> int:
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if machines.environment().get("QUERN_TRACEBACK"):
             raise
-        print(f"quern {verb}: {error}", file=sys.stderr)
+        from quern.stages.places import plainly
+
+        print(f"quern {verb}: {plainly(error)}", file=sys.stderr)
         return 1
 
 
@@ -215,6 +217,7 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
             resolve(options.recipe)  # refuses bad values before any rank is started
         return launch.launch(arguments, options.ranks, options.restarts)
     places = places_of(options.where)
+    places.refuse_damaged_recipes()
     where = options.where
     with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
         return launch.finish(
@@ -248,10 +251,12 @@ def verb_run(verb: str, rest: list[str]) -> int:
 
     command = command_line(verb, rest)
     options, source = parse(verb, rest, Whole)
+    places = places_of(options.where)
+    places.refuse_damaged_recipes()
     return whole.run(
         options.recipe,
         options.where.machine(),
-        places_of(options.where),
+        places,
         questions=options.questions,
         source=source,
         command=command,
@@ -315,7 +320,10 @@ def verb_report(verb: str, rest: list[str]) -> int:
     from quern.stages import report, typed
 
     options = typed.read(Reporting, rest, prog="quern report", description=described(verb))
-    for path in report.build(places_of(options).folder):
+    places = places_of(options)
+    if not places.folder.is_dir():
+        raise FileNotFoundError(places.has_no("records"))
+    for path in report.build(places.folder):
         say(f"report: {path}")
     return 0
 

@@ -16,6 +16,7 @@ from quern import machine as machines
 from quern.recipe import FOR_FINE_TUNING, IN_FINE_TUNING, Recipe
 from quern.refusals import flag
 from quern.stages.offered import field_names, named
+from quern.stages.typed import UNSAID
 
 
 def say(line: str) -> None:
@@ -30,11 +31,11 @@ class Where:
     """The folder that everything goes under."""
     run: str = "first"
     """The run's name."""
-    device: Literal["cpu", "cuda", "mps"] | None = None
+    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
     """Default: the best there is."""
-    dtype: Literal["bf16", "fp32"] | None = None
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 where it is measured to be faster."""
-    threads: int | None = None
+    threads: Annotated[int | None, UNSAID] = None
     """CPU threads. Default: one for each core."""
     compile: bool = True
     """--no-compile runs eagerly."""
@@ -103,9 +104,9 @@ class Talking:
 
     recipe: tyro.conf.Suppress[Recipe]
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    """Ask this one question and leave."""
-    stage: Literal["pretrain", "sft"] | None = None
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
+    """Ask this one question and leave. Default: a conversation."""
+    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """Default: the last one the run has."""
     temperature: float = 0.7
     """0 picks the likeliest token."""
@@ -129,7 +130,7 @@ class Serving:
 
     recipe: tyro.conf.Suppress[Recipe]
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    stage: Literal["pretrain", "sft"] | None = None
+    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """Default: the last one the run has."""
     host: str = "127.0.0.1"
     """Listen here; anything but loopback lets others in, and there is no password."""

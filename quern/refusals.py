@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from quern.bounds import refuse_outside
+from quern.bounds import BOUNDS, refuse_outside
 
 if TYPE_CHECKING:
     from quern.recipe import ModelRecipe, Recipe, SftRecipe, TrainRecipe
@@ -52,6 +52,17 @@ def check(recipe: Recipe) -> None:
         body = getattr(recipe, part)
         default = next(f.default for f in fields(body) if f.name == field)
         _refuse(getattr(body, field) != default, unused(recipe, name))
+
+
+def check_body(body: Any) -> None:
+    """Raises ValueError where the JSON of a recipe is no recipe at all, or a number in it is none or out of range."""
+    _refuse(not isinstance(body, dict), "it holds no JSON object")
+    for part in PARTS:
+        values = body.get(part, {})
+        _refuse(not isinstance(values, dict), f"{part} holds no JSON object")
+        for name, value in values.items():
+            if value is not None and f"{part}.{name}" in BOUNDS:
+                refuse_outside(f"{part}.{name}", value, flag(f"{part}.{name}"))
 
 
 def _check_fields(part: Any, prefix: str) -> None:

@@ -66,5 +66,11 @@ def test_what_is_refused_is_refused_by_tyro_too(typed: str, expected: str, capsy
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("typed", [["-p", "-hello"], ["--prompt", "-x"], ["--prompt=-x"], ["--prompt=--x"]])
+def test_a_value_may_begin_with_a_dash(typed: list[str]) -> None:
+    expected = typed[-1].removeprefix("--prompt=")
+    assert read(Flags, ["--folder", "f", *typed, "--rate=-3"], prog="p").prompt == expected
+
+
 def test_help_is_shown_whatever_else_is_wrong() -> None:
     check(Flags, ["--nope", "--help"], "p", complete=True)
