@@ -35,6 +35,11 @@ def install(extra: str) -> str:
 def check(recipe: Recipe) -> None:
     """Every value by itself, and fields that this recipe does not use. recipe: resolved or not."""
     train, sft = recipe.train, recipe.sft
+    for name in recipe.unused:
+        part, _, field = name.partition(".")
+        body = getattr(recipe, part)
+        default = next(f.default for f in fields(body) if f.name == field)
+        _refuse(getattr(body, field) != default, unused(recipe, name))
     for part in (None, *PARTS):
         _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
     for name in ("data", "val", "conversations"):
@@ -47,11 +52,6 @@ def check(recipe: Recipe) -> None:
     )
     _refuse(train.fp8 not in ("off", "head", "all"), f"train.fp8 must be off, head or all, not {train.fp8}")
     _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
-    for name in recipe.unused:
-        part, _, field = name.partition(".")
-        body = getattr(recipe, part)
-        default = next(f.default for f in fields(body) if f.name == field)
-        _refuse(getattr(body, field) != default, unused(recipe, name))
 
 
 def check_body(body: Any) -> None:
