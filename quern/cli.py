@@ -6,29 +6,34 @@ as one line, without a traceback; the exit codes are those of `train/guard.py`.
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from quern import machine as machines
-from quern.flags import (
-    Completing,
-    Evaluating,
-    Preparing,
-    Reporting,
-    Serving,
-    Talking,
-    Training,
-    Where,
-    Whole,
-    refuse_idle,
-    say,
-    without,
-)
-from quern.mesh import refuse_uneven
-from quern.recipes import load_recipe, recipe_names
+from quern.interrupt import EXIT_INTERRUPTED, INTERRUPTED, exit_on_interrupt
+
+with exit_on_interrupt():  # importing PyTorch takes seconds
+    from quern import machine as machines
+    from quern.flags import (
+        Completing,
+        Evaluating,
+        Preparing,
+        Reporting,
+        Serving,
+        Talking,
+        Training,
+        Where,
+        Whole,
+        refuse_idle,
+        say,
+        without,
+    )
+    from quern.mesh import refuse_uneven
+    from quern.recipes import load_recipe, recipe_names
+    from quern.refusals import install
 
 EXAMPLES = {
     "run": "quern run --depth 4 --run first",
@@ -70,7 +75,17 @@ SUMMARIES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return run_verb(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def run_verb(arguments: list[str]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or a pipe that takes ASCII only gets ? for the rest
+            stream.reconfigure(errors="replace")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         say(usage())
         return 0
@@ -80,16 +95,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return VERBS[verb](verb, rest) or 0
-    except KeyboardInterrupt:
-        print("interrupted; nothing half-written was left behind", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # as in `quern run --help | head`: there is nobody left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if machines.environment().get("QUERN_TRACEBACK"):
             raise
-        print(f"quern {verb}: {error}", file=sys.stderr)
+        from quern.stages.places import plainly
+
+        print(f"quern {verb}: {plainly(error)}", file=sys.stderr)
         return 1
 
 
@@ -259,10 +273,11 @@ def verb_run(verb: str, rest: list[str]) -> int:
 
     command = command_line(verb, rest)
     options, source = parse(verb, rest, Whole)
+    places = places_of(options.where)
     return whole.run(
         options.recipe,
         options.where.machine(),
-        places_of(options.where),
+        places,
         questions=options.questions,
         fine_tune=options.sft,
         source=source,
@@ -358,7 +373,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     try:
         from quern.serve.server import listen, serve
     except ImportError as error:
-        raise ImportError(f"serving needs extra packages ({error}): pip install 'quern[serve]'") from error
+        raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
     with listen(options.host, options.port) as listener:  # clients that come before it is warm wait in line
         engine, loaded = open_engine(options, source)
         engine.warm_up()
@@ -372,7 +387,10 @@ def verb_report(verb: str, rest: list[str]) -> int:
     from quern.stages import report, typed
 
     options = typed.read(Reporting, rest, prog="quern report", description=described(verb))
-    for path in report.build(places_of(options).folder):
+    places = places_of(options)
+    if not places.folder.is_dir():
+        raise FileNotFoundError(places.has_no("records"))
+    for path in report.build(places.folder):
         say(f"report: {path}")
     return 0
 

@@ -17,6 +17,7 @@ from quern.recipe import FOR_FINE_TUNING, IN_FINE_TUNING, Recipe
 from quern.refusals import flag
 from quern.stages.offered import field_names, named
 from quern.stages.saved import NEWEST
+from quern.stages.typed import UNSAID
 
 
 def say(line: str) -> None:
@@ -31,11 +32,11 @@ class Where:
     """The folder that everything goes under."""
     run: str = "first"
     """The run's name."""
-    device: Literal["cpu", "cuda", "mps"] | None = None
+    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
     """Default: the best there is."""
-    dtype: Literal["bf16", "fp32"] | None = None
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 where it is measured to be faster."""
-    threads: int | None = None
+    threads: Annotated[int | None, UNSAID] = None
     """CPU threads. Default: one for each core."""
     compile: bool = True
     """--no-compile runs eagerly."""
@@ -71,9 +72,6 @@ class Whole:
     resume: bool = False
     """Go on with a run that there is: its recipe, text and tokenizer. Without it, a run that there is goes on too."""
 
-    def __post_init__(self) -> None:
-        _refuse_below_1("--questions", self.questions)
-
 
 @dataclass
 class Training:
@@ -83,8 +81,8 @@ class Training:
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
     resume: bool = False
     """Go on from the newest good checkpoint, with the recipe, text and tokenizer that the run has."""
-    start: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """Begin with the model of this run instead of random weights; --run names the new run."""
+    start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
+    """Begin with the model of this run; --run names the new run. Default: random weights, or the run's base model."""
     from_step: str = NEWEST
     """Which checkpoint of it: newest, before-warmdown (kept from before the rates fell), or a step."""
     ranks: int = 1
@@ -103,17 +101,10 @@ class Training:
     """Also send metrics to these."""
 
     def __post_init__(self) -> None:
-        _refuse_below_1("--ranks", self.ranks)
-        _refuse_below_1("--nodes", self.nodes)
         if self.nodes > 1 and ":" not in self.rendezvous:
             raise ValueError(f"--nodes {self.nodes} needs --rendezvous host:port, the same on every node")
-        _refuse_below_1("--tp", self.tp)
-        if self.restarts < 0:
-            raise ValueError(f"--restarts must be at least 0, not {self.restarts}")
         if self.resume and self.start is not None:
             raise ValueError("--resume goes on with a run, and --from begins a new one: give one of them")
-        if self.timeout <= 0:
-            raise ValueError(f"--timeout must be above 0 seconds, not {self.timeout:g}")
 
 
 @dataclass
@@ -124,9 +115,6 @@ class Evaluating:
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
     questions: int = 200
     """Held-out questions of each kind."""
-
-    def __post_init__(self) -> None:
-        _refuse_below_1("--questions", self.questions)
 
 
 @dataclass
@@ -151,7 +139,7 @@ class Generating:
 class Completing(Generating):
     """Flags of `quern complete`."""
 
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
     """The beginning of the text, which is printed before its continuation; "" for the beginning of a document. Default,
     and with -: standard input."""
     stage: Literal["pretrain", "sft"] = "pretrain"
@@ -162,7 +150,6 @@ class Completing(Generating):
     """End a completion before this text. Repeat the flag for several texts; $'\\n' is a newline in most shells."""
 
     def __post_init__(self) -> None:
-        _refuse_below_1("--samples", self.samples)
         if "" in self.stop:
             raise ValueError("--stop is empty: give the text to stop before, or leave it out")
 
@@ -171,11 +158,11 @@ class Completing(Generating):
 class Talking(Generating):
     """Flags of `quern chat`."""
 
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
-    """Ask this one question and leave. A base model continues it."""
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
+    """Ask this one question and leave; a base model continues it. Default: a conversation."""
     complete: bool = False
     """Continue texts instead of answering questions; by default with the base model."""
-    stage: Literal["pretrain", "sft"] | None = None
+    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """Default: the last one the run has; with --complete, pretrain."""
 
     def __post_init__(self) -> None:
@@ -189,7 +176,7 @@ class Serving:
 
     recipe: tyro.conf.Suppress[Recipe]
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    stage: Literal["pretrain", "sft"] | None = None
+    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """Default: the last one the run has."""
     host: str = "127.0.0.1"
     """Listen here; anything but loopback lets others in, and there is no password."""
@@ -204,11 +191,6 @@ class Reporting:
     """The folder that everything goes under."""
     run: str = "first"
     """The run's name."""
-
-
-def _refuse_below_1(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
 
 
 # Which of the recipe's fields a verb uses ---------------------------------------------------------------------

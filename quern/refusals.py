@@ -9,23 +9,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from quern.bounds import BOUNDS, refuse_outside
+
 if TYPE_CHECKING:
     from quern.recipe import ModelRecipe, Recipe, SftRecipe, TrainRecipe
 
-ABOVE_ZERO = {
-    "model": ("width", "head_dim", "heads", "kv_heads", "context", "softcap", "mlp_width", "norm_eps"),
-    "train": (
-        "steps",
-        "minutes",
-        "horizon_ratio",
-        "batch_tokens",
-        "micro_batch_tokens",
-        "log_every",
-        "eval_every",
-        "save_every",
-    ),
-    "sft": ("epochs", "steps", "batch_tokens"),
-}
+PARTS = ("text", "model", "optim", "train", "sft")
+KINDS: dict[str, tuple[type, str]] = {"str": (str, "a text"), "bool": (bool, "true or false")}
+"""A field's annotation, the type of its values, and what a message calls them; the range of numbers is in bounds.py."""
 FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 """Fields of the shape that are never set by themselves: they follow the dial and the tokenizer."""
 
@@ -35,21 +26,26 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
+def install(extra: str) -> str:
+    """The command that installs packages of an extra, for messages: from the clone, since the package index has
+    another project under the name quern."""
+    return f"in the folder of quern's clone, run .venv/bin/pip install -e '.[{extra}]'"
+
+
 def check(recipe: Recipe) -> None:
     """Every value by itself, and fields that this recipe does not use. recipe: resolved or not."""
     train, sft = recipe.train, recipe.sft
+    for name in recipe.unused:
+        part, _, field = name.partition(".")
+        body = getattr(recipe, part)
+        default = next(f.default for f in fields(body) if f.name == field)
+        _refuse(getattr(body, field) != default, unused(recipe, name))
+    for part in (None, *PARTS):
+        _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
     for name in ("data", "val", "conversations"):
         value = getattr(recipe, name)
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
-    _refuse(recipe.depth < 1, f"depth must be at least 1, not {recipe.depth}")
-    _refuse(recipe.seed < 0, f"seed must not be negative, not {recipe.seed}: use 0 or more")
-    _refuse(recipe.text.digits not in (1, 2, 3), f"text.digits must be 1, 2 or 3, not {recipe.text.digits}")
     _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
-    vocab_size = recipe.text.vocab_size
-    _refuse(
-        vocab_size is not None and not 300 <= vocab_size <= 2**20,
-        f"text.vocab-size must lie between 300 and 1,048,576, not {vocab_size}",
-    )
     packings = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream")
     _refuse(
         train.packing not in packings,
@@ -57,23 +53,31 @@ def check(recipe: Recipe) -> None:
     )
     _refuse(train.fp8 not in ("off", "head", "all"), f"train.fp8 must be off, head or all, not {train.fp8}")
     _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
-    for part, names in ABOVE_ZERO.items():
-        for name in names:
-            value = getattr(getattr(recipe, part), name)
-            _refuse(value is not None and value <= 0, f"{flag(f'{part}.{name}')} must be above 0, not {value}")
-    for name, value in [("train.warmup-steps", train.warmup_steps), ("train.final-lr", train.final_lr)]:
-        _refuse(value is not None and value < 0, f"{name} must not be negative, not {value}")
-    _refuse(train.keep < 1, f"train.keep must be at least 1, not {train.keep}")
-    _refuse(not 0 <= train.warmdown_share <= 1, "train.warmdown-share must lie between 0 and 1")
-    _refuse(
-        train.clip_norm is not None and train.clip_norm <= 0,
-        f"train.clip-norm must be above 0, not {train.clip_norm}: leave it out for no clipping",
-    )
-    for name in recipe.unused:
-        part, _, field = name.partition(".")
-        body = getattr(recipe, part)
-        default = next(f.default for f in fields(body) if f.name == field)
-        _refuse(getattr(body, field) != default, unused(recipe, name))
+
+
+def check_body(body: Any) -> None:
+    """Raises ValueError where the JSON of a recipe is no recipe at all, or a number in it is none or out of range."""
+    _refuse(not isinstance(body, dict), "it holds no JSON object")
+    for part in PARTS:
+        values = body.get(part, {})
+        _refuse(not isinstance(values, dict), f"{part} holds no JSON object")
+        for name, value in values.items():
+            if value is not None and f"{part}.{name}" in BOUNDS:
+                refuse_outside(f"{part}.{name}", value, flag(f"{part}.{name}"))
+
+
+def _check_fields(part: Any, prefix: str) -> None:
+    """The type and the range of every field by itself. part: a recipe, or a part of one."""
+    for f in fields(part):
+        name, value = prefix + f.name, getattr(part, f.name)
+        kind, _, optional = str(f.type).partition(" | ")
+        if value is None and optional == "None":
+            continue
+        if kind in ("int", "float"):
+            refuse_outside(name, value, flag(name))
+        elif kind in KINDS:
+            of, called = KINDS[kind]
+            _refuse(not isinstance(value, of), f"{flag(name)} must be {called}, not {value!r}")
 
 
 def unused(recipe: Recipe, name: str) -> str:
@@ -100,11 +104,6 @@ def check_shape(model: ModelRecipe) -> None:
     _refuse(
         model.kv_heads not in divisors,
         f"model.kv-heads must divide the {model.heads} heads: one of {divisors}, not {model.kv_heads}",
-    )
-    _refuse(model.context < 2, f"model.context must be at least 2 tokens, not {model.context}")
-    _refuse(
-        model.dropout is not None and not 0 <= model.dropout < 1,
-        f"model.dropout must be at least 0 and below 1, not {model.dropout}",
     )
 
 

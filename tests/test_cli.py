@@ -1,14 +1,22 @@
 """The command line as someone sees it who mistypes, asks for help, or brings a recipe of their own."""
 
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from quern import cli
+from quern.bounds import BOUNDS
+from quern.lab import plan
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
+from quern.stages import adopt, bench, export, grug, typed
 
 RECIPE_FILE = """
 from dataclasses import replace
@@ -53,11 +61,19 @@ def test_every_verb_explains_itself_with_an_example(verb: str, capsys: pytest.Ca
     assert f"usage: quern {verb}" in text and f"example: quern {verb}" in text
 
 
+@pytest.mark.parametrize("verb", ["chat", "serve", "bench", "export", "import", "lab plan", "grug train"])
+def test_no_help_shows_none_for_what_follows_or_is_left_out(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*verb.split(), "--help"])
+    assert "default: None" not in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
 def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["pretrain", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--depth INT The one dial" in text and "(default: 4)" in text
+    assert "(default: 40; follows)" in text and "default: None" not in text
     assert "--train.clip-norm" in text and "--resume" in text and "Go on from the newest good checkpoint" in text
 
 
@@ -81,7 +97,10 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --dtype fp16", "--dtype takes one of bf16, fp32, not 'fp16'"),
         ("pretrain --train.steps many", "^quern pretrain: --train.steps takes a whole number, not 'many'$"),
         ("pretrain --train.packing bestfit --no-compile", "must be one of best-fit, greedy-crop, greedy-pad"),
-        ("pretrain --depth 0 --no-compile", "depth must be at least 1, not 0"),
+        (
+            "pretrain --depth 0 --no-compile",
+            "^quern pretrain: --depth must be a whole number between 1 and 1,000, not 0$",
+        ),
         ("pretrain --run a/b --no-compile", "'a/b' cannot name a run: use letters, digits, dots, dashes"),
         (
             "prepare --data no/such/file",
@@ -91,24 +110,36 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
             "tokenizer --data no/such/file",
             "there is no such file, folder or data set; use tinyworld, a path, or one of",
         ),
-        ("pretrain --threads 0 --no-compile", "threads must be at least 1, not 0"),
+        ("pretrain --threads 0 --no-compile", "--threads must be a whole number between 1 and 4,096, not 0"),
         (
             "sft --out none --no-compile --dtype fp32",
             "there is no run 'first' .*: make one with `quern run`",
         ),
         ("chat --out none --no-compile --dtype fp32 -p x", "there is no run 'first' .*: make one with `quern run`"),
-        ("evaluate --out none --no-compile --dtype fp32", "nothing to evaluate under none: make one with `quern run`"),
-        ("report --out none", "holds no records of a run; .*train one first with `quern run`"),
+        (
+            "evaluate --out none --no-compile --dtype fp32",
+            "there is no run 'first' under none: make one with `quern run`",
+        ),
+        ("report --out none", "^quern report: there is no run 'first' under none: make one with `quern run`$"),
         ("bench everything", "^quern bench: the argument takes one of tokenizer, .*train, .*, not 'everything'$"),
-        ("pretrain --ranks 0", "^quern pretrain: --ranks must be at least 1, not 0$"),
+        ("pretrain --ranks 0", "^quern pretrain: --ranks must be a whole number between 1 and 1,000,000, not 0$"),
         ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
         (
             "run --ranks 2",
             "quern run: --ranks is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
         ),
-        ("pretrain --tp 0", "--tp must be at least 1, not 0"),
-        ("sft --ranks 2 --restarts -1", "--restarts must be at least 0, not -1"),
-        ("pretrain --ranks 2 --timeout 0", "--timeout must be above 0 seconds, not 0"),
+        ("pretrain --tp 0", "--tp must be a whole number between 1 and 1,000,000, not 0"),
+        ("sft --ranks 2 --restarts -1", "--restarts must be a whole number between 0 and 1,000,000, not -1"),
+        ("pretrain --ranks 2 --timeout 0", "--timeout must be a number above 0 and at most 1,000,000, not 0"),
+        (
+            "run --train.minutes inf",
+            "^quern run: --train.minutes must be a number above 0 and at most 1,000,000, not inf$",
+        ),
+        ("chat --temperature nan -p x", "^quern chat: --temperature must be a number between 0 and 100, not nan$"),
+        ("serve --port 70000", "^quern serve: --port must be a whole number between 0 and 65,535, not 70000$"),
+        ("lab plan --gpus 0", "^quern lab: --gpus must be a whole number between 1 and 1,000,000, not 0$"),
+        ("bench gpu --minutes nan", "^quern bench: --minutes must be a number above 0 and at most 1,000,000, not nan$"),
+        (f"run --seed {2**70}", f"--seed must be a whole number between 0 and 1,000,000,000,000,000,000, not {2**70}$"),
         ("run --resume", "--resume is not needed: `quern run` goes on where it was stopped"),
         ("run --track wandb", "--track is for `quern pretrain` and `quern sft`"),
         (
@@ -125,8 +156,8 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("prepare --ranks 2", "unknown option --ranks; all of them: quern prepare --help"),
         ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe, .*: leave it out"),
         ("chat --port 3", "unknown option --port; .*quern chat --help"),
-        ("evaluate --questions 0", "quern evaluate: --questions must be at least 1, not 0"),
-        ("run --questions 0", "quern run: --questions must be at least 1, not 0"),
+        ("evaluate --questions 0", "quern evaluate: --questions must be a whole number between 1 and 1,000,000, not 0"),
+        ("run --questions 0", "quern run: --questions must be a whole number between 1 and 1,000,000, not 0"),
         ("pretrain --name x", "--name comes with the recipe: to name the run, use --run"),
         (
             "pretrain --model.dropout 0.1",
@@ -163,11 +194,19 @@ def test_what_is_mistyped_is_named_with_what_is_valid(
     assert list(tmp_path.iterdir()) == []  # nothing of what was refused is left
 
 
+def test_every_number_among_the_flags_has_its_range() -> None:
+    """A new flag goes into the table of quern/bounds.py, or this fails."""
+    verbs = [cli.Preparing, cli.Whole, cli.Training, cli.Evaluating, cli.Talking, cli.Serving, cli.Reporting]
+    stages = [adopt.Options, bench.Options, export.Options, plan.Options]
+    kinds = [*verbs, *stages, grug.Training, grug.Moving, grug.Running]
+    assert {name for kind in kinds for name in typed.numbers(kind)} <= BOUNDS.keys()
+
+
 def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("mine", "yours"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     said = refused(capsys, *f"chat --run his --out {tmp_path} --no-compile --dtype fp32 -p x".split())
-    assert "there is no run 'his'" in said and "name one of mine, yours with --run" in said
+    assert "there is no run 'his'" in said and re.search("name one of (mine, yours|yours, mine) with --run", said)
 
 
 def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
@@ -237,3 +276,39 @@ def test_flags_reach_every_part_of_the_recipe() -> None:
 
 def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
     assert cli.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
+
+
+STARTS = {"module": ["-m", "quern.cli"], "script": ["-c", "import sys; from quern.cli import main; sys.exit(main())"]}
+
+
+@pytest.mark.parametrize(
+    ("start", "imported"),
+    [("module", "numpy"), ("module", "torch.nn.functional"), ("module", "quern.machine"), ("script", "numpy")],
+)
+def test_ctrl_c_during_the_imports_is_one_line(start: str, imported: str) -> None:
+    """The interpreter tells of each module that it has imported: SIGINT comes when it has told of this one."""
+    command = [sys.executable, "-X", "importtime", *STARTS[start], "chat", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        next(line for line in process.stderr if line.split("|")[-1].strip() == imported)
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+    assert (process.returncode, said) == (130, ["interrupted; nothing half-written was left behind\n"])
+
+
+@pytest.mark.parametrize("arguments", [["tokenizer", "--help"], ["tokenizer", "--data", "no→such"]])
+def test_an_ascii_terminal_is_enough(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "quern.cli", *arguments]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "TERM": "xterm"}
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, encoding="ascii", check=False)
+    assert done.returncode == (1 if "--data" in arguments else 0) and "Traceback" not in done.stderr
+    assert "tokenizer" in done.stdout or "no?such" in done.stderr
+
+
+def test_nothing_tells_to_install_a_strangers_package() -> None:
+    """The package index has a project of another owner under the name quern."""
+    root = Path(__file__).parents[1]
+    texts = [root / "README.md", root / "Makefile", *(root / "docs").rglob("*.md"), *(root / "quern").rglob("*.py")]
+    told = re.compile(r"(install|uvx?|pipx)\s+(-\S+\s+)*['\"]?quern\b|['\"]quern\[")
+    assert [str(path) for path in texts if told.search(path.read_text(encoding="utf-8"))] == []
+    assert tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] != "quern"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "quern").rglob("*.py"))
 
 LAYERS = (
-    ("machine", "compiler", "mesh", "recipe", "recipe_file", "refusals", "records", "temporaries"),
+    tuple("machine compiler mesh recipe recipe_file refusals bounds records temporaries interrupt".split()),
     ("text", "data", "kernels", "optim"),
     ("model",),
     ("parallel", "generate"),

@@ -27,6 +27,7 @@ from quern.stages.bench_record import grid, write
 from quern.stages.offered import parse
 from quern.stages.preflight import machine_memory
 from quern.stages.start import measure_peak_flops
+from quern.stages.typed import UNSAID
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GB = 1e9
@@ -45,16 +46,16 @@ class Options:
         "ib-ndr"
     )
     """Between machines; ib: an adapter for each GPU, ethernet: one for each machine."""
-    per_machine: int | None = None
+    per_machine: Annotated[int | None, UNSAID] = None
     """GPUs in one machine. Default: as they are usually sold."""
-    matmul_tflops: float | None = None
+    matmul_tflops: Annotated[float | None, UNSAID] = None
     """Measured rate of one GPU's large matrix products (`quern bench train`), instead of 70 % of its peak."""
-    dollars_per_hour: float | None = None
+    dollars_per_hour: Annotated[float | None, UNSAID] = None
     """What one GPU costs."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = True
     """--no-compile: memory of an eager run."""
-    json: Path | None = None
+    json: Annotated[Path | None, UNSAID] = None
     """Also write everything here."""
 
 
@@ -65,19 +66,17 @@ class Candidate:
     dp: int
     tp: int
     micro_batch_tokens: int = 0
-    memory: Memory | None = None
-    step: Step | None = None
+    memory: Annotated[Memory | None, UNSAID] = None
+    step: Annotated[Step | None, UNSAID] = None
     refusal: str = ""
     share: float = 1.0
     """Bytes of the parameters over those of the buffers they lie in: what padding leaves."""
 
 
 def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str) -> int:
-    """Returns the exit code: 1 when nothing fits. Raises ValueError for numbers that make no sense."""
+    """Returns the exit code: 1 when nothing fits."""
     depth = {"model.depth": "follows from --depth"}
     options = parse(Options, recipe, arguments, prog="quern lab plan", without=depth, description=description)
-    if options.gpus < 1 or (options.per_machine is not None and options.per_machine < 1):
-        raise ValueError("--gpus and --per-machine must be at least 1")
     cluster = cluster_of(options)
     found = sorted(candidates(options, cluster), key=lambda one: one.step.seconds if one.step else float("inf"))
     for line in report(options, cluster, found):

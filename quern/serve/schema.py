@@ -165,7 +165,8 @@ def _refusal(error: ValidationError) -> ApiError:
     for place in first["loc"]:
         if isinstance(place, int):
             param += f"[{place}]"
-        elif place.isidentifier() or not param:  # the names of a union's branches are not part of the path
+        elif (place.isidentifier() and place != "str") or not param:
+            # The names of a union's branches are not part of the path.
             param += f".{place}" if param else place
     if first["type"] == "extra_forbidden":
         return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -25,6 +25,7 @@ from quern.stages.hugging_face import shape_from, weights_from
 from quern.stages.places import Places
 from quern.stages.sft import load_weights
 from quern.stages.start import describe_run, open_folder
+from quern.stages.typed import UNSAID
 from quern.text.hugging_face import read_tokenizer
 from quern.text.tokenizer import FILE_FORMAT, Tokenizer
 from quern.train import checkpoint
@@ -43,7 +44,7 @@ class Options:
     """The folder that everything of quern's lies under."""
     stage: Literal["pretrain", "sft"] = "pretrain"
     """What it counts as: a base model, or one that has learned to answer."""
-    tokenizer: Path | None = None
+    tokenizer: Annotated[Path | None, UNSAID] = None
     """A tokenizer.json of quern's, where the folder has none."""
     data: str = "tinyworld"
     """Text to evaluate on."""

@@ -31,6 +31,7 @@ from quern.stages.bench_ranks import ranks
 from quern.stages.bench_record import Outcome, Setup, load_average, record, table, versions, write
 from quern.stages.bench_train import train
 from quern.stages.bench_windows import windows
+from quern.stages.typed import UNSAID
 
 What = Literal[
     "tokenizer",
@@ -84,13 +85,13 @@ class Options:
     """`train`: tokens of one optimizer step, in micro-batches of 4,096."""
     start: bool = True
     """`train`: also the start-up time and peak memory of fresh processes, which takes longest."""
-    data: Path | None = None
+    data: Annotated[Path | None, UNSAID] = None
     """Text for tokenizer, encode and packing: a file or a folder. Default: the built-in world."""
     megabytes: float = 8.0
     """How much of that text."""
-    train: Path | None = None
+    train: Annotated[Path | None, UNSAID] = None
     """`quality`: the training text, a file or a folder."""
-    val: Path | None = None
+    val: Annotated[Path | None, UNSAID] = None
     """`quality`: the validation text."""
     minutes: float = 10.0
     """`quality`: minutes of training, counted in steps only."""
@@ -98,11 +99,11 @@ class Options:
     """`quality`: the recipe's dial."""
     quick: bool = False
     """Tiny sizes, to see that everything runs; the figures mean nothing."""
-    device: Literal["cpu", "cuda", "mps"] | None = None
+    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
     """Default: the best there is."""
-    dtype: Literal["bf16", "fp32"] | None = None
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 where it is measured to be faster."""
-    threads: int | None = None
+    threads: Annotated[int | None, UNSAID] = None
     """CPU threads. Default: one for each core."""
     compile: bool = True
     """--no-compile runs eagerly."""
@@ -133,11 +134,7 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
 
 def refuse(options: Options) -> None:
     """Raises ValueError or FileNotFoundError, before anything is measured, saying what to give instead."""
-    if options.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
-    if options.megabytes <= 0 or options.minutes <= 0:
-        raise ValueError("--megabytes and --minutes must be above 0")
-    if options.batch_tokens < 512 or options.batch_tokens % 512:
+    if options.batch_tokens % 512:
         raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {options.batch_tokens}")
     if "quality" in options.what and (options.train is None or options.val is None):
         raise ValueError("quality needs text: give --train and --val, each a file or a folder")

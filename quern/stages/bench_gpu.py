@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from quern.bounds import refuse_outside
 from quern.kernels.attention_pick import equip
 from quern.machine import Machine, detect
 from quern.stages.bench_gpu_attention import exactness, speed
@@ -96,7 +97,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--threads", type=int, help="CPU threads; default: one for each core")
     add("--quick", action="store_true", help="tiny sizes, to see that everything runs; the figures mean nothing")
     add("--no-compile", dest="compile", action="store_false", help="run eagerly")
-    return parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
+    for name in ("minutes", "seed", "threads"):
+        if getattr(options, name) is not None:
+            refuse_outside(name, getattr(options, name), f"--{name}")
+    return options
 
 
 def bench_for(machine: Machine, options: argparse.Namespace, limits: Limits, seconds: float) -> Bench:

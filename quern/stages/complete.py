@@ -9,16 +9,11 @@ from typing import TextIO
 from quern.generate.engine import Engine, Event
 from quern.generate.reply import Delta
 from quern.generate.sample import Sampling
+from quern.stages.printable import printable
 from quern.text.chat import render_text
 from quern.text.tokenizer import well_formed
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # generated text must not steer the terminal
 BETWEEN = "---\n"
-
-
-def printable(text: str) -> str:
-    """The text with U+FFFD in place of each control character except tab and newline."""
-    return CONTROL.sub("\ufffd", text)
 
 
 def complete(

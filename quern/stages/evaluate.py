@@ -50,7 +50,7 @@ def run(
     """Scores every stage the run has, prints a table, appends to evaluate.jsonl and samples.jsonl."""
     stages = [name for name in STAGES if checkpoint.steps(places.checkpoints(name))]
     if not stages:
-        raise FileNotFoundError(f"run '{places.run}' has nothing to evaluate under {places.out}: {places.known()}")
+        raise FileNotFoundError(places.has_no("model to evaluate"))
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
     for name in ["untrained", *stages]:

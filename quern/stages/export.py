@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +25,7 @@ from quern.stages import typed
 from quern.stages.hugging_face import config_to, weights_to
 from quern.stages.load import Loaded, load
 from quern.stages.places import Places
+from quern.stages.typed import UNSAID
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 
@@ -43,7 +44,7 @@ class Options:
     """The run's name."""
     out: Path = Path("out")
     """The folder that everything of quern's lies under."""
-    stage: Literal["pretrain", "sft"] | None = None
+    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """Default: the last one the run has."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """fp32 is exact; bf16 is half the size."""
@@ -77,6 +78,8 @@ def run(places: Places, folder: Path, *, stage: str | None, dtype: torch.dtype, 
         save_file(with_dtype, temporary / "model.safetensors", metadata={"format": "pt"})
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
+        # safetensors makes its file readable by the owner alone; the others follow the umask.
+        (temporary / "model.safetensors").chmod((temporary / "config.json").stat().st_mode)
         for path in (*temporary.iterdir(), temporary):
             sync_path(path)
         os.rename(temporary, folder)  # onto an empty folder or none

@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from quern.recipe import FOR_FINE_TUNING, Recipe
-from quern.refusals import flag
+from quern.refusals import flag, install
 from quern.stages import typed
 from quern.stages.offered import field_names, parse
 from quern.stages.places import STAGES, Places
+from quern.stages.typed import UNSAID
 
 VERBS = {
     "train": "train the `gpt` recipe in JAX",
@@ -46,7 +47,7 @@ class Axes:
 
     replica_dcn: int = 1
     replica: int = 1
-    data: int | None = None
+    data: Annotated[int | None, UNSAID] = None
     """Default: all devices that the other axes leave."""
     model: int = 1
 
@@ -55,10 +56,12 @@ class Axes:
 class Processes:
     """Several processes with one mesh: `coordinator` on each of them, or none where a scheduler says it."""
 
-    coordinator: str | None = None
+    coordinator: Annotated[str | None, UNSAID] = None
     """host:port of process 0."""
-    count: int | None = None
-    id: int | None = None
+    count: Annotated[int | None, UNSAID] = None
+    """How many, with --processes.coordinator."""
+    id: Annotated[int | None, UNSAID] = None
+    """Which of them this is, from 0."""
     scheduler: bool = False
     """Ask Slurm, Open MPI, Kubernetes or the TPU pod."""
 
@@ -71,9 +74,9 @@ class Where:
     """The folder that everything goes under."""
     run: str = "first"
     """The run's name."""
-    dtype: Literal["bf16", "fp32"] | None = None
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 on accelerators, and on CPUs where it is measured to be clearly faster."""
-    cpu_devices: int | None = None
+    cpu_devices: Annotated[int | None, UNSAID] = None
     """Split the CPU into this many devices, to try a mesh."""
     mesh: Axes = field(default_factory=Axes)
     processes: Processes = field(default_factory=Processes)
@@ -89,7 +92,7 @@ class Training:
     """Go on from the newest good checkpoint; the mesh may be another one."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
-    config: Path | None = None
+    config: Annotated[Path | None, UNSAID] = None
     """A YAML or JSON file of these flags, such as {"depth": 4, "train": {"steps": 300}, "run": "twin"}; what is typed
     comes after it."""
 
@@ -99,9 +102,9 @@ class Moving:
     """Flags of `quern grug eval`, `export` and `import`."""
 
     where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
-    config: Path | None = None
+    config: Annotated[Path | None, UNSAID] = None
     """The file that `quern grug train` was given: where the run is, what computes."""
-    stage: Literal["pretrain", "sft"] | None = None
+    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """`import`: which PyTorch stage; default: the last one the run has."""
 
 
@@ -133,7 +136,7 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
         import optax
         import orbax.checkpoint
     except ImportError as error:
-        raise ImportError(f"the JAX twin needs extra packages ({error}): pip install 'quern[jax]'") from error
+        raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error
     for package in (jax, optax, orbax.checkpoint):
         assert package
     if verb == "gauntlet":

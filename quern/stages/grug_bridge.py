@@ -72,7 +72,7 @@ def bring_over(places: Places, mesh: Mesh, stage: str | None, say: Callable[[str
         if (found := checkpoint.latest(places.checkpoints(name), say)) is not None:
             break
     else:
-        raise FileNotFoundError(f"run '{places.run}' has no PyTorch model under {places.out}: {places.known()}")
+        raise FileNotFoundError(places.has_no("PyTorch model", "pretrain"))
     tensors, meta = checkpoint.load(found[0])
     recipe = from_torch_json(meta["recipe"])
     cfg = step_config(recipe, "float32")

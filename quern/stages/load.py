@@ -54,5 +54,4 @@ def load(
         return Loaded(model.eval(), tokenizer, recipe, name, meta["state"]["step"])
     if damaged:
         raise CheckpointError(places.no_good_checkpoint(damaged[-1]))
-    missing = f"stage '{stage}'" if stage else "checkpoint"
-    raise FileNotFoundError(f"run '{places.run}' has no {missing} under {places.out}: {places.known()}")
+    raise FileNotFoundError(places.has_no(f"stage '{stage}'" if stage else "model", stage or "run"))

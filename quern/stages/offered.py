@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
 import tyro
 
-from quern.recipe import Recipe
+from quern.recipe import Recipe, resolve
 from quern.refusals import flag, unused
 from quern.stages import typed
 
@@ -49,7 +49,7 @@ def parse(
     for name in named(arguments):
         if name in reasons:
             raise ValueError(f"--{flag(name)} {reasons[name]}")
-    shown = _offered(recipe, reasons)
+    shown = _offered(recipe, reasons, _filled(recipe))
     shape = [("recipe", _as_flags(flags, type(shown)))]
     unchecked = {"__post_init__": lambda self: None}  # what `flags` refuses is said below, in a line of its own
     frozen = flags.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -94,8 +94,11 @@ def _as_flags(flags: type, kind: type) -> Any:
     return Annotated[(kind, *markers)]
 
 
-def _offered(part: Any, without: Mapping[str, str], prefix: str = "") -> Any:
-    """An equal object of a class derived from its own, in which tyro finds no flags for some fields."""
+def _offered(part: Any, without: Mapping[str, str], filled: Any, prefix: str = "") -> Any:
+    """An equal object of a class derived from its own, in which tyro finds no flags for some fields.
+
+    filled: the same part, resolved: what its help shows where a field is None.
+    """
     hints = get_type_hints(type(part))
     offered, values = [], {}
     for f in fields(part):
@@ -103,13 +106,29 @@ def _offered(part: Any, without: Mapping[str, str], prefix: str = "") -> Any:
         hidden = name in without or callable(value)
         if is_dataclass(value):
             hidden = all(inner in without for inner in field_names(value, name + "."))
-            value = _offered(value, without, name + ".")
+            value = _offered(value, without, getattr(filled, f.name), name + ".")
             kind = type(value)
+        elif value is None:
+            kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=_follows(getattr(filled, f.name)))]
         offered.append((f.name, tyro.conf.Suppress[kind] if hidden else kind, field(default=value)))
         values[f.name] = value
     made = make_dataclass(type(part).__name__, offered, bases=(type(part),), frozen=True, kw_only=True)
     made.__doc__ = type(part).__doc__
     return made(**values)
+
+
+def _filled(recipe: Recipe) -> Recipe:
+    """The recipe resolved; a file's recipe that would be refused later stays as it is."""
+    try:
+        return resolve(recipe)
+    except ValueError:
+        return recipe
+
+
+def _follows(value: Any) -> str:
+    if value is None:
+        return "(default: unset)"
+    return f"(default: {value:,.4g}; follows)" if isinstance(value, float) else f"(default: {value:,}; follows)"
 
 
 def _plain(offered: Any, like: Any) -> Any:

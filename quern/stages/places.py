@@ -7,6 +7,7 @@ out/runs/<run>/{pretrain,sft}/  recipe.json  metrics.jsonl  events.jsonl  checkp
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -20,9 +21,25 @@ from typing import Any
 
 from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
+from quern.refusals import check_body
 from quern.text.tokenizer import Tokenizer
 
 STAGES = ("pretrain", "sft")
+SHOWN_RUNS = 5
+
+
+NOT_WRITABLE = "make it readable and writable, or choose another folder with --out"
+FULL = "make room there, or choose another folder with --out"
+INSTEAD = {
+    errno.EROFS: "choose a folder of another disk with --out",
+    errno.EACCES: NOT_WRITABLE,
+    errno.EPERM: NOT_WRITABLE,
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What to do about an error of the operating system."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +78,11 @@ class Places:
         naming the copy of it that there is."""
         path = self.folder / "tokenizer.json"
         if not path.exists():
-            raise FileNotFoundError(f"there is no run '{self.run}' with a tokenizer under {self.out}: {self.known()}")
+            if not any(self.checkpoints(stage).is_dir() for stage in STAGES):
+                raise FileNotFoundError(self.has_no("model"))
+            raise FileNotFoundError(
+                f"{path} is missing, and the run's model knows no other: {self.tokenizer_copy(path)}"
+            )
         try:
             return Tokenizer.load(path)
         except ValueError as error:
@@ -83,8 +104,28 @@ class Places:
 
     def known(self) -> str:
         """What runs there are, for messages."""
-        runs = sorted(path.name for path in (self.out / "runs").glob("*") if path.is_dir())
-        return f"name one of {', '.join(runs)} with --run" if runs else "make one with `quern run`"
+        runs = [path for path in (self.out / "runs").glob("*") if path.is_dir()]
+        runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        names = ", ".join(path.name for path in runs[:SHOWN_RUNS])
+        more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
+        return f"name one of {names}{more} with --run" if runs else "make one with `quern run`"
+
+    def has_no(self, what: str, verb: str = "run") -> str:
+        """What to say where something of the run is missing, or the whole run. verb: what makes it."""
+        if not self.folder.is_dir():
+            return f"there is no run '{self.run}' under {self.out}: {self.known()}"
+        return f"run '{self.run}' has no {what} yet: `quern {verb} {self.flags}` makes one"
+
+    def refuse_damaged_recipes(self) -> None:
+        """Raises ValueError naming a recipe.json of the run that is none."""
+        for path in sorted(self.folder.glob("*/recipe.json")):
+            try:
+                check_body(json.loads(path.read_text(encoding="utf-8")))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is damaged ({error}): put back a copy of it, or remove it; going on with the same flags "
+                    "writes it again"
+                ) from error
 
     def read_recipe(
         self,
@@ -151,6 +192,14 @@ def refuse_unwritable(out: Path) -> None:
             pass
     except OSError as error:
         raise OSError(f"--out {out}: {nearest} cannot be written to ({error.strerror}), choose another one") from error
+
+
+def plainly(error: BaseException) -> str:
+    """An error's message; of one of the operating system's ([Errno 30] …) the path, the reason and what to do."""
+    if not isinstance(error, OSError) or error.strerror is None or error.errno is None:
+        return str(error)
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror}: {INSTEAD.get(error.errno, 'check the path, or choose another folder with --out')}"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import TracebackType
 
@@ -10,6 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 PATIENCE_SECONDS = 2.0
 PLAIN_LINE_SECONDS = 10.0
+
+
+def _without_negative_zero(text: str) -> str:
+    """A loss of -0.0001 is printed as 0.000, not as -0.000."""
+    return re.sub(r"-(0\.0+)(?![0-9])", r"\1", text)
 
 
 class Meter:
@@ -27,6 +33,7 @@ class Meter:
 
     def at(self, done: float, note: str = "") -> None:
         """Says how far things are, as often as the caller likes."""
+        note = _without_negative_zero(note)
         now = time.monotonic()
         if now - self.started < PATIENCE_SECONDS:
             return
@@ -40,7 +47,9 @@ class Meter:
 
     def say(self, line: str) -> None:
         """A line above the bar."""
-        (self.bar.console if self.bar else self.console).print(line, soft_wrap=True, markup=False)
+        (self.bar.console if self.bar else self.console).print(
+            _without_negative_zero(line), soft_wrap=True, markup=False
+        )
 
     def _draw(self, done: float, note: str) -> None:
         if self.bar is None:

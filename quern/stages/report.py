@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from quern.stages import report_facts as facts
+from quern.stages.printable import printable
 from quern.stages.report_numbers import number, percent
 from quern.stages.report_page import page
 from quern.stages.report_records import STAGE_TITLES, RunRecords, StageRecords, read_run
+from quern.stages.report_summary import summary
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COLUMNS = 48
@@ -35,11 +37,11 @@ def build(run_folder: Path) -> tuple[Path, Path]:
 
 def markdown(run: RunRecords) -> str:
     """The report as Markdown; whatever a model wrote stands in fenced blocks, everything else is escaped."""
-    parts = [f"# {inline(run.name)}", inline(facts.summary(run))]
+    parts = [f"# {inline(run.name)}", inline(summary(run))]
     parts += [f"> {inline(note)}" for note in run.notes]
     parts.append(_rows(facts.tiles(run)))
     trained = [_rows(facts.model_rows(run))]
-    trained += [f"### {inline(s.title)}\n\n{_rows(facts.training_rows(s))}" for s in run.stages]
+    trained += [f"### {inline(s.title)}\n\n{_rows(facts.training_rows(run, s))}" for s in run.stages]
     parts.append(_section("What was trained", trained))
     data = [_rows(facts.data_rows(run))]
     for table in facts.data_tables(run):
@@ -57,7 +59,7 @@ def markdown(run: RunRecords) -> str:
     parts.append(_section("What happened", events))
     line = facts.command(run)
     parts.append(_section("How to repeat it", [fenced(line, "sh") if line else "", _rows(facts.repeat_rows(run))]))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
 def inline(value: Any) -> str:
@@ -130,8 +132,9 @@ def _evaluation(run: RunRecords) -> list[str]:
         for row in rows
     ]
     setting = facts.score_setting(run)
+    asked = any(row.is_share for row in rows)
     return [
-        "Accuracies are on held-out questions, with 95% intervals (Wilson).",
+        "Accuracies are on held-out questions, with 95% intervals (Wilson)." if asked else "",
         _table(header, body),
         f"### {setting.title}",
         _table(setting.header, setting.rows),
@@ -173,7 +176,7 @@ def _spoken(content: Any) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Whole or not at all; a lone surrogate in a sample becomes a question mark."""
+    """Whole or not at all; a lone surrogate becomes a question mark."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.write_bytes(text.encode("utf-8", "replace"))

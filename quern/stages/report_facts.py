@@ -36,7 +36,6 @@ LABELS = {
     "max_skips": "skips in a row allowed",
     "parameters": "parameters,",
     "kaplan": "matrices and head",
-    "horizon_ratio": "tokens per parameter",
     "log_every": "steps between records",
     "eval_every": "steps between validations",
     "save_every": "steps between saves",
@@ -112,48 +111,6 @@ def tiles(run: RunRecords) -> Rows:
     return found
 
 
-def summary(run: RunRecords) -> str:
-    """One or two sentences on the run, from whatever is recorded."""
-    model = run.recipe.get("model")
-    model = model if isinstance(model, dict) else {}
-    stage, parameters = main_stage(run), total_parameters(run)
-    depth, width = finite(model.get("depth")), finite(model.get("width"))
-    text = "A model"
-    if depth is not None and width is not None:
-        text += f" of {depth:,.0f} layers, {width:,.0f} wide"
-    if parameters is not None:
-        text += f", with {human(parameters)} parameters"
-    text += ","
-    if stage is not None and stage.last("tokens") is not None:
-        text += f" trained on {human(stage.last('tokens') or 0)} tokens"
-    else:
-        text += " not trained yet"
-    data = run.recipe.get("data")
-    if isinstance(data, str):
-        text += f" of {data.rstrip('/').rsplit('/', 1)[-1]}"
-    if stage is not None and stage.last("seconds") is not None:
-        text += f" in {duration(stage.last('seconds') or 0)}"
-    return text + "." + _average_answer(run)
-
-
-def _average_answer(run: RunRecords) -> str:
-    """The mean over all tasks, not the best of them: a summary must not pick."""
-    stages = score_stages(run)
-    if not stages or stages[-1] == "untrained":
-        return ""
-    rows = [row for row in score_rows(run) if row.is_share]
-    values = [row.cells[-1].value for row in rows]
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return ""
-    tasks = f"{len(known)} kinds of held-out question" if len(known) > 1 else "held-out questions"
-    text = f" Over {tasks} it is right {percent(statistics.mean(known))} of the time"
-    chances = [row.chance for row in rows if row.chance is not None]
-    if len(chances) < len(rows):
-        return f"{text}."
-    return f"{text}, where guessing would be {percent(statistics.mean(chances))} of the time."
-
-
 def main_stage(run: RunRecords) -> StageRecords | None:
     """Pretraining, or the first stage there is."""
     return run.stage("pretrain") or (run.stages[0] if run.stages else None)
@@ -179,8 +136,8 @@ def model_rows(run: RunRecords) -> Rows:
     return [*name, *flatten(model if isinstance(model, dict) else {}), *flatten(_part(run, "model"))]
 
 
-def training_rows(stage: StageRecords) -> Rows:
-    """What a stage's recipe asked for, and what was done."""
+def training_rows(run: RunRecords, stage: StageRecords) -> Rows:
+    """What was done in a stage, and what its recipe asked for; how long it was is stated as done, not as asked."""
     key = {"pretrain": "train"}.get(stage.name, stage.name)
     asked = stage.recipe.get(key)
     done: Rows = []
@@ -195,7 +152,28 @@ def training_rows(stage: StageRecords) -> Rows:
             done.append((label, human_flops(value) if name == "flops" else number(value)))
     if stage.last("seconds") is not None:
         done.append(("time in steps", duration(stage.last("seconds") or 0)))
-    return [*done, *flatten(asked if isinstance(asked, dict) else {})]
+    done += _length(run, stage)
+    return [*done, *flatten(_without(asked, {"horizon_ratio", "epochs"}) if isinstance(asked, dict) else {})]
+
+
+def _length(run: RunRecords, stage: StageRecords) -> Rows:
+    """Tokens for each parameter of the matrices and the head, or epochs of conversations."""
+    parameters = _part(run, "model").get("parameters")
+    counted = finite(parameters.get("kaplan")) if isinstance(parameters, dict) else None
+    tokens = stage.last("tokens")
+    if stage.name != "sft":
+        return [("tokens per parameter of matrices and head", number(tokens / counted))] if tokens and counted else []
+    asked, model = stage.recipe.get("sft"), stage.recipe.get("model")
+    data = next((event for event in reversed(stage.events) if event.get("kind") == "data"), {})
+    facts = {**(asked if isinstance(asked, dict) else {}), **(model if isinstance(model, dict) else {}), **data}
+    names = ("batch_tokens", "context", "pieces", "rows", "documents", "documents_without_target", "documents_too_long")
+    batch, context, pieces, rows, documents, empty, long = (finite(facts.get(name)) or 0.0 for name in names)
+    usable = documents - empty - (long if facts.get("too_long") == "drop" else 0)
+    if not (context and rows and usable > 0):
+        return []
+    # A row holds several conversations: `pieces` in `rows`, of the part of the data that was packed first.
+    seen = (stage.last("step") or 0.0) * batch / context * pieces / rows
+    return [("conversations seen, about", f"{seen:,.0f}"), ("epochs", f"{seen / usable:.2g}")]
 
 
 def data_rows(run: RunRecords) -> Rows:
@@ -277,6 +255,8 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
         groups.setdefault(key, {})[str(line.get("stage", ""))] = line
     rows = []
     for (task, metric), lines in groups.items():
+        if stages[1:] and lines.keys() == {"untrained"}:
+            continue  # questions that nothing trained was asked: without fine-tuning there is none that answers
         last = next(lines[name] for name in reversed(stages) if name in lines)
         count = finite(last.get("count"))
         cells = [_cell(lines.get(name, {})) for name in stages]
@@ -288,6 +268,7 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
 
 def score_setting(run: RunRecords) -> Table:
     """What identifies each evaluation: prompts, BOS, shots, questions, and those left out since they did not fit."""
+    shown = {(row.task, row.metric) for row in score_rows(run)}
     rows = [
         [
             str(line.get("stage", "")),
@@ -299,6 +280,7 @@ def score_setting(run: RunRecords) -> Table:
             _plain(line.get("skipped")) or "0",
         ]
         for line in run.scores
+        if (str(line.get("task", "")), str(line.get("metric", ""))) in shown
     ]
     return Table("How it was asked", ["stage", "task", "count", "prompts", "BOS", "shots", "left out"], rows)
 

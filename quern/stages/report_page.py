@@ -5,20 +5,20 @@ page's content security policy forbids scripts and any request, so that it stays
 """
 
 import html
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quern.stages import report_facts as facts
+from quern.stages.printable import printable
 from quern.stages.report_numbers import number, percent
 from quern.stages.report_plots import Panel, panels
 from quern.stages.report_records import STAGE_TITLES, RunRecords, StageRecords
+from quern.stages.report_summary import summary
 
 SHOWN_SAMPLES = 6
 STYLE = Path(__file__).with_name("report.css")
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def page(run: RunRecords) -> str:
@@ -45,14 +45,14 @@ def page(run: RunRecords) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{esc(run.name)} · quern</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n"
         f'<header><p class="kicker">quern · report of a run</p><h1>{esc(run.name)}</h1>'
-        f'<p class="lead">{esc(facts.summary(run))}</p>{_tiles(run)}<nav>{links}</nav></header>\n'
+        f'<p class="lead">{esc(summary(run))}</p>{_tiles(run)}<nav>{links}</nav></header>\n'
         f"{notes}{body}\n</main>\n</body>\n</html>\n"
     )
 
 
 def esc(value: Any) -> str:
     """Text for HTML: markup escaped, control characters and lone surrogates shown as a replacement sign."""
-    return html.escape(CONTROL.sub("\ufffd", str(value)), quote=True)
+    return html.escape(printable(str(value)), quote=True)
 
 
 def _tiles(run: RunRecords) -> str:
@@ -77,7 +77,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _trained(run: RunRecords) -> str:
     parts = [_rows(facts.model_rows(run))]
     for stage in run.stages:
-        rows = _rows(facts.training_rows(stage))
+        rows = _rows(facts.training_rows(run, stage))
         if rows:
             parts.append(f"<h3>{esc(stage.title)}</h3>{rows}")
     return "".join(parts)

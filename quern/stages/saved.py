@@ -49,15 +49,8 @@ def read_saved(places: Places, stage: str, callables: dict[str, Callable[..., An
     if not path.exists():
         return None
     origin = read_origin(places.stage(stage))
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(body, dict):
-            raise ValueError("it holds no JSON object")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): copy `recipe` back from meta in the newest "
-            f"{places.checkpoints(stage)}/*/manifest.json, or name another run with --run"
-        ) from error
+    places.refuse_damaged_recipes()
+    body = json.loads(path.read_text(encoding="utf-8"))
     return places.read_recipe(body, stage, origin and origin.source, callables)
 
 
@@ -131,7 +124,10 @@ def find_saved(
     resume = "--resume" in arguments
     places = Places(Path(value_of(arguments, "out") or "out"), begins_with or value_of(arguments, "run") or "first")
     stage = "sft" if verb == "sft" else "pretrain"
-    if verb not in ("pretrain", "sft", "run") or (verb == "sft" and not resume):
+    if verb not in ("pretrain", "sft", "run"):
+        return None
+    places.refuse_damaged_recipes()
+    if verb == "sft" and not resume:
         return None  # of fine-tuning, the base model's recipe decides the rest (stages/sft.py)
     if not (resume or begins_with or (verb == "run" and places.has_trained(stage))):
         return None

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Delta
 from quern.generate.sample import Sampling
-from quern.stages.complete import complete, printable
+from quern.stages.complete import complete
+from quern.stages.printable import printable
 from quern.text.chat import Message, render_prompt
 
 HELP = "Ask something. An empty line ends the chat; /new begins another one, /complete continues texts."

@@ -14,8 +14,12 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from quern.bounds import refuse_outside
+
 T = TypeVar("T")
 
+UNSAID: Any = tyro.conf.arg(help_behavior_hint="")
+"""For a flag that is None by default: its help says what that means, so that "default: None" is left out."""
 SUPPRESSED, POSITIONAL = (get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional))
 NUMBERS = {int: "a whole number", float: "a number"}
 NEAREST = 3
@@ -32,6 +36,11 @@ class Flag:
     required: bool
 
     @property
+    def field(self) -> str:
+        """train.log_every, for --train.log-every."""
+        return self.name[2:].replace("-", "_")
+
+    @property
     def switch(self) -> bool:
         return self.kind is bool
 
@@ -41,26 +50,30 @@ def read(
 ) -> T:
     """An instance of a dataclass from its flags. Raises ValueError naming the flag that is wrong, and what it takes;
     what tyro refuses ends the process with exit code 2, as its help does with 0."""
-    check(kind, arguments, prog, complete=default is None)
+    arguments = check(kind, arguments, prog, complete=default is None)
     instead: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(kind, prog=prog, args=arguments, description=description, **instead)
 
 
-def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> None:
-    """Raises ValueError for the first flag that `kind` does not have or whose value it could not read.
+def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> list[str]:
+    """The arguments as tyro reads them: a value that begins with a dash is joined to its flag.
+
+    Raises ValueError for the first flag that `kind` does not have or whose value it could not read.
 
     complete: also where a required flag is missing.
     """
     if any(argument in ("-h", "--help") or argument.startswith("--tyro-") for argument in arguments):
-        return
+        return list(arguments)
     known = {spelled: flag for flag, spellings in _flags(kind) for spelled in spellings}
     hints = get_type_hints(kind, include_extras=True).values()
     positional = next((Flag("", _bare(hint), False) for hint in hints if _is(hint, POSITIONAL)), None)
     given: set[str] = set()
+    read: list[str] = []
     at = 0
     while at < len(arguments):
         typed, equals, value = arguments[at].partition("=")
         at += 1
+        read.append(arguments[at - 1])
         if not typed.startswith("-") or typed == "-":
             if positional is None:
                 raise ValueError(f"'{typed}' belongs to no option: see {prog} --help")
@@ -77,9 +90,15 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
         values = [value] if equals else _values(arguments[at:], known, many=get_origin(flag.kind) is tuple)
         at += 0 if equals else len(values)
         _check_values(flag, typed, values)
+        joined = get_origin(flag.kind) is not tuple and values[0].startswith("-")
+        if equals or joined:
+            read[-1] = f"{flag.name}={values[0]}"
+        else:
+            read += values
     missing = [flag.name for flag in known.values() if flag.required and flag.name not in given]
     if complete and missing:
         raise ValueError(f"{missing[0]} is missing: see {prog} --help")
+    return read
 
 
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
@@ -130,15 +149,31 @@ def _values(rest: Sequence[str], known: Container[str], many: bool) -> list[str]
     return values
 
 
-def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
+def numbers(kind: type) -> list[str]:
+    """The flags of a dataclass that take a number, as in the table of ranges (quern/bounds.py)."""
+    return [flag.field for flag, _ in _flags(kind) if _number(_choices(flag)) is not None]
+
+
+def _choices(flag: Flag) -> tuple[Any, ...]:
+    """What one value of a flag may be: a type, or the members of a union."""
     kind = get_args(flag.kind)[0] if get_origin(flag.kind) is tuple else flag.kind
-    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _number(choices: tuple[Any, ...]) -> type | None:
+    return next((kind for kind in choices if kind in NUMBERS), None)
+
+
+def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
+    choices = _choices(flag)
     taken, readable = _takes(choices)
     if not values and get_origin(flag.kind) is not tuple:
         raise ValueError(f"{typed} takes {taken}: none was given")
     for value in values:
         if not readable(value):
             raise ValueError(f"{typed} takes {taken}, not '{value}'")
+        if (number := _number(choices)) is not None and value != "None":
+            refuse_outside(flag.field, number(value), flag.name)
 
 
 def _takes(kinds: tuple[Any, ...]) -> tuple[str, Any]:

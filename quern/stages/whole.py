@@ -10,6 +10,7 @@ from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.stages import evaluate, pretrain, report, sft
 from quern.stages.places import Places
+from quern.stages.printable import printable
 from quern.stages.report_records import read_run
 from quern.stages.saved import overlay, read_saved
 from quern.train import checkpoint
@@ -100,6 +101,6 @@ def sample_chat(places: Places) -> list[str]:
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             spoken = " ".join(p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}]" for p in parts)
-            lines.append(f"{'you  ' if message['role'] == 'user' else 'quern'} │ {spoken}")
+            lines.append(f"{'you  ' if message['role'] == 'user' else 'quern'} │ {printable(spoken)}")
         lines.append("")
     return lines

@@ -195,7 +195,10 @@ def test_processes_killed_and_stopped_from_outside(bench: Bench, law: Law) -> No
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=200)[0]
     assert process.returncode == EXIT_STOPPED == 75, output
-    assert "as asked, and saved: go on with --resume" in output and "Traceback" not in output
+    assert (
+        f"as asked, and saved: go on with `quern pretrain --resume --run {name}`" in output
+        and "Traceback" not in output
+    )
     bench.run([*LONG, "--resume"], name, "fp32")
     # The step it was stopped at was saved as well, so another one may be kept.
     differing = differences(stage, bench.stage(reference, LONG), ignored="kept")
@@ -215,5 +218,5 @@ def test_resuming_with_another_recipe_is_refused_and_harms_nothing(bench: Bench)
         env=ENVIRONMENT,
     )
     assert process.returncode == 1
-    assert "differs from the one it was trained with in seed; give the same values" in process.stderr
+    assert "seed 0 → 1 would make it another run" in process.stderr
     assert logged(bench.stage(name, PRETRAIN)) == before

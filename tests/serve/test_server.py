@@ -203,6 +203,11 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
     [
         ({"foo": 1}, "Unknown parameter: 'foo'", "foo"),
         ({"messages": None}, "Invalid value for 'messages'", "messages"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "Invalid value for 'messages[0].content'",
+            "messages[0].content",
+        ),
         ({"messages": []}, "send at least one message", "messages"),
         (
             {"messages": [{"role": "user"}]},

@@ -246,9 +246,9 @@ def test_a_mistyped_name_names_the_valid_ones(said: list[str]) -> None:
     [
         (["quality"], "give --train and --val"),
         (["quality", "--train", "x"], "give --train and --val"),
-        (["train", "--rounds", "0"], "--rounds must be at least 1"),
+        (["train", "--rounds", "0"], "--rounds must be a whole number between 1 and"),
         (["train", "--batch-tokens", "700"], "multiple of the 512"),
-        (["tokenizer", "--megabytes", "0"], "above 0"),
+        (["tokenizer", "--megabytes", "0"], "--megabytes must be a number between 0.001 and 1,000,000, not 0.0"),
         (["encode", "--data", "no/such/file.txt"], "there is no no/such/file.txt"),
     ],
 )

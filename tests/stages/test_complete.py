@@ -14,7 +14,8 @@ from quern.generate.engine import Engine, Event
 from quern.generate.sample import Sampling
 from quern.model.context import CausalContext
 from quern.stages import evaluate, talk
-from quern.stages.complete import CONTROL, complete, printable
+from quern.stages.complete import complete
+from quern.stages.printable import CONTROL, printable
 from quern.train import checkpoint
 from tests.generate.test_engine import Scripted
 from tests.generate.toy import CPU, toy_engine, toy_tokenizer

@@ -65,6 +65,8 @@ def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(0 < line["loss"] < 10 for line in read_metrics(run / "pretrain") if "loss" in line)
     command("export", tmp_path, "--run", "toy", "--to", "hf", "--dir", str(tmp_path / "hf"))
     assert "step 6 of sft" in capsys.readouterr().out
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
     command("import", tmp_path, str(tmp_path / "hf"), "--run", "copy", "--stage", "sft")
     copy = tmp_path / "runs" / "copy"
     assert [event["kind"] for event in read_events(copy / "sft")] == ["import"]

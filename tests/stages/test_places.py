@@ -1,6 +1,9 @@
 """What is said when a run's folder holds something damaged, or what cannot be written: the run, and the way out."""
 
+import errno
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +18,7 @@ from quern.recipe import resolve
 from quern.recipes.gpt import RECIPE
 from quern.stages import sft
 from quern.stages.load import load
-from quern.stages.places import Places, naming, refuse_unwritable
+from quern.stages.places import Places, naming, plainly, refuse_unwritable
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
@@ -40,7 +43,7 @@ def open_it(places: Places) -> None:
 
 def fine_tune(places: Places) -> None:
     machine = detect("cpu", "fp32", compile=False)
-    sft.run(RECIPE, machine, places, resume=False, source=None, say=lambda line: None, mesh=alone())
+    sft.run(RECIPE, machine, places, resume=False, source=None, command="", say=lambda line: None, mesh=alone())
 
 
 def save(places: Places, recipe: dict) -> Path:
@@ -58,6 +61,53 @@ def test_a_damaged_tokenizer_names_its_copy(places: Places, damage: str) -> None
     assert str(refused.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
     shutil.copy(copy, path)
     assert places.tokenizer().merges == (b"ab", b"cd")
+
+
+def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(places: Places) -> None:
+    for number in range(7):
+        made = places.out / "runs" / f"run-{number}"
+        made.mkdir()
+        os.utime(made, (10**10 + number, 10**10 + number))
+    with pytest.raises(FileNotFoundError) as missing:
+        Places(places.out, "no").tokenizer()
+    recent = "run-6, run-5, run-4, run-3, run-2 and 3 more"
+    assert str(missing.value) == f"there is no run 'no' under {places.out}: name one of {recent} with --run"
+    path = places.folder / "tokenizer.json"
+    path.unlink()
+    with pytest.raises(FileNotFoundError) as untrained:
+        places.tokenizer()
+    assert str(untrained.value) == f"run 'r' has no model yet: `quern run --run r --out {places.out}` makes one"
+    places.checkpoints("pretrain").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError) as lost:
+        places.tokenizer()
+    copy = places.out / "tokenizers" / "copy-1.json"
+    assert str(lost.value).endswith(f"the run's model knows no other: a sound copy is there, `cp {copy} {path}`")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('{"train": {"ste', "Unterminated string"),
+        ("[]", "it holds no JSON object"),
+        ('{"train": 3}', "train holds no JSON object"),
+        ('{"train": {"steps": "many"}}', "train.steps must be a whole number between .*, not 'many'"),
+    ],
+)
+def test_a_damaged_recipe_is_named(places: Places, body: str, expected: str) -> None:
+    path = places.stage("pretrain") / "recipe.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
+    places.refuse_damaged_recipes()
+    path.write_text(body, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it"):
+        places.refuse_damaged_recipes()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG, errno.EIO])
+def test_an_error_of_the_system_names_the_path_and_what_to_do(number: int) -> None:
+    said = plainly(OSError(number, os.strerror(number), "out/x"))
+    assert re.match(f"out/x: {os.strerror(number)}: (choose|make|check) ", said)
+    assert plainly(ValueError("as it is")) == "as it is"
 
 
 def test_a_damaged_tokenizer_without_a_copy_says_which_one_is_missing(places: Places) -> None:

@@ -28,9 +28,11 @@ def test_plain_lines_without_a_terminal_and_not_too_many(capsys: pytest.CaptureF
         for done in range(1_000, 1_100):
             meter.at(done, "[bold]fine[/bold]" + " and dusty" * 20)
         meter.say("a stone broke [red]")
+        meter.say("loss -0.000, then -0.0004 and -0.5")
     assert capsys.readouterr().out.split("\n") == [
         "grinding: 1,000 of 12,000 sacks [bold]fine[/bold]" + " and dusty" * 20,
         "a stone broke [red]",
+        "loss 0.000, then -0.0004 and -0.5",
         "",
     ]
     long_since(Meter("reading", None, "bytes")).at(5)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from quern.stages.places import Places
+from quern.stages.printable import CONTROL
 from quern.stages.report import build, fenced, inline, sparkline
 from quern.stages.report_numbers import duration, human, human_bytes, human_flops, number, percent
 from quern.stages.report_plots import running_mean, thin
 from quern.stages.report_records import read_run
+from quern.stages.whole import sample_chat
 from tests.stages.synthetic_run import lines, write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -134,9 +137,17 @@ def test_hostile_text_stays_text(tmp_path):
     assert set(page.tags) <= set(clean.tags)
     assert not any(name.startswith("on") or name == "src" for _, name, _ in page.attributes)
     assert page.text.count("<script>alert(1)</script>") > 20
-    assert "\x00" not in page.text and "\x1b" not in page.text
+    assert not re.search(CONTROL, page.text + markdown)
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", markdown)
     assert "script" in outside and "<" not in outside
+
+
+def test_chats_printed_after_a_run_cannot_steer_the_terminal(tmp_path):
+    places = Places(tmp_path, "r")
+    reply = {"role": "assistant", "content": [{"type": "text", "text": "\x9b"}]}
+    messages = [{"role": "user", "content": "\x1b[2J?"}, reply]
+    places.append("samples.jsonl", [{"stage": "sft", "kind": "chat", "messages": messages}])
+    assert sample_chat(places) == ["you   │ \ufffd[2J?", "quern │ \ufffd", ""]
 
 
 def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):
@@ -235,6 +246,54 @@ def test_only_the_latest_answer_to_a_prompt_is_shown(tmp_path):
     lines(tmp_path / "samples.jsonl", [*samples, samples[1] | {"stage": "pretrain"}, {"messages": [1]}])
     _, page = report(tmp_path)
     assert page.text.count("A newer answer.") == 2 and "older" not in page.text
+
+
+def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path):
+    folder = write_run(tmp_path / "short")
+    (folder / "run.json").write_text(json.dumps({"model": {"parameters": {"kaplan": 1000}}}), encoding="utf-8")
+    recipe = {"model": {"context": 128}, "train": {"horizon_ratio": 12.0}}
+    (folder / "pretrain" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    lines(folder / "pretrain" / "metrics.jsonl", [{"step": 2, "tokens": 40, "loss": 3.0}])
+    recipe["sft"] = {"batch_tokens": 1024, "epochs": 2.0, "too_long": "drop"}
+    (folder / "sft" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    lines(folder / "sft" / "metrics.jsonl", [{"step": 3, "tokens": 400, "loss": 3.0}])
+    data = {"documents": 250, "documents_without_target": 10, "documents_too_long": 40, "rows": 100, "pieces": 200}
+    lines(folder / "sft" / "events.jsonl", [{"kind": "data", **data}])
+    markdown, page = report(folder)
+    # 3 steps of 8 rows with 2 conversations each, of the 200 that can be learned from
+    for fact in ("tokens per parameter of matrices and head: **0.04**", "seen, about: **48**", "epochs: **0.24**"):
+        assert fact in markdown
+    assert "epochs0.24" in page.text and "0.04" in page.text
+    assert "**12**" not in markdown and "**2**" not in re.sub("(?s).*### Fine-tuning", "", markdown, count=1)[:200]
+
+
+@pytest.mark.parametrize(
+    ("data", "conversations", "sft", "headline"),
+    [
+        ("tinyworld", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
+        ("texts/", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
+        ("texts/", "talks.jsonl", True, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
+        ("texts/", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
+        ("tinyworld", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
+    ],
+)
+def test_the_headline_is_about_what_the_run_learned(tmp_path, data, conversations, sft, headline):
+    folder = write_run(tmp_path / "run", sft=sft)
+    for stage in ("pretrain", "sft")[: 1 + sft]:
+        recipe = {"data": data, "conversations": conversations}
+        (folder / stage / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    scores = [
+        {"stage": "untrained", "task": "validation", "metric": "bpb", "value": 2.5},
+        {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.25},
+    ]
+    for stage, value in (("untrained", 0.0), ("sft", 0.55))[: 1 + sft]:
+        for task in ("tinyworld/facts", "tinyworld/sums"):
+            scores.append({"stage": stage, "task": task, "metric": "accuracy", "value": value})
+    lines(folder / "evaluate.jsonl", scores)
+    markdown, page = report(folder)
+    assert headline in markdown.replace("\\", "") and headline in page.text
+    assert ("tinyworld/facts" in markdown) == ("tinyworld/facts" in page.text) == sft
+    assert ("held-out questions" in markdown) == sft
 
 
 def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):

@@ -64,9 +64,9 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
     ("changes", "message"),
     [
         ({"sft": SftRecipe(batch_tokens=100)}, "since rows have 48 tokens: 96 or 144, not 100"),
-        ({"sft": SftRecipe(epochs=0.0)}, "sft.epochs must be above 0"),
+        ({"sft": SftRecipe(epochs=0.0)}, "sft.epochs must be a number above 0"),
         ({"train": TrainRecipe(micro_batch_tokens=47)}, "must hold a row of model.context: at least 48, not 47"),
-        ({"train": TrainRecipe(keep=0)}, "train.keep must be at least 1"),
+        ({"train": TrainRecipe(keep=0)}, "train.keep must be a whole number between 1 and"),
     ],
 )
 def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], message: str) -> None:

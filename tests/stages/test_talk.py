@@ -8,7 +8,7 @@ import pytest
 from quern.generate.engine import Engine, Event
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
-from quern.stages.complete import CONTROL
+from quern.stages.printable import printable
 from quern.stages.talk import HELP, ask, chat
 from quern.text.chat import Message, render_prompt
 from tests.generate.toy import toy_engine
@@ -71,7 +71,7 @@ def test_the_pieces_joined_are_the_engines_reply(engine: Engine) -> None:
     [[expected]] = engine.generate([render_prompt(engine.tokenizer, messages)], max_tokens=12, seed=3)
     assert reply == {"role": "assistant", "content": expected.parts}
     spoken = [p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}] " for p in expected.parts]
-    assert "".join(shown) == CONTROL.sub("\ufffd", "".join(spoken)) and len(shown) > 2
+    assert "".join(shown) == printable("".join(spoken)) and len(shown) > 2
 
 
 def test_a_call_that_comes_in_pieces_stands_in_one_pair_of_brackets(engine: Engine) -> None:

@@ -33,7 +33,7 @@ class Flags:
         "--folder f",
         "a b --folder=f --inner.steps 3 --inner.rate 1e-3 --inner.in-background",
         "--folder f --inner.in_background --inner.steps None --no-in-background",
-        "--steps -3 --folder f --kinds x y -p hello",
+        "--rate -3 --folder f --kinds x y -p hello",
         "--folder f --kinds --prompt -1",
     ],
 )
@@ -64,6 +64,12 @@ def test_what_is_refused_is_refused_by_tyro_too(typed: str, expected: str, capsy
     with pytest.raises(SystemExit):
         tyro.cli(Flags, args=typed.split())
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("typed", [["-p", "-hello"], ["--prompt", "-x"], ["--prompt=-x"], ["--prompt=--x"]])
+def test_a_value_may_begin_with_a_dash(typed: list[str]) -> None:
+    expected = typed[-1].removeprefix("--prompt=")
+    assert read(Flags, ["--folder", "f", *typed, "--rate=-3"], prog="p").prompt == expected
 
 
 def test_help_is_shown_whatever_else_is_wrong() -> None:

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 from quern.text import formats
 from quern.text.documents import read, read_conversations
@@ -26,9 +26,9 @@ def texts(path: Path, column: str = "text") -> list[str]:
 @pytest.mark.parametrize(("ending", "delimiter"), [(".csv", ","), (".tsv", "\t"), (".CSV", ",")])
 def test_tables_hold_a_document_a_row(tmp_path: Path, ending: str, delimiter: str) -> None:
     path = tmp_path / f"a{ending}"
-    options = pa.csv.WriteOptions(delimiter=delimiter)
+    options = csv.WriteOptions(delimiter=delimiter)
     table = pa.table({"id": list(range(len(TRICKY))), "text": TRICKY, "body": TRICKY[::-1]})
-    pa.csv.write_csv(table, path, options)
+    csv.write_csv(table, path, options)
     assert texts(path) == TRICKY and texts(path, "body") == TRICKY[::-1]
     zipped = tmp_path / f"b{ending}.gz"
     zipped.write_bytes(gzip.compress(b"\xef\xbb\xbf" + path.read_bytes()))
@@ -39,8 +39,8 @@ def test_random_tables_are_read_as_pyarrow_reads_them(tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = ["".join(rng.choices('ab ",\n\r\t世', k=rng.randint(1, 30))) for _ in range(300)]
     path = tmp_path / "a.csv"
-    pa.csv.write_csv(pa.table({"text": rows, "n": list(range(300))}), path)
-    parsed = pa.csv.read_csv(path, parse_options=pa.csv.ParseOptions(newlines_in_values=True))
+    csv.write_csv(pa.table({"text": rows, "n": list(range(300))}), path)
+    parsed = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
     assert texts(path) == parsed["text"].to_pylist() == rows
 
 

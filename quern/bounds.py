@@ -1,0 +1,166 @@
+"""The range of every number that can be set: one table for the recipe's fields and for all other flags.
+
+A name is that of the flag with underscores, such as `train.log_every`. `refusals.check` reads the table for recipes,
+`stages/typed.py` for flags. The ranges keep out what no run could use (NaN, infinity, values that overflow later);
+limits that depend on other fields are in `refusals.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """low, high: the range, both included unless `above` or `below` excludes one; instead: an addition to the message.
+
+    whole: only whole numbers.
+    """
+
+    low: float
+    high: float
+    whole: bool = False
+    above: bool = False
+    below: bool = False
+    instead: str = ""
+
+    def __contains__(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        over = value > self.low if self.above else value >= self.low
+        return over and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        low, high = _shown(self.low), _shown(self.high)
+        kind = "a whole number" if self.whole else "a number"
+        if self.above:
+            return f"{kind} above {low} and at most {high}"
+        return f"{kind} of at least {low} and below {high}" if self.below else f"{kind} between {low} and {high}"
+
+
+def refuse_outside(name: str, value: Any, shown_name: str) -> None:
+    """Raises ValueError for a value outside the range of `name`.
+
+    Args:
+        name: As in `BOUNDS`; a name that is not there may have any finite value.
+        value: The value.
+        shown_name: What the message calls the field.
+    """
+    bounds = BOUNDS.get(name, ANY)
+    if value not in bounds:
+        given = repr(value)
+        given = given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…"
+        raise ValueError(f"{shown_name} must be {bounds}, not {given}{bounds.instead}")
+
+
+def _shown(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
+
+
+def _whole(low: int, high: int) -> Bounds:
+    return Bounds(low, high, whole=True)
+
+
+SHOWN_CHARACTERS = 40
+ANY = Bounds(-1e300, 1e300)
+COUNT = _whole(1, 10**12)
+"""Of steps and of tokens."""
+FEW = _whole(1, 10**6)
+"""Of processes, devices, questions."""
+SEED = _whole(0, 10**18)
+POSITIVE = Bounds(0, 1e9, above=True)
+RATE = Bounds(0, 1000)
+MEGABYTES = Bounds(0.001, 1e6)
+THREADS = _whole(1, 4096)
+SHARE = Bounds(0, 1)
+
+BOUNDS: Mapping[str, Bounds] = {
+    "depth": _whole(1, 1000),
+    "seed": SEED,
+    "data_seed": SEED,
+    "text.vocab_size": _whole(300, 2**20),
+    "text.digits": _whole(1, 3),
+    "text.tokenizer_megabytes": MEGABYTES,
+    "text.tinyworld_megabytes": MEGABYTES,
+    "text.tinyworld_conversations": _whole(1, 10**8),
+    "text.val_megabytes": MEGABYTES,
+    "model.depth": _whole(1, 1000),
+    "model.width": _whole(12, 2**17),  # the gates of `gpt` and `unet` read 12 channels
+    "model.head_dim": _whole(2, 2**14),
+    "model.heads": _whole(1, 2**14),
+    "model.kv_heads": _whole(1, 2**14),
+    "model.context": _whole(2, 2**24),
+    "model.vocab_size": _whole(1, 2**24),
+    "model.bos": _whole(0, 2**24),
+    "model.rope_base": Bounds(1, 1e12, above=True),
+    "model.softcap": POSITIVE,
+    "model.mlp_width": _whole(1, 2**20),
+    "model.norm_eps": Bounds(0, 1, above=True),
+    "model.dropout": Bounds(0, 1, below=True),
+    "optim.matrix_lr": RATE,
+    "optim.head_lr": RATE,
+    "optim.embedding_lr": RATE,
+    "optim.value_embedding_lr": RATE,
+    "optim.residual_lr": RATE,
+    "optim.x0_lr": RATE,
+    "optim.smear_lr": RATE,
+    "optim.gate_lr": RATE,
+    "optim.matrix_decay": RATE,
+    "optim.lr_scale": POSITIVE,
+    "optim.decay_scale": Bounds(0, 1e12),
+    "optim.width_scale": POSITIVE,
+    "optim.eps": Bounds(0, 1, above=True),
+    "optim.muon_beta2": Bounds(0, 1, below=True),
+    "optim.muon_steps": _whole(1, 100),
+    "train.steps": COUNT,
+    "train.minutes": Bounds(0, 1e6, above=True),
+    "train.horizon_ratio": Bounds(0, 1e6, above=True),
+    "train.batch_tokens": COUNT,
+    "train.micro_batch_tokens": COUNT,
+    "train.warmup_steps": _whole(0, 10**12),
+    "train.warmdown_share": SHARE,
+    "train.final_lr": RATE,
+    "train.clip_norm": Bounds(0, 1e9, above=True, instead=": leave it out for no clipping"),
+    "train.log_every": COUNT,
+    "train.eval_every": COUNT,
+    "train.save_every": COUNT,
+    "train.keep": FEW,
+    "train.max_skips": _whole(0, 10**6),
+    "sft.epochs": Bounds(0, 1e6, above=True),
+    "sft.steps": COUNT,
+    "sft.batch_tokens": COUNT,
+    "sft.lr_share": RATE,
+    "sft.warmdown_share": SHARE,
+    # Flags that are no fields of a recipe.
+    "threads": THREADS,
+    "questions": FEW,
+    "ranks": FEW,
+    "tp": FEW,
+    "nodes": FEW,
+    "samples": FEW,
+    "restarts": _whole(0, 10**6),
+    "timeout": Bounds(0, 1e6, above=True),
+    "temperature": Bounds(0, 100),
+    "top_k": _whole(0, 2**24),
+    "top_p": Bounds(0, 1, above=True),
+    "max_tokens": COUNT,
+    "port": _whole(0, 2**16 - 1),
+    "rounds": FEW,
+    "batch_tokens": COUNT,
+    "megabytes": MEGABYTES,
+    "minutes": Bounds(0, 1e6, above=True),
+    "gpus": FEW,
+    "per_machine": FEW,
+    "matmul_tflops": Bounds(0, 1e6, above=True),
+    "dollars_per_hour": Bounds(0, 1e6),
+    "steps": FEW,
+    "cpu_devices": THREADS,
+    "mesh.replica_dcn": FEW,
+    "mesh.replica": FEW,
+    "mesh.data": FEW,
+    "mesh.model": FEW,
+    "processes.count": FEW,
+    "processes.id": _whole(0, 10**6),
+}
