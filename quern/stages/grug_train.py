@@ -226,7 +226,7 @@ def _eval_rows(recipe: Recipe, mesh: Mesh) -> int:
 def _shown(meter: Meter) -> Callable[[int, dict[str, Any]], None]:
     def advance(step: int, line: dict[str, Any]) -> None:
         speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-        meter.at(step, f"loss {line['loss']:.3f}{speed}")
+        meter.at(step, f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}")  # + 0.0: no -0.000
 
     return advance
 

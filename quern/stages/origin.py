@@ -32,7 +32,8 @@ class Origin:
 
     tokenizer: of the run's tokenizer; text: of the content that was tokenized; tokens: of the shards; shards: their
     folder, relative to the output folder where it is inside it; conversations: of the token ids to fine-tune on;
-    source: of the recipe's own Python file; base: the model that the first weights are of (run, stage, step, tokens).
+    source: of the recipe's own Python file; base: the model that the first weights are of (run, None for the same run;
+    stage, step, tokens).
     """
 
     tokenizer: str

@@ -6,6 +6,7 @@ from quern.mesh import Mesh
 from quern.model.count import parameters
 from quern.recipe import Recipe
 from quern.stages.prepare import Prepared
+from quern.stages.progress import duration
 from quern.train.loop import Plan
 
 MANY_EPOCHS = 4
@@ -36,7 +37,7 @@ def overview(recipe: Recipe, plan: Plan, data: Prepared, memory: tuple[float, fl
         "validate on",
         f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens for each "
         "parameter",
-        f"time: about {_duration(tokens * plan.flops_per_token / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
+        f"time: about {duration(tokens * plan.flops_per_token / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
         f"machine's speed in matrix products{_room(memory, mesh)}",
     ]
     if epochs > MANY_EPOCHS:
@@ -57,10 +58,3 @@ def _room(memory: tuple[float, float] | None, mesh: Mesh) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(1, seconds):.0f} seconds"

@@ -76,19 +76,16 @@ class Places:
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises FileNotFoundError naming the runs that there are, ValueError where it is damaged,
         naming the copy of it that there is."""
-        path = self.folder / "tokenizer.json"
+        path, facts = self.folder / "tokenizer.json", self.folder / "run.json"
+        known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
+        mark = known.get("tokenizer", {}).get("fingerprint")
         if not path.exists():
             if not any(self.checkpoints(stage).is_dir() for stage in STAGES):
                 raise FileNotFoundError(self.has_no("model"))
-            raise FileNotFoundError(
-                f"{path} is missing, and the run's model knows no other: {self.tokenizer_copy(path)}"
-            )
+            raise FileNotFoundError(f"{path} is missing. The run's model knows no other: {self.tokenizer_copy(mark)}")
         try:
             return Tokenizer.load(path)
         except ValueError as error:
-            facts = self.folder / "run.json"
-            known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
-            mark = known.get("tokenizer", {}).get("fingerprint")
             raise ValueError(f"{error}. The run's model knows no other: {self.tokenizer_copy(mark)}") from error
 
     def tokenizer_copy(self, mark: str | None) -> str:

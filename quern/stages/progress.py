@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from types import TracebackType
 
@@ -10,12 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 PATIENCE_SECONDS = 2.0
-PLAIN_LINE_SECONDS = 10.0
+PLAIN_LINE_SECONDS = 5.0
 
 
-def _without_negative_zero(text: str) -> str:
-    """A loss of -0.0001 is printed as 0.000, not as -0.000."""
-    return re.sub(r"-(0\.0+)(?![0-9])", r"\1", text)
+def duration(seconds: float) -> str:
+    """A length of time in words, in the largest unit that leaves at least two."""
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1, seconds):.0f} s"
 
 
 class Meter:
@@ -27,29 +29,36 @@ class Meter:
         self.console = Console(highlight=False, quiet=silent)
         self.started = self.last_line = time.monotonic()
         self.bar: Progress | None = None
+        self._first: tuple[float, float] | None = None
 
     def __enter__(self) -> Meter:
         return self
 
     def at(self, done: float, note: str = "") -> None:
         """Says how far things are, as often as the caller likes."""
-        note = _without_negative_zero(note)
         now = time.monotonic()
+        self._first = self._first or (done, now)
         if now - self.started < PATIENCE_SECONDS:
             return
         if self.console.is_terminal:
             self._draw(done, note)
         elif now - self.last_line >= PLAIN_LINE_SECONDS:
             of = f" of {self.total:,.0f}" if self.total else ""
-            line = f"{self.title}: {done:,.0f}{of} {self.unit} {note}".rstrip()
-            self.console.print(line, soft_wrap=True, markup=False)
+            parts = [f"{self.title}: {done:,.0f}{of} {self.unit}", note, self._left(done, now)]
+            self.console.print(", ".join(part for part in parts if part), soft_wrap=True, markup=False)
             self.last_line = now
+
+    def _left(self, done: float, now: float) -> str:
+        """The time left, by the speed since the first call."""
+        assert self._first is not None
+        first, since = self._first
+        if self.total is None or done <= first:
+            return ""
+        return f"{duration((self.total - done) * (now - since) / (done - first))} left"
 
     def say(self, line: str) -> None:
         """A line above the bar."""
-        (self.bar.console if self.bar else self.console).print(
-            _without_negative_zero(line), soft_wrap=True, markup=False
-        )
+        (self.bar.console if self.bar else self.console).print(line, soft_wrap=True, markup=False)
 
     def _draw(self, done: float, note: str) -> None:
         if self.bar is None:

@@ -60,11 +60,13 @@ def run_lock(places: Places, command: str, mesh: Mesh | None = None) -> Iterator
 def _acquire(path: Path, run: str) -> int:
     """Opens and locks the file. A file that was removed in between is opened again."""
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             held = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:
-            continue  # the folder was removed after mkdir
+        except (FileNotFoundError, FileExistsError):
+            if path.parent.exists() and not path.parent.is_dir():
+                raise
+            continue  # another process has just removed the folder
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

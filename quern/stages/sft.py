@@ -147,10 +147,11 @@ def _run(
     found = corpus_fingerprint(train_corpus, val_corpus)
     if origin is not None:
         refuse_other_conversations(places, origin, found)
+        _mention_later_base(origin, places, say)
     elif start is not None:
-        inherited = replace(start.origin, shards=_shards(start, places))
-        digest = source_digest(source) or inherited.source
-        origin = replace(inherited, conversations=found, source=digest, base=start.base)
+        digest = source_digest(source) or start.origin.source
+        base = start.base | ({"run": None} if own else {})
+        origin = replace(start.origin, conversations=found, source=digest, base=base)
     else:
         origin = Origin(tokenizer.fingerprint, conversations=found)
     assert recipe.sft.steps
@@ -193,10 +194,14 @@ def _source_text(source: str | None, start: Start | None) -> str | None:
     return kept.read_text(encoding="utf-8") if kept.exists() else None
 
 
-def _shards(start: Start, places: Places) -> str | None:
-    """The folder of the base run's shards, as this run names it."""
-    shards = start.origin.shards
-    return shards if shards is None or start.places.out == places.out else str((start.places.out / shards).absolute())
+def _mention_later_base(origin: Origin, places: Places, say: Callable[[str], None]) -> None:
+    """Says so where the run's base model was trained on after fine-tuning began with it."""
+    newest = max(checkpoint.steps(places.checkpoints("pretrain")), default=0)
+    if origin.base is not None and origin.base["run"] is None and newest > origin.base["step"]:
+        say(
+            f"fine-tuning began with step {origin.base['step']:,} of the base model, which has {newest:,} now: to "
+            f"fine-tune that one, `quern sft --from {places.run} --run NAME`"
+        )
 
 
 def follow(asked: Recipe, base: Recipe) -> Recipe:

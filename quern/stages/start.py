@@ -84,7 +84,7 @@ def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
 
     def advance(state: TrainState, line: dict[str, Any]) -> None:
         speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-        meter.at(state.step, f"loss {line['loss']:.3f}{speed}")
+        meter.at(state.step, f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}")  # + 0.0: no -0.000
 
     return advance
 

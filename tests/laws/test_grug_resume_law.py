@@ -46,14 +46,14 @@ class Bench:
             env=environment(folder / "compiled", devices=1),
         )
 
-    def run(self, name: str, *more: str, kill: int | None = None) -> dict[str, Any]:
+    def run(self, name: str, *more: str, kill: int | None = None, refused: bool = False) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         request = {"arguments": [*FLAGS, "--run", name, *more], "kill": kill}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline() or "{}")
         log = (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
-        assert answer.get("status") == 0 or (kill and answer.get("status") == -signal.SIGKILL), (answer, log)
+        assert answer.get("status") == int(refused) or (kill and answer.get("status") == -signal.SIGKILL), (answer, log)
         return answer
 
     def outcome(self, name: str) -> dict[str, Any]:
@@ -117,6 +117,20 @@ def test_killed_and_resumed_is_uninterrupted(bench: Bench, law: Law) -> None:
     wrong = killed_and_resumed(bench, points=10, seed=0)
     law("JAX twin, killed at 10 points and resumed = uninterrupted", wrong == 0, "bit for bit")
     assert wrong == 0
+
+
+def test_text_that_changed_is_refused_with_both_fingerprints(bench: Bench) -> None:
+    name, text = next(bench.names), bench.folder / "text.jsonl"
+    bench.run(name)
+    kept, before = text.read_text(encoding="utf-8"), bench.outcome(name)
+    tokenizer = (bench.folder / "out" / "runs" / name / "tokenizer.json").read_bytes()
+    text.write_text(kept + '{"text": "One more document."}\n', encoding="utf-8")
+    bench.run(name, "--resume", "--train.steps", "15", refused=True)
+    text.write_text(kept, encoding="utf-8")
+    said = (bench.folder / "log.txt").read_text(encoding="utf-8").splitlines()[-1]
+    assert f"has changed since run '{name}' began (fingerprint " in said
+    assert bench.outcome(name) == before
+    assert (bench.folder / "out" / "runs" / name / "tokenizer.json").read_bytes() == tokenizer
 
 
 @pytest.mark.campaign

@@ -28,15 +28,28 @@ def test_plain_lines_without_a_terminal_and_not_too_many(capsys: pytest.CaptureF
         for done in range(1_000, 1_100):
             meter.at(done, "[bold]fine[/bold]" + " and dusty" * 20)
         meter.say("a stone broke [red]")
-        meter.say("loss -0.000, then -0.0004 and -0.5")
     assert capsys.readouterr().out.split("\n") == [
-        "grinding: 1,000 of 12,000 sacks [bold]fine[/bold]" + " and dusty" * 20,
+        "grinding: 1,000 of 12,000 sacks, [bold]fine[/bold]" + " and dusty" * 20,
         "a stone broke [red]",
-        "loss 0.000, then -0.0004 and -0.5",
         "",
     ]
     long_since(Meter("reading", None, "bytes")).at(5)
     assert capsys.readouterr().out == "reading: 5 bytes\n"
+
+
+def test_plain_lines_say_how_long_it_takes_still(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every five seconds of the clock, by the speed since the first call: 6 steps in 60 s leave 90 of them 900 s."""
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    meter = Meter("training", 100, "steps")
+    for done in range(4, 11):
+        meter.at(done, "loss 1.000")
+        clock[0] += 10
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "training: 5 of 100 steps, loss 1.000, 16 minutes left" and len(lines) == 6
+    assert lines[-1] == "training: 10 of 100 steps, loss 1.000, 15 minutes left"
 
 
 def test_ranks_other_than_0_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,6 +234,9 @@ def test_fine_tuning_goes_on_from_the_run_alone(folder: Path, capsys: pytest.Cap
     assert quern(folder, "sft", "--resume", "--sft.steps", "6") == 0
     assert "sft.steps 4 → 6" in capsys.readouterr().out
     assert steps(folder, "sft")[-1] == 6
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "8") == 0
+    assert quern(folder, "run", "--resume", "--sft.steps", "7", "--questions", "1") == 0
+    assert "fine-tuning began with step 6 of the base model, which has 8 now" in capsys.readouterr().out
 
 
 def test_resume_names_a_run_that_there_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
