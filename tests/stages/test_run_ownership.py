@@ -3,7 +3,13 @@ leaves every file of the run as it was."""
 
 import hashlib
 import json
+import os
+import re
+import shlex
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +20,7 @@ from quern import cli
 from quern.records import read_events, read_metrics
 from quern.text import tinyworld
 from quern.train import checkpoint
+from quern.train.guard import EXIT_STOPPED
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
 SHAPE = """--depth 2 --text.vocab-size 330 --text.tokenizer-megabytes 0.1 --text.val-megabytes 0.004 --model.width 16
@@ -332,6 +339,27 @@ def test_a_base_model_alone(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     assert "fine-tun" not in said and "tinyworld/facts" not in said.split("evaluating: pretrain")[-1]
     assert not (folder / "out/runs/plain/sft").exists() and (folder / "out/runs/plain/report.html").exists()
+
+
+def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = folder / "out/runs/halted/pretrain/metrics.jsonl"
+
+    def interrupt() -> None:
+        while not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    waiting = threading.Thread(target=interrupt, daemon=True)
+    waiting.start()
+    talks = ["--conversations", str(folder / "talks.jsonl"), *SFT[:4], "--questions", "1"]
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), *talks, "--train.steps", "3000", "--train.log-every", "1"]
+    assert quern(folder, "run", *flags, run="halted") == EXIT_STOPPED
+    said = capsys.readouterr().out
+    command = shlex.split(re.findall(r"as asked, and saved: go on with `(.*)`", said)[0])
+    assert command == ["quern", "run", "--resume", "--run", "halted", "--out", str(folder / "out")]
+    assert steps(folder, "pretrain", "halted")
 
 
 def test_fine_tuning_on_the_built_in_world_is_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
