@@ -72,7 +72,7 @@ FEW = _whole(1, 10**6)
 SEED = _whole(0, 10**18)
 POSITIVE = Bounds(0, 1e9, above=True)
 RATE = Bounds(0, 1000)
-MEGABYTES = Bounds(0.001, 1e6)
+MEGABYTES = Bounds(0, 1e6, above=True)
 THREADS = _whole(1, 4096)
 SHARE = Bounds(0, 1)
 

@@ -140,7 +140,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("lab plan --gpus 0", "^quern lab: --gpus must be a whole number between 1 and 1,000,000, not 0$"),
         ("bench gpu --minutes nan", "^quern bench: --minutes must be a number above 0 and at most 1,000,000, not nan$"),
         (f"run --seed {2**70}", f"--seed must be a whole number between 0 and 1,000,000,000,000,000,000, not {2**70}$"),
-        ("run --resume", "--resume is not needed: `quern run` goes on where it was stopped"),
+        ("run --resume", "there is no run 'first' under out: make one with `quern run`$"),
         ("run --track wandb", "--track is for `quern pretrain` and `quern sft`"),
         (
             "sft --model.width 64",

@@ -42,6 +42,7 @@ def run_lock(places: Places, command: str, mesh: Mesh | None = None) -> Iterator
         yield
         return
     path = places.folder / NAME
+    folders = [folder for folder in (places.folder, places.folder.parent, places.out) if not folder.exists()]
     held = _acquire(path, places.run)
     try:
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -52,8 +53,9 @@ def run_lock(places: Places, command: str, mesh: Mesh | None = None) -> Iterator
     finally:
         if os.listdir(path.parent) == [NAME]:  # refused before it wrote anything: leave no empty run behind
             path.unlink()
-            with suppress(OSError):  # another process may just have begun to use the folder
-                path.parent.rmdir()
+            with suppress(OSError):  # another process may just have begun to use one of them
+                for folder in folders or [places.folder]:
+                    folder.rmdir()
         os.close(held)
 
 

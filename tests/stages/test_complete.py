@@ -201,7 +201,7 @@ def test_several_samples_are_printed_in_order_and_the_first_is_the_only_one_of_n
     assert len(set(texts)) == 3 and texts[0] == one
     assert all(text.startswith(PROMPT) and text.endswith("\n") for text in texts)
     assert one == run(capsys, base, *flags) != run(capsys, base, *flags, "--seed", "6")
-    assert "--samples must be at least 1" in refused(capsys, base, *flags, "-n", "0")
+    assert "--samples must be a whole number between 1" in refused(capsys, base, *flags, "-n", "0")
 
 
 def test_the_first_sample_is_streamed_and_does_not_wait_for_the_others() -> None:

@@ -81,7 +81,7 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(p
     with pytest.raises(FileNotFoundError) as lost:
         places.tokenizer()
     copy = places.out / "tokenizers" / "copy-1.json"
-    assert str(lost.value).endswith(f"the run's model knows no other: a sound copy is there, `cp {copy} {path}`")
+    assert str(lost.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,8 @@ def test_where_every_checkpoint_is_damaged_it_is_said_so(places: Places, use: Ca
 def test_a_run_with_a_recipe_of_its_own_names_the_command(places: Places, use: Callable[[Places], None]) -> None:
     save(places, resolve(replace(RECIPE, name="own")).to_json() | {"make_model": "mine:Model"})
     with pytest.raises(
-        ValueError, match=r"\(mine:Model\): name its file after the verb, as in `quern chat FILE.py --run r --out"
+        ValueError,
+        match=r"\(mine:Model\), whose file is not kept with it: name the file after the verb, as in `quern chat FILE.py --run r --out",
     ):
         use(places)
     source = places.stage("pretrain") / "recipe_source.py"

@@ -329,7 +329,7 @@ def test_conversations_are_read_before_pretraining(folder: Path, capsys: pytest.
     wrong.write_text('{"messages": [{"role": "nobody", "content": "?"}]}\n', encoding="utf-8")
     flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--conversations", str(wrong)]
     assert quern(folder, "run", *flags, run="late") == 1
-    assert "wrong.jsonl, record 1" in capsys.readouterr().err
+    assert "wrong.jsonl, line 1" in capsys.readouterr().err
     assert not (folder / "out/runs/late").exists()
 
 
@@ -373,7 +373,7 @@ def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.Ca
     shutil.rmtree(folder / "out/runs/app")
     assert quern(folder, "pretrain", *flags) == 0
     said = capsys.readouterr().out
-    tokens = int(said.split("text: ")[1].split(" tokens")[0].replace(",", ""))
+    tokens = int(said.split("parameters; text: ")[1].split(" tokens")[0].replace(",", ""))
     epochs = 300 * 128 / tokens
     assert epochs > 4 and f"length: 38,400 tokens, {epochs:.2g} epochs of the text" in said
     assert f"warning: the text is read {epochs:.2g} times" in said

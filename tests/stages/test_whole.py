@@ -97,10 +97,11 @@ def test_it_answers(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_exists_is_not_trained_over(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = {"pretrain": "train on from its model with `quern pretrain --from toy", "sft": "`quern sft --from toy"}
     for verb, flags, done in (("pretrain", PRETRAIN, "pretrained"), ("sft", SFT, "fine-tuned")):
         assert cli.main([verb, *flags, "--run", "toy", "--out", str(out)]) == 1
         said = capsys.readouterr().err
-        assert f"has been {done} already: go on with --resume, or name another run with --run" in said
+        assert f"has been {done} already: go on with --resume, " in said and again[verb] in said
 
 
 def test_fine_tuning_needs_a_base_model(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
