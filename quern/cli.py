@@ -171,6 +171,20 @@ def command_line(verb: str, rest: list[str]) -> str:
     return shlex.join(["quern", verb, *rest])
 
 
+OF_THE_MACHINE = tuple(
+    "ranks tp nodes rendezvous restarts timeout track device dtype threads no-compile no-sft questions".split()
+)
+"""Flags that a run does not save: who goes on with it gives them again."""
+
+
+def go_on(verb: str, rest: list[str], places: Any) -> str:
+    """The command that goes on with a run that was stopped, for messages."""
+    from quern.stages.offered import repeated
+
+    kept = shlex.join(repeated(rest, OF_THE_MACHINE))
+    return f"`quern {verb} --resume {places.flags}{' ' if kept else ''}{kept}`"
+
+
 def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.recipe import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
@@ -231,27 +245,29 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
     said = say if here.main else lambda line: None
 
-    def begin() -> saved.Start | None:
-        """The checkpoint of another run to begin with."""
-        if options.start is None:
+    def begin(resume: bool) -> saved.Start | None:
+        """The checkpoint of another run to begin with, unless the run has begun already."""
+        if options.start is None or (resume and places.has_trained(verb)):
             return None
         other, stages = Places(where.out, options.start), ("pretrain",) if verb == "pretrain" else ("pretrain", "sft")
         code = options.recipe.callables() if source else None
         return saved.read_start(other, stages, options.from_step, said, code)
 
     with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
+        resume = options.resume or launch.restarted(mesh)
         return launch.finish(
             stage(
                 {
                     "recipe": options.recipe,
                     "machine": machine,
                     "places": places,
-                    "resume": options.resume or launch.restarted(mesh),
+                    "resume": resume,
                     "source": source,
                     "say": said,
                     "trackers": trackers(options, places, verb) if mesh.main else (),
                     "mesh": mesh,
-                    "start": begin(),
+                    "start": begin(resume),
+                    "go_on": go_on(verb, rest, places),
                 }
             )
         )
@@ -283,6 +299,7 @@ def verb_run(verb: str, rest: list[str]) -> int:
         source=source,
         command=command,
         named=set(named(rest)),
+        go_on=go_on(verb, rest, places),
         say=say,
     )
 

@@ -82,7 +82,8 @@ class Training:
     resume: bool = False
     """Go on from the newest good checkpoint, with the recipe, text and tokenizer that the run has."""
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
-    """Begin with the model of this run; --run names the new run. Default: random weights, or the run's base model."""
+    """Begin with the model of this run; --run names the new run. With --resume: unless that has begun already. Default:
+    random weights, or the run's base model."""
     from_step: str = NEWEST
     """Which checkpoint of it: newest, before-warmdown (kept from before the rates fell), or a step."""
     ranks: int = 1
@@ -103,8 +104,6 @@ class Training:
     def __post_init__(self) -> None:
         if self.nodes > 1 and ":" not in self.rendezvous:
             raise ValueError(f"--nodes {self.nodes} needs --rendezvous host:port, the same on every node")
-        if self.resume and self.start is not None:
-            raise ValueError("--resume goes on with a run, and --from begins a new one: give one of them")
 
 
 @dataclass

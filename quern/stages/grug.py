@@ -18,7 +18,7 @@ import tyro
 from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.refusals import flag, install
 from quern.stages import typed
-from quern.stages.offered import field_names, parse
+from quern.stages.offered import field_names, named, parse
 from quern.stages.places import STAGES, Places
 from quern.stages.typed import UNSAID
 
@@ -167,6 +167,7 @@ def _train(rest: list[str], say: Callable[[str], None]) -> int:
         command=shlex.join(["quern", "grug", "train", *rest]),
         say=_first_only(say),
         trackers=_trackers(options, places),
+        named=set(named(rest)),
     )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def run(
     command: str,
     say: Callable[[str], None],
     trackers: tuple = (),
+    named: Collection[str] = (),
 ) -> int:
     """Trains to the recipe's horizon; returns an exit code. recipe: unresolved, of `quern.grug.recipe`.
 
@@ -84,7 +85,13 @@ def run(
         raise ValueError("the JAX twin has no FP8: leave --train.fp8 out")
     first = jax.process_index() == 0
     with run_lock(places, command) if first else nullcontext():
-        common: dict[str, Any] = {"resume": resume, "command": command, "say": say, "trackers": trackers}
+        common: dict[str, Any] = {
+            "named": named,
+            "resume": resume,
+            "command": command,
+            "say": say,
+            "trackers": trackers,
+        }
         return _run(resolve(with_absolute_paths(recipe)), mesh, places, dtype=dtype, **common)
 
 
@@ -98,10 +105,14 @@ def _run(
     command: str,
     say: Callable[[str], None],
     trackers: tuple,
+    named: Collection[str],
 ) -> int:
     path, first = places.stage(STAGE), jax.process_index() == 0
     origin = read_origin(path) if resume else None
-    prepared = _prepare(recipe, places, origin, say)
+    if origin is not None and (path / "recipe.json").exists():  # the text is the run's own unless it is named
+        body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
+        recipe = replace(recipe, **{name: body[name] for name in ("data", "val") if name not in named})
+    prepared = _prepare(recipe, places, origin, say, bool({"data", "val"} & set(named)))
     recipe = fit_vocabulary(recipe, prepared)
     rows = micro_batch_rows(recipe)
     check_fits(recipe.model, mesh, rows)
@@ -203,12 +214,14 @@ def _plan(recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh, rows:
     )
 
 
-def _prepare(recipe: Recipe, places: Places, origin: Origin | None, say: Callable[[str], None]) -> Prepared:
+def _prepare(
+    recipe: Recipe, places: Places, origin: Origin | None, say: Callable[[str], None], named: bool
+) -> Prepared:
     """Text is prepared by process 0 alone; the others wait, then find it done."""
     if jax.process_index() > 0:
         wait_for_all("prepared")
     if origin is not None:
-        prepared = open_data(recipe, places, origin, say, named=True)
+        prepared = open_data(recipe, places, origin, say, named=named)
     else:
         prepared = prepare(recipe, places.out, say)
         refuse_second_tokenizer(places, prepared.tokenizer)

@@ -6,7 +6,7 @@ its help, and named on the command line it is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
@@ -78,12 +78,22 @@ def named(arguments: Sequence[str]) -> Iterator[str]:
             yield part + dot + name.removeprefix("no_")
 
 
+def repeated(arguments: Sequence[str], names: Collection[str]) -> list[str]:
+    """Those of the flags that have these names, with their values; of one without a value, its name alone."""
+    found: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        typed_name, equals, _ = argument.partition("=")
+        if typed_name.replace("_", "-").removeprefix("--") in names:
+            found += [argument] if equals or following.startswith("--") else [argument, following]
+    return found
+
+
 def value_of(arguments: Sequence[str], name: str) -> str | None:
     """The value that follows --name or --name=; the last one counts, as for tyro."""
     found = None
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         typed_name, equals, value = argument.partition("=")
-        if typed_name == f"--{name}":
+        if typed_name.replace("_", "-") == f"--{name}":
             found = value if equals else following
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from quern.recipe import Recipe
 from quern.stages.places import STAGES, Places
 from quern.stages.prepare import Prepared, prepare, text_fingerprint
 from quern.text.tokenizer import Tokenizer
-from quern.train.manifest import CheckpointError
+from quern.train import checkpoint
+from quern.train.manifest import CheckpointError, read_manifest
 
 FILE = "origin.json"
 SHOWN = 16
@@ -78,18 +80,29 @@ def source_digest(source: str | None) -> str | None:
 def read_origin(stage: Path) -> Origin | None:
     """The origin of the stage in this folder; None where nothing was trained with one, as after `quern import`.
 
+    Where the file is missing, the newest checkpoint has it too.
+
     Raises:
         ValueError: The file is damaged.
     """
     path = stage / FILE
     if not path.exists():
-        return None
+        body = newest_meta(stage).get("origin")
+        return Origin(**body) if body else None
     try:
         return Origin(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}): copy `origin` back from meta in the manifest.json of a checkpoint"
+            f"{path} is damaged ({error}): remove it, the run's checkpoints hold the same facts"
         ) from error
+
+
+def newest_meta(stage: Path) -> dict[str, Any]:
+    """The facts beside the state in the newest checkpoint of a stage; empty where there is none that can be read."""
+    for step in reversed(checkpoint.steps(stage / "checkpoints")):
+        with suppress(CheckpointError):
+            return read_manifest(checkpoint.path_of(stage / "checkpoints", step))["meta"]
+    return {}
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -125,7 +138,8 @@ def open_data(
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
         data = prepare(recipe, places.out, say, tokenizer)
         if origin.text is not None and data.text != origin.text:
-            raise ValueError(_other_text(recipe, places, origin, data.text, "its token shards are gone"))
+            why = "its token shards are gone" if folder is not None else None
+            raise ValueError(_other_text(recipe, places, origin, data.text, why))
         return data
     if named:
         found = text_fingerprint(recipe, places.out)
@@ -158,7 +172,7 @@ def require_tokenizer(places: Places, tokenizer: Tokenizer, origin: Origin) -> N
 def refuse_second_tokenizer(places: Places, tokenizer: Tokenizer) -> None:
     """Raises ValueError where models of the run, of any stage, were trained with another tokenizer."""
     path = places.folder / "tokenizer.json"
-    trained = sorted(folder.parent.name for folder in places.folder.glob("*/checkpoints") if any(folder.iterdir()))
+    trained = sorted(path.parent.name for path in places.folder.glob("*/checkpoints") if checkpoint.steps(path))
     if not trained or not path.exists():
         return
     known = places.tokenizer().fingerprint
@@ -169,20 +183,20 @@ def refuse_second_tokenizer(places: Places, tokenizer: Tokenizer) -> None:
         )
 
 
-def require_same(meta: dict[str, Any], origin: Origin, checkpoint: Path) -> None:
+def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
     """Raises CheckpointError where a checkpoint was made from something else than the stage says.
 
     Args:
         meta: The checkpoint's own facts.
         origin: What the stage goes on with.
-        checkpoint: Where the checkpoint is, for the message.
+        path: Where the checkpoint is, for the message.
     """
     found = meta.get("origin", {})
     for name, what in (("tokenizer", "tokenizer"), ("tokens", "text"), ("conversations", "set of conversations")):
         before, now = found.get(name), getattr(origin, name)
         if before is not None and before != now:
             raise CheckpointError(
-                f"{checkpoint} was trained with another {what} ({before[:SHOWN]}) than this run has now "
+                f"{path} was trained with another {what} ({before[:SHOWN]}) than this run has now "
                 f"({(now or 'none')[:SHOWN]}): put back the files of the run, or name another run with --run"
             )
 

@@ -1,8 +1,8 @@
 """Where a run's files lie: everything under one output folder, `out/` unless `--out` says otherwise.
 
 out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/
-out/runs/<run>/  run.json  recipe.json  tokenizer.json  evaluate.jsonl  samples.jsonl  report.md  report.html
-out/runs/<run>/{pretrain,sft}/  recipe.json  metrics.jsonl  events.jsonl  checkpoints/
+out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html
+out/runs/<run>/{pretrain,sft}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Any
 from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
 from quern.refusals import check_body
+from quern.temporaries import write_whole
 from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint
 
 STAGES = ("pretrain", "sft")
 SHOWN_RUNS = 5
@@ -70,8 +72,7 @@ class Places:
 
     def has_trained(self, stage: str) -> bool:
         """Whether a stage has saved a checkpoint, good or damaged."""
-        folder = self.checkpoints(stage)
-        return folder.is_dir() and any(path.name.startswith("step-") for path in folder.iterdir())
+        return bool(checkpoint.steps(self.checkpoints(stage)))
 
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises FileNotFoundError naming the runs that there are, ValueError where it is damaged,
@@ -148,12 +149,17 @@ class Places:
             kept = self.stage(stage) / "recipe_source.py"
             found = hashlib.sha256(kept.read_bytes()).hexdigest() if kept.exists() else None
             if found is None or found != digest:
-                state = "is not kept with it" if found is None else f"was changed after training ({kept})"
+                state = f"was changed after training ({kept})" if found and digest else "is not kept with it"
                 raise ValueError(
                     f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}), whose file {state}: name the "
                     f"file after the verb, as in `quern chat FILE.py {self.flags}`"
                 )
-            callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
+            try:
+                callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
+            except ValueError as error:  # such as a module beside the file, which is not kept
+                raise ValueError(
+                    f"{error}. Name the recipe's file after the verb, as in `quern chat FILE.py {self.flags}`"
+                ) from error
         return Recipe.from_json(body, **(callables or {}))
 
     def no_good_checkpoint(self, stage: str) -> str:
@@ -165,12 +171,8 @@ class Places:
 
     def write(self, name: str, body: dict[str, Any]) -> None:
         """Writes a JSON file of the run's folder, whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / name
-        temporary = path.with_suffix(".tmp")
-        with naming(path):
-            temporary.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with naming(self.folder / name):
+            write_whole(self.folder / name, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Appends lines to a JSONL file of the run's folder."""

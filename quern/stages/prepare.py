@@ -209,7 +209,7 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
 def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
     """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
     if is_tokens(recipe.data):
-        tokenizer, train, val = open_tokens(recipe, say)
+        tokenizer, train, val = open_tokens(recipe, say, tokenizer)
         samples = {"validation text": sample(val, tokenizer)}
         text = text_fingerprint(recipe, out)
         facts = _facts(Path(recipe.data).stem, samples, tokenizer, train, val)

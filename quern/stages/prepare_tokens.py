@@ -40,12 +40,15 @@ def _is_text(path: Path) -> bool:
     return path.suffix != ".bin" and not described
 
 
-def open_tokens(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple[Tokenizer, Corpus, Corpus]:
+def open_tokens(
+    recipe: Recipe, say: Callable[[str], None] = lambda line: None, tokenizer: Tokenizer | None = None
+) -> tuple[Tokenizer, Corpus, Corpus]:
     """Opens the recipe's token files.
 
     Args:
         recipe: Resolved.
         say: Called with lines on which files are read and which are ignored.
+        tokenizer: The run's, where there is one: the file that the recipe names need not be there any more.
 
     Returns:
         (tokenizer, training corpus, validation corpus).
@@ -54,7 +57,7 @@ def open_tokens(recipe: Recipe, say: Callable[[str], None] = lambda line: None) 
         FileNotFoundError: A file is missing; the message names it.
         ValueError: There is no tokenizer, or too little to hold some out.
     """
-    tokenizer = _tokenizer(recipe)
+    tokenizer = _tokenizer(recipe, tokenizer)
     for line in list_tokens(recipe.data).lines("tokens"):
         say(line)
     train, val = list_tokens(recipe.data).files, list_tokens(recipe.val).files if recipe.val else []
@@ -100,8 +103,10 @@ def list_tokens(data: str) -> Listing:
     return Listing(here, tuple(entry for entry in (*found.ignored, *found.read) if entry not in here))
 
 
-def _tokenizer(recipe: Recipe) -> Tokenizer:
+def _tokenizer(recipe: Recipe, own: Tokenizer | None) -> Tokenizer:
     name = recipe.text.tokenizer
+    if own is not None and (name is None or not Path(name).is_file()):
+        return own
     if name is None:
         raise ValueError(
             f"--data {recipe.data} is tokens already, and evaluation and chat need the tokenizer that made them: name "
@@ -111,4 +116,10 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
     path = Path(name)
     if not path.is_file():
         raise FileNotFoundError(f"--text.tokenizer {name}: there is no such file")
-    return Tokenizer.from_tiktoken(path) if path.suffix == ".tiktoken" else Tokenizer.load(path)
+    found = Tokenizer.from_tiktoken(path) if path.suffix == ".tiktoken" else Tokenizer.load(path)
+    if own is not None and own.fingerprint != found.fingerprint:
+        raise ValueError(
+            f"--text.tokenizer {name} is another tokenizer now ({found.fingerprint[:16]}) than the model's "
+            f"({own.fingerprint[:16]}): put it back as it was, or name a copy of the run's tokenizer.json"
+        )
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -34,7 +35,7 @@ from quern.stages.origin import (
     with_absolute_paths,
 )
 from quern.stages.overview import overview
-from quern.stages.places import Places, refuse_unwritable
+from quern.stages.places import STAGES, Places, refuse_unwritable
 from quern.stages.preflight import memory_check
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.run_lock import run_lock
@@ -70,6 +71,7 @@ def run(
     named: Collection[str] = (),
     start: Start | None = None,
     go_on: str | None = None,
+    locked: bool = False,
 ) -> int:
     """Trains to the recipe's horizon. On a mesh every rank calls this.
 
@@ -86,6 +88,7 @@ def run(
         named: Fields that the user named in this command.
         start: The checkpoint of another run that this one begins with; None begins with random weights.
         go_on: The command that goes on after a stop, for messages.
+        locked: The caller holds the run's lock.
 
     Returns:
         An exit code of `train.guard`.
@@ -101,7 +104,9 @@ def run(
             f"`quern pretrain --from {places.run} --run NAME`, or name another run with --run"
         )
     refuse_unwritable(places.out)
-    with run_lock(places, command, mesh):
+    if start is not None and not resume:
+        refuse_trained(places)
+    with nullcontext() if locked else run_lock(places, command, mesh):
         common = {"source": source, "say": say, "trackers": trackers, "named": named, "start": start}
         go_on = go_on or f"`quern pretrain --resume {places.flags}`"
         return _run(recipe, machine, places, mesh, resume=resume, command=command, go_on=go_on, **common)
@@ -129,7 +134,7 @@ def _run(
     origin = read_origin(path) if resume else None
     with main_first(mesh):
         if origin is not None:
-            prepared = open_data(recipe, places, origin, say, named="data" in named)
+            prepared = open_data(recipe, places, origin, say, named=bool({"data", "val"} & set(named)))
         else:
             prepared = prepare(recipe, places.out, say, start and start.places.tokenizer())
             refuse_second_tokenizer(places, prepared.tokenizer)
@@ -165,16 +170,21 @@ def _run(
             f"run '{places.run}' has trained for {state.step:,} steps, so train.steps {plan.steps:,} is behind it: "
             "give more steps, or leave --train.steps out"
         )
-    facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
-    if mesh.main and not resumed:  # nothing is written of a run that is refused
+    if not resumed and base is None and origin.base is not None:
+        raise ValueError(
+            f"run '{places.run}' has no checkpoint, not even of what it began with, step {origin.base['step']:,} of "
+            f"run '{origin.base['run']}': remove {path}, and begin again with --from {origin.base['run']}"
+        )
+    if mesh.main and prepared.facts and not resumed:  # a run that goes on has it already
+        facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
         describe_run(recipe, machine, places, facts, command)
         prepared.tokenizer.save(places.folder / "tokenizer.json")
+    if start is not None and not resumed:  # first of all: what was begun with it never begins with anything else
+        save_first(path, state, plan, mesh)
     with open_folder(path, recipe, source, trackers, mesh, origin) as folder:
         if resumed:
             say(f"resumed at step {state.step:,}")
             folder.event("command", command=command, changed=changed)
-        elif start is not None:
-            checkpoint.save(path / "checkpoints", 0, state.slices(), plan.meta | {"state": state.meta()}, 1, mesh=mesh)
         for line in [*changed, *overview(recipe, plan, prepared, needed, mesh)]:
             say(line)
         say(f"pretraining: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens")
@@ -182,6 +192,22 @@ def _run(
     if code == EXIT_DONE:
         say(f"pretrained on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {path}")
     return code
+
+
+def save_first(stage: Path, state: TrainState, plan: loop.Plan, mesh: Mesh) -> None:
+    """Saves the weights that a run begins with as its step 0, so that it never needs the other run again."""
+    meta = plan.meta | {"state": state.meta(), "kept": False}
+    checkpoint.save(stage / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=mesh)
+
+
+def refuse_trained(places: Places) -> None:
+    """Raises ValueError where the run has a model already, of any stage: a new one would not belong to it."""
+    trained = [name for name in STAGES if places.has_trained(name)]
+    if trained:
+        raise ValueError(
+            f"run '{places.run}' has a model of its own ({', '.join(trained)}): name a new run with --run, to begin it "
+            "with the model that --from names"
+        )
 
 
 def load_start(state: TrainState, start: Start, say: Callable[[str], None]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def run_lock(places: Places, command: str, mesh: Mesh | None = None) -> Iterator
         if os.listdir(path.parent) == [NAME]:  # refused before it wrote anything: leave no empty run behind
             path.unlink()
             with suppress(OSError):  # another process may just have begun to use one of them
-                for folder in folders or [places.folder]:
+                for folder in folders:
                     folder.rmdir()
         os.close(held)
 

@@ -17,8 +17,8 @@ import torch
 from quern.recipe import OPERATIONAL, Recipe
 from quern.refusals import flag
 from quern.stages.offered import field_names, named, value_of
-from quern.stages.origin import Origin, read_origin
-from quern.stages.places import Places
+from quern.stages.origin import Origin, newest_meta, read_origin
+from quern.stages.places import STAGES, Places
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
 
@@ -34,7 +34,7 @@ CHANGEABLE = OPERATIONAL | {
     "sft.warmdown_share",
 }
 """Fields that may change when a run is resumed, with every field of `optim`: they leave what was learned as it is."""
-BY_CONTENT = ("data", "val", "conversations")
+BY_CONTENT = ("data", "val", "conversations", "text.tokenizer")
 """Fields that are not compared here: what they name is, by its content (origin.py)."""
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 
@@ -42,15 +42,17 @@ NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 def read_saved(places: Places, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Recipe | None:
     """The recipe that a stage saved, with its code; None where the stage has not begun.
 
+    Where recipe.json is missing, the newest checkpoint has it too.
+
     Raises:
         ValueError: recipe.json is damaged, or the code of a recipe of its own is not there.
     """
     path = places.stage(stage) / "recipe.json"
-    if not path.exists():
-        return None
-    origin = read_origin(places.stage(stage))
     places.refuse_damaged_recipes()
-    body = json.loads(path.read_text(encoding="utf-8"))
+    body = json.loads(path.read_text(encoding="utf-8")) if path.exists() else newest_meta(path.parent).get("recipe")
+    if body is None:
+        return None
+    origin = read_origin(path.parent)
     return places.read_recipe(body, stage, origin and origin.source, callables)
 
 
@@ -122,7 +124,10 @@ def find_saved(
     """
     begins_with = value_of(arguments, "from") if verb != "run" else None
     resume = "--resume" in arguments
-    places = Places(Path(value_of(arguments, "out") or "out"), begins_with or value_of(arguments, "run") or "first")
+    own = Places(Path(value_of(arguments, "out") or "out"), value_of(arguments, "run") or "first")
+    if resume and own.has_trained("sft" if verb == "sft" else "pretrain"):
+        begins_with = None  # it has begun already
+    places = Places(own.out, begins_with) if begins_with else own
     stage = "sft" if verb == "sft" else "pretrain"
     if verb not in ("pretrain", "sft", "run"):
         return None
@@ -134,18 +139,20 @@ def find_saved(
     body = read_saved(places, stage, recipe.callables() if chosen and source else None)
     fields = set(named(arguments))
     if body is None:
-        if fields & set(field_names(recipe)) and not begins_with:
+        if (chosen or fields & set(field_names(recipe))) and not begins_with:
             return None  # it ended before it had begun the stage, and the command says what to train
         if not places.folder.exists():
             raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
-        raise ValueError(f"run '{places.run}' has no stage {stage} to go on with: leave --resume and --from out")
+        others = [f"`quern {name} --resume {places.flags}`" for name in STAGES if places.has_trained(name)]
+        instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
+        raise ValueError(f"run '{places.run}' has no stage {stage} to go on with: {instead}")
     kept = places.stage(stage) / "recipe_source.py"
-    own = kept.read_text(encoding="utf-8") if kept.exists() else None
-    if chosen and (source != own or (source is None and recipe.name != body.name)):
+    code = kept.read_text(encoding="utf-8") if kept.exists() else None
+    if chosen and (source != code or (source is None and recipe.name != body.name)):
         return None
     if not begins_with:
-        return to_resume(body, fields), own
-    return to_continue(body, fields, value_of(arguments, "from-step") == BEFORE_WARMDOWN), own
+        return to_resume(body, fields), code
+    return to_continue(body, fields, value_of(arguments, "from-step") == BEFORE_WARMDOWN), code
 
 
 # What the command line starts from ----------------------------------------------------------------------------
@@ -195,7 +202,8 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
         optim = replace(optim, lr_scale=None)
     if length:
         optim = replace(optim, decay_scale=None)
-    return replace(saved, train=train, optim=optim, data_seed=saved.data_seed + 1)
+    val = None if "data" in named else saved.val  # that of another text
+    return replace(saved, train=train, optim=optim, val=val, data_seed=saved.data_seed + 1)
 
 
 # What a new run starts from -----------------------------------------------------------------------------------
@@ -277,8 +285,7 @@ def _pick(places: Places, stage: str, at: str, say: Callable[[str], None]) -> Pa
         return found[0]
     steps = checkpoint.steps(folder)
     if at == BEFORE_WARMDOWN:
-        saved = read_saved(places, stage)
-        step = warmdown_start(saved.train.steps, saved.train.warmdown_share) if saved else None
+        step = max(checkpoint.kept_steps(folder), default=None)
     else:
         step = int(at) if at.isdigit() else None
     if step not in steps:

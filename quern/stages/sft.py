@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -35,7 +36,7 @@ from quern.stages.origin import (
 )
 from quern.stages.places import Places, refuse_unwritable
 from quern.stages.prepare import fetch
-from quern.stages.pretrain import compile_model, make_plan, micro_batch_rows
+from quern.stages.pretrain import compile_model, make_plan, micro_batch_rows, refuse_trained, save_first
 from quern.stages.run_lock import run_lock
 from quern.stages.saved import NEWEST, Start, changes, read_saved, read_start
 from quern.stages.start import describe_run, lower_precision, main_first, open_folder, train_with_meter
@@ -63,6 +64,7 @@ def run(
     mesh: Mesh | None = None,
     start: Start | None = None,
     go_on: str | None = None,
+    locked: bool = False,
 ) -> int:
     """Fine-tunes a base model. On a mesh every rank calls this.
 
@@ -78,6 +80,7 @@ def run(
         mesh: The ranks; None is this process alone.
         start: The model to fine-tune, of another run; by default the base model of this one.
         go_on: The command that goes on after a stop, for messages.
+        locked: The caller holds the run's lock.
 
     Returns:
         An exit code of `train.guard`.
@@ -97,7 +100,9 @@ def run(
     if start is None and not places.folder.exists():
         raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
     refuse_unwritable(places.out)
-    with run_lock(places, command, mesh):
+    if start is not None and not resume:
+        refuse_trained(places)
+    with nullcontext() if locked else run_lock(places, command, mesh):
         go_on = go_on or f"`quern sft --resume {places.flags}`"
         common = {"source": source, "say": say, "trackers": trackers, "go_on": go_on, "command": command}
         return _run(recipe, machine, places, mesh, resume=resume, start=start, **common)
@@ -119,9 +124,9 @@ def _run(
 ) -> int:
     path, asked = places.stage("sft"), with_absolute_paths(recipe)
     callables = recipe.callables() if source else None
-    origin = read_origin(path) if resume else None
     own = start is None
-    saved = read_saved(places, "sft", callables) if checkpoint.steps(places.checkpoints("sft")) else None
+    saved = read_saved(places, "sft", callables) if places.has_trained("sft") else None
+    origin = None if saved is None else read_origin(path)
     if saved is None:
         start = start or read_start(places, ("pretrain",), NEWEST, say, callables)
         model_recipe, tokenizer = start.recipe, start.places.tokenizer()
@@ -167,12 +172,12 @@ def _run(
     if mesh.main and start is not None and not own and not resumed:
         describe_run(recipe, machine, places, start.facts() | precision, command)
         tokenizer.save(places.folder / "tokenizer.json")
+    if not own and not resumed:
+        save_first(path, state, plan, mesh)
     with open_folder(path, recipe, text, trackers, mesh, origin) as folder:
         if resumed:
             say(f"resumed at step {state.step:,}")
             folder.event("command", command=command, changed=changed)
-        elif not own:
-            checkpoint.save(path / "checkpoints", 0, state.slices(), plan.meta | {"state": state.meta()}, 1, mesh=mesh)
         packing = {name: round(value, 5) for name, value in loader.report().items()}
         folder.event("data", **packing, **precision)
         for line in changed:

@@ -9,9 +9,10 @@ from typing import Any
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.stages import evaluate, pretrain, report, sft
-from quern.stages.places import Places
+from quern.stages.places import Places, refuse_unwritable
 from quern.stages.printable import printable
 from quern.stages.report_records import read_run
+from quern.stages.run_lock import run_lock
 from quern.stages.saved import overlay, read_saved
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DONE
@@ -27,6 +28,7 @@ def run(
     source: str | None,
     command: str,
     named: Collection[str],
+    go_on: str,
     say: Callable[[str], None],
 ) -> int:
     """Prepares, pretrains, fine-tunes, evaluates and reports.
@@ -40,13 +42,30 @@ def run(
         source: The text of the recipe's own file, if it came from one.
         command: The command line, for the record.
         named: Fields that the user named in this command.
+        go_on: The command that goes on after a stop, for messages.
         say: Takes lines for the user.
 
     Returns:
         An exit code of `train.guard`.
     """
-    common: dict[str, Any] = {"source": source, "say": say, "command": command}
-    common["go_on"] = f"`quern run --resume {places.flags}`"
+    refuse_unwritable(places.out)
+    with run_lock(places, command):
+        return _run(recipe, machine, places, questions, fine_tune, source, command, named, go_on, say)
+
+
+def _run(
+    recipe: Recipe,
+    machine: Machine,
+    places: Places,
+    questions: int,
+    fine_tune: bool,
+    source: str | None,
+    command: str,
+    named: Collection[str],
+    go_on: str,
+    say: Callable[[str], None],
+) -> int:
+    common: dict[str, Any] = {"source": source, "say": say, "command": command, "go_on": go_on, "locked": True}
     steps: dict[str, Callable[[bool], int]] = {
         "pretrain": lambda resume: pretrain.run(recipe, machine, places, resume=resume, named=named, **common)
     }

@@ -59,15 +59,14 @@ def save(
     keep: int,
     at: Callable[[str], None] = lambda point: None,
     mesh: Mesh | None = None,
-    keep_step: int | None = None,
 ) -> Path:
     """Write `tensors` and `meta` as the checkpoint of `step`; returns its path. Durable when it returns.
 
     tensors: any dtype, shape and device; saved bit for bit, shared storage is written once per name. On a mesh: the
     slices that this rank holds, and every rank calls this; meta is rank 0's.
-    meta: plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal.
+    meta: plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal. With a true `kept`,
+    this checkpoint is never removed, and later saves do not count it.
     keep: how many whole checkpoints to leave, this one included; they are verified before anything goes.
-    keep_step: the checkpoint of this step is never removed, and does not count.
     at: called with a name before each change of the disk; tests stop the process there.
     Raises CheckpointError, on all ranks, when the disk refuses (full, read-only): earlier checkpoints are then
     untouched.
@@ -101,7 +100,7 @@ def save(
     problem = None
     if mesh.main:
         try:
-            _prune(folder, final, keep, at, keep_step)
+            _prune(folder, final, keep, at)
         except OSError as error:
             problem = f"{final} is saved, but an older one cannot be removed: {error}"
     if (problem := mesh.files.broadcast_object(problem)) is not None:
@@ -112,6 +111,11 @@ def save(
 def steps(folder: Path) -> list[int]:
     """Steps with a checkpoint folder, ascending, unverified; empty when there is no such folder."""
     return sorted(_candidates(folder))
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """Steps whose checkpoint is never removed, ascending, unverified."""
+    return sorted(step for step, path in _candidates(folder).items() if _is_kept(path))
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -260,9 +264,9 @@ def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> No
         _remove(aside, at)
 
 
-def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None], keep_step: int | None = None) -> None:
+def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None]) -> None:
     """Remove what is older than the newest `keep` whole checkpoints; `saved` counts and never goes."""
-    candidates = {step: path for step, path in _candidates(folder).items() if step != keep_step or path == saved}
+    candidates = {step: path for step, path in _candidates(folder).items() if path == saved or not _is_kept(path)}
     if len(candidates) <= keep:
         return
     others = [candidates[step] for step in sorted(candidates, reverse=True) if candidates[step] != saved]
@@ -322,6 +326,13 @@ def _candidates(folder: Path) -> dict[int, Path]:
         if match and path.is_dir():
             found.setdefault(int(match[1]), path)
     return found
+
+
+def _is_kept(path: Path) -> bool:
+    try:
+        return bool(read_manifest(path)["meta"].get("kept"))
+    except CheckpointError:
+        return False
 
 
 def _is_whole(path: Path) -> bool:

@@ -20,7 +20,10 @@ from quern.train.state import TrainState
 
 
 class Saver:
-    """Saves into a folder; `settle` it when training ends. keep, keep_step: see `checkpoint.save`."""
+    """Saves into a folder; `settle` it when training ends.
+
+    keep: see `checkpoint.save`; keep_step: the checkpoint of this step is kept for good.
+    """
 
     def __init__(
         self,
@@ -40,11 +43,9 @@ class Saver:
         """Raises CheckpointError, of this save or in the background of the one before it."""
         self.settle()
         start, mesh, slices = time.perf_counter(), state.optimizer.mesh, state.slices()
-        meta = {**meta, "state": state.meta()}
+        meta = {**meta, "state": state.meta(), "kept": state.step == self.keep_step}
         if not self.in_background:
-            path = checkpoint.save(
-                self.folder, state.step, slices, meta, self.keep, mesh=mesh, keep_step=self.keep_step
-            )
+            path = checkpoint.save(self.folder, state.step, slices, meta, self.keep, mesh=mesh)
             self._record(step=state.step, path=path.name, seconds=time.perf_counter() - start)
             return
         copies = {
@@ -56,7 +57,7 @@ class Saver:
 
         def write() -> None:
             try:
-                path = checkpoint.save(self.folder, step, copies, meta, self.keep, mesh=mesh, keep_step=self.keep_step)
+                path = checkpoint.save(self.folder, step, copies, meta, self.keep, mesh=mesh)
             except Exception as error:  # every kind: raised in the main thread by `settle`
                 self._error = error
             else:

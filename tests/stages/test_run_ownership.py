@@ -203,6 +203,58 @@ def test_a_run_with_damaged_checkpoints_does_not_begin_again(folder: Path, capsy
     assert files(folder) == before
 
 
+def test_a_validation_text_of_its_own_is_compared_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(folder)
+    write_text(folder / "val.jsonl", seed=8)
+    assert quern(folder, "pretrain", "--resume", "--val", str(folder / "val.jsonl")) == 1
+    assert "has changed since run 'app' began" in capsys.readouterr().err
+    assert files(folder) == before
+
+
+def test_tokens_need_the_tokenizer_that_made_them_and_not_its_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens, named = folder / "tokens", folder / "named.json"
+    tokens.mkdir()
+    for file in (folder / "out" / "data").glob("text-*/*.bin"):
+        shutil.copy(file, tokens)
+    shutil.copy(folder / "out/runs/app/tokenizer.json", named)
+    shape = [flag for flag in SHAPE if flag not in ("--text.vocab-size", "330", "--text.tokenizer-megabytes", "0.1")]
+    flags = [*shape, "--data", str(tokens), "--text.tokenizer", str(named)]
+    assert quern(folder, "pretrain", *flags, run="bin") == 0
+    write_text(folder / "other.jsonl", seed=5)
+    assert quern(folder, "pretrain", *SHAPE, "--data", str(folder / "other.jsonl"), run="other") == 0
+    shutil.copy(folder / "out/runs/other/tokenizer.json", named)
+    before = files(folder, "bin")
+    for begun in (["--resume"], ["--from", "bin"]):
+        run = "bin" if begun == ["--resume"] else "next"
+        assert quern(folder, "pretrain", *begun, "--train.steps", "8", run=run) == 1
+        assert f"--text.tokenizer {named} is another tokenizer now" in capsys.readouterr().err
+    assert files(folder, "bin") == before and not (folder / "out/runs/next").exists()
+    named.unlink()
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "7", run="bin") == 0
+
+
+def test_a_recipe_and_an_origin_that_are_lost_are_in_the_checkpoints(folder: Path) -> None:
+    stage = folder / "out/runs/app/pretrain"
+    names = ("recipe.json", "origin.json")
+    before = {name: json.loads((stage / name).read_text(encoding="utf-8")) for name in names}
+    for name in names:
+        (stage / name).unlink()
+    assert quern(folder, "pretrain", "--resume") == 0
+    after = {name: json.loads((stage / name).read_text(encoding="utf-8")) for name in names}
+    for body in (before, after):
+        body["recipe.json"].pop("data")  # the fixture has rewritten the path
+    assert before == after
+
+
+def test_what_a_killed_first_save_left_is_no_model(folder: Path) -> None:
+    (folder / "out/runs/new/pretrain/checkpoints/step-00000002.tmp-abcd").mkdir(parents=True)
+    shutil.copy(folder / "out/runs/app/tokenizer.json", folder / "out/runs/new/tokenizer.json")
+    write_text(folder / "other.jsonl", seed=5)
+    assert quern(folder, "pretrain", *SHAPE, "--data", str(folder / "other.jsonl"), run="new") == 0
+
+
 # What a resume needs, and what it may change --------------------------------------------------------------------
 
 
@@ -297,6 +349,47 @@ def test_the_checkpoint_before_the_warmdown_is_kept_and_can_be_gone_on_from(fold
     assert recipe["train"]["warmup_steps"] == 0 and recipe["data_seed"] == 1
 
 
+def test_it_is_kept_when_the_run_is_lengthened(folder: Path) -> None:
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "14") == 0
+    assert 2 in steps(folder, "pretrain") and len(steps(folder, "pretrain")) == 3
+    assert quern(folder, "pretrain", "--resume", "--train.steps", "24") == 0
+    assert steps(folder, "pretrain")[0] == 2
+    flags = ["--from", "app", "--from-step", "before-warmdown", "--train.steps", "1", "--train.keep", "9"]
+    assert quern(folder, "pretrain", *flags, run="flat") == 0
+    base, begun = tensors(folder, "pretrain", steps(folder, "pretrain")[-3]), tensors(folder, "pretrain", 0, "flat")
+    assert all(torch.equal(base[name], begun[name]) for name in base)
+
+
+def test_from_begins_new_runs_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl")]
+    assert quern(folder, "pretrain", *flags, run="second") == 0
+    before = files(folder, "second")
+    assert quern(folder, "sft", "--from", "app", *SFT, run="second") == 1
+    assert "run 'second' has a model of its own (pretrain): name a new run" in capsys.readouterr().err
+    assert files(folder, "second") == before
+
+
+def test_one_command_begins_a_run_and_goes_on_with_it(folder: Path) -> None:
+    """As a job's script gives it again and again: --resume where there is nothing yet, with --from or without."""
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--resume"]
+    for count in (1, 2):
+        assert quern(folder, "pretrain", "gpt", *flags, run="job") == 0
+        events = [event["kind"] for event in read_events(folder / "out/runs/job/pretrain")]
+        assert events.count("finish") == count
+        assert quern(folder, "pretrain", "--from", "app", "--resume", run="next") == 0
+        starts = [event["step"] for event in read_events(folder / "out/runs/next/pretrain") if "steps" in event]
+        assert starts == [0, 6][:count]
+
+
+def test_a_run_without_a_checkpoint_yet_keeps_its_facts_when_it_goes_on(folder: Path) -> None:
+    """Killed before its first save: the facts of its text are in run.json, and not made again."""
+    shutil.rmtree(folder / "out/runs/app/pretrain/checkpoints")
+    before = json.loads((folder / "out/runs/app/run.json").read_text(encoding="utf-8"))
+    shutil.rmtree(folder / "out/runs/app/sft")
+    assert quern(folder, "pretrain", "--resume") == 0
+    assert json.loads((folder / "out/runs/app/run.json").read_text(encoding="utf-8")) == before
+
+
 def test_a_model_is_fine_tuned_as_often_as_wanted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(folder)
     for name in ("one", "two"):
@@ -358,7 +451,8 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
     assert quern(folder, "run", *flags, run="halted") == EXIT_STOPPED
     said = capsys.readouterr().out
     command = shlex.split(re.findall(r"as asked, and saved: go on with `(.*)`", said)[0])
-    assert command == ["quern", "run", "--resume", "--run", "halted", "--out", str(folder / "out")]
+    own = ["--run", "halted", "--out", str(folder / "out")]
+    assert command == ["quern", "run", "--resume", *own, "--questions", "1", *PLAIN]
     assert steps(folder, "pretrain", "halted")
 
 
