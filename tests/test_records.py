@@ -109,7 +109,7 @@ def test_no_records_yet_reads_as_none(tmp_path: Path) -> None:
 
 
 def test_rewind_drops_later_steps_only_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl.part").write_text("left by a crash", encoding="utf-8")
+    (tmp_path / ".metrics.jsonl.tmp-abcd").write_text("left by a crash", encoding="utf-8")
     with StageFolder(tmp_path) as folder:
         folder.metric(note="no step")
         for step in range(10):

@@ -248,7 +248,7 @@ def test_a_mistyped_name_names_the_valid_ones(said: list[str]) -> None:
         (["quality", "--train", "x"], "give --train and --val"),
         (["train", "--rounds", "0"], "--rounds must be a whole number between 1 and"),
         (["train", "--batch-tokens", "700"], "multiple of the 512"),
-        (["tokenizer", "--megabytes", "0"], "--megabytes must be a number between 0.001 and 1,000,000, not 0.0"),
+        (["tokenizer", "--megabytes", "0"], "--megabytes must be a number above 0 and at most 1,000,000, not 0.0"),
         (["encode", "--data", "no/such/file.txt"], "there is no no/such/file.txt"),
     ],
 )

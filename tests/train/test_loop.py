@@ -174,7 +174,8 @@ def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(saved: bool, t
     good = tmp_path / "checkpoints" / "step-00000004"
     assert f"stopped at step {first + 3}: 3 steps in a row were not finite" in line
     assert (f"the last good checkpoint is {good}" if saved else "there is no checkpoint yet") in line
-    assert "Lower the learning rate (--optim.lr-scale)" in line
+    advice = "go on from there with lower rates, --resume --optim.lr-scale" if saved else "lower the rates"
+    assert line.endswith(f"Next, {advice}")
     assert kinds(tmp_path)[-1] == "stop" and kinds(tmp_path).count("skip") == 3
     # Exactly the weights of the last clean step.
     clean = toy_state()
