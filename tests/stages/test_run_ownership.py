@@ -405,8 +405,10 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(folder: Path, capsys: pytest.C
 
 
 def test_what_stops_before_its_first_save_resumes_with_the_same_weights(folder: Path) -> None:
-    assert quern(folder, "pretrain", "--from", "app", "--train.steps", "2", run="next") == 0
+    flags = "--train.steps 2 --train.save-every 9 --train.warmdown-share 1".split()
+    assert quern(folder, "pretrain", "--from", "app", *flags, run="next") == 0
     shutil.rmtree(folder / "out/runs/next/pretrain/checkpoints/step-00000002")
+    assert steps(folder, "pretrain", "next") == [0]
     shutil.rmtree(folder / "out/runs/app")
     stage = folder / "out/runs/next/pretrain"
     expected = [line["loss"] for line in read_metrics(stage) if "loss" in line]
