@@ -182,7 +182,7 @@ def go_on(verb: str, rest: list[str], places: Any) -> str:
     from quern.stages.offered import repeated
 
     kept = shlex.join(repeated(rest, OF_THE_MACHINE))
-    return f"`quern {verb} --resume {places.flags}{' ' if kept else ''}{kept}`"
+    return f"quern {verb} --resume {places.flags}{' ' if kept else ''}{kept}"
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:

@@ -108,7 +108,7 @@ def run(
         refuse_trained(places)
     with nullcontext() if locked else run_lock(places, command, mesh):
         common = {"source": source, "say": say, "trackers": trackers, "named": named, "start": start}
-        go_on = go_on or f"`quern pretrain --resume {places.flags}`"
+        go_on = go_on or f"quern pretrain --resume {places.flags}"
         return _run(recipe, machine, places, mesh, resume=resume, command=command, go_on=go_on, **common)
 
 

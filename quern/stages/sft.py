@@ -103,7 +103,7 @@ def run(
     if start is not None and not resume:
         refuse_trained(places)
     with nullcontext() if locked else run_lock(places, command, mesh):
-        go_on = go_on or f"`quern sft --resume {places.flags}`"
+        go_on = go_on or f"quern sft --resume {places.flags}"
         common = {"source": source, "say": say, "trackers": trackers, "go_on": go_on, "command": command}
         return _run(recipe, machine, places, mesh, resume=resume, start=start, **common)
 

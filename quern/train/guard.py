@@ -2,7 +2,7 @@
 
 `Guard` decides what becomes of a step whose loss or gradient is not finite; its state is JSON, so that a
 resumed run decides as the uninterrupted one would. `Stop` turns SIGTERM, SIGINT and SIGHUP into a flag that the
-loop reads between steps. The exit codes that a training command ends with stand here too.
+loop reads between steps. The exit codes of the training commands are defined here too.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def train(
                     return _not_saved(error, state, folder, say)
             if stopping:
                 folder.event("stop", step=state.step, reason="signal")
-                say(f"stopped after step {state.step} as asked, and saved: go on with {plan.go_on}")
+                say(f"stopped after step {state.step} as asked, and saved: go on with `{plan.go_on}`")
                 return EXIT_STOPPED
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE
@@ -285,6 +285,6 @@ def _diverged(state: TrainState, saver: Saver, plan: Plan, folder: Records, say:
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"
     folder.event("stop", step=state.step, reason=reason)
-    advice = f"go on from there with lower rates, {plan.go_on} {plan.lower_rates}" if found else "lower the rates"
+    advice = f"go on from there with lower rates, `{plan.go_on} {plan.lower_rates}`" if found else "lower the rates"
     say(f"stopped at step {state.step}: {reason}. Next, {advice}")
     return EXIT_DIVERGED

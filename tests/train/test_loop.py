@@ -174,7 +174,7 @@ def test_too_many_in_a_row_stop_and_name_the_last_good_checkpoint(saved: bool, t
     good = tmp_path / "checkpoints" / "step-00000004"
     assert f"stopped at step {first + 3}: 3 steps in a row were not finite" in line
     assert (f"the last good checkpoint is {good}" if saved else "there is no checkpoint yet") in line
-    advice = "go on from there with lower rates, --resume --optim.lr-scale" if saved else "lower the rates"
+    advice = "go on from there with lower rates, `--resume --optim.lr-scale`" if saved else "lower the rates"
     assert line.endswith(f"Next, {advice}")
     assert kinds(tmp_path)[-1] == "stop" and kinds(tmp_path).count("skip") == 3
     # Exactly the weights of the last clean step.
@@ -225,7 +225,7 @@ def test_a_signal_finishes_the_step_saves_and_resumes_bit_for_bit(
     code, said = go(tmp_path / "stopped", stopped, plan)
     assert code == EXIT_STOPPED == 75 and signal.getsignal(which) == before
     assert stopped.step == at + 1, "the step under way is finished, and no other is begun"
-    assert said == [f"stopped after step {at + 1} as asked, and saved: go on with --resume"]
+    assert said == [f"stopped after step {at + 1} as asked, and saved: go on with `--resume`"]
     assert f"{which.name}: finishing this step" in capfd.readouterr().err
     assert checkpoint.steps(tmp_path / "stopped" / "checkpoints")[-1] == at + 1
     again = toy_state()
