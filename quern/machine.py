@@ -26,7 +26,7 @@ from quern import compiler
 
 
 class Attention(Protocol):
-    """How attention is computed here: one path or a choice among several (kernels/attention_pick.py)."""
+    """How attention is computed here: one path or a choice among several (kernels/attention/autotune.py)."""
 
     def __call__(
         self,
@@ -54,7 +54,7 @@ HEAP_BYTES = 2**33
 class Machine:
     """device: where tensors live; dtype: the compute dtype (parameters and activations); compile: whether
     torch.compile is used; threads: intra-op CPU threads; notes: one line for each fallback, to be shown to the user;
-    attention: how it is computed, None until `kernels.attention_pick.equip` has tried (then it runs everywhere)."""
+    attention: how it is computed, None until `kernels.attention.autotune.equip` has tried (then it runs everywhere)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -218,3 +218,25 @@ def hand_down(values: Mapping[str, str]) -> None:
 def on_terminal() -> bool:
     """Whether progress may be drawn (a bar) or must be printed (plain lines)."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12, seconds: float = 1.0) -> float:
+    """The machine's own matmul peak in FLOP/s in the compute dtype: the best of a few large square products.
+
+    Args:
+        machine: What computes.
+        size: Rows and columns of the matrices.
+        repeats: Products to time at most.
+        seconds: No further product begins after this time.
+    """
+    a = torch.randn(size, size, dtype=torch.float32).to(machine.device, machine.dtype)
+    best, until = float("inf"), time.perf_counter() + seconds
+    for done in range(repeats):
+        if done >= 2 and time.perf_counter() > until:
+            break
+        machine.synchronize()
+        start = time.perf_counter()
+        torch.mm(a, a)
+        machine.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

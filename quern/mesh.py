@@ -4,7 +4,7 @@ Rank = replica · tp + shard: the shards of one replica are neighbours, since th
 quern makes goes through a `Group`, which counts what it moves, so that what a layout costs is measured and not assumed.
 In a group of one process nothing is sent: the same code runs on one process and on many. Which tensors travel, and
 when, is not decided here (parallel/). How far this process is stands in `Whereabouts`, for the other ranks to be told
-(train/watch.py).
+(train/heartbeat.py).
 
 Bytes are those that one rank sends with a ring (Thakur et al., 2005), n ranks, for a tensor of S bytes in full:
 all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather, all-to-all and broadcast (n-1)/n·S.
@@ -316,7 +316,7 @@ def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
     """The part of the store that belongs to this start, once every rank is there.
 
     torchrun keeps one store when it starts ranks anew, with all that the ranks before them have left in it: addresses
-    where nobody listens any more, and beats (train/watch.py). Rank 0 numbers the starts; each of the others comes to
+    where nobody listens any more, and beats (heartbeat.py). Rank 0 numbers the starts; each of the others comes to
     the newest, and sees by its own mark there that a number is one of an earlier start; only a living rank 0 completes
     one. Raises TimeoutError.
     """

@@ -1,12 +1,14 @@
 """The shape of the package, enforced: import layers, torch-free folders, habits a linter has no rule for.
 
 Every file under quern/ is parsed, never run, so an import inside a function or under TYPE_CHECKING counts
-too. LAYERS gives each file or folder of quern/ its layer; a file may import lower layers and its own folder.
+too. LAYERS gives each room (a file or a folder of quern/, or a folder in it) its layer; a file may import
+lower layers and its own room, and nothing imports a leaf.
 """
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,18 +18,25 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "quern").rglob("*.py"))
 
 LAYERS = (
-    tuple("machine compiler mesh recipe recipe_file refusals bounds records temporaries interrupt".split()),
-    ("text", "data", "kernels", "optim"),
-    ("model",),
+    tuple(
+        "machine compiler mesh recipe resolve recipe_file validate bounds records temporaries terminal".split()
+    ),  # files of quern/ itself; these may import each other
+    ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
+    ("text.tinyworld", "model"),
     ("parallel", "generate"),
     ("train", "eval", "grug"),
+    ("runs", "eval.tasks", "report"),
     ("stages", "serve"),
-    ("lab", "recipes"),
-    ("flags",),
+    ("stages.jax", "interop", "recipes"),
+    ("bench", "estimate"),
+    ("bench.gpu",),
     ("cli",),  # verbs over all of the above
-    ("__main__",),  # python -m quern
 )
-LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+LEAVES = {"report": {"stages.run_all"}, "bench": {"bench.gpu"}, "bench.gpu": set(), "estimate": set(), "lab": set()}
+"""Rooms that the command line alone imports, and who else may."""
+MOST_FILES, MOST_LINES = 14, 400
+"""Python files in a folder, and lines in a file."""
 # The JAX twin shares torch-free files with the rest and nothing else.
 MAY_IMPORT = {
     "grug": {"recipe", "records", "text", "data", "optim.schedule", "train.guard"},
@@ -43,9 +52,14 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 ENVIRONMENT_FAULT = "only machine.py reads the environment: take the value as an argument"
 
 
-def part_of(module: str) -> str:
-    """`quern.text.chat` → `text`, `quern.machine` → `machine`, `quern` → `__init__`."""
-    return (module.split(".") + ["__init__"])[1]
+def room_of(module: str) -> str:
+    """The longest room of LAYERS that holds a module: `quern.text.chat` → `text`, `quern.text.tinyworld.facts` →
+    `text.tinyworld`, `quern.machine` → `machine`, `quern` → `__init__`; an unknown one is its first part."""
+    parts = module.split(".")[1:]
+    for end in range(len(parts), 0, -1):
+        if ".".join(parts[:end]) in LAYER:
+            return ".".join(parts[:end])
+    return (parts or ["__init__"])[0]
 
 
 def imported_modules(node: ast.AST, module: str, is_package: bool) -> Iterator[str]:
@@ -68,8 +82,8 @@ def called(node: ast.Call) -> str:
     return ast.unparse(node.func) if isinstance(node.func, (ast.Name, ast.Attribute)) else ""
 
 
-def may_import(importer: str, name: str) -> bool:
-    imported = part_of(name)
+def may_import(module: str, name: str) -> bool:
+    importer, imported = room_of(module), room_of(name)
     if importer == imported:
         return True
     if importer in MAY_IMPORT:
@@ -78,16 +92,18 @@ def may_import(importer: str, name: str) -> bool:
         return True  # quern itself, which loads no modules
     if importer not in LAYER or imported not in LAYER:
         return False
+    if imported in LEAVES and importer != "cli":
+        return bool({importer, module.removeprefix("quern.")} & LEAVES[imported])
     return LAYER[imported] < LAYER[importer] or LAYER[imported] == LAYER[importer] == 0
 
 
-def import_faults(name: str, importer: str) -> Iterator[str]:
-    top = name.split(".")[0]
-    if top == "quern" and not may_import(importer, name):
-        yield f"{importer} may not import {name}: it is not on a lower layer (see LAYERS)"
+def import_faults(name: str, module: str) -> Iterator[str]:
+    top, importer = name.split(".")[0], room_of(module)
+    if top == "quern" and not may_import(module, name):
+        yield f"{importer} may not import {name}: it is not on a lower layer, or a leaf (see LAYERS, LEAVES)"
     if top in ("experiments", "tests"):
         yield f"quern may not import {top}: those build on quern"
-    if importer in NO_TENSORS and top in TENSOR_LIBRARIES:
+    if importer.split(".")[0] in NO_TENSORS and top in TENSOR_LIBRARIES:
         yield f"{importer}/ is shared with the JAX twin and may not import {top}: use NumPy"
     if top in UNSAFE_FORMATS:
         yield f"{top} can run code from a file: use JSON, safetensors or .npy"
@@ -152,7 +168,7 @@ def faults(path: str, source: str) -> list[str]:
     names = path.removesuffix(".py").split("/")
     is_package = names[-1] == "__init__"
     module = ".".join(names[:-1] if is_package else names)
-    importer = part_of(module)
+    importer = room_of(module)
     found = []
 
     def fault(node: ast.AST, message: str) -> None:
@@ -160,11 +176,13 @@ def faults(path: str, source: str) -> list[str]:
 
     if importer not in LAYER and importer not in MAY_IMPORT:
         fault(tree, f"{importer} has no layer: give it one in tests/test_layers.py")
-    if tree.body and ast.get_docstring(tree) is None:
+    if ast.get_docstring(tree) is None:
         fault(tree, "no opening docstring: say what this is, what it is not, units, source")
+    if source.count("\n") > MOST_LINES:
+        fault(tree, f"{source.count(chr(10))} lines: split it, a file has at most {MOST_LINES}")
     for node in ast.walk(tree):
         for name in imported_modules(node, module, is_package):
-            for message in import_faults(name, importer):
+            for message in import_faults(name, module):
                 fault(node, message)
         if isinstance(node, ast.Call):
             for message in call_faults(node):
@@ -188,26 +206,31 @@ BROKEN = {
     "upwards": ("quern/model/gpt.py", "from quern.train.loop import run", "model may not import"),
     "upwards, relative": ("quern/model/gpt.py", "from ..train import loop", "model may not import"),
     "upwards, package": ("quern/model/__init__.py", "from ..train import loop", "model may not import"),
-    "upwards, from quern": ("quern/optim/muon.py", "from quern import lab", "optim may not import"),
-    "upwards, in a function": ("quern/data/shards.py", "def f():\n import quern.cli", "data may not import"),
+    "upwards, from quern": ("quern/optim/muon.py", "from quern import bench", "optim may not import"),
+    "upwards, in a function": ("quern/data/shards.py", "def f():\n import quern.cli.main", "data may not import"),
     "upwards, by name": ("quern/recipe.py", "importlib.import_module('quern.model.gpt')", "recipe may not"),
     "sideways": ("quern/data/loader.py", "from quern.text.chat import render", "data may not import"),
     "sideways, folders": ("quern/train/loop.py", "from quern.eval import core", "train may not import"),
     "twin": ("quern/grug/model.py", "from quern.model.gpt import GPT", "grug may not import"),
     "twin, beside what it may": ("quern/grug/optim.py", "from quern.optim.muon import muon_", "grug may not import"),
     "top imports nothing": ("quern/__init__.py", "from quern.model.gpt import GPT", "__init__ may not"),
+    "upwards, subfolder": ("quern/text/chat.py", "from quern.text.tinyworld import facts", "text may not import"),
+    "sideways, subfolders": ("quern/kernels/attention/flash.py", "import quern.kernels.rope", "attention may not"),
+    "a leaf": ("quern/stages/sft.py", "from quern.report.build import build", "stages may not import"),
+    "a leaf, from a leaf": ("quern/bench/train.py", "from quern.estimate.plan import main", "bench may not import"),
+    "torch in a subfolder": ("quern/text/tinyworld/facts.py", "import torch", "may not import torch"),
     "no layer": ("quern/utils.py", "", "utils has no layer"),
-    "experiments": ("quern/lab/compare.py", "import experiments.baseline", "may not import experiments"),
+    "experiments": ("quern/report/build.py", "import experiments.baseline", "may not import experiments"),
     "torch in text": ("quern/text/chat.py", "from torch import Tensor", "may not import torch"),
     "torch in data": ("quern/data/loader.py", "def f():\n import torch.nn as nn", "may not import torch"),
     "environment": ("quern/train/loop.py", "x = os.environ['RANK']", "only machine.py reads"),
-    "environment, getenv": ("quern/cli.py", "x = os.getenv('HOME')", "only machine.py reads"),
-    "environment, imported": ("quern/cli.py", "from os import environ", "only machine.py reads"),
+    "environment, getenv": ("quern/cli/main.py", "x = os.getenv('HOME')", "only machine.py reads"),
+    "environment, imported": ("quern/cli/main.py", "from os import environ", "only machine.py reads"),
     "pickle": ("quern/train/checkpoint.py", "import pickle", "pickle can run code"),
     "eval": ("quern/generate/tools.py", "x = eval('1 + 1')", "eval() runs"),
     "exec": ("quern/generate/tools.py", "exec('x = 1')", "exec() runs"),
-    "torch.load": ("quern/stages/export.py", "torch.load(path)", "weights_only"),
-    "torch.load, false": ("quern/stages/export.py", "torch.load(path, weights_only=False)", "weights_only"),
+    "torch.load": ("quern/interop/export_hf.py", "torch.load(path)", "weights_only"),
+    "torch.load, false": ("quern/interop/export_hf.py", "torch.load(path, weights_only=False)", "weights_only"),
     "np.load": ("quern/data/shards.py", "np.load(path, allow_pickle=True)", "must not allow"),
     "encoding": ("quern/records.py", "x = open(path).read()", "encoding"),
     "encoding, write": ("quern/records.py", "path.write_text(text)", "encoding"),
@@ -224,12 +247,54 @@ def test_a_planted_fault_is_found(path: str, body: str, message: str) -> None:
 
 
 def test_a_file_that_does_not_parse_is_named() -> None:
-    assert faults("quern/cli.py", "x = (\n")[0].startswith("quern/cli.py:1: does not parse")
+    assert faults("quern/cli/main.py", "x = (\n")[0].startswith("quern/cli/main.py:1: does not parse")
 
 
 def test_a_file_without_its_docstring_is_found() -> None:
-    assert "no opening docstring" in faults("quern/cli.py", "x = 1\n")[0]
-    assert faults("quern/text/__init__.py", "") == []
+    assert "no opening docstring" in faults("quern/cli/main.py", "x = 1\n")[0]
+    assert "no opening docstring" in faults("quern/text/__init__.py", "")[0]
+
+
+def test_a_file_that_is_too_long_is_found() -> None:
+    assert "split it" in faults("quern/cli/main.py", '"""A file."""\n' + "x = 1\n" * MOST_LINES)[0]
+    assert faults("quern/cli/main.py", '"""A file."""\n' + "x = 1\n" * (MOST_LINES - 1)) == []
+
+
+def test_a_folder_holds_one_subject() -> None:
+    counts = Counter(file.parent.relative_to(ROOT).as_posix() for file in FILES)
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+def imports() -> dict[str, set[str]]:
+    """Which modules of quern each one imports, wherever in the file."""
+    paths = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    found = {}
+    for module, file in paths.items():
+        names = [
+            name
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            for name in imported_modules(node, module, file.name == "__init__.py")
+        ]
+        found[module] = {part for name in names for part in (name, name.rpartition(".")[0]) if part in paths}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or not."""
+    reach = {module: set(others) for module, others in graph.items()}
+    for via in graph:  # Warshall's transitive closure
+        for module in graph:
+            if via in reach[module]:
+                reach[module] |= reach[via]
+    groups = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]}
+    return sorted(list(group) for group in groups)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = imports()
+    assert "quern.recipe" in found["quern.validate"]
+    assert circles(found) == []
+    assert circles({**found, "quern.recipe": {"quern.resolve"}}) != []
 
 
 FINE = {
@@ -241,11 +306,11 @@ FINE = {
     "layer 0": ("quern/records.py", "from quern.recipe import Recipe"),
     "twin": ("quern/grug/train.py", "import jax\nfrom quern.data.loader import Loader"),
     "twin, one file": ("quern/grug/train.py", "from quern.train.guard import Stop\nfrom quern.optim import schedule"),
-    "verbs over everything": ("quern/cli.py", "from quern.lab import sweep\nimport quern.recipes.gpt"),
-    "version": ("quern/stages/report.py", "from quern import __version__"),
+    "verbs over everything": ("quern/cli/main.py", "from quern.estimate import plan\nimport quern.recipes.gpt"),
+    "version": ("quern/report/build.py", "from quern import __version__"),
     "machine reads the environment": ("quern/machine.py", "x = os.environ.get('OMP_NUM_THREADS')"),
     "a method named eval": ("quern/eval/core.py", "model.eval()"),
-    "weights only": ("quern/stages/export.py", "torch.load(path, weights_only=True)"),
+    "weights only": ("quern/interop/export_hf.py", "torch.load(path, weights_only=True)"),
     "bytes need no encoding": ("quern/records.py", "x = open(path, 'rb')"),
     "a narrow except": ("quern/eval/core.py", "try: x = 1\nexcept OSError: pass"),
 }

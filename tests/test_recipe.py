@@ -12,20 +12,10 @@ from hypothesis import strategies as st
 from quern.bounds import BOUNDS
 from quern.model.count import flops_per_token, parameters
 from quern.model.gpt import GPT
-from quern.recipe import (
-    MINIMUM_BATCH_TOKENS,
-    REFERENCE_BATCH_TOKENS,
-    ModelRecipe,
-    OptimRecipe,
-    Recipe,
-    SftRecipe,
-    TextRecipe,
-    TrainRecipe,
-    batch_rule,
-    resolve,
-)
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from tests.train.toy import toy_recipe
+from quern.resolve import MINIMUM_BATCH_TOKENS, REFERENCE_BATCH_TOKENS, batch_rule, resolve
+from tests.support.toy_training import toy_recipe
 
 PARTS = {
     "text": TextRecipe,

@@ -16,7 +16,8 @@ from quern.grug.recipe import RECIPE
 from quern.grug.state import StepConfig, TrainState, init_state, step_config
 from quern.grug.state import train_step as core_step
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, TrainRecipe, resolve
+from quern.recipe import ModelRecipe, TrainRecipe
+from quern.resolve import resolve
 
 __all__ = ["attention", "reference_attention"]
 

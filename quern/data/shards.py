@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike
 
-from quern.data.files import (
+from quern.data.token_file import (
     HEADER_BYTES,
     HEADER_INTS,
     MAGIC,

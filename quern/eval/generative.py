@@ -3,7 +3,7 @@
 The replies are greedy and batched through the Engine, whose rows do not depend on their neighbours: the
 accuracy is the same at any batch size. Calls of tools run inside the Engine; what is checked is what the
 assistant says, without the calls and their outputs.
-What it is not: a source of questions (`quern.text.tinyworld`, `quern.eval.tasks`) or a judge (`check` is
+What it is not: a source of questions (`quern.text.tinyworld.corpus`, `quern.eval.tasks`) or a judge (`check` is
 handed in).
 Units: accuracies are shares from 0 to 1.
 """
@@ -15,7 +15,7 @@ from quern.eval.score import Score, accuracy
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.text.chat import Message, Part, render_prompt
-from quern.text.tinyworld import Question
+from quern.text.tinyworld.corpus import Question
 
 
 @dataclass(frozen=True)

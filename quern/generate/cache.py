@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.attention import MaskSpec, attend
+from quern.kernels.attention.attend import MaskSpec, attend
 from quern.machine import Attention
 from quern.model.interface import LanguageModel
 

@@ -11,7 +11,10 @@ could be cut in more than one way has to say which. On one device every axis has
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,3 +125,16 @@ def anywhere(flag: bool) -> bool:
 
 def _divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h; a threshold of -1 is: never
+
+
+def keep_freed_memory() -> None:
+    """For the whole process; call it before JAX starts its threads. On other C libraries it does nothing."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for setting, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
+            libc.mallopt(setting, value)

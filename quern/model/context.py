@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quern.kernels.attention import MaskSpec, attend
+from quern.kernels.attention.attend import MaskSpec, attend
 from quern.machine import Attention
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quern.kernels.cross_entropy import MakeProducts, PlainProducts, Products
 from quern.kernels.fp8 import MULTIPLE, HeadProducts, HeadScales, fp8_linear, has_fast_product
-from quern.model.merged import Merged
+from quern.model.fused_linear import Merged
 
 
 @dataclass(frozen=True)

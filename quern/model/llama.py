@@ -3,7 +3,7 @@
 Pre-norm blocks with a learnable RMSNorm, rotary positions, grouped queries and SwiGLU; no biases, an untied head, no
 softcap (Llama 2, arXiv 2307.09288). Gate and up projection are one parameter, gate first. Dropout, if any, falls on the
 embedding and on what each block adds. Initialisation and the grouping of parameters stand here and nowhere else; how
-the weights are named elsewhere is said in `stages/hugging_face.py`.
+the weights are named elsewhere is said in `interop/llama_format.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from quern.kernels.rope import rotate
 from quern.kernels.softcap import Cap, NoCap
 from quern.model.context import CausalContext, Context
+from quern.model.fused_linear import Merged
 from quern.model.layers import Embedding
-from quern.model.merged import Merged
 from quern.recipe import ModelRecipe
 
 NORM_EPS = 1e-5

@@ -23,8 +23,8 @@ from quern.kernels.embedding import embed
 from quern.kernels.rope import rotate_normed
 from quern.kernels.softcap import Cap, SigmoidCap
 from quern.model.context import CausalContext, Context
+from quern.model.fused_linear import Merged
 from quern.model.layers import Embedding, SquaredReluMLP, norm
-from quern.model.merged import Merged
 from quern.recipe import ModelRecipe
 
 ATTENTION_SCALE = 0.12

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quern.kernels.attention import MaskSpec, scale_or_default, split_window
-from quern.kernels.attention_blocked import attend_blocked, kept_elements
+from quern.kernels.attention.attend import MaskSpec, scale_or_default, split_window
+from quern.kernels.attention.blocked import attend_blocked, kept_elements
+from quern.kernels.attention.flash import flash_attention
 from quern.kernels.cross_entropy import COMPILED, TRITON
-from quern.kernels.flash import flash_attention
 from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 

@@ -14,7 +14,8 @@ from quern.optim.adamw import AdamW
 from quern.optim.groups import Rule
 from quern.optim.plain_muon import PlainMuon
 from quern.optim.schedule import Multipliers, learning_rate
-from quern.recipe import REFERENCE_BATCH_TOKENS, ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+from quern.resolve import REFERENCE_BATCH_TOKENS
 
 SOURCE_BATCH_TOKENS = 8 * 48 * 1024
 # Recipes give their rates at the reference batch; this is what the square-root rule takes off again at the source's.

@@ -9,8 +9,8 @@ from typing import TextIO
 from quern.generate.engine import Engine, Event
 from quern.generate.reply import Delta
 from quern.generate.sample import Sampling
-from quern.stages.printable import printable
 from quern.text.chat import render_text
+from quern.text.printable import printable
 from quern.text.tokenizer import well_formed
 
 BETWEEN = "---\n"

@@ -15,11 +15,10 @@ from quern.eval.tasks.tinyworld import tinyworld
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.recipe import Recipe
-from quern.stages.load import Loaded, load
-from quern.stages.origin import data_of_run
-from quern.stages.places import STAGES, Places
+from quern.runs.load import Loaded, load
+from quern.runs.run_dir import STAGES, Places
+from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
-from quern.stages.pretrain import micro_batch_rows
 from quern.text.chat import Message, render_prompt, render_text
 from quern.text.documents import read_conversations
 from quern.train import checkpoint
@@ -73,7 +72,7 @@ def _score(
     questions: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    context, rows = loaded.recipe.model.context, micro_batch_rows(loaded.recipe)
+    context, rows = loaded.recipe.model.context, loaded.recipe.micro_batch_rows
     assert context
     say(f"evaluating: {name}")
     scores = []

@@ -6,7 +6,7 @@ from quern.mesh import Mesh
 from quern.model.count import parameters
 from quern.recipe import Recipe
 from quern.stages.prepare import Prepared
-from quern.stages.progress import duration
+from quern.terminal import duration
 from quern.train.loop import Plan
 
 MANY_EPOCHS = 4

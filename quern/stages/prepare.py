@@ -16,15 +16,16 @@ from typing import Any
 
 from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
 from quern.recipe import Recipe
+from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import HoldOut, hold_out
-from quern.stages.places import naming, refuse_unwritable
 from quern.stages.prepare_tokens import is_tokens, list_tokens, open_tokens, sample
-from quern.stages.progress import Meter
 from quern.temporaries import remove_abandoned
-from quern.text import hub, tinyworld
+from quern.terminal import Meter
+from quern.text import hub
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
 from quern.text.sources import Listing, format_of, list_source
+from quern.text.tinyworld import corpus
 from quern.text.tokenizer import SPLIT_PATTERN, Tokenizer, compression_report
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
@@ -155,10 +156,10 @@ def fetch(name: str, out: Path) -> Path:
 
 def _tinyworld(recipe: Recipe, say: Callable[[str], None]) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
-    sample = "".join(islice(tinyworld.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
+    sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
     def documents(split: str) -> Iterator[str]:
-        return tinyworld.documents(recipe.seed, sizes[split], split)
+        return corpus.documents(recipe.seed, sizes[split], split)
 
     _check_splits("tinyworld", documents, say)
     return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample), documents)
@@ -227,7 +228,7 @@ def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: To
             _tokenize(source, split, tokenizer, folder, mark, say)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
-        tinyworld.kinds_of_text(recipe.seed)
+        corpus.kinds_of_text(recipe.seed)
         if recipe.data == "tinyworld"
         else {"validation text": "\n".join(islice(source.read("val"), 50))}
     )

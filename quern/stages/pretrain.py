@@ -16,42 +16,35 @@ import numpy as np
 from quern.data.batch import Batches
 from quern.data.loader import Loader, windows
 from quern.data.shards import Corpus
-from quern.data.stream import StreamLoader
+from quern.data.stream_loader import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
-from quern.machine import Machine
+from quern.machine import Machine, measure_peak_flops
 from quern.mesh import Mesh, alone
 from quern.model.count import flops_per_token
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import FOR_FINE_TUNING, Recipe, batch_rule, resolve
-from quern.stages.origin import (
+from quern.recipe import FOR_FINE_TUNING, Recipe
+from quern.resolve import batch_rule, resolve
+from quern.runs.origin import (
     Origin,
-    make_origin,
-    open_data,
     read_origin,
     refuse_second_tokenizer,
     require_same,
     source_digest,
     with_absolute_paths,
 )
+from quern.runs.run_dir import STAGES, Places, refuse_unwritable
+from quern.runs.run_lock import run_lock
+from quern.runs.saved import Start, changes, warmdown_start
+from quern.stages.memory_check import memory_check
+from quern.stages.open_data import make_origin, open_data
 from quern.stages.overview import overview
-from quern.stages.places import STAGES, Places, refuse_unwritable
-from quern.stages.preflight import memory_check
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.run_lock import run_lock
-from quern.stages.saved import Start, changes, warmdown_start
-from quern.stages.start import (
-    describe_run,
-    lower_precision,
-    main_first,
-    measure_peak_flops,
-    open_folder,
-    train_with_meter,
-)
+from quern.stages.session import describe_run, lower_precision, main_first, open_folder, train_with_meter
 from quern.train import checkpoint, loop
 from quern.train.checkpoint import steps as saved_steps
 from quern.train.guard import EXIT_DONE
-from quern.train.state import TrainState, build_model, build_state
+from quern.train.state import TrainState, build_model, build_state, compile_model
 from quern.train.step import accumulate
 
 CALIBRATION_STEPS = 8
@@ -243,7 +236,7 @@ def make_plan(
     return loop.Plan(
         steps=steps,
         schedule=schedule,
-        micro_batch_rows=micro_batch_rows(recipe),
+        micro_batch_rows=recipe.micro_batch_rows,
         clip_norm=train.clip_norm,
         log_every=train.log_every,
         save_every=train.save_every,
@@ -278,21 +271,10 @@ def make_loader(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Batc
     return Loader(corpus, context, rows, seed, recipe.train.packing)
 
 
-def micro_batch_rows(recipe: Recipe) -> int:
-    assert recipe.model.context and recipe.train.micro_batch_tokens
-    return max(1, recipe.train.micro_batch_tokens // recipe.model.context)
-
-
-def compile_model(model: Any, machine: Machine) -> None:
-    """Compiles the model's blocks in place, where the machine can."""
-    if machine.compile:
-        model.compile(dynamic=False)
-
-
 def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Evaluator:
     """Bits per byte on the fixed validation set, every byte once; the replicas share its batches."""
     token_bytes = prepared.tokenizer.token_bytes()
-    context, rows = recipe.model.context, micro_batch_rows(recipe)
+    context, rows = recipe.model.context, recipe.micro_batch_rows
     assert context
 
     def evaluate(state: TrainState) -> dict[str, Any]:
@@ -331,7 +313,7 @@ def fit_minutes(
     else:
         measured = _time_parts(recipe, machine, model, corpus, mesh)
         micro_seconds, update_seconds = mesh.world.broadcast_object(measured)
-        micro_tokens = micro_batch_rows(recipe) * (recipe.model.context or 1)
+        micro_tokens = recipe.micro_batch_rows * (recipe.model.context or 1)
         steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
         for _ in range(8):
             step_seconds = micro_seconds * batch_tokens / (micro_tokens * mesh.dp) + update_seconds
@@ -346,7 +328,7 @@ def fit_minutes(
 def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, mesh: Mesh) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
     state = build_state(recipe, machine, model, mesh)
-    rows = micro_batch_rows(recipe)
+    rows = recipe.micro_batch_rows
     loader = make_loader(recipe, corpus, rows * mesh.dp)
     passes, updates = [], []
     for step in range(CALIBRATION_STEPS):

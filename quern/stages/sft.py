@@ -22,8 +22,9 @@ from quern.machine import Machine
 from quern.mesh import Mesh, alone
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, SftRecipe, resolve
-from quern.stages.origin import (
+from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe
+from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
+from quern.runs.origin import (
     Origin,
     corpus_fingerprint,
     read_origin,
@@ -34,19 +35,20 @@ from quern.stages.origin import (
     source_digest,
     with_absolute_paths,
 )
-from quern.stages.places import Places, refuse_unwritable
+from quern.runs.run_dir import Places, refuse_unwritable
+from quern.runs.run_lock import run_lock
+from quern.runs.saved import NEWEST, Start, changes, read_saved, read_start
 from quern.stages.prepare import fetch
-from quern.stages.pretrain import compile_model, make_plan, micro_batch_rows, refuse_trained, save_first
-from quern.stages.run_lock import run_lock
-from quern.stages.saved import NEWEST, Start, changes, read_saved, read_start
-from quern.stages.start import describe_run, lower_precision, main_first, open_folder, train_with_meter
-from quern.text import hub, tinyworld
+from quern.stages.pretrain import make_plan, refuse_trained, save_first
+from quern.stages.session import describe_run, lower_precision, main_first, open_folder, train_with_meter
+from quern.text import hub
 from quern.text.chat import Message, render
 from quern.text.documents import read_conversations
+from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
-from quern.train.state import TrainState, build_model, build_state, weights_of
+from quern.train.state import TrainState, build_model, build_state, compile_model, weights_of
 
 HELD_OUT_EVERY = 50
 
@@ -138,7 +140,7 @@ def _run(
     recipe = follow(asked, model_recipe)
     model = build_model(recipe, machine, None)
     if start is not None:
-        load_weights(model, weights_of(start.tensors))
+        model.load_state_dict(weights_of(start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
         train_corpus, val_corpus = conversations(recipe, tokenizer, places.out, say)
@@ -251,11 +253,6 @@ def _schedule(sft: SftRecipe) -> Callable[[int], Multipliers]:
     return lambda step: multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
 
 
-def load_weights(model: Any, weights: dict[str, Any]) -> None:
-    """Copies weights by parameter name into the model, in its own dtype; every name must fit."""
-    model.load_state_dict(weights, strict=True)
-
-
 def conversations(
     recipe: Recipe, tokenizer: Tokenizer, out: Path, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Corpus, Corpus]:
@@ -278,8 +275,8 @@ def read_talks(
     """Training and held-out conversations, each checked. Raises ValueError when there are too few, or one is wrong."""
     if recipe.conversations is None:
         count = recipe.text.tinyworld_conversations
-        train = list(tinyworld.conversations(recipe.seed, count, "train"))
-        val = list(tinyworld.conversations(recipe.seed, max(8, count // HELD_OUT_EVERY), "val"))
+        train = list(tinyworld_corpus.conversations(recipe.seed, count, "train"))
+        val = list(tinyworld_corpus.conversations(recipe.seed, max(8, count // HELD_OUT_EVERY), "val"))
     else:
         source = recipe.conversations
         if source in hub.DATASETS and not Path(source).exists():
@@ -301,7 +298,7 @@ def _corpus(tokenizer: Tokenizer, every: list[list[Message]]) -> Corpus:
 def held_out_loss(corpus: Corpus, recipe: Recipe, machine: Machine) -> loop.Evaluator:
     """Mean loss over the assistant's tokens of held-out conversations."""
     assert recipe.model.context
-    rows = micro_batch_rows(recipe)
+    rows = recipe.micro_batch_rows
     loader = Loader(corpus, recipe.model.context, rows, 0, "first-fit-decreasing", too_long="crop")
 
     def evaluate(state: TrainState) -> dict[str, float]:

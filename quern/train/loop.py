@@ -25,11 +25,11 @@ from quern.optim.schedule import Multipliers
 from quern.records import Records
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
-from quern.train.pace import Pace
 from quern.train.replicas import refuse_unequal_replicas
 from quern.train.saver import Saver
 from quern.train.state import TrainState
 from quern.train.step import StepResult, train_step
+from quern.train.straggler import Pace
 
 Evaluator = Callable[[TrainState], dict[str, Any]]
 

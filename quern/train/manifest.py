@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quern.data.files import sync_path
+from quern.data.token_file import sync_path
 
 SCHEMA = 1
 MANIFEST = "manifest.json"

@@ -82,3 +82,9 @@ def build_state(recipe: Recipe, machine: Machine, model: Any, mesh: Mesh | None 
 def weights_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The fp32 weights in a checkpoint's tensors, by parameter name."""
     return {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
+
+
+def compile_model(model: Any, machine: Machine) -> None:
+    """Compiles the model's blocks in place, where the machine can."""
+    if machine.compile:
+        model.compile(dynamic=False)

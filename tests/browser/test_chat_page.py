@@ -12,8 +12,8 @@ from quern.generate.reply import Completion, Delta
 from quern.serve.server import create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome, find_chrome
-from tests.generate.toy import toy_engine
-from tests.serve.running import running
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine
 
 pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
 

@@ -10,7 +10,7 @@ import pytest
 from quern.data.batch import Batch
 from quern.data.loader import prefetch
 from quern.data.shards import Corpus, ShardWriter
-from quern.data.stream import StreamLoader
+from quern.data.stream_loader import StreamLoader
 
 BOS = 0
 

@@ -8,7 +8,7 @@ import pytest
 from quern.data.loader import Batch, windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import BitsPerByte, bits_per_byte
-from tests.eval.tiny import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
+from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from quern.eval.tasks.tinyworld import by_letter, tinyworld
 from quern.generate.engine import Engine
 from quern.model.context import CausalContext
 from quern.text.chat import render_prompt
-from quern.text.tinyworld import QUESTION_KINDS, Question, questions
-from tests.eval.tiny import CPU, tiny_model, tiny_tokenizer
+from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, questions
+from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
 CONTEXT = 320
 

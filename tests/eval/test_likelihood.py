@@ -13,7 +13,7 @@ from quern.eval.likelihood import (
     whole,
 )
 from quern.model.context import CausalContext
-from tests.eval.tiny import CPU, tiny_model
+from tests.support.tiny_model import CPU, tiny_model
 
 BOS = 99
 CONTEXT = 32

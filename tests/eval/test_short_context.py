@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from quern import cli
+from quern.cli.main import main
 from quern.eval.tasks.tinyworld import tinyworld
 from quern.generate.engine import Engine
 from quern.text.chat import render_prompt
-from quern.text.tinyworld import QUESTION_KINDS, questions
-from tests.eval.tiny import CPU, tiny_model, tiny_tokenizer
-from tests.generate.toy import toy_tokenizer
-from tests.stages.llama_run import llama_recipe, write_run
+from quern.text.tinyworld.corpus import QUESTION_KINDS, questions
+from tests.support.llama_run import llama_recipe, write_run
+from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
+from tests.support.toy_engine import toy_tokenizer
 
 COUNT = 6
 
@@ -41,7 +41,9 @@ def test_a_score_over_fewer_questions_says_so(tmp_path: Path, capsys: pytest.Cap
     fitting = sum(length < context for length in lengths)
     assert 0 < fitting < COUNT, lengths
     write_run(tmp_path, llama_recipe(context=context))
-    assert cli.main(f"evaluate --out {tmp_path} --questions {COUNT} --no-compile --dtype fp32 --threads 1".split()) == 0
+    assert (
+        main.main(f"evaluate --out {tmp_path} --questions {COUNT} --no-compile --dtype fp32 --threads 1".split()) == 0
+    )
     shown = capsys.readouterr().out
     assert f"; asked {fitting} of {COUNT} questions, the others do not fit a context of {context} tokens" in shown
 
@@ -51,11 +53,11 @@ def test_a_run_whose_context_holds_no_question_is_evaluated_all_the_same(
 ) -> None:
     write_run(tmp_path, llama_recipe(context=4))
     flags = f"evaluate --out {tmp_path} --questions 2 --no-compile --dtype fp32 --threads 1 --device cpu"
-    assert cli.main(flags.split()) == 0
+    assert main.main(flags.split()) == 0
     shown = capsys.readouterr().out
     assert "tinyworld/sums               not measured: none of its 2 questions fits a context of 4 tokens" in shown
     lines = [json.loads(line) for line in (tmp_path / "runs/first/evaluate.jsonl").read_text("utf-8").splitlines()]
     (sums,) = [line for line in lines if line["task"] == "tinyworld/sums"]
     assert (sums["value"], sums["count"], sums["skipped"]) == (None, 0, 2)
     assert [line["value"] > 0 for line in lines if line["task"] == "validation"] == [True, True]
-    assert cli.main(["report", "--out", str(tmp_path)]) == 0
+    assert main.main(["report", "--out", str(tmp_path)]) == 0

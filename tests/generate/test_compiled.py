@@ -14,7 +14,7 @@ from quern import compiler
 from quern.generate.cache import KVCache, attend_masked, decode
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine, pad
-from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
+from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
 pytestmark = pytest.mark.skipif(
     compiler.problem("cpu") is not None, reason="torch.compile does not work on this machine"

@@ -9,11 +9,11 @@ import torch
 
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Completion, Delta
-from quern.kernels.attention import attend_plain, attend_sdpa
-from quern.kernels.attention_backends import Backend
-from quern.kernels.attention_pick import Picked
+from quern.kernels.attention.attend import attend_plain, attend_sdpa
+from quern.kernels.attention.autotune import Picked
+from quern.kernels.attention.backends import Backend
 from quern.model.context import CausalContext
-from tests.generate.toy import CPU, toy_engine, toy_model, toy_tokenizer
+from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
 BOS = TOKENIZER.bos

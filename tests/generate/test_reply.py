@@ -6,7 +6,7 @@ import pytest
 
 from quern.generate.reply import Completion, Delta, Reply
 from quern.text.tokenizer import Tokenizer
-from tests.generate.toy import toy_tokenizer
+from tests.support.toy_engine import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
 

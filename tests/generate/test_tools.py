@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.generate.tools import ERROR, MAX_CHARACTERS, ToolError, ToolState, calculate
-from tests.generate.toy import toy_tokenizer
+from tests.support.toy_engine import toy_tokenizer
 
 
 @pytest.mark.parametrize(

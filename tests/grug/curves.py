@@ -16,13 +16,14 @@ from quern.data.shards import Corpus
 from quern.grug.mesh import make_mesh
 from quern.grug.state import device_batch, step_config, train_step
 from quern.optim.schedule import warmup_stable_decay
-from quern.recipe import ModelRecipe, OptimRecipe, TrainRecipe, resolve
-from quern.text import tinyworld
+from quern.recipe import ModelRecipe, OptimRecipe, TrainRecipe
+from quern.resolve import resolve
+from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train.state import build_model, build_state
 from quern.train.step import train_step as torch_step
 from tests.grug.parity import state_on, weights_of
-from tests.train.toy import CPU, toy_recipe
+from tests.support.toy_training import CPU, toy_recipe
 
 torch.compiler.set_stance("force_eager")
 
@@ -32,7 +33,7 @@ def gaps(steps: int, shown: int, depth: int = 2, width: int = 64, context: int =
 
     fp32, the same batches, each side going its own way from the same weights.
     """
-    texts = list(itertools.islice(tinyworld.documents(0, 1.0), 400))
+    texts = list(itertools.islice(tinyworld_corpus.documents(0, 1.0), 400))
     tokenizer = Tokenizer.train(texts, 512)
     corpus = Corpus.from_arrays([[tokenizer.bos, *tokenizer.encode(text)] for text in texts])
     shape = ModelRecipe(width=width, head_dim=32, context=context, vocab_size=tokenizer.vocab_size)

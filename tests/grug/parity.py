@@ -25,12 +25,13 @@ from quern.grug.state import StepConfig, TrainState, device_batch, loss_and_grad
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
-from quern.recipe import Recipe, resolve
+from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE as TORCH_RECIPE
+from quern.resolve import resolve
 from quern.train.state import TrainState as TorchState
 from quern.train.step import to_device
 from quern.train.step import train_step as torch_step
-from tests.train.toy import CPU, ROWS, toy_loader, toy_recipe, toy_schedule, toy_state
+from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_schedule, toy_state
 
 Arrays = dict[str, np.ndarray]
 MESHES = {  # replica_dcn, replica, data, model

@@ -25,14 +25,13 @@ from quern.grug.attention import (
     splash_attention,
 )
 from quern.grug.bridge import from_torch, read_weights, to_torch, write_weights
-from quern.grug.count import flops_per_token, matmul_flops
-from quern.grug.evaluate import validate
+from quern.grug.evaluate import flops_per_token, matmul_flops, validate
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
 from quern.grug.state import TrainState, device_batch, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
 from tests.grug.parity import batch_of, deviation, mesh_of, recipe_of, relative, state_on, weights_of
-from tests.train.toy import CPU, ROWS, toy_corpus, toy_loader, toy_schedule, toy_state
+from tests.support.toy_training import CPU, ROWS, toy_corpus, toy_loader, toy_schedule, toy_state
 
 # Masks ------------------------------------------------------------------------------------------------------
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import orbax.checkpoint
 
-from quern import cli
+from quern.cli.main import main
 from quern.grug import checkpoint, train
-from quern.stages import grug_train
+from quern.stages.jax import train as jax_train
 
 COUNTED = tuple(str(Path(module.__file__ or "")) for module in (checkpoint, train)) + (
-    str(Path(cli.__file__).parent / "records.py"),
+    str(Path(main.__file__).parent / "records.py"),
 )
 assert orbax.checkpoint  # slow to import, so imported once
 
@@ -48,7 +48,7 @@ def child(request: dict[str, Any], answer: int, log: Path) -> None:
     events = Events(request.get("kill"))
     threading.setprofile(events)
     sys.setprofile(events)
-    status = cli.main(["grug", "train", *request["arguments"]])
+    status = main.main(["grug", "train", *request["arguments"]])
     sys.setprofile(None)
     sys.stdout.flush()
     os.write(answer, json.dumps({"events": events.count}).encode())
@@ -73,5 +73,5 @@ def serve(log: Path) -> None:
 
 if __name__ == "__main__":
     # The peak is only the `mfu` column's, and takes longer than these runs.
-    grug_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
+    jax_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
     serve(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """Each mask and each path of attention against a loop over queries in float64."""
 
-from tests.grug.process import Grug, grug
+from tests.support.jax_process import Grug, grug
 
 __all__ = ["grug"]  # a fixture
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.grug.process import Grug, grug
+from tests.support.jax_process import Grug, grug
 
 __all__ = ["grug"]  # a fixture
 

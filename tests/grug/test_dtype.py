@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.grug.process import Grug, grug
+from tests.support.jax_process import Grug, grug
 
 __all__ = ["grug"]  # a fixture
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.grug.process import ROOT, Grug, grug
+from tests.support.jax_process import ROOT, Grug, grug
 
 __all__ = ["grug"]  # a fixture
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "experiments" / "grug").glob("*.py"))

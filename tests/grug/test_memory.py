@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from tests.grug.process import ROOT
+from tests.support.jax_process import ROOT
 
 CODE = """
 import ctypes, resource, sys, threading
-from quern.grug.memory import keep_freed_memory
+from quern.grug.mesh import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 libc = ctypes.CDLL("libc.so.6")

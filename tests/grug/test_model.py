@@ -1,6 +1,6 @@
 """How arrays are cut, what compiles, what a step does: the JAX twin's model and step."""
 
-from tests.grug.process import Grug, grug
+from tests.support.jax_process import Grug, grug
 
 __all__ = ["grug"]  # a fixture
 ROWS = "8@(replica_dcn,replica,data)"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.grug.process import ROOT, Grug, environment, grug
+from tests.support.jax_process import ROOT, Grug, environment, grug
 
 __all__ = ["grug"]  # a fixture
 

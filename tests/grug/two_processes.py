@@ -21,7 +21,8 @@ from quern.grug.gauntlet import moved
 from quern.grug.mesh import anywhere, join_processes, make_mesh, same_everywhere
 from quern.grug.recipe import RECIPE
 from quern.grug.state import StepConfig, TrainState, device_batch, init_state, state_of, step_config, train_step
-from quern.recipe import ModelRecipe, TrainRecipe, resolve
+from quern.recipe import ModelRecipe, TrainRecipe
+from quern.resolve import resolve
 
 ROWS = 8
 

@@ -10,7 +10,7 @@ import torch
 from quern.kernels import cross_entropy as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
-from tests.train.toy import eager
+from tests.support.toy_training import eager
 
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")  # the compiled twin is held to the same bar in the kernel law

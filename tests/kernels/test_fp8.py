@@ -22,9 +22,9 @@ from quern.kernels.fp8 import (
     quantise,
 )
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
-from tests.kernels import fp8_oracle as oracle
-from tests.kernels.fp8_oracle import Format, through
-from tests.train.toy import eager
+from tests.support import fp8_oracle as oracle
+from tests.support.fp8_oracle import Format, through
+from tests.support.toy_training import eager
 
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")

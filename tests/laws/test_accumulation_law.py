@@ -16,7 +16,7 @@ from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
 from quern.train.step import accumulate, to_device, train_step
-from tests.train.toy import CPU, ROWS, eager, toy_loader, toy_state
+from tests.support.toy_training import CPU, ROWS, eager, toy_loader, toy_state
 
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")

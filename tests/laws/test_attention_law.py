@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention import MaskSpec, attend, attend_plain, visible
-from tests.laws.deviation import deviation
+from quern.kernels.attention.attend import MaskSpec, attend, attend_plain, visible
+from tests.support.deviation import deviation
 
 FP32_BAR = 1e-5
 BF16_BAR = 1.1

@@ -16,10 +16,10 @@ from torch import Tensor
 from quern.kernels import cross_entropy as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, TRITON, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
-from tests.kernels.interpreter import Interpreted, interpreted
-from tests.kernels.mutant import planted
-from tests.laws.deviation import deviation
-from tests.train.toy import eager
+from tests.support.deviation import deviation
+from tests.support.interpreter import Interpreted, interpreted
+from tests.support.mutant import planted
+from tests.support.toy_training import eager
 
 __all__ = ["eager", "interpreted"]  # fixtures
 

@@ -18,8 +18,8 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.eval.generative import generative
 from quern.eval.likelihood import MultipleChoice, continuation_nats, multiple_choice
 from quern.generate.engine import Engine
-from quern.text.tinyworld import check, questions
-from tests.eval.tiny import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
+from quern.text.tinyworld.corpus import check, questions
+from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
 
 CONTEXT = 24
 BATCHES = (1, 3, 32)

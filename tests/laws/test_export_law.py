@@ -16,20 +16,20 @@ import torch
 from hypothesis import strategies
 from safetensors.torch import load_file, save_file
 
+from quern.interop import export_hf, import_hf
+from quern.interop.llama_format import weights_to
 from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
 from quern.recipe import Recipe
 from quern.recipes.llama import RECIPE
-from quern.stages import adopt, export
-from quern.stages.hugging_face import weights_to
-from quern.stages.load import load
-from quern.stages.places import Places
-from quern.text import tinyworld
+from quern.runs.load import load
+from quern.runs.run_dir import Places
 from quern.text.chat import Message, render, render_prompt
 from quern.text.hugging_face import DIALECT, tokenizer_json
+from quern.text.tinyworld import corpus
 from quern.text.tokenizer import SPLIT_PATTERN, Tokenizer
-from tests.generate.toy import toy_tokenizer
-from tests.stages.llama_run import FP32, llama_recipe, model_of, write_run
+from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
+from tests.support.toy_engine import toy_tokenizer
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -56,7 +56,7 @@ def tokens(recipe: Recipe, B: int = 2, T: int = 41) -> torch.Tensor:
 
 def exported(tmp_path: Path, recipe: Recipe) -> Path:
     places, folder = write_run(tmp_path / "out", recipe), tmp_path / "exported"
-    export.run(places, folder, stage=None, dtype=torch.float32, say=lambda line: None)
+    export_hf.run(places, folder, stage=None, dtype=torch.float32, say=lambda line: None)
     return folder
 
 
@@ -102,7 +102,7 @@ def test_imported_is_exported_bit_for_bit(tmp_path: Path, law: Callable[..., Non
     recipe = llama_recipe()
     folder = exported(tmp_path, recipe)
     copy = Places(tmp_path / "out", "copy")
-    adopt.run(folder, copy, recipe, stage="pretrain", tokenizer=None, say=lambda line: None)
+    import_hf.run(folder, copy, recipe, stage="pretrain", tokenizer=None, say=lambda line: None)
     loaded, before = load(copy, FP32, print), model_of(recipe).state_dict()
     now = loaded.model.state_dict()
     equal = now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
@@ -132,7 +132,7 @@ def test_what_transformers_saved_is_read_back(tied: bool, tmp_path: Path, law: C
     assert (folder / "model.safetensors.index.json").exists()
     transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe())).save_pretrained(folder)
     places = Places(tmp_path / "out", "theirs")
-    adopt.run(folder, places, RECIPE, stage="pretrain", tokenizer=None, say=lambda line: None)
+    import_hf.run(folder, places, RECIPE, stage="pretrain", tokenizer=None, say=lambda line: None)
     loaded = load(places, FP32, print)
     ids = tokens(loaded.recipe)
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_text_is_split_as_they_split_it(number: int) -> None:
 
 def test_words_are_merged_as_they_merge_them() -> None:
     """Words that are no tokens, of letters that make many; merging in any other order would show."""
-    ours = Tokenizer.train(tinyworld.documents(0, 0.2, "train"), 1200)
+    ours = Tokenizer.train(corpus.documents(0, 0.2, "train"), 1200)
     theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(ours)))
 
     @hypothesis.settings(max_examples=300)
@@ -274,7 +274,7 @@ def test_words_are_merged_as_they_merge_them() -> None:
         assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
 
     same()
-    for text in tinyworld.documents(1, 0.05, "val"):
+    for text in corpus.documents(1, 0.05, "val"):
         assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
 
 

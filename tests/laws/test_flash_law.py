@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quern.kernels.attention import MaskSpec, attend_plain
-from quern.kernels.flash import flash_attention
-from tests.kernels.interpreter import Interpreted, interpreted
-from tests.kernels.mutant import planted
-from tests.laws.deviation import deviation
+from quern.kernels.attention.attend import MaskSpec, attend_plain
+from quern.kernels.attention.flash import flash_attention
+from tests.support.deviation import deviation
+from tests.support.interpreter import Interpreted, interpreted
+from tests.support.mutant import planted
 
 __all__ = ["interpreted"]  # a fixture
 

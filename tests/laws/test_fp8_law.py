@@ -1,6 +1,6 @@
 """Law: FP8 errs as much as its formats must, its emulation is the hardware's product, and only training sees it.
 
-The oracle of the formats is NumPy's (tests/kernels/fp8_oracle.py). Rounding to m bits of mantissa leaves a relative
+The oracle of the formats is NumPy's (tests/support/fp8_oracle.py). Rounding to m bits of mantissa leaves a relative
 error of 2^-(m+1) / sqrt(3), times sqrt(0.541) because numbers spread evenly over the logarithm, so that most lie above
 the power of two that their spacing belongs to: 0.0265 for E4M3, 0.0531 for E5M2. A product of random operands has the
 root of the sum of their squares. An error larger or smaller than that means another arithmetic than the one described.
@@ -27,9 +27,9 @@ from quern.records import StageFolder, read_metrics
 from quern.train.loop import resume, train
 from quern.train.state import TrainState, build_model, weights_of
 from quern.train.step import to_device, train_step
-from tests.kernels import fp8_oracle as oracle
-from tests.kernels.fp8_oracle import Format
-from tests.train.toy import (
+from tests.support import fp8_oracle as oracle
+from tests.support.fp8_oracle import Format
+from tests.support.toy_training import (
     CONTEXT,
     CPU,
     copy_of,

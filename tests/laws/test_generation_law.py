@@ -19,7 +19,7 @@ from quern.model.context import CausalContext
 from quern.model.gpt import GPT
 from quern.model.interface import LanguageModel
 from quern.model.llama import Llama
-from tests.generate.toy import toy_engine, toy_model
+from tests.support.toy_engine import toy_engine, toy_model
 
 BAR = 1e-5
 CONTEXT = 32

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.grug.process import Grug, grug
+from tests.support.jax_process import Grug, grug
 
 __all__ = ["grug"]  # a fixture
 BAR = 1e-5

@@ -20,8 +20,8 @@ import pytest
 
 from quern.grug import checkpoint
 from quern.records import read_metrics
-from quern.text import tinyworld
-from tests.grug.process import environment
+from quern.text.tinyworld import corpus
+from tests.support.jax_process import environment
 
 Law = Callable[[str, float | int | str, str], None]
 TIMED = {"seconds", "tokens_per_second", "mfu"}
@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.names = folder, (f"run-{number}" for number in itertools.count())
         with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in tinyworld.documents(0, 0.003, "train"))
+            file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.grug.runs", str(folder / "log.txt")],
             stdin=subprocess.PIPE,
@@ -156,7 +156,7 @@ def test_a_signal_saves_and_stops(bench: Bench) -> None:
     command = [
         sys.executable,
         "-m",
-        "quern.cli",
+        "quern.cli.main",
         "grug",
         "train",
         *FLAGS,

@@ -11,8 +11,8 @@ import torch
 
 from quern.train import checkpoint
 from tests.parallel.compared import BROKEN
-from tests.parallel.ranks import Ranks, running
-from tests.train.toy import toy_loader
+from tests.support.ranks import Ranks, running
+from tests.support.toy_training import toy_loader
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]

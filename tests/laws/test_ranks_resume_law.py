@@ -20,8 +20,8 @@ import pytest
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
 from tests.laws.test_resume_law import ENVIRONMENT, PRETRAIN, differences, wait_for
-from tests.parallel.faulty_ranks import FaultyRanks, faulty
 from tests.parallel.test_faults import write_text
+from tests.support.faulty_ranks import FaultyRanks, faulty
 
 COMMAND = [*PRETRAIN, "--out", "out", "--no-compile", "--dtype", "fp32", "--threads", "1", "--timeout", "10"]
 KINDS = ("kill", "kill", "kill", "kill", "agent")
@@ -109,7 +109,7 @@ LONG = [*COMMAND, "--train.steps", "60", "--timeout", "60", "--restarts", "3"]
 def begun(bench: Bench, *more: str) -> Iterator[subprocess.Popen[str]]:
     """Its launcher; when the test leaves, it is gone, and its ranks with it."""
     with subprocess.Popen(
-        [sys.executable, "-m", "quern.cli", *LONG, "--run", "outside", "--ranks", "2", *more],
+        [sys.executable, "-m", "quern.cli.main", *LONG, "--run", "outside", "--ranks", "2", *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -18,7 +18,7 @@ import pytest
 
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
-from tests.laws.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences, logged
+from tests.support.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences, logged
 
 Law = Callable[[str, float | int | str, str], None]
 
@@ -162,7 +162,7 @@ LONG = [
 
 def begin(bench: Bench, name: str, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "quern.cli", *LONG, *more, *Bench.flags(name, "fp32")],
+        [sys.executable, "-m", "quern.cli.main", *LONG, *more, *Bench.flags(name, "fp32")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -211,7 +211,7 @@ def test_resuming_with_another_recipe_is_refused_and_harms_nothing(bench: Bench)
     bench.run(PRETRAIN, name, "fp32")
     before = logged(bench.stage(name, PRETRAIN))
     process = subprocess.run(
-        [sys.executable, "-m", "quern.cli", *PRETRAIN, "--resume", "--seed", "1", *Bench.flags(name, "fp32")],
+        [sys.executable, "-m", "quern.cli.main", *PRETRAIN, "--resume", "--seed", "1", *Bench.flags(name, "fp32")],
         capture_output=True,
         text=True,
         cwd=bench.folder,

@@ -14,9 +14,9 @@ from quern.kernels.rope import (
     rotate_operator,
     rotate_plain,
 )
-from tests.kernels.interpreter import Interpreted, interpreted
-from tests.kernels.mutant import planted
-from tests.laws.deviation import deviation
+from tests.support.deviation import deviation
+from tests.support.interpreter import Interpreted, interpreted
+from tests.support.mutant import planted
 
 __all__ = ["interpreted"]  # a fixture
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from quern.text import tinyworld
+from quern.text.tinyworld import corpus
 from quern.train import checkpoint
-from tests.laws.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences
+from tests.support.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences
 
 Law = Callable[[str, float | int | str, str], None]
 RESUME = {"pretrain": ["pretrain", "--resume"], "sft": ["sft", "--resume"]}
@@ -42,7 +42,7 @@ def files(run: Path) -> dict[str, str]:
 
 def append(path: Path, rng: random.Random) -> None:
     key = "messages" if path.name == "talks.jsonl" else "text"
-    values = tinyworld.conversations(9, 1, "train") if key == "messages" else tinyworld.documents(9, 1e-4, "train")
+    values = corpus.conversations(9, 1, "train") if key == "messages" else corpus.documents(9, 1e-4, "train")
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({key: value}) + "\n" for value in values)
 
@@ -180,7 +180,7 @@ def test_50_changes_between_stops(bench: Bench, law: Law) -> None:
 
 def begin(bench: Bench, name: str, *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "quern.cli", *command, *Bench.flags(name, "fp32")],
+        [sys.executable, "-m", "quern.cli.main", *command, *Bench.flags(name, "fp32")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

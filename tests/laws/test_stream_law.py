@@ -12,7 +12,7 @@ import pytest
 
 from quern.data.batch import Batch
 from quern.data.shards import Corpus
-from quern.data.stream import StreamLoader
+from quern.data.stream_loader import StreamLoader
 
 BOS, CONTEXT, BATCH_ROWS, SEED = 0, 48, 12, 7
 STEPS = 30  # more than two epochs of the corpus below

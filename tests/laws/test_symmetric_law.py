@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quern.kernels.symmetric import symmetric_product_operator, symmetric_product_plain
-from tests.kernels.interpreter import Interpreted, interpreted
-from tests.kernels.mutant import planted
-from tests.laws.deviation import deviation
+from tests.support.deviation import deviation
+from tests.support.interpreter import Interpreted, interpreted
+from tests.support.mutant import planted
 
 __all__ = ["interpreted"]  # a fixture
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.parallel.ranks import Ranks, running
 from tests.parallel.sharded import ARCHITECTURES, BROKEN
+from tests.support.ranks import Ranks, running
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]

@@ -12,8 +12,9 @@ from quern.generate.cache import KVCache
 from quern.model.context import CausalContext
 from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe, resolve
+from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
 
 SMALL = ModelRecipe(depth=3, width=48, head_dim=8, heads=6, kv_heads=2, context=32, vocab_size=101)
 REFERENCE = ModelRecipe(depth=4, width=256, head_dim=64, heads=4, kv_heads=4, context=512, vocab_size=8192, windows="L")

@@ -11,15 +11,15 @@ from torch import nn
 
 from quern.model.fp8 import Fp8Head, Fp8Linear, head_products, use_fp8
 from quern.model.loss import loss_sum
-from quern.recipe import resolve
 from quern.recipes.gpt import RECIPE as gpt
 from quern.recipes.llama import RECIPE as llama
 from quern.recipes.unet import RECIPE as unet
-from quern.stages.start import lower_precision
+from quern.resolve import resolve
+from quern.stages.session import lower_precision
 from quern.train.step import to_device
-from tests.kernels import fp8_oracle as oracle
-from tests.kernels.fp8_oracle import through
-from tests.train.toy import CPU, eager, toy_loader, toy_recipe, toy_state
+from tests.support import fp8_oracle as oracle
+from tests.support.fp8_oracle import through
+from tests.support.toy_training import CPU, eager, toy_loader, toy_recipe, toy_state
 
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")

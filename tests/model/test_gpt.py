@@ -12,10 +12,11 @@ from quern.model.context import CausalContext
 from quern.model.gpt import GPT, SMEAR_CHANNELS
 from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, resolve
+from quern.recipe import ModelRecipe
 from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
 from quern.train.step import train_step
-from tests.train.toy import CPU, eager, toy_loader, toy_recipe, toy_state
+from tests.support.toy_training import CPU, eager, toy_loader, toy_recipe, toy_state
 
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")

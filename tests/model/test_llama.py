@@ -15,11 +15,12 @@ from quern.model.llama import INIT_STD, Llama, RMSNorm, RotaryTable, mlp_width
 from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.llama import RECIPE
+from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
-from tests.train.toy import CONTEXT, CPU, VOCABULARY, eager, toy_loader
+from tests.support.toy_training import CONTEXT, CPU, VOCABULARY, eager, toy_loader
 
 __all__ = ["eager"]  # a fixture
 pytestmark = pytest.mark.usefixtures("eager")

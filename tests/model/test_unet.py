@@ -13,12 +13,13 @@ from quern.data.batch import Batch
 from quern.data.shards import Corpus
 from quern.model.loss import loss_sum, token_losses
 from quern.model.unet import UNet, value_embedding_of, without_attention
-from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.unet import RECIPE
+from quern.resolve import resolve
 from quern.stages.pretrain import make_loader
 from quern.train.state import TrainState, build_state
 from quern.train.step import accumulate, train_step
-from tests.train.toy import CPU
+from tests.support.toy_training import CPU
 
 BOS = 0
 SHAPE = ModelRecipe(

@@ -15,15 +15,16 @@ from quern.parallel.buckets import Bucket
 from quern.parallel.plan import shard_model
 from quern.parallel.sharding import sharding_of, sliced
 from quern.parallel.zero2 import Zero2
-from quern.recipe import OptimRecipe, Recipe, resolve
+from quern.recipe import OptimRecipe, Recipe
 from quern.recipes import gpt, llama, unet
+from quern.resolve import resolve
 from quern.train import checkpoint
 from quern.train.guard import Guard
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import StepResult, train_step
-from tests.laws.deviation import deviation
 from tests.parallel import sharded
-from tests.train.toy import CPU, toy_loader, toy_recipe, toy_schedule, toy_state
+from tests.support.deviation import deviation
+from tests.support.toy_training import CPU, toy_loader, toy_recipe, toy_schedule, toy_state
 
 STEPS = 10
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}

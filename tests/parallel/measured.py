@@ -12,10 +12,10 @@ from quern.machine import DTYPES, Machine
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes import gpt, llama, unet
-from quern.stages.pretrain import compile_model, micro_batch_rows
-from quern.train.state import build_model, build_state
+from quern.resolve import resolve
+from quern.train.state import build_model, build_state, compile_model
 from quern.train.step import train_step
 
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
@@ -59,7 +59,7 @@ def _steps(made: Recipe, machine: Machine, mesh: Mesh) -> None:
     for _ in range(2):
         tokens, targets = numbers.integers(1, made.model.vocab_size, (2, rows, made.model.context), dtype=np.int32)
         batch = Batch(tokens, targets, targets > 0)
-        train_step(state, batch, Multipliers(), machine, micro_batch_rows=micro_batch_rows(made))
+        train_step(state, batch, Multipliers(), machine, micro_batch_rows=made.micro_batch_rows)
 
 
 def _resident(which: str) -> int:

@@ -20,7 +20,7 @@ from quern.parallel import tensor, vocabulary
 from quern.parallel.plan import bytes_sent, shard_model
 from quern.parallel.sharding import Sharding, sharding_of
 from quern.recipe import ModelRecipe
-from tests.laws.deviation import deviation
+from tests.support.deviation import deviation
 
 B, T, VOCABULARY, BOS = 3, 37, 1001, 0
 """111 tokens: neither rows nor their tokens nor the vocabulary can be shared evenly."""

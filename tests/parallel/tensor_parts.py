@@ -19,8 +19,8 @@ from quern.model.llama import Llama
 from quern.parallel import tensor
 from quern.parallel.plan import shard_model
 from quern.parallel.vocabulary import VocabularyHead
-from tests.laws.deviation import deviation
 from tests.parallel import sharded
+from tests.support.deviation import deviation
 
 CAPS = {"tanh": TanhCap(15.0), "sigmoid": SigmoidCap(30.0, 5.0), "no": NoCap()}
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from quern.records import read_events, read_metrics
-from quern.text import tinyworld
+from quern.text.tinyworld import corpus
 from quern.train import checkpoint
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
-from quern.train.pace import Pace
-from tests.parallel.faulty_ranks import FaultyRanks, faulty
+from quern.train.straggler import Pace
+from tests.support.faulty_ranks import FaultyRanks, faulty
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
@@ -38,7 +38,7 @@ Law = Callable[[str, float | int | str, str], None]
 
 def write_text(folder: Path) -> None:
     with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in tinyworld.documents(0, 0.003, "train"))
+        file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
 
 
 class Runs:

@@ -12,10 +12,11 @@ from quern.machine import DTYPES
 from quern.parallel import buckets
 from quern.parallel.layout import lay_out
 from quern.parallel.memory import memory
-from quern.recipe import ModelRecipe, TrainRecipe, resolve
+from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes import llama
+from quern.resolve import resolve
 from tests.parallel.measured import recipe
-from tests.parallel.ranks import Ranks, running
+from tests.support.ranks import Ranks, running
 
 Law = Callable[[str, float | int | str, str], None]
 

@@ -11,8 +11,8 @@ from quern.parallel import ownership
 from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout, lay_out
 from quern.parallel.ownership import Ownership, share_out
-from quern.recipe import resolve
 from quern.recipes import gpt, llama, unet
+from quern.resolve import resolve
 
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 GRID = [

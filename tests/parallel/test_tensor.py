@@ -13,8 +13,8 @@ from quern.model.llama import Llama
 from quern.parallel.plan import PLANS, Plan, plan_of, shard_model
 from quern.parallel.sharding import sharding_of
 from quern.parallel.vocabulary import part_rows
-from tests.parallel.ranks import Ranks, running
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, whole_model
+from tests.support.ranks import Ranks, running
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,13 @@ from quern.parallel import buckets
 from quern.parallel.layout import lay_out
 from quern.parallel.plan import shard_model
 from quern.parallel.traffic import bytes_per_step, data_bytes
-from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes import gpt, llama, unet
+from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
-from tests.parallel.ranks import Ranks, running
-from tests.train.toy import CPU
+from tests.support.ranks import Ranks, running
+from tests.support.toy_training import CPU
 
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 CONTEXT, ROWS = 13, 12

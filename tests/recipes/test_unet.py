@@ -9,8 +9,9 @@ import torch
 from quern.optim.adamw import AdamW
 from quern.optim.groups import make_groups
 from quern.optim.plain_muon import PlainMuon
-from quern.recipe import ModelRecipe, Recipe, TrainRecipe, resolve
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes.unet import RECIPE
+from quern.resolve import resolve
 
 SPEEDRUN = replace(
     RECIPE,

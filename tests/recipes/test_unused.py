@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from quern.recipe import Recipe, resolve
+from quern.recipe import Recipe
 from quern.recipes import gpt, llama, unet
-from quern.refusals import FILLED_IN
+from quern.resolve import resolve
+from quern.validate import FILLED_IN
 
 RECIPES = pytest.mark.parametrize("recipe", [gpt.RECIPE, llama.RECIPE, unet.RECIPE], ids=["gpt", "llama", "unet"])
 

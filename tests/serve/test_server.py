@@ -17,8 +17,8 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.serve.server import MAX_BODY_BYTES, create_app, host_name, listen
 from quern.text.chat import render_prompt
-from tests.generate.toy import toy_engine
-from tests.serve.running import running
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine
 
 NAME = "toy"
 HELLO: list[Any] = [{"role": "user", "content": "Grüß dich 👋🏽"}]

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from quern import cli
+from quern.cli.main import main
 from quern.generate.engine import Engine, Event
 from quern.generate.sample import Sampling
 from quern.model.context import CausalContext
-from quern.stages import evaluate, talk
+from quern.stages import chat, evaluate
 from quern.stages.complete import complete
-from quern.stages.printable import CONTROL, printable
+from quern.text.printable import CONTROL, printable
 from quern.train import checkpoint
 from tests.generate.test_engine import Scripted
-from tests.generate.toy import CPU, toy_engine, toy_tokenizer
-from tests.stages.llama_run import llama_recipe, model_of, random_state, write_run
+from tests.support.llama_run import llama_recipe, model_of, random_state, write_run
+from tests.support.toy_engine import CPU, toy_engine, toy_tokenizer
 
 PROMPT = "The miller"
 TOKENIZER = toy_tokenizer()
@@ -58,14 +58,14 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(capsys: pytest.CaptureFixture[str], out: Path, *arguments: str, verb: str = "complete") -> str:
     """What the command prints on standard output."""
     capsys.readouterr()
-    assert cli.main([verb, "--out", str(out), *FLAGS, *arguments]) == 0
+    assert main.main([verb, "--out", str(out), *FLAGS, *arguments]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], out: Path, *arguments: str) -> str:
     """The error of the command; standard output stays empty."""
     capsys.readouterr()
-    assert cli.main(["complete", "--out", str(out), *FLAGS, *arguments]) == 1
+    assert main.main(["complete", "--out", str(out), *FLAGS, *arguments]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     return printed.err
@@ -259,7 +259,7 @@ def test_a_prompt_that_is_missing_or_unreadable(
 
 
 def first_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["complete", *arguments]) == 1
+    assert main.main(["complete", *arguments]) == 1
     return capsys.readouterr().err
 
 
@@ -278,13 +278,13 @@ def test_a_chat_with_a_base_model_continues_texts_and_says_why(
     flags = ["--out", *("{}", *FLAGS), "--temperature", "0", "--max-tokens", "20"]
     for out, named, told in ((base, [], True), (tuned, ["--stage", "pretrain"], True), (tuned, ["--complete"], False)):
         piped(monkeypatch, b"The miller\n\n")
-        assert cli.main(["chat", *(flag.format(out) for flag in flags), *named]) == 0
+        assert main.main(["chat", *(flag.format(out) for flag in flags), *named]) == 0
         printed = capsys.readouterr()
-        assert printed.out == f"{talk.COMPLETING}\n> {text}> "
+        assert printed.out == f"{chat.COMPLETING}\n> {text}> "
         assert printed.err.count("\n") == told and ("never taught the chat format" in printed.err) == told
     piped(monkeypatch, b"\n")
-    assert cli.main(["chat", *(flag.format(tuned) for flag in flags)]) == 0
-    assert capsys.readouterr().out.startswith(talk.HELP)
+    assert main.main(["chat", *(flag.format(tuned) for flag in flags)]) == 0
+    assert capsys.readouterr().out.startswith(chat.HELP)
 
 
 def test_one_prompt_to_a_base_model_is_continued(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,8 +296,8 @@ def test_the_mode_is_switched_inside_the_chat() -> None:
     """A text is continued without the conversation, which goes on after it."""
     engine, shown = Recording(toy_engine(context=256)), []
     typed = iter(["One?", "/complete", " The miller ", "/chat", "Two?", ""])
-    talk.chat(engine, max_tokens=8, sampling=Sampling(0.0, 0, 1.0), seed=0, read=lambda: next(typed), put=shown.append)
-    assert "".join(shown).count(talk.COMPLETING) == 1 and "".join(shown).count(talk.HELP) == 2
+    chat.chat(engine, max_tokens=8, sampling=Sampling(0.0, 0, 1.0), seed=0, read=lambda: next(typed), put=shown.append)
+    assert "".join(shown).count(chat.COMPLETING) == 1 and "".join(shown).count(chat.HELP) == 2
     first, text, second = engine.prompts
     assert text == [TOKENIZER.bos, *TOKENIZER.encode(" The miller ")]
     assert second[: len(first)] == first and engine.plain == [False, True, False]
@@ -307,7 +307,7 @@ def test_in_the_chat_a_text_too_long_or_stopped_ends_alone() -> None:
     engine, shown = Recording(toy_engine(context=64)), []
     typed = iter(["x" * 500, "stop me", "go on", ""])
     engine.interrupt = "stop me"
-    talk.chat(
+    chat.chat(
         engine,
         max_tokens=8,
         sampling=Sampling(0.0, 0, 1.0),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quern.train import checkpoint
-from tests.parallel.faulty_ranks import FaultyRanks, faulty
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with, write_text
+from tests.support.faulty_ranks import FaultyRanks, faulty
 
 RECIPE = """
 import functools, os, signal, time

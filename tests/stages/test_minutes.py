@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from quern import cli
+from quern.cli.main import main
 
 ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.01 --text.vocab-size 320 --depth 1
  --model.width 16 --model.head-dim 16 --model.context 32 --no-compile --dtype fp32 --threads 1 --train.minutes 0.01
@@ -12,7 +12,7 @@ ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.0
 
 
 def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
-    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    assert main.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
     folder = tmp_path / "runs" / "timed" / "pretrain"
     recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
     train = recipe["train"]
@@ -23,9 +23,9 @@ def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
 
 def test_what_died_before_its_first_checkpoint_keeps_its_steps(tmp_path: Path) -> None:
     """A restart resumes with nothing saved yet: measured anew, the steps would be others, and refused."""
-    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    assert main.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
     folder = tmp_path / "runs" / "timed" / "pretrain"
     before = (folder / "recipe.json").read_text(encoding="utf-8")
     shutil.rmtree(folder / "checkpoints")
-    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--resume"]) == 0
+    assert main.main([*ARGUMENTS, "--out", str(tmp_path), "--resume"]) == 0
     assert (folder / "recipe.json").read_text(encoding="utf-8") == before

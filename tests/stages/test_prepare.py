@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from quern.data.shards import Corpus
-from quern.recipe import Recipe, TextRecipe, resolve
+from quern.recipe import Recipe, TextRecipe
 from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare, split_pattern, train_tokenizer
-from quern.text import tinyworld
+from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 
 
@@ -268,11 +269,11 @@ def test_tinyworld_is_the_worlds_own_splits(tmp_path: Path) -> None:
     recipe = recipe_for("tinyworld")
     prepared, _ = made(recipe, tmp_path / "out")
     for corpus, split, size in ((prepared.train, "train", 0.05), (prepared.val, "val", 0.01)):
-        expected = list(tinyworld.documents(0, size, split))
+        expected = list(tinyworld_corpus.documents(0, size, split))
         assert texts_of(corpus, prepared.tokenizer) == expected
     other = open_source(replace(recipe, seed=1), tmp_path / "out")
     assert other.fingerprint != open_source(recipe, tmp_path / "out").fingerprint
-    assert list(islice(other.read("train"), 3)) != list(islice(tinyworld.documents(0, 0.05, "train"), 3))
+    assert list(islice(other.read("train"), 3)) != list(islice(tinyworld_corpus.documents(0, 0.05, "train"), 3))
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3])

@@ -10,16 +10,17 @@ import pytest
 from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.machine import Machine
-from quern.recipe import Recipe, TextRecipe, resolve
+from quern.recipe import Recipe, TextRecipe
 from quern.recipes.unet import RECIPE
+from quern.resolve import resolve
+from quern.runs.load import load
+from quern.runs.run_dir import Places
 from quern.stages import pretrain
-from quern.stages.load import load
-from quern.stages.places import Places
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
 from quern.text.chat import render_prompt
 from quern.text.tokenizer import Tokenizer
-from tests.train.toy import CPU
+from tests.support.toy_training import CPU
 
 TOKENIZER = Tokenizer.train(["the miller grinds the grain and the baker bakes the bread, day after day"] * 4, 280)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern import cli
+from quern.cli.main import main
 from quern.records import read_events, read_metrics
-from quern.text import tinyworld
+from quern.text.tinyworld import corpus
 from quern.train import checkpoint
 from quern.train.guard import EXIT_STOPPED
 
@@ -59,17 +59,17 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 def write_text(path: Path, seed: int, megabytes: float = 0.012) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in tinyworld.documents(seed, megabytes, "train"))
+        file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(seed, megabytes, "train"))
 
 
 def write_talks(path: Path, seed: int) -> None:
-    talks = sorted(tinyworld.conversations(seed, 60, "train"), key=lambda talk: len(str(talk)))[:12]
+    talks = sorted(corpus.conversations(seed, 60, "train"), key=lambda talk: len(str(talk)))[:12]
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
 
 
 def quern(folder: Path, verb: str, *flags: str, run: str = "app") -> int:
-    return cli.main([verb, *flags, *PLAIN, "--run", run, "--out", str(folder / "out")])
+    return main.main([verb, *flags, *PLAIN, "--run", run, "--out", str(folder / "out")])
 
 
 def files(folder: Path, run: str = "app") -> dict[str, str]:
@@ -121,7 +121,7 @@ def test_text_that_only_moved_is_the_same(folder: Path) -> None:
 def test_neither_resume_nor_evaluate_needs_the_text(folder: Path) -> None:
     (folder / "text.jsonl").unlink()
     assert quern(folder, "pretrain", "--resume", "--train.steps", "7") == 0
-    assert cli.main(["evaluate", *PLAIN, "--questions", "1", "--run", "app", "--out", str(folder / "out")]) == 0
+    assert main.main(["evaluate", *PLAIN, "--questions", "1", "--run", "app", "--out", str(folder / "out")]) == 0
 
 
 def test_shards_that_are_gone_are_made_again_from_the_same_text_only(
@@ -396,7 +396,7 @@ def test_a_model_is_fine_tuned_as_often_as_wanted(folder: Path, capsys: pytest.C
         assert quern(folder, "sft", "--from", "app", *SFT, run=name) == 0
         assert steps(folder, "sft", name)[-1] == 4
     assert files(folder) == before
-    assert cli.main(["evaluate", *PLAIN, "--questions", "1", "--run", "two", "--out", str(folder / "out")]) == 0
+    assert main.main(["evaluate", *PLAIN, "--questions", "1", "--run", "two", "--out", str(folder / "out")]) == 0
     assert quern(folder, "sft", "--from", "two", *SFT, run="two") == 1
     assert "--from two names the run itself" in capsys.readouterr().err
     assert quern(folder, "sft", "--from", "app", "--from-step", "5", *SFT, run="three") == 1

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from quern.recipe import IN_FINE_TUNING, REFERENCE_BATCH_TOKENS, Recipe, SftRecipe, TrainRecipe, resolve
+from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
+from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.stages.sft import conversations, follow
 from quern.text.tokenizer import Tokenizer
 

@@ -11,13 +11,13 @@ from fractions import Fraction
 
 import pytest
 
-from quern.text import tinyworld
 from quern.text.chat import validate
-from quern.text.tinyworld import KINDS_OF_TEXT, QUESTION_KINDS, Question, check
-from quern.text.tinyworld_chat import EXCHANGES
-from quern.text.tinyworld_facts import CAST, CHARACTERS, RELATIONS, VALUES, expand, lines
-from quern.text.tinyworld_prose import Pen
-from quern.text.tinyworld_skills import (
+from quern.text.tinyworld import corpus
+from quern.text.tinyworld.chat import EXCHANGES
+from quern.text.tinyworld.corpus import KINDS_OF_TEXT, QUESTION_KINDS, Question, check
+from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES, expand, lines
+from quern.text.tinyworld.prose import Pen
+from quern.text.tinyworld.skills import (
     CATEGORIES,
     HELD_OUT_WORDS,
     TASKS,
@@ -26,7 +26,7 @@ from quern.text.tinyworld_skills import (
     is_asked_in_conversations,
     sum_is_held_out,
 )
-from quern.text.tinyworld_wordings import HELD_OUT_QUESTIONS, QUESTIONS
+from quern.text.tinyworld.wordings import HELD_OUT_QUESTIONS, QUESTIONS
 
 
 def sentences(text: str) -> set[str]:
@@ -46,12 +46,12 @@ def spoken(message) -> str:
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    return list(tinyworld.documents(0, 4))
+    return list(corpus.documents(0, 4))
 
 
 @pytest.fixture(scope="module")
 def conversations():
-    return list(tinyworld.conversations(0, 6000))
+    return list(corpus.conversations(0, 6000))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def train_sentences(train_text) -> set[str]:
 
 @pytest.fixture(scope="module")
 def questions() -> dict[str, list[Question]]:
-    return {kind: tinyworld.questions(0, kind, 300) for kind in QUESTION_KINDS}
+    return {kind: corpus.questions(0, kind, 300) for kind in QUESTION_KINDS}
 
 
 # ------------------------------------------------------------------------------------------ determinism
@@ -88,20 +88,20 @@ def test_same_arguments_same_bytes_whatever_the_hash_seed():
 
 
 def test_a_larger_corpus_begins_with_the_smaller_one():
-    small = list(tinyworld.documents(3, 0.1))
-    assert list(itertools.islice(tinyworld.documents(3, 0.5), len(small))) == small
+    small = list(corpus.documents(3, 0.1))
+    assert list(itertools.islice(corpus.documents(3, 0.5), len(small))) == small
     assert sum(len(text.encode()) for text in small) >= 0.1e6 > sum(len(text.encode()) for text in small[:-1])
 
 
 def test_seeds_and_splits_are_disjoint(documents):
     train = {hashlib.sha256(text.encode()).digest() for text in documents}
     for seed, split in ((0, "val"), (1, "val"), (1, "train"), (-1, "train")):
-        other = list(tinyworld.documents(seed, 0.5, split))
+        other = list(corpus.documents(seed, 0.5, split))
         shared = sum(hashlib.sha256(text.encode()).digest() in train for text in other)
         allowed = 0 if split == "val" else 0.01 * len(other)  # two training seeds may share a short text
         assert shared <= allowed, f"{shared} documents of seed {seed}, {split} are also in train"
-    assert list(tinyworld.documents(1, 0.01)) != list(tinyworld.documents(-1, 0.01))
-    assert list(tinyworld.conversations(0, 9, "val")) != list(tinyworld.conversations(0, 9))
+    assert list(corpus.documents(1, 0.01)) != list(corpus.documents(-1, 0.01))
+    assert list(corpus.conversations(0, 9, "val")) != list(corpus.conversations(0, 9))
 
 
 # ------------------------------------------------------------------------------------------ consistency
@@ -175,7 +175,7 @@ def test_documents_vary(documents):
 
 
 def test_kinds_of_text():
-    texts = tinyworld.kinds_of_text(0, 5000)
+    texts = corpus.kinds_of_text(0, 5000)
     assert tuple(texts) == KINDS_OF_TEXT
     assert all(len(text) >= 5000 for text in texts.values())
 
@@ -346,7 +346,7 @@ def test_multiple_choice_has_one_right_option_and_balanced_letters(questions):
 
 
 def test_the_stated_chance_is_that_of_the_best_blind_guess():
-    facts = tinyworld.questions(5, "facts", 1500)
+    facts = corpus.questions(5, "facts", 1500)
     by_relation = collections.defaultdict(list)
     for question in facts:
         by_relation[next(r for r in RELATIONS if question.answer in VALUES[r])].append(question)
@@ -354,7 +354,7 @@ def test_the_stated_chance_is_that_of_the_best_blind_guess():
         column = [character.fact(relation) for character in CAST]
         assert asked[0].chance == pytest.approx(max(map(column.count, column)) / len(CAST))
         assert asked[0].chance >= 1 / len(VALUES[relation])
-    counting = tinyworld.questions(5, "counting", 800)
+    counting = corpus.questions(5, "counting", 800)
     guessed = sum(max(q.chance for q in counting) >= q.chance > 0 for q in counting)
     assert guessed == 800
     answers = collections.Counter(q.answer for q in counting if "letters" not in q.messages[0]["content"])
@@ -372,12 +372,12 @@ def test_templates():
 
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="train, val"):
-        next(tinyworld.documents(0, 1, "test"))
+        next(corpus.documents(0, 1, "test"))
     with pytest.raises(ValueError, match="train, val"):
-        next(tinyworld.conversations(0, 1, "dev"))
+        next(corpus.conversations(0, 1, "dev"))
     with pytest.raises(ValueError, match="more than 0"):
-        next(tinyworld.documents(0, 0))
+        next(corpus.documents(0, 0))
     with pytest.raises(ValueError, match="facts, sums"):
-        tinyworld.questions(0, "riddles", 1)
+        corpus.questions(0, "riddles", 1)
     with pytest.raises(ValueError, match="ask for fewer"):
-        tinyworld.questions(0, "spelling", 100_000)
+        corpus.questions(0, "spelling", 100_000)

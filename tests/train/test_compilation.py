@@ -18,8 +18,8 @@ from quern.recipes import gpt, llama, unet
 from quern.records import StageFolder
 from quern.train import loop
 from quern.train.state import TrainState, build_model, build_state
-from tests.generate.toy import toy_tokenizer
-from tests.train.toy import CONTEXT, ROWS, toy_loader, toy_plan, toy_recipe
+from tests.support.toy_engine import toy_tokenizer
+from tests.support.toy_training import CONTEXT, ROWS, toy_loader, toy_plan, toy_recipe
 
 # torch's tracer looks at `.grad` of tensors between two compiled parts, and warns of that itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

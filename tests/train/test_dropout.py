@@ -10,12 +10,13 @@ import torch
 from quern.data.loader import Batch, Loader
 from quern.eval.bits_per_byte import batch_losses
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, Recipe, resolve
+from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.llama import RECIPE
 from quern.records import StageFolder, read_metrics
+from quern.resolve import resolve
 from quern.train.loop import Plan, resume, train
 from quern.train.state import TrainState, build_model, build_state
-from tests.train.toy import (
+from tests.support.toy_training import (
     CONTEXT,
     CPU,
     VOCABULARY,

@@ -19,7 +19,7 @@ from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STO
 from quern.train.loop import Plan, resume, train
 from quern.train.state import TrainState
 from quern.train.step import train_step
-from tests.train.toy import (
+from tests.support.toy_training import (
     CPU,
     differing,
     eager,

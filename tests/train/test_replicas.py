@@ -7,8 +7,8 @@ import torch
 
 from quern.train import checkpoint
 from quern.train.replicas import CHUNK_WORDS, checksum
-from tests.parallel.faulty_ranks import FaultyRanks, faulty
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with, write_text
+from tests.support.faulty_ranks import FaultyRanks, faulty
 
 # One bit of one parameter, on rank 1; or of the optimizer's state that every replica has, after a resume.
 RECIPE = """

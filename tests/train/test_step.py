@@ -14,12 +14,12 @@ from quern.kernels.cross_entropy import cross_entropy_plain
 from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
-from quern.text import tinyworld
 from quern.text.chat import Message, render
+from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState
 from quern.train.step import accumulate, to_device, train_step
-from tests.train.toy import (
+from tests.support.toy_training import (
     CONTEXT,
     CPU,
     ROWS,
@@ -103,7 +103,7 @@ def learned(message: Message) -> str:
 
 def test_prompts_give_exactly_no_gradient_in_fine_tuning(law: Law) -> None:
     """Conversations of the built-in world, rendered, packed and batched as fine-tuning does."""
-    talks = list(tinyworld.conversations(0, 30, "train"))
+    talks = list(tinyworld_corpus.conversations(0, 30, "train"))
     tokenizer = Tokenizer.train([str(message["content"]) for talk in talks for message in talk], 400)
     pairs = [render(tokenizer, talk) for talk in talks]
     replies = {learned(message) for talk in talks for message in talk if message["role"] == "assistant"}

@@ -13,7 +13,7 @@ from quern.eval.likelihood import MultipleChoice, multiple_choice
 from quern.eval.score import none_asked
 from quern.generate.engine import Engine
 from quern.text.chat import render_prompt
-from quern.text.tinyworld import QUESTION_KINDS, Question, check, questions
+from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, check, questions
 from quern.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 96

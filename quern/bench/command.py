@@ -1,0 +1,213 @@
+"""`quern bench`: how fast each part of the mill is on this machine, and how good a model some minutes make.
+
+Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. How each
+is measured is said at the head of its file, bench_*.py. Without a name all the quick ones run. `quern bench gpu`
+is a program of its own: bench_gpu.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from quern.bench.attention import attention, windows
+from quern.bench.cross_entropy import cross_entropy
+from quern.bench.data import encode, loading, packing, tokenizer
+from quern.bench.generate import decode, prefill
+from quern.bench.material import MICRO_BATCH_TOKENS, Material
+from quern.bench.quality import quality
+from quern.bench.ranks import ranks
+from quern.bench.record import Outcome, Setup, load_average, record, table, versions, write
+from quern.bench.train import train
+from quern.flags import check_flags
+from quern.flags.check_flags import UNSAID
+from quern.kernels.attention.autotune import equip
+from quern.machine import detect
+
+What = Literal[
+    "tokenizer",
+    "encode",
+    "packing",
+    "loading",
+    "train",
+    "prefill",
+    "decode",
+    "attention",
+    "windows",
+    "cross-entropy",
+    "ranks",
+    "grug",
+    "quality",
+]
+
+BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
+    "tokenizer": tokenizer,
+    "encode": encode,
+    "packing": packing,
+    "loading": loading,
+    "train": train,
+    "prefill": prefill,
+    "decode": decode,
+    "attention": attention,
+    "windows": windows,
+    "cross-entropy": cross_entropy,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure this machine: each figure is the median of several rounds, with the lowest and the highest.
+
+    example: quern bench train decode
+
+    example: quern bench quality --train train.parquet --val val.parquet --minutes 10
+
+    example: quern bench gpu --help
+    """
+
+    what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
+    """What to measure; all but ranks, grug and quality when nothing is named."""
+    out: Path = Path("out")
+    """The folder that records go under, in bench/."""
+    rounds: int = 5
+    """How often each figure is taken."""
+    seed: int = 0
+    batch_tokens: int = MICRO_BATCH_TOKENS
+    """`train`: tokens of one optimizer step, in micro-batches of 4,096."""
+    start: bool = True
+    """`train`: also the start-up time and peak memory of fresh processes, which takes longest."""
+    data: Annotated[Path | None, UNSAID] = None
+    """Text for tokenizer, encode and packing: a file or a folder. Default: the built-in world."""
+    megabytes: float = 8.0
+    """How much of that text."""
+    train: Annotated[Path | None, UNSAID] = None
+    """`quality`: the training text, a file or a folder."""
+    val: Annotated[Path | None, UNSAID] = None
+    """`quality`: the validation text."""
+    minutes: float = 10.0
+    """`quality`: minutes of training, counted in steps only."""
+    depth: int = 4
+    """`quality`: the recipe's dial."""
+    quick: bool = False
+    """Tiny sizes, to see that everything runs; the figures mean nothing."""
+    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
+    """Default: the best there is."""
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
+    """Default: bf16 where it is measured to be faster."""
+    threads: Annotated[int | None, UNSAID] = None
+    """CPU threads. Default: one for each core."""
+    compile: bool = True
+    """--no-compile runs eagerly."""
+
+
+def main(arguments: list[str], say: Callable[[str], None]) -> int:
+    """Runs what is asked for; returns the exit code. Raises ValueError for a mistyped name."""
+    options = check_flags.read(Options, arguments, prog="quern bench")
+    refuse(options)
+    setup = prepare(options, say)
+    introduce(setup)
+    for what in dict.fromkeys(options.what or BENCHMARKS):
+        load, start = load_average(), time.monotonic()
+        with steady(setup):
+            outcome = measure(what, options, setup)
+        body = record(what, outcome, setup, time.monotonic() - start, load)
+        path = options.out / "bench" / f"{what}.json"
+        write(path, body)
+        for line in render(what, outcome, body["seconds"], load):
+            say(line)
+        say(f"  record: {path}")
+    return 0
+
+
+def refuse(options: Options) -> None:
+    """Raises ValueError or FileNotFoundError, before anything is measured, saying what to give instead."""
+    if options.batch_tokens % 512:
+        raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {options.batch_tokens}")
+    if "quality" in options.what and (options.train is None or options.val is None):
+        raise ValueError("quality needs text: give --train and --val, each a file or a folder")
+    for path in (options.data, options.train, options.val):
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
+
+
+def prepare(options: Options, say: Callable[[str], None]) -> Setup:
+    machine = equip(detect(options.device, options.dtype, options.compile, options.threads))
+    for note in machine.notes:
+        say(note)
+    megabytes, vocab_size = (0.2, 512) if options.quick else (options.megabytes, 8192)
+    material = Material(options.seed, megabytes, vocab_size, options.data)
+    return Setup(
+        machine,
+        options.seed,
+        options.rounds,
+        options.quick,
+        options.batch_tokens,
+        options.start,
+        material,
+        say,
+    )
+
+
+def introduce(setup: Setup) -> None:
+    """What the figures hold for."""
+    found = setup.machine.describe()
+    say, compiled = setup.say, "compiled" if setup.machine.compile else "eager"
+    say(f"machine   {found['processor']}")
+    parts = found["device"], found["dtype"], f"{found['threads']} threads", compiled, found["system"]
+    say(f"          {', '.join(map(str, parts))}")
+    say(f"versions  {', '.join(f'{name} {text}' for name, text in versions().items())}")
+    say(f"figures   median of {setup.rounds} rounds (lowest .. highest), seed {setup.seed}")
+    if setup.quick:
+        say("          --quick: tiny sizes, the figures mean nothing")
+
+
+def measure(what: str, options: Options, setup: Setup) -> Outcome:
+    if what == "ranks":
+        return ranks(setup)
+    if what == "grug":  # needs packages that the others do without
+        from quern.bench.jax import grug
+
+        return grug(setup)
+    if what != "quality":
+        return BENCHMARKS[what](setup)
+    assert options.train and options.val
+    return quality(
+        setup.machine,
+        options.out,
+        train=options.train,
+        val=options.val,
+        minutes=options.minutes,
+        depth=options.depth,
+        seed=options.seed,
+        say=setup.say,
+    )
+
+
+def render(what: str, outcome: Outcome, seconds: float, load: float | None) -> Iterator[str]:
+    busy = f", load average before {load:.1f}" if load is not None else ""
+    yield f"\n{what}  ({seconds:.0f} s{busy})"
+    simple = {name: value for name, value in outcome.settings.items() if not isinstance(value, dict)}
+    if simple:
+        yield "  " + ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in simple.items())
+    yield from outcome.lines or table(outcome.measures)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@contextmanager
+def steady(setup: Setup) -> Iterator[None]:
+    """The same random numbers and number of threads for each benchmark, whichever ran before it."""
+    torch.manual_seed(setup.seed)
+    torch.set_num_threads(setup.machine.threads)
+    yield

@@ -1,0 +1,57 @@
+"""The command line: a verb, then a recipe's name or file, then the recipe's fields as flags.
+
+Flags come from dataclasses (options.py, or the file of the verb) through tyro. An error of the user's making is
+printed as one line, without a traceback; the exit codes are those of `train/guard.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+from quern.cli.interrupt import EXIT_INTERRUPTED, INTERRUPTED, exit_on_interrupt
+
+with exit_on_interrupt():  # importing PyTorch takes seconds
+    from quern import machine as machines
+    from quern.cli.options import say
+    from quern.cli.summaries import usage
+    from quern.cli.verbs import VERBS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The console script. Returns the exit code."""
+    try:
+        return run_verb(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def run_verb(arguments: list[str]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or a pipe that takes ASCII only gets ? for the rest
+            stream.reconfigure(errors="replace")
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        say(usage())
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        print(f"quern: there is no '{verb}': use one of {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    try:
+        return VERBS[verb](verb, rest) or 0
+    except BrokenPipeError:  # as in `quern run --help | head`: there is nobody left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        if machines.environment().get("QUERN_TRACEBACK"):
+            raise
+        from quern.runs.run_dir import plainly
+
+        print(f"quern {verb}: {plainly(error)}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

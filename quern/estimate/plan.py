@@ -1,0 +1,286 @@
+"""`quern lab plan`: what training a recipe on some GPUs will take, before anyone rents them.
+
+For each way to lay the ranks out as replicas by shards (dp × tp): memory of one GPU by category, bytes sent per step by
+collective, the step's time by part, MFU, days and cost to the recipe's horizon; the best, and why the others lose.
+Counted or traced are memory (parallel/memory.py) and bytes (parallel/traffic.py); time is a model (predict.py) of
+tabulated hardware (hardware.py) and no measurement. Bytes are shown in GB of 10⁹, a GPU's memory too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from quern import machine as machines
+from quern.estimate.hardware import NETWORKS, PROCESSORS, Processor, processors_like_this
+from quern.estimate.predict import Cluster, Step, predict
+from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_flags import parse
+from quern.machine import measure_peak_flops
+from quern.model.count import flops_per_token, parameters
+from quern.parallel.layout import Layout, lay_out
+from quern.parallel.memory import Memory, activations, memory
+from quern.recipe import Recipe
+from quern.resolve import resolve
+from quern.stages.memory_check import machine_memory
+from quern.temporaries import write_whole
+from quern.terminal import grid
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quern lab plan`: the recipe's fields, and on what it would run."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    gpus: int = 8
+    """How many, in all; ranks, for --gpu cpu."""
+    gpu: Literal["a100", "h100", "h200", "b200", "l40s", "rtx4090", "cpu"] = "h100"
+    """cpu: ranks that share this machine, whose matrix products are measured."""
+    network: Literal["ib-xdr", "ib-ndr", "ib-hdr", "ethernet-400g", "ethernet-100g", "ethernet-25g", "ethernet-10g"] = (
+        "ib-ndr"
+    )
+    """Between machines; ib: an adapter for each GPU, ethernet: one for each machine."""
+    per_machine: Annotated[int | None, UNSAID] = None
+    """GPUs in one machine. Default: as they are usually sold."""
+    matmul_tflops: Annotated[float | None, UNSAID] = None
+    """Measured rate of one GPU's large matrix products (`quern bench train`), instead of 70 % of its peak."""
+    dollars_per_hour: Annotated[float | None, UNSAID] = None
+    """What one GPU costs."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    compile: bool = True
+    """--no-compile: memory of an eager run."""
+    json: Annotated[Path | None, UNSAID] = None
+    """Also write everything here."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was looked at. step is None where it cannot be; refusal says why."""
+
+    dp: int
+    tp: int
+    micro_batch_tokens: int = 0
+    memory: Annotated[Memory | None, UNSAID] = None
+    step: Annotated[Step | None, UNSAID] = None
+    refusal: str = ""
+    share: float = 1.0
+    """Bytes of the parameters over those of the buffers they lie in: what padding leaves."""
+
+
+def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str) -> int:
+    """Returns the exit code: 1 when nothing fits."""
+    depth = {"model.depth": "follows from --depth"}
+    options = parse(Options, recipe, arguments, prog="quern lab plan", without=depth, description=description)
+    cluster = cluster_of(options)
+    found = sorted(candidates(options, cluster), key=lambda one: one.step.seconds if one.step else float("inf"))
+    for line in report(options, cluster, found):
+        say(line)
+    if options.json is not None:
+        write_whole(options.json, json.dumps(as_json(options, cluster, found), indent=2) + "\n")
+        say(f"record: {options.json}")
+    return 0 if found and found[0].step is not None else 1
+
+
+def cluster_of(options: Options) -> Cluster:
+    if options.gpu == "cpu":
+        machine = machines.detect("cpu", options.dtype, compile=False)
+        chip: Processor = processors_like_this(measure_peak_flops(machine), machine_memory(), options.gpus)
+    else:
+        chip = PROCESSORS[options.gpu]
+    if options.matmul_tflops is not None:
+        chip = replace(chip, peak_flops=max(chip.peak_flops, options.matmul_tflops * 1e12))
+        chip = replace(chip, attained=options.matmul_tflops * 1e12 / chip.peak_flops)
+    if options.dollars_per_hour is not None:
+        chip = replace(chip, dollars_per_hour=options.dollars_per_hour)
+    return Cluster(chip, NETWORKS[options.network], options.gpus, options.per_machine or chip.per_machine)
+
+
+def candidates(options: Options, cluster: Cluster) -> list[Candidate]:
+    """Every number of shards that divides the ranks and stays within a machine."""
+    recipe = resolve(options.recipe)
+    sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
+    return [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
+
+
+def _candidate(options: Options, cluster: Cluster, recipe: Recipe, dp: int, tp: int) -> Candidate:
+    device = "cpu" if options.gpu == "cpu" else "cuda"
+    room = cluster.processor.memory - cluster.processor.reserved
+    try:
+        layout = lay_out(recipe, DTYPES[options.dtype], dp, tp)
+    except ValueError as error:
+        return Candidate(dp, tp, refusal=str(error))
+    row_bytes, flops = activations(layout, device, options.compile), flops_per_token(recipe)
+    share = sum(p.nbytes for p in layout.shard.parameters()) / sum(bucket.params.nbytes for bucket in layout.buckets)
+    found: list[Candidate] = []
+    for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
+        tokens = sized.recipe.train.micro_batch_tokens
+        assert tokens
+        needed = memory(sized, device, options.compile, row_bytes)
+        if needed.peak > room:
+            refusal = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
+            found.append(Candidate(dp, tp, tokens, needed, None, refusal, share))
+            break
+        step = predict(sized, needed, cluster, flops)
+        found.append(Candidate(dp, tp, tokens, needed, step, "", share))
+    return min(found, key=lambda one: one.step.seconds if one.step else float("inf"))
+
+
+def _sized(layout: Layout, fixed: bool) -> list[Layout]:
+    """With micro-batches of one row, two, four, … up to all that a replica has, unless the recipe says how many."""
+    if fixed:
+        return [layout]
+    context, rows = layout.recipe.model.context, layout.rows
+    assert context
+    counts = [2**power for power in range(rows.bit_length()) if 2**power < rows] + [rows]
+    trains = [replace(layout.recipe.train, micro_batch_tokens=count * context) for count in counts]
+    return [replace(layout, recipe=replace(layout.recipe, train=train)) for train in trains]
+
+
+# What is shown ----------------------------------------------------------------------------------------------
+
+
+def report(options: Options, cluster: Cluster, found: list[Candidate]) -> list[str]:
+    """Lines for a terminal. found: the best first."""
+    recipe, chip = resolve(options.recipe), cluster.processor
+    train = recipe.train
+    assert train.steps and train.batch_tokens
+    count = parameters(recipe)
+    machines_needed = -(-options.gpus // cluster.per_machine)
+    between = f" in {machines_needed} machines, {options.network} between them" if machines_needed > 1 else ""
+    lines = [
+        f"{recipe.name}, depth {recipe.depth}: {count.total / 1e6:,.1f}M parameters, "
+        f"{flops_per_token(recipe) / 1e9:,.2f} GFLOP a token",
+        f"horizon: {train.steps:,} steps of {train.batch_tokens:,} tokens, "
+        f"{train.steps * train.batch_tokens / 1e9:,.3f}B in all",
+        f"on {options.gpus:,} × {options.gpu}{between}, {chip.memory / GB:.0f} GB each; "
+        f"matrix products at {chip.peak_flops * chip.attained / 1e12:,.4g} TFLOP/s in {options.dtype}",
+        "",
+    ]
+    lines += grid(HEAD, [_row(one, options, cluster, train.steps) for one in found])
+    best = found[0]
+    if best.step is None or best.memory is None:
+        return [*lines, "", f"Nothing fits: {_smaller(options, cluster)}"]
+    lines += ["", f"best: {_settings(best)}", ""]
+    lines += ["memory of one GPU" if options.gpu != "cpu" else "memory of one rank (the interpreter comes on top)"]
+    lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
+    lines += ["", "one GPU sends per step"]
+    lines += [f"  {kind:22} {size / GB:9.3f} GB" for kind, size in best.step.traffic.items()] or ["  nothing"]
+    lines += ["", "why not the others"] if len(found) > 1 else []
+    lines += [f"  dp {one.dp:,} × tp {one.tp}: {_why(one, best)}" for one in found[1:]]
+    return [*lines, "", *ASSUMED]
+
+
+HEAD = ("dp", "tp", "micro-batch", "memory GB", "products", "pointwise", "update", "model", "data", "step ms",
+        "tokens/s", "MFU %", "days", "dollars")  # fmt: skip
+ASSUMED = (
+    "The columns from products to data are ms of a step: tensor parallelism's collectives under model, those that",
+    "nothing hides under data. Memory and bytes are counted; times are a model, without kernel launches, stragglers",
+    "and waiting for data: a measured run has the last word (docs/parallelism.md).",
+)
+
+
+def _row(one: Candidate, options: Options, cluster: Cluster, steps: int) -> tuple[str, ...]:
+    needed = f"{one.memory.peak / GB:.2f}" if one.memory else "-"
+    micro = f"{one.micro_batch_tokens:,}" if one.micro_batch_tokens else "-"
+    head = (f"{one.dp:,}", str(one.tp), micro, needed)
+    if one.step is None:
+        return (*head, *["-"] * (len(HEAD) - len(head)))
+    step = one.step
+    parts = (step.products, step.pointwise, step.update, step.model, step.data, step.seconds)
+    facts = totals(one, options, cluster, steps)
+    cost = f"{facts['dollars']:,.0f}" if facts["dollars"] is not None else "-"
+    days = facts["days"]
+    return (
+        *head,
+        *(f"{1e3 * part:,.2f}" for part in parts),
+        f"{facts['tokens_per_second']:,.0f}",
+        f"{100 * facts['mfu']:.1f}",
+        f"{days:,.2f}" if days >= 0.1 else f"{days:.4f}",
+        cost,
+    )
+
+
+def totals(one: Candidate, options: Options, cluster: Cluster, steps: int) -> dict[str, Any]:
+    """What follows from the step's time. days and dollars: to the horizon."""
+    assert one.step is not None
+    chip, batch_tokens = cluster.processor, resolve(options.recipe).train.batch_tokens
+    assert batch_tokens
+    days = steps * one.step.seconds / 86_400
+    price = chip.dollars_per_hour
+    return {
+        "tokens_per_second": batch_tokens / one.step.seconds,
+        "mfu": one.step.flops / one.step.seconds / (chip.peak_flops * options.gpus),
+        "days": days,
+        "dollars": None if price is None else days * 24 * price * options.gpus,
+    }
+
+
+def _settings(best: Candidate) -> str:
+    return f"dp {best.dp:,} × tp {best.tp}: --tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
+
+
+def _categories(one: Memory) -> list[tuple[str, int, str]]:
+    rows = [
+        ("parameters", one.parameters, ""),
+        ("gradients", one.gradients, ""),
+        ("fp32 masters", one.masters, "" if one.masters else "parameters are their own"),
+        ("moments", one.moments, ""),
+        ("activations", one.activations, "of one micro-batch"),
+        ("loss", one.loss, "a chunk of logits, gradients of head and hidden states"),
+        ("gradients in flight", one.in_flight, "" if one.accumulates else "when activations are gone"),
+        ("update", one.update, "when activations are gone"),
+    ]
+    return [*rows, ("peak", one.peak, "")]
+
+
+def _why(one: Candidate, best: Candidate) -> str:
+    if one.step is None:
+        return one.refusal
+    assert best.step is not None
+    parts = {
+        "smaller or worse shared products": one.step.products - best.step.products,
+        "memory traffic between products": one.step.pointwise - best.step.pointwise,
+        "the update": one.step.update - best.step.update,
+        "collectives of tensor parallelism": one.step.model - best.step.model,
+        "collectives of data parallelism that nothing hides": one.step.data - best.step.data,
+    }
+    worst = max(parts, key=lambda name: parts[name])
+    slower = 100 * (one.step.seconds / best.step.seconds - 1)
+    return f"{slower:.1f} % slower, most of it {worst} (+{1e3 * parts[worst]:,.2f} ms)"
+
+
+def _smaller(options: Options, cluster: Cluster) -> str:
+    kind = "ranks share this machine's memory" if options.gpu == "cpu" else f"more of them (--gpus {2 * options.gpus})"
+    return f"{kind}; use a smaller --depth, or --train.micro-batch-tokens {resolve(options.recipe).model.context}"
+
+
+def as_json(options: Options, cluster: Cluster, found: list[Candidate]) -> dict[str, Any]:
+    """Everything that the report shows, and what it was computed from; bytes and seconds."""
+    recipe = resolve(options.recipe)
+    assert recipe.train.steps
+    body = []
+    for one in found:
+        entry: dict[str, Any] = {"dp": one.dp, "tp": one.tp, "micro_batch_tokens": one.micro_batch_tokens}
+        entry |= {"refusal": one.refusal, "parameters_share_of_buffers": round(one.share, 4)}
+        entry["memory"] = one.memory and asdict(one.memory) | {"peak": one.memory.peak}
+        entry["step"] = one.step and asdict(one.step) | {"seconds": one.step.seconds}
+        body.append(entry | (totals(one, options, cluster, recipe.train.steps) if one.step else {}))
+    return {
+        "recipe": recipe.to_json(),
+        "gpus": options.gpus,
+        "gpu": options.gpu,
+        "network": options.network,
+        "cluster": asdict(cluster),
+        "parameters": vars(parameters(recipe)),
+        "flops_per_token": flops_per_token(recipe),
+        "candidates": body,
+    }

@@ -1,0 +1,143 @@
+"""The time of one training step on a layout: matrix products, memory traffic, and what communication is not hidden.
+
+A model, with these parts, in seconds of one rank:
+
+- products: FLOPs of its tokens (model/count.py) and of its share of the update, at the rate of large matrix products;
+- pointwise: what lies between them, bound by memory: what autograd keeps is written and read in the forward pass, read
+  again in the backward pass and met by a gradient, four passes; of the optimizer's buffers each is read and written;
+- model: tensor parallelism's collectives, which nothing hides;
+- data: gradients, of which the backward pass of the last micro-batch hides what it lasts, but never the last bucket;
+  parameters, hidden behind the update in the same way; and matrices on the way to their owners and back, not hidden.
+
+Links follow the α-β model (Hockney, 1994): a ring of n ranks takes (n - 1) hops of α each, twice for an all-reduce,
+and its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
+part: the adapters of the members that it has in each. Kernel launches, waiting for data and stragglers are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from quern.estimate.hardware import ATTAINED_BANDWIDTH, Network, Processor
+from quern.parallel.layout import Layout
+from quern.parallel.memory import Memory, owned_counts, run_update
+from quern.parallel.traffic import bytes_per_step
+
+BACKWARD_SHARE = 2 / 3
+"""Of a micro-batch's time."""
+PASSES = 4
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """ranks: processes in all, `per_machine` of them in each machine."""
+
+    processor: Processor
+    network: Network
+    ranks: int
+    per_machine: int
+
+    def ring_seconds(self, ranks: int, stride: int, sent: float, calls: int, hops_each: int) -> float:
+        """Of `calls` collectives that send `sent` bytes in all, over `ranks` ranks that lie `stride` apart."""
+        if ranks == 1 or not calls:
+            return 0.0
+        members = max(1, min(ranks, self.per_machine // stride))  # in each machine
+        machines = -(-ranks // members)
+        bandwidth, hop = self.processor.link_bandwidth, self.processor.link_seconds
+        seconds = (ranks - machines) * hop
+        if machines > 1:
+            share = members if self.network.adapter_per_gpu else members / self.per_machine
+            bandwidth = min(bandwidth, self.network.bandwidth * share)
+            seconds += machines * self.network.hop_seconds
+        return calls * hops_each * seconds + sent / (bandwidth * ATTAINED_BANDWIDTH)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step by part; `data` is what is not hidden of it. flops: of the model, over all ranks."""
+
+    products: float
+    pointwise: float
+    update: float
+    model: float
+    data: float
+    hidden: float
+    flops: float
+    traffic: dict[str, int]
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.pointwise + self.update + self.model + self.data
+
+
+def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: float) -> Step:
+    """flops_per_token: of training, of the whole model."""
+    chip, context, batch_tokens = cluster.processor, layout.recipe.model.context, layout.recipe.train.batch_tokens
+    assert context and batch_tokens
+    rate, bandwidth = chip.peak_flops * chip.attained, chip.memory_bandwidth * ATTAINED_BANDWIDTH
+    products = flops_per_token * layout.rows * context / layout.tp / rate
+    most = max(layout.micro_batches)
+    pointwise = PASSES * memory.activations / most * layout.rows / bandwidth
+    update = _update_flops(layout) / rate + 2 * (memory.masters + memory.moments) / bandwidth
+    traffic = bytes_per_step(layout)
+    cut = sum(not bucket.small for bucket in layout.buckets)
+    there, back = _data_seconds(layout, cluster, traffic, cut)
+    last = (products + pointwise) * layout.micro_batches[-1] / layout.rows * BACKWARD_SHARE
+    exposed = max(there / max(1, cut), there - last) + max(back / max(1, cut), back - update)
+    moved = _moving_seconds(layout, cluster, traffic)
+    small = cluster.ring_seconds(layout.dp, layout.tp, traffic.get("data/all_reduce", 0), 3, 2)
+    small += cluster.ring_seconds(layout.dp * layout.tp, 1, traffic.get("world/all_reduce", 0), 1, 2)
+    return Step(
+        products,
+        pointwise,
+        update,
+        _model_seconds(layout, cluster, traffic),
+        exposed + moved + small,
+        there + back - exposed,
+        flops_per_token * batch_tokens,
+        traffic,
+    )
+
+
+def _data_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int], buckets: int) -> tuple[float, float]:
+    """Gradients there, parameters back."""
+    kinds = "data/reduce_scatter", "data/all_gather"
+    there, back = (cluster.ring_seconds(layout.dp, layout.tp, traffic.get(kind, 0), buckets, 1) for kind in kinds)
+    return there, back
+
+
+def _moving_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) -> float:
+    """Parts of matrices go from few ranks to few: to another machine, where there are several."""
+    calls = 2 * sum(bucket.moves for bucket in layout.buckets)
+    apart = layout.tp if layout.dp * layout.tp <= cluster.per_machine else cluster.per_machine
+    return cluster.ring_seconds(min(2, layout.dp), apart, traffic.get("data/all_to_all", 0), calls, 1)
+
+
+def _model_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) -> float:
+    if layout.tp == 1:
+        return 0.0
+    micro_batches, context, width = len(layout.micro_batches), layout.recipe.model.context, layout.recipe.model.width
+    assert context and width
+    stream = max(layout.micro_batches) * context * width * layout.dtype.itemsize * (layout.tp - 1) // layout.tp
+    streams = -(-traffic["model/all_gather"] // stream)
+    exchanges = 2 * sum(bucket.exchange for bucket in layout.buckets)
+    calls = {"all_gather": (streams, 1), "reduce_scatter": (streams, 1), "all_reduce": (2 * micro_batches, 2)}
+    calls["all_to_all"] = exchanges, 1
+    return sum(
+        cluster.ring_seconds(layout.tp, 1, traffic.get(f"model/{kind}", 0), count, hops)
+        for kind, (count, hops) in calls.items()
+    )
+
+
+def _update_flops(layout: Layout) -> float:
+    """Of the matrix products in the update, on the rank that has most of them."""
+    totals = [0] * (layout.dp * layout.tp)
+    for bucket in layout.buckets:
+        if bucket.rule.stacked:
+            counter = FlopCounterMode(display=False)
+            run_update(bucket, 1, counter)
+            for rank, count in enumerate(owned_counts(bucket, layout)):
+                totals[rank] += count * counter.get_total_flops()
+    return float(max(totals))

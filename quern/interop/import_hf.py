@@ -1,0 +1,165 @@
+"""`quern import`: a Llama in Hugging Face's format becomes a run that can be evaluated, fine-tuned and talked to.
+
+The folder may come from `quern export` or from anyone: config.json, weights in safetensors (one file or several, never
+a pickle), and a tokenizer.json that is quern's own, which may also be given beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quern.flags import check_flags
+from quern.flags.check_flags import UNSAID
+from quern.interop.llama_format import shape_from, weights_from
+from quern.machine import Machine, detect
+from quern.recipe import Recipe, TextRecipe
+from quern.resolve import resolve
+from quern.runs.run_dir import Places
+from quern.stages.session import describe_run, open_folder
+from quern.text.hugging_face import read_tokenizer
+from quern.text.tokenizer import FILE_FORMAT, Tokenizer
+from quern.train import checkpoint
+from quern.train.state import TrainState, build_model, build_state
+
+
+@dataclass
+class Options:
+    """Flags of `quern import`."""
+
+    folder: tyro.conf.Positional[Path]
+    """What to read: config.json, *.safetensors and tokenizer.json."""
+    run: str
+    """The new run's name."""
+    out: Path = Path("out")
+    """The folder that everything of quern's lies under."""
+    stage: Literal["pretrain", "sft"] = "pretrain"
+    """What it counts as: a base model, or one that has learned to answer."""
+    tokenizer: Annotated[Path | None, UNSAID] = None
+    """A tokenizer.json of quern's, where the folder has none."""
+    data: str = "tinyworld"
+    """Text to evaluate on."""
+
+
+def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str = "") -> int:
+    """recipe: of the architecture; what the folder says goes into it."""
+    options = check_flags.read(Options, arguments, prog="quern import", description=description)
+    run(
+        options.folder,
+        Places(options.out, options.run),
+        replace(recipe, data=options.data),
+        stage=options.stage,
+        tokenizer=options.tokenizer,
+        say=say,
+    )
+    return 0
+
+
+def run(
+    folder: Path, places: Places, recipe: Recipe, *, stage: str, tokenizer: Path | None, say: Callable[[str], None]
+) -> None:
+    """Makes the run, its fp32 masters equal to the weights in the folder. recipe: unresolved, of the architecture.
+
+    Raises FileNotFoundError or ValueError, saying what is missing or stands in the way; then there is no such run.
+    """
+    if places.folder.exists():
+        raise ValueError(f"there is a run '{places.run}' already: name another one with --run")
+    config = _read_json(folder / "config.json")
+    try:
+        shape = shape_from(config)
+        words = _read_tokenizer(tokenizer or folder / "tokenizer.json")
+        tied = bool(config.get("tie_word_embeddings", False))
+        weights = weights_from(_read_weights(folder), shape.depth or 0, tied=tied)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    recipe = replace(recipe, depth=shape.depth or 0, model=replace(shape, bos=words.bos))
+    recipe = resolve(replace(recipe, text=TextRecipe(vocab_size=words.vocab_size)))
+    machine = detect("cpu", "fp32", compile=False)
+    state = _state(recipe, machine, weights, folder)
+    _write(places, stage, recipe, machine, words, state, folder)
+    say(f"{len(weights):,} weights of {folder} are now run '{places.run}' → {places.folder}")
+
+
+def _state(recipe: Recipe, machine: Machine, weights: dict[str, Tensor], folder: Path) -> TrainState:
+    model = build_model(recipe, machine, None)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: the weights do not have the sizes that config.json gives: {error}") from error
+    return build_state(recipe, machine, model)
+
+
+def _write(
+    places: Places,
+    stage: str,
+    recipe: Recipe,
+    machine: Machine,
+    tokenizer: Tokenizer,
+    state: TrainState,
+    folder: Path,
+) -> None:
+    """The checkpoint comes last: without it there is nothing to load."""
+    places.folder.mkdir(parents=True)
+    tokenizer.save(places.folder / "tokenizer.json")
+    describe_run(recipe, machine, places, {"imported": str(folder)}, f"quern import {folder} --run {places.run}")
+    meta = {
+        "recipe": recipe.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+        "seed": recipe.seed,
+        "state": state.meta(),
+    }
+    with open_folder(places.stage(stage), recipe, None) as records:
+        records.event("import", folder=str(folder))
+        checkpoint.save(places.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: give quern's tokenizer.json of this model with --tokenizer")
+    body = _read_json(path)
+    if body.get("format") == FILE_FORMAT:
+        return Tokenizer.load(path)
+    try:
+        return read_tokenizer(body)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a tokenizer that quern can take over: {error}") from error
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in fp32, from one file or from the several that an index names."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    found: dict[str, Tensor] = {}
+    for name in names:
+        path = folder / name
+        if not path.is_file() or Path(name).name != name:
+            raise FileNotFoundError(
+                f"there is no {path}: weights are read from safetensors only, "
+                "which transformers writes with save_pretrained"
+            )
+        try:
+            found |= {key: tensor.to(torch.float32) for key, tensor in load_file(path).items()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: give a folder that holds a Llama in Hugging Face's format")
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return body

@@ -1,0 +1,98 @@
+"""Causal attention with a window, packed documents and grouped queries: what it is, its plain twin, and two paths
+that run everywhere.
+
+q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. What a query sees is said by a `MaskSpec` and nothing dense.
+The plain twin builds the whole score matrix in fp32; every other path must equal it. Paths for particular devices
+are in attention_backends.py, which of them is fastest here is found by attention_pick.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quern.kernels.attention.blocked import attend_blocked, kept_elements
+
+
+@dataclass(frozen=True, eq=False)
+class MaskSpec:
+    """What a query at position p sees: keys p - window + 1 … p (window None: 0 … p) of its own document.
+
+    window: an int, or, where it changes from call to call, a 0-dim integer tensor on the CPU: that is data to a
+    compiled model, which an int is not, so it never compiles again; what is kept for the backward pass then has
+    room for every key. documents_BT: (B, T) int32 document ids, non-decreasing along T; None is one document a row.
+    blocks: what a path has worked out from the two for all layers of a step (`Backend.prepare`).
+    """
+
+    window: int | Tensor | None = None
+    documents_BT: Tensor | None = None
+    blocks: Any = None
+
+
+def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
+    """Causal attention → (B, T, H, E), by the path that suits the device. scale None is 1/sqrt(E)."""
+    path = attend_in_blocks if q_BTHE.device.type == "cpu" else attend_sdpa
+    return path(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+
+def attend_in_blocks(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
+) -> Tensor:
+    """Batched products over blocks of queries and what they see (attention_blocked.py): made for CPUs, right anywhere.
+    Without a window it keeps half of all probabilities for the backward pass."""
+    scale = scale_or_default(scale, q_BTHE)
+    q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
+    fixed, varying = split_window(mask.window, q_BTHE.size(1))
+    kept = kept_elements(q_BHTE, fixed)
+    y_BHTE, _ = attend_blocked(q_BHTE, k_BKTE, v_BKTE, mask.documents_BT, fixed, varying, scale, kept)
+    return y_BHTE.transpose(1, 2)
+
+
+def attend_plain(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
+    """The definition, in fp32, returned in q's dtype."""
+    scale = scale_or_default(scale, q_BTHE)
+    groups = q_BTHE.size(2) // k_BTKE.size(2)
+    k_BTHE, v_BTHE = k_BTKE.repeat_interleave(groups, dim=2), v_BTKE.repeat_interleave(groups, dim=2)
+    scores = torch.einsum("bqhe,bkhe->bhqk", q_BTHE.float(), k_BTHE.float()) * scale
+    hidden = ~visible(q_BTHE.size(1), mask, q_BTHE.device)
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,bkhe->bqhe", probabilities, v_BTHE.float()).to(q_BTHE.dtype)
+
+
+def visible(T: int, mask: MaskSpec, device: torch.device) -> Tensor:
+    """May query row see key column: booleans (T, T), or (B, 1, T, T) where there are documents."""
+    distance = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)
+    seen = distance >= 0 if mask.window is None else (distance >= 0) & (distance < mask.window)
+    if mask.documents_BT is None:
+        return seen
+    return seen & (mask.documents_BT[:, None, :, None] == mask.documents_BT[:, None, None, :])
+
+
+def scale_or_default(scale: float | None, q_BTHE: Tensor) -> float:
+    return float(q_BTHE.size(-1) ** -0.5) if scale is None else scale
+
+
+def split_window(window: int | Tensor | None, T: int) -> tuple[int, Tensor | None]:
+    """(the window as a constant, 0 for none; the tensor that holds it instead, if one does)."""
+    if isinstance(window, Tensor):
+        return 0, window
+    return (0, None) if window is None or window >= T else (window, None)
+
+
+def attend_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
+    """torch's own kernels (cuDNN, flash); a window or documents make it build a dense mask, which is slow."""
+    dense = not (split_window(mask.window, q_BTHE.size(1)) == (0, None) and mask.documents_BT is None)
+    y_BHTE = F.scaled_dot_product_attention(
+        q_BTHE.transpose(1, 2),
+        k_BTKE.transpose(1, 2),
+        v_BTKE.transpose(1, 2),
+        attn_mask=visible(q_BTHE.size(1), mask, q_BTHE.device) if dense else None,
+        is_causal=not dense,
+        scale=scale,
+        enable_gqa=q_BTHE.size(2) != k_BTKE.size(2),
+    )
+    return y_BHTE.transpose(1, 2)

@@ -1,0 +1,206 @@
+"""Which path of attention is fastest here, for each kind of mask: found by running them, never by a version number.
+
+A path is taken if it is there, agrees with the plain twin forward and backward on a small odd shape, and survives the
+compiler where the machine compiles; of those the fastest at a usual shape. The first in the list stays unless another
+is clearly faster, so that the choice doesn't change from start to start. A path that builds a dense mask is asked for
+windows and documents only when nothing else works, the blocked path included: windows get faster with whatever is
+picked. `quern bench attention` prints the table behind a choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quern.kernels.attention.attend import MaskSpec, attend_plain
+from quern.kernels.attention.backends import (
+    BLOCKED,
+    PLAIN,
+    SDPA,
+    Backend,
+    cudnn,
+    flex,
+    installed_flash,
+    triton_flash,
+)
+from quern.machine import Machine
+
+KINDS = ("full", "window", "growing", "documents")
+"""What masks there are: nothing but causal; a fixed window; a window held in a tensor; documents, with or without."""
+MARGIN = 1.1
+"""How much faster a later path must be to displace an earlier one."""
+SIZES = (2, 4096, 8, 8, 128)
+"""What is timed: rows, tokens, heads, key/value heads, head dim."""
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Error relative to the plain twin's in 2-norm; fp32 leaves room for the tensor cores' own format of it."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Attention with the path that suits each kind of mask; called like `attend`."""
+
+    full: Backend
+    window: Backend
+    growing: Backend
+    documents: Backend
+
+    def __call__(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
+    ) -> Tensor:
+        return self._for(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+    def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
+        """The mask with what its path works out once for all layers. T: tokens in a row."""
+        return self._for(mask, T).prepare(mask, T, device)
+
+    def _for(self, mask: MaskSpec, T: int) -> Backend:
+        return getattr(self, kind_of(mask, T))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind} {getattr(self, kind).name}" for kind in KINDS)
+
+
+def kind_of(mask: MaskSpec, T: int) -> str:
+    if mask.documents_BT is not None:
+        return "documents"
+    if isinstance(mask.window, Tensor):
+        return "growing"
+    return "full" if mask.window is None or mask.window >= T else "window"
+
+
+def fits(backend: Backend, kind: str) -> bool:
+    """Whether it leaves out what such a mask hides."""
+    return {"full": True, "window": backend.windows, "growing": backend.windows and backend.growing}.get(
+        kind, backend.documents and backend.growing
+    )
+
+
+def candidates(machine: Machine) -> Iterator[Callable[[], Backend]]:
+    """What might be there, the one that is expected to be best first."""
+    if machine.device.type == "cuda":
+        yield triton_flash
+        yield cudnn
+        yield lambda: SDPA
+        for module in ("flash_attn_interface", "flash_attn.cute", "flash_attn"):
+            yield lambda module=module: installed_flash(module)
+        if machine.compile:
+            yield flex
+    else:
+        yield lambda: SDPA
+
+
+def available(machine: Machine) -> list[Backend]:
+    """Those that are installed, whether they work or not."""
+    there = []
+    for make in candidates(machine):
+        try:
+            there.append(make())
+        except ImportError:
+            continue  # not installed
+    return there
+
+
+def equip(machine: Machine) -> Machine:
+    """The machine with its attention chosen; what does not work here is said in its notes.
+
+    A CPU has one path that skips what is hidden, and it is the fastest (`quern bench attention`): nothing is timed.
+    """
+    if machine.device.type == "cpu":
+        return replace(machine, attention=Picked(BLOCKED, BLOCKED, BLOCKED, BLOCKED))
+    there, notes, picked = available(machine), [], {}
+    for kind in KINDS:
+        picked[kind], failures = pick(kind, there, machine)
+        notes += [note for note in failures if note not in notes]
+    return replace(machine, attention=Picked(**picked), notes=(*machine.notes, *notes))
+
+
+def pick(
+    kind: str, there: list[Backend], machine: Machine, sizes: tuple[int, ...] = SIZES
+) -> tuple[Backend, list[str]]:
+    """The fastest of those that work, and a line for each that does not."""
+    best, best_seconds, notes = None, float("inf"), []
+    for backend in there:
+        # What compiles for every shape only ever stands in for kernels that need not.
+        if not fits(backend, kind) or (backend.by_shape and best is not None):
+            continue
+        problem = problem_with(backend, kind, machine)
+        if problem is not None:
+            notes.append(f"{backend.name} attention does not work here ({problem}): using another")
+            continue
+        seconds = seconds_of(backend, kind, machine, sizes)
+        if seconds * MARGIN < best_seconds:
+            best, best_seconds = backend, seconds
+    if best is not None:
+        return best, notes
+    if kind != "full":
+        if problem_with(BLOCKED, kind, machine) is None:
+            notes.append("no kernel here leaves out what a window hides: plain products, block by block, stand in")
+            return BLOCKED, notes
+        notes.append("nothing here leaves out what a window hides: windows cost as much as full attention")
+    return (SDPA if problem_with(SDPA, kind, machine) is None else PLAIN), notes
+
+
+def example(kind: str, T: int) -> MaskSpec:
+    """A mask of that kind, for 2 rows."""
+    if kind == "growing":
+        return MaskSpec(torch.tensor(T // 4, dtype=torch.int32))
+    if kind == "documents":
+        ids_T = torch.arange(T, dtype=torch.int32) // (T // 3)
+        return MaskSpec(T // 4, torch.stack([ids_T, ids_T // 2]))
+    return MaskSpec(T // 4 if kind == "window" else None)
+
+
+def inputs(machine: Machine, B: int, T: int, H: int, K: int, E: int) -> tuple[list[Tensor], Tensor]:
+    """Random q, k, v that want gradients, and a gradient for y."""
+    numbers = machine.generator(0)
+    sizes = [(B, T, H, E), (B, T, K, E), (B, T, K, E), (B, T, H, E)]
+    *x, grad = (torch.randn(size, generator=numbers).to(machine.device, machine.dtype) for size in sizes)
+    return [one.requires_grad_() for one in x], grad
+
+
+def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
+    """None where it agrees with the plain twin, forward and backward; else the reason in a few words."""
+    T = 301
+    (q, k, v), grad = inputs(machine, 2, T, 4, 2, SIZES[-1])  # the head dim that is timed: what it compiles is used
+    mask = on_device(example(kind, T), machine.device)
+    # Traced whole, as a model's blocks are; what the compiler makes of the rest does not matter here.
+    traced = torch.compile(backend.attend, backend="aot_eager", dynamic=False, fullgraph=True)
+    attend = traced if machine.compile else backend.attend
+    wanted = attend_plain(q, k, v, mask, 0.1)
+    expected = [wanted, *torch.autograd.grad(wanted, (q, k, v), grad)]
+    try:
+        y = attend(q, k, v, backend.prepare(mask, T, machine.device), 0.1)
+        found = [y, *torch.autograd.grad(y, (q, k, v), grad)]
+        machine.synchronize()
+    except Exception as error:  # whatever a kernel's author, a driver or the compiler thought of
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return text[0][:120]
+    for a, b in zip(found, expected, strict=True):
+        off = ((a.float() - b.float()).norm() / b.float().norm()).item()
+        if not off <= TOLERANCE[machine.dtype]:
+            return f"its results are off by {off:.1g}"
+    return None
+
+
+def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, ...], repeats: int = 5) -> float:
+    """The best of a few runs, forward and backward. sizes: rows, tokens, heads, key/value heads, head dim."""
+    (q, k, v), grad = inputs(machine, *sizes)
+    mask = backend.prepare(on_device(example(kind, sizes[1]), machine.device), sizes[1], machine.device)
+    best = float("inf")
+    for _ in range(repeats + 2):
+        machine.synchronize()
+        start = time.perf_counter()
+        torch.autograd.grad(backend.attend(q, k, v, mask, None), (q, k, v), grad)
+        machine.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def on_device(mask: MaskSpec, device: torch.device) -> MaskSpec:
+    """Document ids live beside the tokens; a window in a tensor stays on the CPU."""
+    documents_BT = mask.documents_BT
+    return replace(mask, documents_BT=None if documents_BT is None else documents_BT.to(device))

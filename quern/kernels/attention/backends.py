@@ -1,0 +1,132 @@
+"""The paths of attention that not every machine has: Triton, cuDNN, flex_attention, an installed Flash Attention.
+
+Each is a `Backend`: a function with the arguments of `attend`, and what it does without building a dense mask. Which
+of them exist here is found by importing, whether they work and how fast by running them (attention_pick.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quern.kernels.attention.attend import (
+    MaskSpec,
+    attend_in_blocks,
+    attend_plain,
+    attend_sdpa,
+    scale_or_default,
+    split_window,
+)
+
+WITH_FIXED_SHAPES = partial(torch.compile, dynamic=False)
+AttendFunction = Callable[[Tensor, Tensor, Tensor, MaskSpec, float | None], Tensor]
+
+
+def as_it_is(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
+    """Nothing to work out beforehand."""
+    return mask
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention. windows, documents: it leaves out what those hide, so that it gets faster;
+    growing: the window may be a tensor. by_shape: it compiles for every shape, which takes long. prepare: called once
+    for each window of a step, before its layers."""
+
+    name: str
+    attend: AttendFunction
+    windows: bool = False
+    documents: bool = False
+    growing: bool = False
+    by_shape: bool = False
+    prepare: Callable[[MaskSpec, int, torch.device], MaskSpec] = as_it_is
+
+
+PLAIN = Backend("plain", attend_plain, growing=True)
+SDPA = Backend("sdpa", attend_sdpa, growing=True)
+BLOCKED = Backend("blocked", attend_in_blocks, windows=True, documents=True, growing=True)
+"""`attend` on a CPU; elsewhere what skips when no kernel does."""
+
+
+def cudnn() -> Backend:
+    """SDPA by cuDNN alone, which is faster than torch's first choice on some GPUs."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attend_sdpa(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+    return Backend("cudnn", attend_cudnn)
+
+
+def flex(compile: Callable[..., Any] = WITH_FIXED_SHAPES) -> Backend:
+    """torch's flex_attention with block masks, which only compiled is an attention that skips."""
+    from torch.nn.attention import flex_attention as flexible
+
+    compiled, make_blocks = compile(flexible.flex_attention), compile(flexible.create_block_mask)
+
+    def prepare(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
+        rows = None if mask.documents_BT is None else len(mask.documents_BT)
+        return replace(mask, blocks=make_blocks(mask_function(mask, T, device), rows, None, T, T, device))
+
+    def attend_flex(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        if mask.blocks is None:
+            mask = prepare(mask, q_BTHE.size(1), q_BTHE.device)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+        grouped = q.size(1) != k.size(1)
+        y_BHTE = compiled(q, k, v, block_mask=mask.blocks, scale=scale_or_default(scale, q_BTHE), enable_gqa=grouped)
+        return y_BHTE.transpose(1, 2)
+
+    return Backend("flex", attend_flex, windows=True, documents=True, growing=True, by_shape=True, prepare=prepare)
+
+
+def mask_function(mask: MaskSpec, T: int, device: torch.device) -> Callable[..., Tensor]:
+    """May query q of row b see key k: what flex_attention asks, a tensor for each."""
+    fixed, varying = split_window(mask.window, T)
+    window: int | Tensor = fixed or T
+    if varying is not None:
+        window = varying.to(device)
+    documents_BT = mask.documents_BT
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k < window)
+
+    def near_in_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert documents_BT is not None
+        return near(b, h, q, k) & (documents_BT[b, q] == documents_BT[b, k])
+
+    return near if documents_BT is None else near_in_document
+
+
+def triton_flash() -> Backend:
+    """This project's own kernels. Raises ImportError where there is no Triton."""
+    importlib.import_module("quern.kernels.attention.flash_launch")
+    from quern.kernels.attention.flash import flash_attention
+
+    def attend_flash(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        fixed, varying = split_window(mask.window, q_BTHE.size(1))
+        window = fixed if varying is None else varying
+        return flash_attention(q_BTHE, k_BTKE, v_BTKE, window, mask.documents_BT, scale_or_default(scale, q_BTHE))
+
+    return Backend("triton", attend_flash, windows=True, documents=True, growing=True)
+
+
+def installed_flash(module: str) -> Backend:
+    """Flash Attention 2, 3 or 4, as its package calls it. Raises ImportError when it is not installed."""
+    function: Any = importlib.import_module(module).flash_attn_func
+
+    def attend_installed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        fixed, _ = split_window(mask.window, q_BTHE.size(1))
+        reach = (fixed - 1, 0) if fixed else (-1, -1)
+        found = function(
+            q_BTHE, k_BTKE, v_BTKE, softmax_scale=scale_or_default(scale, q_BTHE), causal=True, window_size=reach
+        )
+        return found[0] if isinstance(found, tuple) else found  # some versions return the log-sum-exp as well
+
+    return Backend(module.split(".")[0], attend_installed, windows=True)

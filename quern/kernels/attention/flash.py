@@ -1,0 +1,183 @@
+"""Flash attention: exact causal attention without the score matrix, as a custom operator around Triton kernels.
+
+q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; bf16, fp16 or fp32, accumulated in fp32. Any length; head dims
+16 to 256 (powers of two). A query sees the keys up to itself, at most `window` of them, of its own document.
+
+This file is the contract: checks, the operators, their shapes and gradients for torch.compile. The device code is in
+`flash_forward.py` and `flash_backward.py`; `flash_launch.py` runs it and is imported by the first call, since Triton is
+not installed everywhere. Which backend attention uses is decided elsewhere (`attention.py`).
+
+Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def flash_attention(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    window: int | Tensor,
+    documents_BT: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Causal attention → (B, T, H, E), contiguous, in q's dtype.
+
+    window: the number of keys that a query sees at most, itself included; 0 is no limit. An int, or a 0-dim integer
+    tensor on the CPU: that may change without compiling a model again. documents_BT: document ids, integers that never
+    decrease along T; None is one document a row. scale: what scores are multiplied by; positive.
+
+    Strides are read: slices of one merged projection need no copy, as long as the last dimension is contiguous.
+
+    Raises ValueError for shapes, dtypes or a scale that it can't compute, ModuleNotFoundError where Triton is missing,
+    RuntimeError on a CPU outside Triton's interpreter.
+    """
+    _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
+    first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)
+    fixed, varying = (0, window) if isinstance(window, Tensor) else (window, None)
+    return forward_operator(q_BTHE, k_BTKE, v_BTKE, first_BT, last_BT, fixed, varying, scale)[0]
+
+
+def document_bounds(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last position of each token's document: two (B, T) int32."""
+    documents_BT = documents_BT.contiguous()
+    first = torch.searchsorted(documents_BT, documents_BT, out_int32=True)
+    past = torch.searchsorted(documents_BT, documents_BT, out_int32=True, right=True)
+    return first, past - 1
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float) -> None:
+    B, T, H, E = q.shape
+    if k.shape != v.shape or k.shape != (B, T, k.size(2), E) or H % k.size(2):
+        raise ValueError(
+            f"flash attention needs k and v of shape {(B, T, 'K', E)}, K dividing {H}, for q of shape "
+            f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if E not in HEAD_DIMS:
+        raise ValueError(f"flash attention has no tiles for head dim {E}: use one of {', '.join(map(str, HEAD_DIMS))}")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"flash attention needs q, k, v all bf16, fp16 or fp32, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if documents is not None and documents.shape != (B, T):
+        raise ValueError(f"documents must be of shape {(B, T)}, not {tuple(documents.shape)}")
+    if not scale > 0:
+        raise ValueError(f"the softmax scale must be positive, not {scale}")
+
+
+def _launcher() -> ModuleType:
+    try:
+        return importlib.import_module("quern.kernels.attention.flash_launch")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        raise ModuleNotFoundError(
+            "flash attention needs Triton: pip install triton (Linux; torch's CUDA builds bring it along), or use "
+            "another attention backend"
+        ) from error
+
+
+def _window(fixed: int, varying: Tensor | None) -> int:
+    window = fixed if varying is None else int(varying)
+    if window < 0:
+        raise ValueError(f"the window must be at least 1, or 0 for none, not {window}")
+    return window
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("quern::flash_attention", mutates_args=())
+def forward_operator(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """y and the log-sum-exp (B, H, T) fp32. first_BT, last_BT: `document_bounds`; varying: the window, if a tensor."""
+    launcher = _launcher()
+    with torch.cuda.device_of(q_BTHE):
+        q, k, v = (_readable(x) for x in (q_BTHE, k_BTKE, v_BTKE))
+        return launcher.forward(q, k, v, first_BT, _window(window, varying), scale)
+
+
+@forward_operator.register_fake
+def _(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q_BTHE.shape
+    return q_BTHE.new_empty(q_BTHE.shape), q_BTHE.new_empty((B, H, T), dtype=torch.float32)
+
+
+@torch.library.custom_op("quern::flash_attention_backward", mutates_args=())
+def backward_operator(
+    grad_BTHE: Tensor,
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    y_BTHE: Tensor,
+    lse_BHT: Tensor,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, contiguous; the same bits at every call."""
+    launcher = _launcher()
+    documents = None if first_BT is None or last_BT is None else (first_BT, last_BT)
+    with torch.cuda.device_of(q_BTHE):
+        grad, q, k, v, y = (_readable(x) for x in (grad_BTHE, q_BTHE, k_BTKE, v_BTKE, y_BTHE))
+        return launcher.backward(grad, q, k, v, y, lse_BHT, documents, _window(window, varying), scale)
+
+
+@backward_operator.register_fake
+def _(
+    grad_BTHE: Tensor,
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    y_BTHE: Tensor,
+    lse_BHT: Tensor,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
+    window: int,
+    varying: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q_BTHE.new_empty(q_BTHE.shape), k_BTKE.new_empty(k_BTKE.shape), v_BTKE.new_empty(v_BTKE.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, first, last, ctx.window, varying, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, first, last, varying)
+
+
+def _backward(ctx: Any, grad_y: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, y, lse, first, last, varying = ctx.saved_tensors
+    gradients = backward_operator(grad_y, q, k, v, y, lse, first, last, ctx.window, varying, ctx.scale)
+    return *gradients, None, None, None, None, None
+
+
+forward_operator.register_autograd(_backward, setup_context=_save)

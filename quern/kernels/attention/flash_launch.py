@@ -1,0 +1,183 @@
+"""Launches flash attention's Triton kernels: arguments, grids, descriptors, and the choice of tile sizes.
+
+Imports Triton; `flash.py` imports this when a kernel is first called, so that the package itself needs no Triton.
+
+Tile sizes. On a GPU the first call with a class of shapes (head dim, dtype, bounded or not, length to within a factor
+of four) times the candidates of `flash_tiles.py`. Trying one runs the kernel into the real outputs, which is harmless:
+every run writes all of them and reads none, and the chosen candidate runs last. Triton keeps the choice on disk beside
+the compiled kernels, so that a run that is resumed on the same machine computes the same bits.
+
+Bulk copies (TMA): from compute capability 9.0 on, tiles are fetched by the copy engine through descriptors, where base
+and strides are multiples of 16 bytes. That saves a third of the registers and the address arithmetic in the loops.
+
+In Triton's interpreter (tensors on the CPU) tiles are small and nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quern.kernels.attention.flash_backward import key_gradients_kernel, query_gradient_kernel, statistics_kernel
+from quern.kernels.attention.flash_forward import forward_kernel
+from quern.kernels.attention.flash_tiles import KEYS, LONGEST_TILE, QUERIES, candidates
+
+KERNELS: dict[str, Any] = {
+    "forward": forward_kernel,
+    "statistics": statistics_kernel,
+    "query_gradient": query_gradient_kernel,
+    "key_gradients": key_gradients_kernel,
+}
+OWN_TILE = {"forward": QUERIES, "query_gradient": QUERIES, "key_gradients": KEYS}  # what one program computes
+READ_IN_TILES = {
+    "forward": {"q": QUERIES, "k": KEYS, "v": KEYS},
+    "query_gradient": {"q": QUERIES, "grad": QUERIES, "k": KEYS, "v": KEYS},
+    "key_gradients": {"q": QUERIES, "grad": QUERIES, "lse_log2": QUERIES, "sums": QUERIES, "k": KEYS, "v": KEYS},
+}
+INTERPRETED_TILES = {  # unequal, so that tiles begin within tiles; the long one is what a program computes
+    "forward": {QUERIES: 64, KEYS: 32},
+    "query_gradient": {QUERIES: 64, KEYS: 32},
+    "key_gradients": {QUERIES: 32, KEYS: 64},
+}
+LOG2_E = 1 / math.log(2)
+
+
+def forward(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, first_BT: Tensor | None, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """y (B, T, H, E) and the log-sum-exp (B, H, T) fp32.
+
+    first_BT: where each token's document starts, or None; window: 0 is none. The last dimension of q, k and v must be
+    contiguous, the others are read by their strides.
+    """
+    B, T, H, _ = q_BTHE.shape
+    y_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BTHE.device)
+    tensors = {"q": q_BTHE, "k": k_BTKE, "v": v_BTKE, "y": y_BTHE}
+    others = {"lse": lse_BHT, "first": first_BT, "H": H, "scale_log2": scale * LOG2_E}
+    _launch("forward", B * H, tensors, others, window, first_BT is not None)
+    return y_BTHE, lse_BHT
+
+
+def backward(
+    grad_BTHE: Tensor,
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    y_BTHE: Tensor,
+    lse_BHT: Tensor,
+    documents: tuple[Tensor, Tensor] | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the inputs' shapes and dtypes. documents: where each token's document starts and ends, (B, T)."""
+    B, T, H, E = q_BTHE.shape
+    K = k_BTKE.size(2)
+    first_BT, last_BT = documents or (None, None)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHE, k_BTKE, v_BTKE))
+    padded = -(-T // LONGEST_TILE) * LONGEST_TILE
+    lse_log2, sums = (torch.empty((B, H, padded), dtype=torch.float32, device=q_BTHE.device) for _ in range(2))
+    strides = _strides(y_BTHE), _strides(grad_BTHE)
+    KERNELS["statistics"][(padded // 64 * B * H,)](
+        y_BTHE, grad_BTHE, lse_BHT, lse_log2, sums, *strides, H, T, padded, E=E, BLOCK_M=64
+    )
+    tensors = {"q": q_BTHE, "k": k_BTKE, "v": v_BTKE, "grad": grad_BTHE}
+    others = {"lse_log2": lse_log2, "sums": sums, "padded": padded, "scale": scale, "scale_log2": scale * LOG2_E}
+    packed = documents is not None
+    _launch("query_gradient", B * H, tensors | {"dq": dq}, others | {"first": first_BT, "H": H}, window, packed)
+    _launch("key_gradients", B * K, tensors | {"dk": dk, "dv": dv}, others | {"last": last_BT, "K": K}, window, packed)
+    return dq, dk, dv
+
+
+def _launch(
+    name: str, pairs: int, tensors: dict[str, Tensor], others: dict[str, Any], window: int, packed: bool
+) -> None:
+    """Runs one kernel over `pairs` of batch and head. tensors: those of shape (B, T, heads, E)."""
+    _, T, H, E = tensors["q"].shape
+    arguments = {
+        **tensors,
+        **{f"{key}_strides": _strides(x) for key, x in tensors.items()},
+        **others,
+        "T": T,
+        "window": min(window, T) or T,
+        "length_class": (T > 512) + (T > 2048) + (T > 8192),
+        "GROUPS": H // tensors["k"].size(2),
+        "E": E,
+        "BOUNDED": packed or 0 < window < T,
+        "PRECISION": "ieee",  # only fp32 has a choice: all its bits, or the tensor cores' 10
+    }
+
+    def grid(meta: Any) -> tuple[Any]:
+        return (triton.cdiv(T, meta[OWN_TILE[name]]) * pairs,)
+
+    device = tensors["q"].device
+    tma = can_describe([arguments[key] for key in READ_IN_TILES[name]])
+    if device.type == "cpu":
+        _run_interpreted(name, grid, arguments | INTERPRETED_TILES[name] | {"TMA": tma})
+    else:
+        tma = tma and torch.cuda.get_device_capability(device) >= (9, 0)
+        _tuned(name, E, tensors["q"].element_size(), tma, device)[grid](**arguments)
+
+
+def _run_interpreted(name: str, grid: Callable[[Any], tuple[Any]], arguments: dict[str, Any]) -> None:
+    if isinstance(KERNELS[name], JITFunction):
+        raise RuntimeError(
+            "flash attention runs on a GPU. On tensors in the CPU's memory it runs only in Triton's interpreter, for "
+            "which TRITON_INTERPRET=1 must be set before Triton is imported; use another attention backend"
+        )
+    KERNELS[name][grid](**arguments | {key: make(arguments) for key, make in _descriptors(name).items()})
+
+
+def _strides(x_BTHE: Tensor) -> tuple[int, int, int]:
+    return x_BTHE.stride(0), x_BTHE.stride(1), x_BTHE.stride(2)
+
+
+def can_describe(tensors: list[Tensor]) -> bool:
+    """Whether the copy engine can read these: 16-byte aligned, and tokens outside heads."""
+    return all(
+        x.data_ptr() % 16 == 0
+        and (x.dim() < 4 or all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3]))
+        and (x.dim() < 4 or x.stride(1) >= x.stride(2) * (x.size(2) - 1) + x.size(3))
+        for x in tensors
+    )
+
+
+def describe(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of one head of (B, T, heads, E); for a contiguous (B, H, padded), of the flat tensor."""
+    if x.dim() < 4:
+        return TensorDescriptor(x, [x.numel()], [1], [rows])
+    B, T, heads, E = x.shape
+    columns = x.stride(2) * (heads - 1) + E
+    return TensorDescriptor(x, [B, T, columns], [x.stride(0), x.stride(1), 1], [1, rows, E])
+
+
+def _descriptors(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """For each argument that is read in tiles, what a kernel gets for it: a descriptor or, without TMA, itself."""
+
+    def make(key: str, rows: str, arguments: dict[str, Any]) -> Any:
+        return describe(arguments[key], arguments[rows]) if arguments["TMA"] else arguments[key]
+
+    return {key: partial(make, key, rows) for key, rows in READ_IN_TILES[name].items()}
+
+
+@cache
+def _tuned(name: str, E: int, element_bytes: int, tma: bool, device: torch.device) -> Any:
+    """The kernel with its candidates of tiles for one kind of input."""
+    gpus: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]: what CUDA's driver adds
+    shared_memory = gpus.get_device_properties(device.index)["max_shared_mem"]
+    tiles = candidates(name, E, element_bytes, tma, shared_memory)
+    configs = [
+        triton.Config({QUERIES: t.queries, KEYS: t.keys, "TMA": tma}, num_warps=t.warps, num_stages=t.stages)
+        for t in tiles
+    ]
+    described = triton.heuristics(_descriptors(name))(KERNELS[name])
+    return triton.autotune(configs, key=["E", "BOUNDED", "length_class"], cache_results=True)(described)

@@ -1,0 +1,108 @@
+"""`resolve`: fills every field of a recipe that is None from `depth`, and checks every value.
+
+The one place that derives numbers. Batch, rate and decay follow nanochat's scaling rules from one reference point.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from quern import validate
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+
+# The reference point of the batch, rate and decay rules: depth 12, width 768, vocabulary 32,768, 12 tokens per
+# parameter, at a batch of 2^19 tokens.
+REFERENCE_BATCH_TOKENS = 2**19
+REFERENCE_HORIZON_TOKENS = 12 * (12 * 12 * 768**2 + 32_768 * 768)
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """Fills every None from `depth` and checks every value. Raises ValueError saying what to do instead."""
+    validate.check(recipe)
+    depth = recipe.depth
+    small = depth < 8
+    text = replace(recipe.text, vocab_size=recipe.text.vocab_size or (8192 if small else 32_768))
+    shape = recipe.model
+    width = shape.width or 64 * depth
+    head_dim = shape.head_dim or (64 if width < 512 else 128)
+    heads = shape.heads or max(1, width // head_dim)
+    model = replace(
+        shape,
+        depth=depth,
+        width=width,
+        head_dim=head_dim,
+        heads=heads,
+        kv_heads=shape.kv_heads or heads,
+        context=shape.context or (512 if small else 2048),
+        vocab_size=shape.vocab_size or text.vocab_size,
+    )
+    validate.check_shape(model)
+    assert model.context
+    validate.check_rows(recipe.train, recipe.sft, model.context)
+    train = _resolve_train(recipe.train, model)
+    assert train.batch_tokens
+    sft_tokens = min(train.batch_tokens, max(model.context, SFT_BATCH_TOKENS)) // model.context * model.context
+    return replace(
+        recipe,
+        data_seed=recipe.seed if recipe.data_seed is None else recipe.data_seed,
+        text=text,
+        model=model,
+        optim=_resolve_optim(recipe, train, width),
+        train=train,
+        sft=replace(recipe.sft, batch_tokens=recipe.sft.batch_tokens or sft_tokens),
+    )
+
+
+def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecipe:
+    assert train.steps is not None and train.batch_tokens is not None
+    root = math.sqrt(train.batch_tokens / REFERENCE_BATCH_TOKENS)
+    scales = {
+        "lr_scale": root,
+        "decay_scale": root * REFERENCE_HORIZON_TOKENS / (train.steps * train.batch_tokens),
+        "width_scale": math.sqrt(768 / width),
+    }
+    asked = {name: getattr(recipe.optim, name) for name in scales}
+    derived = {
+        name: scale for name, scale in scales.items() if asked[name] is None and f"optim.{name}" not in recipe.unused
+    }
+    return replace(recipe.optim, **derived)
+
+
+def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
+    assert model.depth and model.width and model.vocab_size and model.context
+    parameters = 12 * model.depth * model.width**2 + model.vocab_size * model.width
+    if train.steps is not None and train.batch_tokens is not None:
+        horizon_tokens = float(train.steps * train.batch_tokens)
+    else:
+        horizon_tokens = train.horizon_ratio * parameters
+    batch_tokens = train.batch_tokens or batch_rule(horizon_tokens, model.context)
+    steps = train.steps or max(1, round(horizon_tokens / batch_tokens))
+    return replace(
+        train,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        micro_batch_tokens=train.micro_batch_tokens or min(batch_tokens, max(model.context, MICRO_BATCH_TOKENS)),
+        warmup_steps=train.warmup_steps if train.warmup_steps is not None else min(40, steps // 20),
+        eval_every=train.eval_every or max(1, -(-steps // 8)),
+        save_every=train.save_every or max(1, steps // 10),
+    )
+
+
+MICRO_BATCH_TOKENS = 4096
+MINIMUM_STEPS = 2000
+MINIMUM_BATCH_TOKENS = 4096
+SFT_BATCH_TOKENS = 4096  # conversations are few: larger batches would leave too few steps
+
+
+def batch_rule(horizon_tokens: float, context: int) -> int:
+    """Tokens in a batch for a horizon: 2^round(log2(2^19 · (D / D_reference)^0.383)), and few enough for 2,000 steps.
+
+    The power law was fitted from depth 12 to 26; on horizons of a few million tokens it would leave too few steps
+    to learn in, which is what the second bound repairs. Not below 4,096, under which processors idle, nor one row;
+    whole rows, where the context is no power of two.
+    """
+    fitted = REFERENCE_BATCH_TOKENS * (horizon_tokens / REFERENCE_HORIZON_TOKENS) ** 0.383
+    wanted = min(fitted, horizon_tokens / MINIMUM_STEPS)
+    tokens = max(context, MINIMUM_BATCH_TOKENS, 2 ** round(math.log2(max(1.0, wanted))))
+    return tokens // context * context

@@ -1,0 +1,214 @@
+"""Where a run's files lie: everything under one output folder, `out/` unless `--out` says otherwise.
+
+out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/
+out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html
+out/runs/<run>/{pretrain,sft}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quern.recipe import Recipe
+from quern.recipe_file import read_recipe_file
+from quern.temporaries import write_whole
+from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint
+from quern.validate import check_body
+
+STAGES = ("pretrain", "sft")
+SHOWN_RUNS = 5
+
+
+NOT_WRITABLE = "make it readable and writable, or choose another folder with --out"
+FULL = "make room there, or choose another folder with --out"
+INSTEAD = {
+    errno.EROFS: "choose a folder of another disk with --out",
+    errno.EACCES: NOT_WRITABLE,
+    errno.EPERM: NOT_WRITABLE,
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What to do about an error of the operating system."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """out: the output folder; run: the run's name, letters, digits, dots, dashes and underscores."""
+
+    out: Path
+    run: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
+            raise ValueError(f"'{self.run}' cannot name a run: use letters, digits, dots, dashes and underscores")
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "runs" / self.run
+
+    @property
+    def flags(self) -> str:
+        """What names the run on the command line."""
+        return shlex.join(["--run", self.run, *([] if self.out == Path("out") else ["--out", str(self.out)])])
+
+    def stage(self, name: str) -> Path:
+        return self.folder / name
+
+    def checkpoints(self, stage: str) -> Path:
+        return self.stage(stage) / "checkpoints"
+
+    def has_trained(self, stage: str) -> bool:
+        """Whether a stage has saved a checkpoint, good or damaged."""
+        return bool(checkpoint.steps(self.checkpoints(stage)))
+
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer. Raises FileNotFoundError naming the runs that there are, ValueError where it is damaged,
+        naming the copy of it that there is."""
+        path, facts = self.folder / "tokenizer.json", self.folder / "run.json"
+        known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
+        mark = known.get("tokenizer", {}).get("fingerprint")
+        if not path.exists():
+            if not any(self.checkpoints(stage).is_dir() for stage in STAGES):
+                raise FileNotFoundError(self.has_no("model"))
+            raise FileNotFoundError(f"{path} is missing. The run's model knows no other: {self.tokenizer_copy(mark)}")
+        try:
+            return Tokenizer.load(path)
+        except ValueError as error:
+            raise ValueError(f"{error}. The run's model knows no other: {self.tokenizer_copy(mark)}") from error
+
+    def tokenizer_copy(self, mark: str | None) -> str:
+        """Where another copy of the run's tokenizer is, for messages. mark: the first digits of its fingerprint."""
+        for copy in sorted((self.out / "tokenizers").glob("*.json")):
+            try:
+                found = Tokenizer.load(copy).fingerprint
+            except ValueError:
+                continue  # damaged as well
+            if mark is not None and found.startswith(mark):
+                return f"a sound copy is there, `cp {copy} {self.folder / 'tokenizer.json'}`"
+        return f"put back a copy of it (fingerprint {mark or 'unknown'}); under {self.out / 'tokenizers'} there is none"
+
+    def known(self) -> str:
+        """What runs there are, for messages."""
+        runs = [path for path in (self.out / "runs").glob("*") if path.is_dir()]
+        runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        names = ", ".join(path.name for path in runs[:SHOWN_RUNS])
+        more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
+        return f"name one of {names}{more} with --run" if runs else "make one with `quern run`"
+
+    def has_no(self, what: str, verb: str = "run") -> str:
+        """What to say where something of the run is missing, or the whole run. verb: what makes it."""
+        if not self.folder.is_dir():
+            return f"there is no run '{self.run}' under {self.out}: {self.known()}"
+        return f"run '{self.run}' has no {what} yet: `quern {verb} {self.flags}` makes one"
+
+    def refuse_damaged_recipes(self) -> None:
+        """Raises ValueError naming a recipe.json of the run that is none."""
+        for path in sorted(self.folder.glob("*/recipe.json")):
+            try:
+                check_body(json.loads(path.read_text(encoding="utf-8")))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is damaged ({error}): put back a copy of it, or remove it; going on with the same flags "
+                    "writes it again"
+                ) from error
+
+    def read_recipe(
+        self,
+        body: dict[str, Any],
+        stage: str,
+        digest: str | None = None,
+        callables: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> Recipe:
+        """The recipe in a checkpoint of a stage.
+
+        Args:
+            body: The recipe as JSON.
+            stage: The stage whose recipe it is; its folder keeps the recipe's own file, if it came from one.
+            digest: SHA-256 of that file when training began (origin.json); a file that differs is not executed.
+            callables: The recipe's code, where the user named its file.
+
+        Raises:
+            ValueError: The recipe's own code is not there, or is not the same.
+        """
+        names = [value for name, value in body.items() if name.startswith("make_") and isinstance(value, str)]
+        foreign = [name for name in names if not name.startswith("quern.")]
+        if foreign and not callables:
+            kept = self.stage(stage) / "recipe_source.py"
+            found = hashlib.sha256(kept.read_bytes()).hexdigest() if kept.exists() else None
+            if found is None or found != digest:
+                state = f"was changed after training ({kept})" if found and digest else "is not kept with it"
+                raise ValueError(
+                    f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}), whose file {state}: name the "
+                    f"file after the verb, as in `quern chat FILE.py {self.flags}`"
+                )
+            try:
+                callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
+            except ValueError as error:  # such as a module beside the file, which is not kept
+                raise ValueError(
+                    f"{error}. Name the recipe's file after the verb, as in `quern chat FILE.py {self.flags}`"
+                ) from error
+        return Recipe.from_json(body, **(callables or {}))
+
+    def no_good_checkpoint(self, stage: str) -> str:
+        """What to say of a stage all of whose checkpoints are damaged."""
+        return (
+            f"none of the checkpoints under {self.checkpoints(stage)} is good: put back a copy of one, or remove the "
+            f"folder {self.stage(stage)} and run `quern {stage} {self.flags}` again"
+        )
+
+    def write(self, name: str, body: dict[str, Any]) -> None:
+        """Writes a JSON file of the run's folder, whole or not at all."""
+        with naming(self.folder / name):
+            write_whole(self.folder / name, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+
+    def append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        """Appends lines to a JSONL file of the run's folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Raises OSError naming --out where nothing could be written under it."""
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists() or path.is_symlink())
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"--out {out}: {nearest} is no folder, choose another one")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise OSError(f"--out {out}: {nearest} cannot be written to ({error.strerror}), choose another one") from error
+
+
+def plainly(error: BaseException) -> str:
+    """An error's message; of one of the operating system's ([Errno 30] …) the path, the reason and what to do."""
+    if not isinstance(error, OSError) or error.strerror is None or error.errno is None:
+        return str(error)
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror}: {INSTEAD.get(error.errno, 'check the path, or choose another folder with --out')}"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the path in an OSError that has none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.strerror is None:
+            raise
+        raise OSError(
+            f"cannot write {path} ({error.strerror}): make room there, or choose another folder with --out"
+        ) from error

@@ -1,0 +1,91 @@
+"""One process at a time writes to a run: an exclusive lock on the run's folder.
+
+The kernel holds the lock (flock) and releases it when the process ends, however it ends, so no stale lock is ever left.
+The lock file says who holds it. Readers (chat, serve, report, evaluate) take no lock. On several ranks, rank 0 takes
+it. A network file system must support flock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from quern.mesh import Mesh
+from quern.runs.run_dir import Places
+
+NAME = ".lock"
+
+
+class RunInUseError(ValueError):
+    """Another process writes to the run; the message says which."""
+
+
+@contextmanager
+def run_lock(places: Places, command: str, mesh: Mesh | None = None) -> Iterator[None]:
+    """Holds the run's lock while the body runs.
+
+    Args:
+        places: The run.
+        command: What this process does with the run, for the message that another process gets.
+        mesh: With several ranks, rank 0 alone takes the lock.
+
+    Raises:
+        RunInUseError: Another process holds the lock.
+    """
+    if mesh is not None and not mesh.main:
+        yield
+        return
+    path = places.folder / NAME
+    folders = [folder for folder in (places.folder, places.folder.parent, places.out) if not folder.exists()]
+    held = _acquire(path, places.run)
+    try:
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        holder = {"command": command, "process": os.getpid(), "host": socket.gethostname(), "since": since}
+        os.ftruncate(held, 0)
+        os.pwrite(held, json.dumps(holder).encode("utf-8"), 0)
+        yield
+    finally:
+        if os.listdir(path.parent) == [NAME]:  # refused before it wrote anything: leave no empty run behind
+            path.unlink()
+            with suppress(OSError):  # another process may just have begun to use one of them
+                for folder in folders:
+                    folder.rmdir()
+        os.close(held)
+
+
+def _acquire(path: Path, run: str) -> int:
+    """Opens and locks the file. A file that was removed in between is opened again."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except (FileNotFoundError, FileExistsError):
+            if path.parent.exists() and not path.parent.is_dir():
+                raise
+            continue  # another process has just removed the folder
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _describe(os.pread(held, 1 << 16, 0))
+            os.close(held)
+            raise RunInUseError(
+                f"run '{run}' is in use by {holder}: wait until it ends, stop it, or name another run with --run"
+            ) from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held), os.stat(path)):
+                return held
+        os.close(held)
+
+
+def _describe(content: bytes) -> str:
+    try:
+        holder = json.loads(content)
+    except ValueError:
+        return "another process"  # it has the lock, and has not yet written who it is
+    return f"process {holder['process']} on {holder['host']} since {holder['since']} (`{holder['command']}`)"

@@ -1,0 +1,131 @@
+"""Refuses to start what cannot fit in memory, with the numbers and what to set instead; before any text is prepared.
+
+What a rank will need is worked out from the recipe (parallel/memory.py), and is right to within a tenth; only what does
+not fit even a tenth below it is refused. A GPU has its own memory, CPU ranks share their machine's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quern.machine import Machine, environment
+from quern.mesh import Mesh
+from quern.parallel.layout import lay_out
+from quern.parallel.memory import Memory, memory
+from quern.recipe import Recipe
+from quern.resolve import resolve
+
+ERROR = 0.1
+"""Of the prediction."""
+INTERPRETER_BYTES = 5e8
+"""Python, torch and the compiler, of each rank on a CPU; on a GPU, its context and NCCL take more than that."""
+MORE_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def machine_memory() -> float:
+    """Bytes of this machine, or what its container may have; infinite where the system does not say."""
+    sizes = [float("inf")]
+    for path in ("/sys/fs/cgroup/memory.max", "/proc/meminfo"):
+        try:
+            words = Path(path).read_text(encoding="utf-8").split()
+        except OSError:
+            continue
+        if words[0] == "MemTotal:":
+            sizes.append(float(words[1]) * 1024)
+        elif words[0].isdigit():
+            sizes.append(float(words[0]))
+    return min(sizes)
+
+
+def room_of_a_rank(machine: Machine, mesh: Mesh) -> float:
+    """Bytes that a rank may take for training."""
+    if machine.device.type == "cuda":
+        return torch.cuda.get_device_properties(machine.device).total_memory - INTERPRETER_BYTES
+    here = int(environment().get("LOCAL_WORLD_SIZE", mesh.world.size))
+    return machine_memory() / here - INTERPRETER_BYTES
+
+
+def memory_check(
+    recipe: Recipe, machine: Machine, mesh: Mesh, say: Callable[[str], None], room: float | None = None
+) -> tuple[float, float] | None:
+    """Refuses what cannot fit in memory.
+
+    Args:
+        recipe: What to train, not resolved.
+        machine: What computes.
+        mesh: The ranks.
+        say: Takes lines for the user.
+        room: Bytes that a rank may take; None finds out.
+
+    Returns:
+        Bytes that a rank needs and may take; None where the need is not known beforehand.
+
+    Raises:
+        ValueError: It cannot fit; the message holds the numbers and a setting that fits.
+    """
+    room = room_of_a_rank(machine, mesh) if room is None else room
+    resolved = resolve(recipe)
+    try:
+        needed = _needed(resolved, machine, mesh.dp, mesh.tp)
+    except RuntimeError as error:  # a model may do what cannot be done without numbers; it trains all the same
+        say(f"memory is not checked beforehand: {str(error).splitlines()[0]}")
+        return None
+    if needed.peak * (1 - ERROR) <= room:
+        return needed.peak, room
+    where = "a GPU has" if machine.device.type == "cuda" else "a rank may have of this machine's memory"
+    raise ValueError(
+        f"this cannot fit: a rank needs {_gb(needed.peak)} ({_gb(needed.parameters)} parameters, "
+        f"{_gb(needed.gradients)} gradients, {_gb(needed.masters)} masters, {_gb(needed.moments)} moments, "
+        f"{_gb(needed.activations)} activations, {_gb(needed.loss)} for the loss), and {_gb(room)} are what {where}: "
+        f"{_remedy(recipe, machine, mesh, room)}"
+    )
+
+
+def _needed(resolved: Recipe, machine: Machine, dp: int, tp: int) -> Memory:
+    return memory(lay_out(resolved, machine.dtype, dp, tp), machine.device.type, machine.compile)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
+    """The first that helps: smaller micro-batches, more GPUs, a smaller model."""
+
+    def fits(other: Recipe, dp: int = mesh.dp, tp: int = mesh.tp) -> bool:
+        return _needed(resolve(other), machine, dp, tp).peak * (1 + ERROR) <= room
+
+    train = resolve(recipe).train
+    context, tokens = resolve(recipe).model.context, train.micro_batch_tokens
+    assert context and tokens
+    while tokens > context:
+        tokens = max(context, tokens // 2)
+        if fits(replace(recipe, train=replace(recipe.train, micro_batch_tokens=tokens))):
+            return f"set --train.micro-batch-tokens {tokens}"
+    smallest = replace(recipe, train=replace(recipe.train, micro_batch_tokens=context))
+    rows = max(1, (train.batch_tokens or 0) // context)
+    if machine.device.type == "cuda":  # CPU ranks would share the same memory
+        for times in MORE_RANKS:
+            if mesh.dp * times <= rows and fits(smallest, dp=mesh.dp * times):
+                more = f"--ranks {mesh.world.size * times}"
+                return (
+                    f"train on more GPUs, {more} --train.micro-batch-tokens {context} (quern lab plan says which way)"
+                )
+    step = 2 if recipe.depth % 2 == 0 else 1  # some architectures pair their layers
+    depths = range(step, recipe.depth, step)
+    fitting = bisect_left(depths, True, key=lambda depth: not fits(_shallower(recipe, depth)))
+    if fitting:
+        smaller = _shallower(recipe, depths[fitting - 1])
+        return f"set --depth {smaller.depth} --train.micro-batch-tokens {smaller.train.micro_batch_tokens}"
+    return "no depth fits: set a smaller --model.context, --text.vocab-size or --model.width"
+
+
+def _shallower(recipe: Recipe, depth: int) -> Recipe:
+    """With micro-batches of one row."""
+    shallow = replace(recipe, depth=depth)
+    return replace(shallow, train=replace(recipe.train, micro_batch_tokens=resolve(shallow).model.context))

@@ -1,0 +1,90 @@
+"""What a terminal shows: the progress of anything over two seconds (plain lines where there is no terminal), durations,
+tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+PATIENCE_SECONDS = 2.0
+PLAIN_LINE_SECONDS = 5.0
+
+
+def duration(seconds: float) -> str:
+    """A length of time in words, in the largest unit that leaves at least two."""
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1, seconds):.0f} s"
+
+
+class Meter:
+    """`with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`; total None when unknown."""
+
+    def __init__(self, title: str, total: float | None, unit: str, silent: bool = False) -> None:
+        """silent: say nothing, as ranks other than 0."""
+        self.title, self.total, self.unit = title, total, unit
+        self.console = Console(highlight=False, quiet=silent)
+        self.started = self.last_line = time.monotonic()
+        self.bar: Progress | None = None
+        self._first: tuple[float, float] | None = None
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def at(self, done: float, note: str = "") -> None:
+        """Says how far things are, as often as the caller likes."""
+        now = time.monotonic()
+        self._first = self._first or (done, now)
+        if now - self.started < PATIENCE_SECONDS:
+            return
+        if self.console.is_terminal:
+            self._draw(done, note)
+        elif now - self.last_line >= PLAIN_LINE_SECONDS:
+            of = f" of {self.total:,.0f}" if self.total else ""
+            parts = [f"{self.title}: {done:,.0f}{of} {self.unit}", note, self._left(done, now)]
+            self.console.print(", ".join(part for part in parts if part), soft_wrap=True, markup=False)
+            self.last_line = now
+
+    def _left(self, done: float, now: float) -> str:
+        """The time left, by the speed since the first call."""
+        assert self._first is not None
+        first, since = self._first
+        if self.total is None or done <= first:
+            return ""
+        return f"{duration((self.total - done) * (now - since) / (done - first))} left"
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        (self.bar.console if self.bar else self.console).print(line, soft_wrap=True, markup=False)
+
+    def _draw(self, done: float, note: str) -> None:
+        if self.bar is None:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
+            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
+            self.bar.add_task(f"{self.title} ({self.unit})", total=self.total, note=note)
+        self.bar.update(self.bar.tasks[0].id, completed=done, note=note)
+        self.bar.start()  # once is enough; before the update it would show a bar at nothing
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns, right-aligned."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
+    ]

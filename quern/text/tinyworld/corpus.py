@@ -1,0 +1,184 @@
+"""The built-in corpus: a little world of animals in a valley, generated from a seed, with its own held-out
+questions.
+
+What it is: `documents` for pretraining, `conversations` for fine-tuning, `questions` and `check` for
+evaluation. The world's facts are constant (tinyworld_facts.py); a seed decides which stories are told.
+Everything is a pure function of its arguments, the same bytes on any machine: document i depends on (split,
+seed, i) alone, so a larger corpus begins with the smaller one. What it is not: natural text; a model
+trained on it knows this valley only.
+
+Never in training: the wordings of the evaluation's fact and choice questions, its operands, and its (word,
+question) pairs; tinyworld_skills.py says how each is held out. Splits differ in their seeds and share the
+world's facts. Method: facts told in many wordings are what makes them retrievable by a question (Allen-Zhu
+and Li, "Physics of Language Models: Part 3.1", 2023).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from quern.text.chat import Message
+from quern.text.tinyworld import lessons, prose, skills
+from quern.text.tinyworld.chat import conversation
+from quern.text.tinyworld.facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
+from quern.text.tinyworld.prose import Pen
+from quern.text.tinyworld.wordings import HELD_OUT_QUESTIONS
+
+SPLITS = ("train", "val")
+QUESTION_KINDS = ("facts", "sums", "word_problems", "spelling", "counting", "choice")
+
+Maker = Callable[[Pen], str]
+
+# How many in a hundred documents are of each kind; a kind of text for reports, and its maker
+DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
+    (19, "stories", prose.story),
+    (10, "biographies", prose.biography),
+    (3, "lists", prose.profile),
+    (7, "dialogue", prose.dialogue),
+    (4, "letters", prose.letter),
+    (3, "letters", prose.diary),
+    (4, "biographies", prose.comparison),
+    (2, "lists", lessons.roll),
+    (2, "biographies", prose.village),
+    (14, "questions", lessons.questions_and_answers),
+    (5, "questions", lessons.quiz),
+    (6, "arithmetic", lessons.arithmetic),
+    (4, "arithmetic", lessons.problems),
+    (8, "spelling", lessons.spelling),
+    (3, "spelling", lessons.counting),
+    (1, "lists", lessons.order),
+    (2, "lists", lessons.catalogue),
+    (1, "lists", lessons.opposites),
+    (1, "lists", lessons.errands),
+    (1, "lists", lessons.about_quern),
+)
+KINDS_OF_TEXT = tuple(dict.fromkeys(kind for _, kind, _ in DOCUMENTS))
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"no split {split!r}: use one of {', '.join(SPLITS)}")
+
+
+def _document(pen: Pen) -> str:
+    left = pen.below(100)
+    for share, _, make in DOCUMENTS:
+        left -= share
+        if left < 0:
+            return upper_first(make(pen))
+    raise AssertionError("the shares of DOCUMENTS do not add up to 100")
+
+
+def documents(seed: int, megabytes: float, split: str = "train") -> Iterator[str]:
+    """Documents of at least `megabytes` (10^6 UTF-8 bytes) in all, of about 100 to 2,000 bytes each.
+
+    One text in eight, by its hash, is for validation: no seed puts a validation text into training.
+    """
+    _check_split(split)
+    if megabytes <= 0:
+        raise ValueError(f"megabytes is {megabytes}: ask for more than 0")
+    left, index = megabytes * 1e6, 0
+    while left > 0:
+        text = _document(Pen(f"documents:{split}:{seed}:{index}"))
+        index += 1
+        if (skills.bucket(text, 8) == 0) == (split == "val"):
+            yield text
+            left -= len(text.encode("utf-8"))
+
+
+def conversations(seed: int, count: int, split: str = "train") -> Iterator[list[Message]]:
+    """Conversations for fine-tuning, each a list of messages that chat.render takes."""
+    _check_split(split)
+    for index in range(count):
+        yield conversation(Pen(f"conversations:{split}:{seed}:{index}"))
+
+
+def kinds_of_text(seed: int = 0, bytes_per_kind: int = 50_000) -> dict[str, str]:
+    """Validation text of each of KINDS_OF_TEXT, for reports such as the tokenizer's compression."""
+    texts = {}
+    for kind in KINDS_OF_TEXT:
+        makers = [make for _, of, make in DOCUMENTS if of == kind]
+        found: list[str] = []
+        size = 0
+        while size < bytes_per_kind:
+            found.append(makers[len(found) % len(makers)](Pen(f"kinds:{kind}:{seed}:{len(found)}")))
+            size += len(found[-1])
+        texts[kind] = "\n\n".join(found)
+    return texts
+
+
+@dataclass(frozen=True)
+class Question:
+    """A held-out question: prompt, answer, the letters of a multiple choice, a blind guess's chance."""
+
+    kind: str
+    messages: list[Message]
+    answer: str
+    choices: tuple[str, ...] | None
+    chance: float
+
+
+def _fact_question(pen: Pen) -> Question:
+    character, relation = pen.someone(), pen.pick(RELATIONS)
+    text = pen.pick(HELD_OUT_QUESTIONS[relation]).format_map(FIELDS[character.name])
+    return Question("facts", [{"role": "user", "content": text}], character.fact(relation), None, blind_guess(relation))
+
+
+def questions(seed: int, kind: str, count: int) -> list[Question]:
+    """`count` different questions of a kind, none of which training contains (see the opening docstring)."""
+    if kind not in QUESTION_KINDS:
+        raise ValueError(f"no kind of question {kind!r}: use one of {', '.join(QUESTION_KINDS)}")
+    found: dict[str, Question] = {}
+    index = last_new = 0
+    while len(found) < count:
+        pen = Pen(f"questions:{kind}:{seed}:{index}")
+        if kind == "facts":
+            question = _fact_question(pen)
+        else:
+            task = skills.TASKS[kind](pen, held_out=True)
+            prompt: list[Message] = [{"role": "user", "content": task.question}]
+            question = Question(kind, prompt, task.answer, task.choices, task.chance)
+        text = str(question.messages[-1]["content"])
+        if text not in found:
+            found[text], last_new = question, index
+        elif index - last_new > 2000:
+            raise ValueError(f"there are only {len(found)} questions of kind {kind!r}: ask for fewer than {count}")
+        index += 1
+    return list(found.values())
+
+
+_WORD = re.compile(r"[a-z]+")
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")  # the minus of "9-4" is no sign
+_SPELLED = re.compile(r"[a-z](?:-[a-z])+")
+_LETTER = re.compile(r"\W*([A-Da-d])\b(?! [a-z])")  # "B", "(b)", "B) Larkmoor", but not "A fox"
+_RELATION_OF = {value.lower(): relation for relation in RELATIONS for value in VALUES[relation]}
+
+
+def _check_fact(question: Question, reply: str) -> bool:
+    """The answer is a word of the reply; no other value of its relation is (names of the question aside)."""
+    words = set(_WORD.findall(reply.lower()))
+    asked = set(_WORD.findall(str(question.messages[-1]["content"]).lower()))
+    answer = question.answer.lower()
+    relation = _RELATION_OF[answer]
+    rivals = {value.lower() for value in VALUES[relation]} - {answer}
+    if relation == "friend":
+        rivals -= asked & {name.lower() for name in CHARACTERS}
+    return answer in words and not rivals & words
+
+
+def check(question: Question, reply: str) -> bool:
+    """Whether a reply (text, the assistant's whole turn) is right; case and punctuation do not matter.
+
+    facts: see _check_fact. sums, word problems, counting: the last number. spelling: the last
+    spelled-out word (r-i-v-e-r). choice: the reply begins with the option's letter.
+    """
+    if question.kind == "facts":
+        return _check_fact(question, reply)
+    if question.kind == "spelling":
+        spelled = _SPELLED.findall(reply.lower())
+        return bool(spelled) and spelled[-1].replace("-", "") == question.answer
+    if question.kind == "choice":
+        letter = _LETTER.match(reply)
+        return letter is not None and letter.group(1).upper() == question.answer
+    numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", reply))
+    return bool(numbers) and numbers[-1] == question.answer

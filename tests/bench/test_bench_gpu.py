@@ -1,0 +1,191 @@
+"""`quern bench gpu` where there is no GPU: every section runs at tiny sizes, fails alone, and is recorded."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.bench.gpu import command
+from quern.bench.gpu.attention import pairs
+from quern.bench.gpu.decode import bytes_of_a_step
+from quern.bench.gpu.kernels import _with
+from quern.bench.gpu.setup import Bench, Limits, OutOfTime, Timed, data_sheet, measure_limits
+from quern.bench.gpu.table import AIMS, UNMEASURED, page, shown
+from quern.bench.gpu.train import kind_of_kernel, recipe_of
+from quern.bench.record import Measure
+from quern.kernels.attention.attend import MaskSpec, visible
+from quern.machine import Machine
+
+CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+ROOT = Path(__file__).parents[2]
+QUICK = ["--quick", "--no-compile", "--threads", "1"]
+
+
+def a_bench(seconds: float = 60.0) -> Bench:
+    return Bench(CPU, True, 0, None, None, Limits(1e12, 1e9, None), time.monotonic() + seconds)
+
+
+def body_of(out: Path) -> dict:
+    return json.loads((out / "bench" / "gpu.json").read_text(encoding="utf-8"))
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    said: list[str] = []
+    assert command.main(["--out", str(tmp_path)], said.append) == 1
+    assert len(said) == 1 and "there is no GPU here" in said[0] and "--quick" in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_section_runs_and_is_recorded(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = (json.dumps({"text": f"The miller grinds grain number {i}, ça va? " * 3}) for i in range(60))
+    text.write_text("\n".join(lines), encoding="utf-8")
+    said: list[str] = []
+    assert command.main([*QUICK, "--data", str(text), "--out", str(tmp_path)], said.append) == 0
+    body = body_of(tmp_path)
+    assert list(body["sections"]) == list(command.SECTIONS)
+    for name, section in body["sections"].items():
+        assert section["error"] is None and section["problems"] == [], (name, section)
+        assert section["measures"]
+        for measure in section["measures"]:
+            assert all(math.isfinite(value) and value >= 0 for value in measure["values"]), measure
+    found = {(s, m["name"]): m["median"] for s, part in body["sections"].items() for m in part["measures"]}
+    assert found["exactness", "blocked, fp32, head dim 16: error"] < 1e-5
+    assert found["loss", "loss, TanhCap(limit=15.0): error"] < 2e-2
+    assert found["muon", "attention's matrices: error, symmetric"] < 2e-2
+    assert found["training", "graphs: compiled after the fourth step"] == 0
+    assert found["real", "real run: held-out text"] < 9.5
+    shares = [value for (section, name), value in found.items() if section == "training" and name.startswith("time: ")]
+    assert 95 < sum(shares) < 400  # profiling slows tiny steps down
+    written = (tmp_path / "bench" / "gpu.md").read_text(encoding="utf-8")
+    assert written == page(body) and "figures mean nothing" in written
+    assert all(f"## {name}\n" in written for name in body["sections"])
+
+
+def test_a_section_that_fails_or_runs_out_of_time_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(bench: Bench) -> Iterator[Measure]:
+        yield Measure("before: it", "s", (1.0,))
+        raise RuntimeError("no kernel image\nis available")
+
+    def runs_out(bench: Bench) -> Iterator[Measure]:
+        yield Measure("in: time", "s", (2.0,))
+        raise OutOfTime
+
+    def goes_on(bench: Bench) -> Iterator[Measure]:
+        bench.works("a path", Timed(lambda _: [][1]))
+        yield Measure("after: all", "s", (3.0,))
+
+    sections = {name: command.Section(job, 5) for name, job in [("a", fails), ("b", runs_out), ("c", goes_on)]}
+    monkeypatch.setattr(command, "SECTIONS", sections)
+    assert command.main([*QUICK, "--out", str(tmp_path)], lambda line: None) == 0
+    a, b, c = body_of(tmp_path)["sections"].values()
+    assert [part["measures"][0]["median"] for part in (a, b, c)] == [1.0, 2.0, 3.0]
+    assert a["error"] == "RuntimeError: no kernel image" and "raise RuntimeError" in a["traceback"]
+    assert b["error"].startswith("out of time")
+    assert c["error"] is None and c["problems"] == ["a path: IndexError: list index out of range"]
+    written = (tmp_path / "bench" / "gpu.md").read_text(encoding="utf-8")
+    assert "- RuntimeError: no kernel image" in written and "- a path: IndexError" in written
+
+
+def test_sections_left_no_time_for_are_named(tmp_path: Path) -> None:
+    arguments = [*QUICK, "--sections", "rope", "muon", "--minutes", "1e-9", "--out", str(tmp_path)]
+    assert command.main(arguments, lambda line: None) == 0
+    assert [part["error"] for part in body_of(tmp_path)["sections"].values()] == ["left out: no time"] * 2
+
+
+def test_deadlines_are_kept() -> None:
+    with pytest.raises(OutOfTime):
+        a_bench(seconds=-1).rounds({"job": Timed(lambda _: None)})
+    assert a_bench(seconds=-1).seconds_left == 0
+
+
+def test_a_call_is_timed_without_what_comes_before_it() -> None:
+    calls: list[str] = []
+    job = Timed(lambda x: calls.append(x), before=lambda: time.sleep(0.02) or "made")
+    assert job.seconds(3, CPU) < 0.01 and calls == ["made"] * 3
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+def test_pairs_are_counted_as_the_mask_shows_them(window: int | None) -> None:
+    ids = torch.tensor([[0] * 5 + [1] * 11 + [2] * 4, [0] * 20], dtype=torch.int32)
+    for mask in (MaskSpec(window), MaskSpec(window, ids)):
+        seen = visible(20, mask, torch.device("cpu")).float()
+        by_hand = seen.sum() / (2 if mask.documents_BT is not None else 1)
+        assert pairs(mask, 20) == by_hand.item()
+
+
+def test_limits_are_measured_and_data_sheets_known() -> None:
+    limits = measure_limits(CPU, quick=True)
+    assert 1e8 < limits.flops < 1e14 and 1e8 < limits.bytes_per_second < 1e12 and limits.sheet is None
+
+    class Named(Machine):
+        def describe(self) -> dict[str, object]:
+            return {"processor": "NVIDIA H100 PCIe"}
+
+    assert data_sheet(Named(torch.device("cpu"), torch.bfloat16, False, 1)) == 756e12
+    assert data_sheet(CPU) is None
+
+
+def test_the_depth_12_model_is_the_one_that_is_aimed_at() -> None:
+    recipe = recipe_of(Bench(CPU, False, 0, None, None, Limits(1, 1, 1), 0.0), 32_768, 100)
+    shape, train = recipe.model, recipe.train
+    assert (shape.depth, shape.width, shape.heads, shape.head_dim) == (12, 768, 6, 128)
+    assert (shape.context, shape.vocab_size, shape.windows) == (2048, 32_768, "SSSL")
+    assert train.batch_tokens == train.micro_batch_tokens == 32 * 2048
+
+
+def test_a_decoding_step_reads_weights_once_and_what_each_row_sees() -> None:
+    from quern.generate.cache import KVCache
+    from quern.train.state import build_model
+
+    recipe = recipe_of(a_bench(), 512, 1)
+    model = build_model(recipe, CPU, 0)
+    cache = KVCache.for_model(model, 3, 64)
+    multiplied = sum(p.numel() for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2)
+    head = 512 * 32
+    gates = sum(p.numel() for name, p in model.named_parameters() if "value_gate" in name)
+    keys_and_values = 3 * 2 * (16 + 20) * 2 * 16  # a window of 16 and a long layer with 20 tokens; 2 heads of 16
+    assert bytes_of_a_step(recipe, cache, 3, 20) == 4 * (multiplied - gates + head + keys_and_values)
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    kinds = {
+        "forward_kernel": "attention",
+        "key_gradients_kernel": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+        "norm_gradient_kernel": "rotation",
+        "loss_kernel": "loss",
+        "nvjet_sm90_tst_128x256_64x4": "matrix products",
+        "sm90_xmma_gemm_e4m3bf16": "matrix products",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "triton_poi_fused_mul_add_3": "elementwise",
+    }
+    assert {name: kind_of_kernel(name) for name in kinds} == kinds
+
+
+def test_the_iteration_with_symmetric_products_is_muons() -> None:
+    from quern.kernels.symmetric import symmetric_product
+    from quern.optim.muon import polar_express
+
+    x = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(0))
+    assert (_with(symmetric_product)(x) - polar_express(x)).abs().max() <= 1e-5
+
+
+def test_aims_are_met_or_missed_or_not_yet_measured() -> None:
+    empty = page({})
+    assert empty.count(UNMEASURED) == len(AIMS) and "≥ 400 TFLOP/s" in empty and "≤ 34 GB" in empty
+    assert AIMS[0].met(400) and not AIMS[0].met(399) and AIMS[5].met(34) and not AIMS[5].met(35)
+    assert (shown(0.0), shown(0.00012), shown(12.345)) == ("0.000", "1.2e-04", "12.35")
+
+
+def test_the_page_in_the_documentation_is_that_of_the_record_there() -> None:
+    folder = ROOT / "docs" / "benchmarks"
+    path = folder / "records" / "gpu.json"
+    body = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    assert (folder / "gpu.md").read_text(encoding="utf-8") == page(body)

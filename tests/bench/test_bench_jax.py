@@ -1,0 +1,81 @@
+"""`quern bench grug`: both trainers in one run, JAX in a process of its own."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.bench import command as bench_command
+from quern.bench.jax import jax_process, write_order
+from quern.bench.material import Material, random_batch, reference
+from quern.bench.record import Setup
+from quern.machine import Machine
+from tests.support.jax_process import ROOT, environment
+
+
+@pytest.fixture(autouse=True)
+def compiled_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path / "compiled", devices=1).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def setup() -> Setup:
+    machine = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+    return Setup(machine, 5, 1, True, 4096, False, Material(5, 0.2, 512, None), lambda line: None)
+
+
+def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
+    said: list[str] = []
+    quick = ["--quick", "--rounds", "2", "--no-compile", "--threads", "1", "--dtype", "fp32"]
+    assert bench_command.main(["grug", *quick, "--out", str(tmp_path)], said.append) == 0
+    body = json.loads((tmp_path / "bench" / "grug.json").read_text(encoding="utf-8"))
+    measures = {measure["name"]: measure["values"] for measure in body["measures"]}
+    trainers = ["PyTorch", "JAX, whole loss", "JAX, blockwise loss"]
+    assert list(measures) == [*trainers, "JAX / PyTorch", "whole / blockwise"]
+    assert all(len(values) == 2 and all(math.isfinite(x) and x > 0 for x in values) for values in measures.values())
+    whole, blocks = measures["JAX, whole loss"], measures["JAX, blockwise loss"]
+    assert measures["whole / blockwise"] == pytest.approx([a / b for a, b in zip(whole, blocks, strict=True)])
+    assert body["settings"]["jax"] and any("JAX / PyTorch" in line for line in said)
+
+
+TORCH_FREE = """
+import sys
+from pathlib import Path
+from quern.stages import bench_grug_child
+assert not {"torch", "jax"} & set(sys.modules), "freed memory must be kept before JAX is loaded"
+first, second = bench_grug_child.answers(Path(sys.argv[1]), iter(["facts\\n", "blocks\\n"]))
+print("torch" in sys.modules, "jax" in sys.modules, first["dtype"], second["seconds"] > 0)
+"""
+
+
+def test_the_jax_process_loads_no_torch(setup: Setup, tmp_path: Path) -> None:
+    recipe = reference(True, 5)
+    write_order(tmp_path, recipe, setup, [random_batch(recipe, 0)], 16)
+    command = [sys.executable, "-c", TORCH_FREE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    torch_loaded, jax_loaded, dtype, measured = done.stdout.split()
+    assert (torch_loaded, jax_loaded, measured) == ("False", "True", "True")
+    assert dtype in ("float32", "bfloat16")
+
+
+def test_an_error_there_is_one_error_here(setup: Setup) -> None:
+    recipe = reference(True, 5)
+    with (
+        jax_process(recipe, setup, [random_batch(recipe, 0)], 17) as process,
+        pytest.raises(RuntimeError, match=r"JAX process of the benchmark failed: ValueError: blocks of 17 positions"),
+    ):
+        process.ask("facts")
+
+
+def test_a_jax_process_that_dies_is_an_error_and_not_a_wait(setup: Setup) -> None:
+    recipe = reference(True, 5)
+    with jax_process(recipe, setup, [random_batch(recipe, 0)], 16) as process:
+        process.process.kill()
+        with pytest.raises(RuntimeError, match=r"JAX process of the benchmark failed: it ended with code -9"):
+            process.ask("facts")

@@ -1,0 +1,320 @@
+"""The command line as someone sees it who mistypes, asks for help, or brings a recipe of their own."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from quern.bench import command as bench_command
+from quern.bounds import BOUNDS
+from quern.cli.main import main
+from quern.estimate import plan
+from quern.flags import check_flags
+from quern.interop import export_hf, import_hf
+from quern.model.gpt import GPT
+from quern.recipe import Recipe
+from quern.stages.jax import command as jax_command
+
+RECIPE_FILE = """
+from dataclasses import replace
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASE
+
+class Quiet(GPT):
+    \"\"\"A class of one's own.\"\"\"
+
+RECIPE = replace(BASE, name="quiet", depth=2, make_model=Quiet)
+"""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command that must fail, without a traceback; returns what it said, on one line."""
+    try:
+        code = main.main(list(arguments))
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert code in (1, 2), text
+    assert "Traceback" not in text
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(arguments) == 0
+    text = capsys.readouterr().out
+    for verb in main.VERBS:
+        assert f"\n  {verb} " in text and main.EXAMPLES[verb] in text
+    assert "recipes: gpt, llama, unet, or the path of a Python file that ends in RECIPE" in text
+
+
+@pytest.mark.parametrize("verb", list(main.VERBS))
+def test_every_verb_explains_itself_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main([verb, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: quern {verb}" in text and f"example: quern {verb}" in text
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve", "bench", "export", "import", "lab plan", "grug train"])
+def test_no_help_shows_none_for_what_follows_or_is_left_out(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([*verb.split(), "--help"])
+    assert "default: None" not in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["pretrain", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--depth INT The one dial" in text and "(default: 4)" in text
+    assert "(default: 40; follows)" in text and "default: None" not in text
+    assert "--train.clip-norm" in text and "--resume" in text and "Go on from the newest good checkpoint" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("pretrian", "^quern: there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, evaluate"),
+        ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, llama, unet, or the path of a .py file"),
+        ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, llama, unet, or the path of a .py file"),
+        (
+            "pretrain --dpeth 3",
+            "^quern pretrain: unknown option --dpeth; nearest: --depth.*: quern pretrain --help$",
+        ),
+        ("pretrain --steps 60", "unknown option --steps; nearest: --train.steps; all of them"),
+        ("pretrain --train.minutes", "^quern pretrain: --train.minutes takes a number: none was given$"),
+        ("pretrain --resume=yes", "--resume takes no value: give --resume or --no-resume"),
+        ("pretrain gpt mine", "'mine' belongs to no option: see quern pretrain --help"),
+        ("export --run r", "^quern export: --dir is missing: see quern export --help$"),
+        ("chat -p", "-p takes a value: none was given"),
+        ("pretrain --device tpu", "^quern pretrain: --device takes one of cpu, cuda, mps, not 'tpu'$"),
+        ("pretrain --dtype fp16", "--dtype takes one of bf16, fp32, not 'fp16'"),
+        ("pretrain --train.steps many", "^quern pretrain: --train.steps takes a whole number, not 'many'$"),
+        ("pretrain --train.packing bestfit --no-compile", "must be one of best-fit, greedy-crop, greedy-pad"),
+        (
+            "pretrain --depth 0 --no-compile",
+            "^quern pretrain: --depth must be a whole number between 1 and 1,000, not 0$",
+        ),
+        ("pretrain --run a/b --no-compile", "'a/b' cannot name a run: use letters, digits, dots, dashes"),
+        (
+            "prepare --data no/such/file",
+            "--data no/such/file: there is no such file, folder or data set; use tinyworld",
+        ),
+        (
+            "tokenizer --data no/such/file",
+            "there is no such file, folder or data set; use tinyworld, a path, or one of",
+        ),
+        ("pretrain --threads 0 --no-compile", "--threads must be a whole number between 1 and 4,096, not 0"),
+        (
+            "sft --out none --no-compile --dtype fp32",
+            "there is no run 'first' .*: make one with `quern run`",
+        ),
+        ("chat --out none --no-compile --dtype fp32 -p x", "there is no run 'first' .*: make one with `quern run`"),
+        (
+            "evaluate --out none --no-compile --dtype fp32",
+            "there is no run 'first' under none: make one with `quern run`",
+        ),
+        ("report --out none", "^quern report: there is no run 'first' under none: make one with `quern run`$"),
+        ("bench everything", "^quern bench: the argument takes one of tokenizer, .*train, .*, not 'everything'$"),
+        ("pretrain --ranks 0", "^quern pretrain: --ranks must be a whole number between 1 and 1,000,000, not 0$"),
+        ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
+        (
+            "run --ranks 2",
+            "quern run: --ranks is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
+        ),
+        ("pretrain --tp 0", "--tp must be a whole number between 1 and 1,000,000, not 0"),
+        ("sft --ranks 2 --restarts -1", "--restarts must be a whole number between 0 and 1,000,000, not -1"),
+        ("pretrain --ranks 2 --timeout 0", "--timeout must be a number above 0 and at most 1,000,000, not 0"),
+        (
+            "run --train.minutes inf",
+            "^quern run: --train.minutes must be a number above 0 and at most 1,000,000, not inf$",
+        ),
+        ("chat --temperature nan -p x", "^quern chat: --temperature must be a number between 0 and 100, not nan$"),
+        ("serve --port 70000", "^quern serve: --port must be a whole number between 0 and 65,535, not 70000$"),
+        ("lab plan --gpus 0", "^quern lab: --gpus must be a whole number between 1 and 1,000,000, not 0$"),
+        ("bench gpu --minutes nan", "^quern bench: --minutes must be a number above 0 and at most 1,000,000, not nan$"),
+        (f"run --seed {2**70}", f"--seed must be a whole number between 0 and 1,000,000,000,000,000,000, not {2**70}$"),
+        ("run --resume", "there is no run 'first' under out: make one with `quern run`$"),
+        ("run --track wandb", "--track is for `quern pretrain` and `quern sft`"),
+        (
+            "sft --model.width 64",
+            "quern sft: --model.width is decided by the base run, .*: leave it out, or pretrain another run with it",
+        ),
+        ("sft --depth=6", "--depth is decided by the base run"),
+        ("sft --train.packing stream", "--train.packing is decided by the base run"),
+        ("sft llama", "quern sft: the run has its recipe already: leave 'llama' out, and name the run with --run"),
+        ("chat gpt -p x", "the run has its recipe already: leave 'gpt' out"),
+        ("pretrain --sft.steps 3", "--sft.steps is for fine-tuning: give it to `quern sft` or `quern run`"),
+        ("pretrain --questions 3", "--questions is for `quern evaluate` and `quern run`"),
+        ("prepare --train.steps 3", "--train.steps does nothing in `quern prepare`: give it to the verb that trains"),
+        ("prepare --ranks 2", "unknown option --ranks; all of them: quern prepare --help"),
+        ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe, .*: leave it out"),
+        ("chat --port 3", "unknown option --port; .*quern chat --help"),
+        ("evaluate --questions 0", "quern evaluate: --questions must be a whole number between 1 and 1,000,000, not 0"),
+        ("run --questions 0", "quern run: --questions must be a whole number between 1 and 1,000,000, not 0"),
+        ("pretrain --name x", "--name comes with the recipe: to name the run, use --run"),
+        (
+            "pretrain --model.dropout 0.1",
+            "--model.dropout does nothing in the 'gpt' recipe: leave it out; .*model.heads",
+        ),
+        ("run llama --model.softcap 3", "--model.softcap does nothing in the 'llama' recipe: .*model.dropout"),
+        ("pretrain --model.depth 3", "--model.depth follows from --depth"),
+        ("pretrain --model.vocab-size 400", "--model.vocab-size follows from the tokenizer: set --text.vocab-size"),
+        ("pretrain --text.tokenizer t.json", "--text.tokenizer is for data that is tokens already .*: leave it out"),
+        (
+            "prepare --text.column body",
+            "--text.column names what holds the text in a --data of your own that is text: le",
+        ),
+        ("pretrain --data a.bin --text.column body", "--text.column names what holds the text in a --data of your own"),
+        ("run --data a.csv --text.column=", "text.column is empty: name the column or the key that holds the text"),
+        ("prepare --data a.bin --text.digits 1", "--text.digits does nothing with data that is tokens already"),
+        ("pretrain --data a.txt --text.tinyworld-megabytes 1", "--data names another text: leave one of them out"),
+        ("pretrain --val a.txt", "--val is for a --data of your own: the built-in world makes its own"),
+        ("pretrain --train.steps 3 --train.minutes 1", "--train.steps and --train.minutes contradict each other"),
+        ("sft --sft.epochs 3 --sft.steps 5", "--sft.epochs and --sft.steps contradict each other: give one of them"),
+        ("pretrain --train.batch-tokens 10", "train.batch-tokens must be a multiple of model.context, .* at least 512"),
+        ("pretrain unet --depth 3 --no-compile --dtype fp32", "unet needs an even depth|depth must be even"),
+        ("pretrain unet --model.kv-heads 1 --no-compile --dtype fp32", "kv-heads|key-value heads"),
+        ("pretrain --model.kv-heads 3 --no-compile", r"kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
+        ("pretrain --track mlflow", "--track takes one of tensorboard, wandb, not 'mlflow'"),
+    ],
+)
+def test_what_is_mistyped_is_named_with_what_is_valid(
+    arguments: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refused(capsys, *arguments.split())
+    assert re.search(expected, said), said
+    assert list(tmp_path.iterdir()) == []  # nothing of what was refused is left
+
+
+def test_every_number_among_the_flags_has_its_range() -> None:
+    """A new flag goes into the table of quern/bounds.py, or this fails."""
+    verbs = [main.Preparing, main.Whole, main.Training, main.Evaluating, main.Talking, main.Serving, main.Reporting]
+    stages = [import_hf.Options, bench_command.Options, export_hf.Options, plan.Options]
+    kinds = [*verbs, *stages, jax_command.Training, jax_command.Moving, jax_command.Running]
+    assert {name for kind in kinds for name in check_flags.numbers(kind)} <= BOUNDS.keys()
+
+
+def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("mine", "yours"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    said = refused(capsys, *f"chat --run his --out {tmp_path} --no-compile --dtype fp32 -p x".split())
+    assert "there is no run 'his'" in said and re.search("name one of (mine, yours|yours, mine) with --run", said)
+
+
+def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "quiet.py"
+    path.write_text(RECIPE_FILE, encoding="utf-8")
+    options, source = main.parse("pretrain", [str(path), "--depth", "3"], main.Training)
+    assert source == RECIPE_FILE
+    assert (options.recipe.name, options.recipe.depth) == ("quiet", 3)
+    assert options.recipe.make_model.__name__ == "Quiet" and issubclass(options.recipe.make_model, GPT)
+
+
+@pytest.mark.parametrize("text", ["x = 1\n", "RECIPE = 'gpt'\n"])
+def test_a_file_without_a_recipe_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.py"
+    path.write_text(text, encoding="utf-8")
+    said = refused(capsys, "pretrain", str(path))
+    assert "empty.py does not end in RECIPE = … (a quern.recipe.Recipe)" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import no_such_module_at_all\n", "line 1: ModuleNotFoundError: No module named 'no_such_module_at_all'$"),
+        ("x = 1\nRECIPE = (\n", r"line 2: SyntaxError: '\(' was never closed$"),
+        ("def half():\n    return 1 / 0\n\nRECIPE = half()\n", "line 2: ZeroDivisionError: division by zero$"),
+        ("from dataclasses import replace\nreplace(3)\n", "line 2: TypeError: "),
+    ],
+)
+def test_a_broken_file_says_where(text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(text, encoding="utf-8")
+    assert re.match(f"quern pretrain: {re.escape(str(path))}, {expected}", refused(capsys, "pretrain", str(path)))
+
+
+def test_what_is_wrong_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["pretrian"]) == 2 and main.main(["chat", "--port", "3"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 2
+
+
+def test_an_empty_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "chat", "--no-compile", "--dtype", "fp32", "-p", " ")
+    assert said == "quern chat: --prompt is empty: ask something, or leave it out to chat"
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(capsys, "serve", "--port", str(port), "--out", str(tmp_path))
+    assert (
+        said
+        == f"quern serve: cannot serve at 127.0.0.1:{port} (Address already in use): choose another --port or --host"
+    )
+
+
+def test_flags_reach_every_part_of_the_recipe() -> None:
+    flags = "--depth 6 --seed 3 --data x --train.steps 7 --model.windows L --optim.muon-steps 4 --sft.epochs 1.5"
+    options, source = main.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], main.Whole)
+    recipe: Recipe = options.recipe
+    assert source is None and options.where.run == "r" and options.questions == 9
+    assert (recipe.depth, recipe.seed, recipe.data) == (6, 3, "x")
+    assert (recipe.train.steps, recipe.model.windows) == (7, "L")
+    assert (recipe.optim.muon_steps, recipe.sft.epochs) == (4, 1.5)
+
+
+def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
+    assert main.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
+
+
+STARTS = {
+    "module": ["-m", "quern.cli.main"],
+    "script": ["-c", "import sys; from quern.cli.main import main; sys.exit(main())"],
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "imported"),
+    [("module", "numpy"), ("module", "torch.nn.functional"), ("module", "quern.machine"), ("script", "numpy")],
+)
+def test_ctrl_c_during_the_imports_is_one_line(start: str, imported: str) -> None:
+    """The interpreter tells of each module that it has imported: SIGINT comes when it has told of this one."""
+    command = [sys.executable, "-X", "importtime", *STARTS[start], "chat", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        next(line for line in process.stderr if line.split("|")[-1].strip() == imported)
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+    assert (process.returncode, said) == (130, ["interrupted; nothing half-written was left behind\n"])
+
+
+@pytest.mark.parametrize("arguments", [["tokenizer", "--help"], ["tokenizer", "--data", "no→such"]])
+def test_an_ascii_terminal_is_enough(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "quern.cli.main", *arguments]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "TERM": "xterm"}
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, encoding="ascii", check=False)
+    assert done.returncode == (1 if "--data" in arguments else 0) and "Traceback" not in done.stderr
+    assert "tokenizer" in done.stdout or "no?such" in done.stderr
+
+
+def test_nothing_tells_to_install_a_strangers_package() -> None:
+    """The package index has a project of another owner under the name quern."""
+    root = Path(__file__).parents[1]
+    texts = [root / "README.md", root / "Makefile", *(root / "docs").rglob("*.md"), *(root / "quern").rglob("*.py")]
+    told = re.compile(r"(install|uvx?|pipx)\s+(-\S+\s+)*['\"]?quern\b|['\"]quern\[")
+    assert [str(path) for path in texts if told.search(path.read_text(encoding="utf-8"))] == []
+    assert tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"] != "quern"

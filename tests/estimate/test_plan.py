@@ -1,0 +1,74 @@
+"""`quern lab plan`: what it ranks, refuses and writes; its model of links against numbers worked out by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.cli.main import main
+from quern.estimate.hardware import NETWORKS, PROCESSORS
+from quern.estimate.predict import Cluster
+
+SMALL = ["--depth", "4", "--train.steps", "100", "--model.heads", "4", "--train.batch-tokens", "65536"]
+
+
+def planned(tmp_path: Path, *flags: str, code: int = 0) -> dict[str, Any]:
+    path = tmp_path / "plan.json"
+    assert main.main(["lab", "plan", "gpt", *SMALL, *flags, "--json", str(path)]) == code
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_every_layout_is_tried_and_the_best_stands_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, "--gpus", "16", "--gpu", "h100", "--network", "ethernet-10g")["candidates"]
+    assert sorted((one["dp"], one["tp"]) for one in found) == [(2, 8), (4, 4), (8, 2), (16, 1)]
+    seconds = [one["step"]["seconds"] for one in found if one["step"]]
+    assert seconds == sorted(seconds) and len(seconds) == 3
+    refused = [one for one in found if one["step"] is None]
+    assert [one["tp"] for one in refused] == [8] and "use --tp of one of" in refused[0]["refusal"]
+    shown = capsys.readouterr().out
+    assert "best: dp" in shown and "why not the others" in shown and "dp 2 × tp 8: 8 shards cannot share" in shown
+
+
+def test_what_does_not_fit_is_said_with_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--gpus", "1", "--gpu", "rtx4090", "--model.width", "16384", "--model.head-dim", "128")
+    (only,) = planned(tmp_path, *flags, code=1)["candidates"]
+    assert only["step"] is None and "GB of the 22.0 GB" in only["refusal"]
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_cost_and_days_follow_from_the_step(tmp_path: Path) -> None:
+    body = planned(tmp_path, "--gpus", "8", "--dollars-per-hour", "2.5", "--matmul-tflops", "500")
+    for one in body["candidates"]:
+        if one["step"] is None:
+            continue
+        hours = 100 * one["step"]["seconds"] / 3600
+        assert one["days"] == pytest.approx(hours / 24) and one["dollars"] == pytest.approx(hours * 8 * 2.5)
+        assert one["mfu"] == pytest.approx(body["flops_per_token"] * 65536 / one["step"]["seconds"] / (8 * 989e12))
+        assert one["step"]["products"] == pytest.approx(body["flops_per_token"] * 65536 / 8 / 500e12)
+
+
+def test_ranks_on_this_machine(tmp_path: Path) -> None:
+    body = planned(tmp_path, "--gpus", "2", "--gpu", "cpu", "--dtype", "fp32", "--no-compile")
+    assert {(one["dp"], one["tp"]) for one in body["candidates"]} == {(2, 1), (1, 2)}
+    assert all(one["step"] is not None for one in body["candidates"])
+
+
+def test_a_ring_by_hand() -> None:
+    """16 H100s in two machines of 8, 400 Gb/s for each; links at 80 % of their rate."""
+    infiniband = Cluster(PROCESSORS["h100"], NETWORKS["ib-ndr"], 16, 8)
+    ethernet = Cluster(PROCESSORS["h100"], NETWORKS["ethernet-100g"], 16, 8)
+    within = infiniband.ring_seconds(8, 1, 36e9, 1, 1)
+    assert within == pytest.approx(7 * 3e-6 + 36e9 / (0.8 * 450e9))
+    # All eight of a machine share the ring: eight adapters, and two hops between machines.
+    assert infiniband.ring_seconds(16, 1, 4e9, 2, 1) == pytest.approx(2 * (14 * 3e-6 + 2 * 5e-6) + 4e9 / (0.8 * 400e9))
+    # Shards of 8: each data group has one member in a machine, and its adapter.
+    assert infiniband.ring_seconds(2, 8, 4e9, 1, 2) == pytest.approx(2 * 2 * 5e-6 + 4e9 / (0.8 * 50e9))
+    # One adapter for the machine, of which the eighth of the groups has an eighth.
+    assert ethernet.ring_seconds(2, 8, 4e9, 1, 1) == pytest.approx(2 * 2e-5 + 4e9 / (0.8 * 12.5e9 / 8))
+    assert ethernet.ring_seconds(1, 8, 4e9, 1, 1) == 0.0
+
+
+def test_without_a_part_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["lab", "guess"]) == 1
+    assert "quern lab plan" in capsys.readouterr().err

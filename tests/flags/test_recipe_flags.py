@@ -1,0 +1,54 @@
+"""Which fields have a flag, what is said of the others, and that the recipe comes back as it was given."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import pytest
+import tyro
+
+from quern.flags.recipe_flags import field_names, named, parse
+from quern.recipe import Recipe
+from quern.recipes import gpt, llama
+
+
+@dataclass
+class Flags:
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    speed: int = 1
+    """How fast."""
+
+
+def given(text: str, recipe: Recipe = gpt.RECIPE, **without: str) -> Flags:
+    return parse(Flags, recipe, text.split(), prog="test", without=without)
+
+
+def test_flags_make_the_recipe_and_nothing_else_of_it_changes() -> None:
+    assert given("").recipe == gpt.RECIPE and type(given("").recipe) is Recipe
+    found = given("--speed 3 --depth 6 --train.log-every=7 --train.save-in-background")
+    train = replace(gpt.RECIPE.train, log_every=7, save_in_background=True)
+    assert (found.recipe, found.speed) == (replace(gpt.RECIPE, depth=6, train=train), 3)
+
+
+def test_flags_are_told_by_the_fields_they_name() -> None:
+    flags = "--train.log-every=7 --train.log_every 3 --train.no-save-in-background --data my--text -p --seed 4"
+    expected = ["train.log_every", "train.log_every", "train.save_in_background", "data", "seed"]
+    assert list(named(flags.split())) == expected
+    assert {*expected} < {*field_names(gpt.RECIPE)}
+
+
+def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="^--seed is for others$"):
+        given("--seed 3", seed="is for others")
+    with pytest.raises(ValueError, match=r"^--model.softcap does nothing in the 'llama' recipe: .*model.dropout"):
+        given("--model.softcap 15.0", llama.RECIPE)  # its default, but the flag was given
+    with pytest.raises(ValueError, match="^--name comes with the recipe: to name the run, use --run"):
+        given("--name mine")
+
+
+def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden = {name: "" for name in field_names(llama.RECIPE) if name.startswith(("sft.", "optim.head"))}
+    with pytest.raises(SystemExit):
+        given("--help", llama.RECIPE, **hidden)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--model.dropout" in shown and "--optim.matrix-lr" in shown and "Tokens in a training row" in shown
+    assert not any(word in shown for word in ("fixed", "make-", "softcap", "unused", "--sft", "head-lr", "sft options"))

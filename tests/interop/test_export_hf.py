@@ -1,0 +1,311 @@
+"""Export and import as someone uses them: a toy Llama the whole way and back; what is refused; nothing by halves.
+
+That the numbers agree with another implementation is a law of its own (tests/laws/test_export_law.py).
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quern.cli.main import main
+from quern.interop import export_hf, import_hf
+from quern.model.count import parameters
+from quern.recipes.gpt import RECIPE as GPT_RECIPE
+from quern.recipes.llama import RECIPE
+from quern.records import read_events, read_metrics
+from quern.runs.load import load
+from quern.runs.run_dir import Places
+from quern.text.hugging_face import read_tokenizer, tokenizer_json
+from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint
+from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
+from tests.support.toy_engine import toy_tokenizer
+
+PLAIN = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
+TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
+ --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --model.dropout 0.1
+ --train.batch-tokens 512 --train.log-every 2 --train.save-every 4""".split()
+SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split()
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    torch.set_num_threads(threads)
+
+
+def quiet(line: str) -> None: ...
+
+
+def command(verb: str, out: Path, *arguments: str) -> None:
+    assert main.main([verb, *arguments, "--out", str(out)]) == 0
+
+
+# A toy, the whole way ---------------------------------------------------------------------------------------
+
+
+def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pretrained, resumed, fine-tuned, evaluated, talked to; exported, imported, evaluated, talked to again."""
+    steps = ("--train.steps", "8", "--run", "toy", *PLAIN)
+    command("pretrain", tmp_path, "llama", *TOY, *steps)
+    command("pretrain", tmp_path, "llama", *TOY, *steps, "--resume")
+    command("sft", tmp_path, *SFT, "--run", "toy", *PLAIN)
+    command("evaluate", tmp_path, "--run", "toy", "--questions", "2", *PLAIN)
+    run = tmp_path / "runs" / "toy"
+    assert "resumed at step 8" in capsys.readouterr().out
+    assert [checkpoint.steps(run / s / "checkpoints")[-1] for s in ("pretrain", "sft")] == [8, 6]
+    assert all(0 < line["loss"] < 10 for line in read_metrics(run / "pretrain") if "loss" in line)
+    command("export", tmp_path, "--run", "toy", "--to", "hf", "--dir", str(tmp_path / "hf"))
+    assert "step 6 of sft" in capsys.readouterr().out
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+    command("import", tmp_path, str(tmp_path / "hf"), "--run", "copy", "--stage", "sft")
+    copy = tmp_path / "runs" / "copy"
+    assert [event["kind"] for event in read_events(copy / "sft")] == ["import"]
+    facts = json.loads((copy / "run.json").read_text(encoding="utf-8"))
+    one, other = (load(Places(tmp_path, name), FP32, quiet) for name in ("toy", "copy"))
+    assert facts["model"]["parameters"]["total"] == parameters(one.recipe).total
+    before, after = one.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    replies = []
+    for name in ("toy", "copy"):
+        capsys.readouterr()
+        command("chat", tmp_path, "--run", name, "-p", "Who are you?", "--max-tokens", "8", *PLAIN)
+        replies.append(capsys.readouterr().out)
+    assert replies[0] == replies[1]
+
+
+def test_an_imported_model_is_scored_in_its_own_words(tmp_path: Path) -> None:
+    """Text is split by the tokenizer that came with it, not by one trained for the text."""
+    recipe = llama_recipe(context=256)
+    export_hf.run(write_run(tmp_path, recipe), tmp_path / "hf", stage=None, dtype=torch.float32, say=quiet)
+    text = tmp_path / "text.txt"
+    text.write_text("The miller grinds the grain at dawn, and the stone hums.\n" * 40, encoding="utf-8")
+    copy = Places(tmp_path, "copy")
+    import_hf.run(tmp_path / "hf", copy, replace(RECIPE, data=str(text)), stage="pretrain", tokenizer=None, say=quiet)
+    command("evaluate", tmp_path, "--run", "copy", "--questions", "1", *PLAIN)
+    assert not (tmp_path / "tokenizers").exists()
+    scores = [json.loads(line) for line in (copy.folder / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()]
+    [score] = [s for s in scores if s["stage"] == "pretrain" and s["metric"] == "bpb"]
+    assert score["value"] > 0
+
+
+# Export -----------------------------------------------------------------------------------------------------
+
+
+def test_half_the_size_in_bf16(tmp_path: Path) -> None:
+    places = write_run(tmp_path, llama_recipe())
+    for name, dtype in (("long", torch.float32), ("short", torch.bfloat16)):
+        export_hf.run(places, tmp_path / name, stage=None, dtype=dtype, say=quiet)
+    long, short = (load_file(tmp_path / name / "model.safetensors") for name in ("long", "short"))
+    assert all(torch.equal(long[name].to(torch.bfloat16), short[name]) for name in long)
+    config = json.loads((tmp_path / "short" / "config.json").read_text(encoding="utf-8"))
+    assert config["torch_dtype"] == "bfloat16"
+    import_hf.run(tmp_path / "short", Places(tmp_path, "short"), RECIPE, stage="pretrain", tokenizer=None, say=quiet)
+    assert load(Places(tmp_path, "short"), FP32, quiet).model.head.weight.dtype == torch.float32
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    places, folder = write_run(tmp_path, llama_recipe()), tmp_path / "hf"
+    folder.mkdir()
+    export_hf.run(places, folder, stage=None, dtype=torch.float32, say=quiet)  # an empty one is taken
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert before.keys() == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    with pytest.raises(ValueError, match="hf is there already: name another folder with --dir, or remove it first"):
+        export_hf.run(places, folder, stage=None, dtype=torch.float32, say=quiet)
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    places = write_run(tmp_path / "out", llama_recipe())
+    monkeypatch.setattr(export_hf, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_hf.run(places, tmp_path / "hf", stage=None, dtype=torch.float32, say=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"windows": "SL"}, r"the model's attention has windows \(SL\).*train with --model.windows L"),
+        ({"width": 64}, "transformers refuses a width of 64 for 6 heads, since it is no multiple: train with other"),
+    ],
+)
+def test_a_llama_that_theirs_cannot_be_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    places = write_run(tmp_path, llama_recipe(**changes))
+    with pytest.raises(ValueError, match=message):
+        export_hf.run(places, tmp_path / "hf", stage=None, dtype=torch.float32, say=quiet)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_another_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, llama_recipe(base=GPT_RECIPE, mlp_width=None, norm_eps=None))
+    assert main.main(["export", "--dir", str(tmp_path / "hf"), "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "quern export: run 'first' holds a GPT, for which Hugging Face has no name" in said
+    assert "export a run of the recipe `llama`" in said and not (tmp_path / "hf").exists()
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no run 'nobody'"):
+        export_hf.run(Places(tmp_path, "nobody"), tmp_path / "hf", stage=None, dtype=torch.float32, say=quiet)
+
+
+def test_a_tokenizer_of_unknown_meaning_stays_behind(tmp_path: Path) -> None:
+    recipe, own = llama_recipe(), Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+")
+    places = write_run(tmp_path, recipe, tokenizer=own)
+    said: list[str] = []
+    export_hf.run(places, tmp_path / "hf", stage=None, dtype=torch.float32, say=said.append)
+    assert said[0].startswith("exported without a tokenizer: the tokenizer splits text by a pattern of its own")
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    copy = Places(tmp_path, "copy")
+    with pytest.raises(FileNotFoundError, match="give quern's tokenizer.json of this model with --tokenizer"):
+        import_hf.run(tmp_path / "hf", copy, RECIPE, stage="pretrain", tokenizer=None, say=quiet)
+    kept = places.folder / "tokenizer.json"
+    import_hf.run(tmp_path / "hf", copy, RECIPE, stage="pretrain", tokenizer=kept, say=quiet)
+    assert load(copy, FP32, quiet).tokenizer.fingerprint == own.fingerprint
+
+
+# Import -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    export_hf.run(write_run(tmp_path, llama_recipe()), tmp_path / "hf", stage=None, dtype=torch.float32, say=quiet)
+    return tmp_path / "hf"
+
+
+def reconfigure(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) | changes
+        path.write_text(json.dumps({k: v for k, v in config.items() if v != "gone"}), encoding="utf-8")
+
+    return change
+
+
+def reweigh(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return apply
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def torn(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def other_words(folder: Path) -> None:
+    """Longer tokens among the single bytes: an order of ids that quern does not have."""
+    path = folder / "tokenizer.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = body["model"]["vocab"]
+    longer = next(token for token, id_ in vocabulary.items() if id_ == 300)
+    vocabulary["a"], vocabulary[longer] = vocabulary[longer], vocabulary["a"]
+    path.write_text(json.dumps(body), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json: give a folder that holds a Llama in Hugging Face's"),
+        (lambda f: (f / "config.json").write_text("{", encoding="utf-8"), "config.json is not JSON"),
+        (reconfigure(model_type="gpt2"), "hf: it holds a model of type 'gpt2': only llama can be imported"),
+        (
+            reconfigure(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}),
+            "this kind of Llama cannot be imported: it has rope_type 'llama3' instead of 'default'",
+        ),
+        (reconfigure(rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope_type 'linear'"),
+        (reconfigure(mlp_bias=True, hidden_act="gelu"), "hidden_act 'gelu' instead of 'silu', mlp_bias True"),
+        (reconfigure(hidden_size="gone"), "config.json does not say 'hidden_size'"),
+        (reconfigure(intermediate_size=78), "the weights do not have the sizes that config.json gives"),
+        (reconfigure(num_hidden_layers=1), "these weights are no Llama's: model.layers.1.input_layernorm.weight, .* 6"),
+        (reweigh(lambda w: w.pop("model.norm.weight")), "weights are missing: model.norm.weight"),
+        (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),
+        (pickled, "weights are read from safetensors only, which transformers writes with save_pretrained"),
+        (torn, "model.safetensors is damaged"),
+        (other_words, "tokenizer.json is not a tokenizer that quern can take over: single_bytes must hold each"),
+        (
+            lambda f: (f / "tokenizer.json").write_text("{}", encoding="utf-8"),
+            "not a byte-level BPE as quern writes it",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], message: str, folder: Path) -> None:
+    spoil(folder)
+    copy = Places(folder.parent, "copy")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, say=quiet)
+    assert not copy.folder.exists()
+
+
+def test_a_run_is_not_replaced(folder: Path) -> None:
+    with pytest.raises(ValueError, match="there is a run 'first' already: name another one with --run"):
+        import_hf.run(folder, Places(folder.parent, "first"), RECIPE, stage="pretrain", tokenizer=None, say=quiet)
+
+
+def test_the_older_spelling_of_a_configuration_is_read(folder: Path) -> None:
+    reconfigure(rope_parameters="gone", rope_theta=777.0, head_dim="gone", num_key_value_heads=2)(folder)
+    copy = Places(folder.parent, "copy")
+    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, say=quiet)
+    shape = load(copy, FP32, quiet).recipe.model
+    assert (shape.rope_base, shape.head_dim) == (777.0, 10)
+
+
+def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
+    """Its checkpoint is a whole one: masters as imported, an optimizer that has not moved."""
+    copy = Places(folder.parent, "copy")
+    import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, say=quiet)
+    found = checkpoint.latest(copy.checkpoints("pretrain"), quiet)
+    assert found is not None
+    tensors, meta = checkpoint.load(found[0])
+    assert meta["state"]["step"] == 0
+    masters = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
+    expected = model_of(llama_recipe()).state_dict()
+    assert masters.keys() == expected.keys() and all(torch.equal(masters[n], expected[n]) for n in masters)
+    assert all((t == 0).all() for name, t in tensors.items() if not name.startswith("master."))
+
+
+# The tokenizer's file ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_the_tokenizer_survives_its_other_file(digits: int) -> None:
+    pattern = toy_tokenizer().pattern.replace("{1,2}", f"{{1,{digits}}}")
+    tokenizer = Tokenizer(toy_tokenizer().merges, pattern)
+    body = json.loads(json.dumps(tokenizer_json(tokenizer)))
+    assert read_tokenizer(body).fingerprint == tokenizer.fingerprint
+    body["model"]["merges"] = [" ".join(pair) for pair in body["model"]["merges"]]  # as older versions write them
+    assert read_tokenizer(body).fingerprint == tokenizer.fingerprint
+    body["model"]["merges"].reverse()
+    with pytest.raises(ValueError, match="would encode differently: its merges cannot be kept"):
+        read_tokenizer(body)

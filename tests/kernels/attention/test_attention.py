@@ -1,0 +1,187 @@
+"""Attention against a plain loop and the library's own kernel; the grid of shapes is the kernel law's."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
+from quern.kernels.attention.blocked import attend_blocked, kept_elements
+
+
+def inputs(T: int, heads: int = 4, kv_heads: int = 2, E: int = 8, B: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(T)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(B, T, heads, E, generator=generator).requires_grad_()
+
+    return draw(heads), draw(kv_heads), draw(kv_heads)
+
+
+def looped(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
+    """One query at a time, in float64, straight from the definition."""
+    B, T, H, E = q.shape
+    y = np.zeros_like(q)
+    for b in range(B):
+        for h in range(H):
+            kv = h // (H // k.shape[2])
+            for t in range(T):
+                low = 0 if window is None else max(0, t - window + 1)
+                scores = k[b, low : t + 1, kv] @ q[b, t, h] / math.sqrt(E)
+                p = np.exp(scores - scores.max())
+                y[b, t, h] = (p / p.sum()) @ v[b, low : t + 1, kv]
+    return y
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("path", [attend, attend_plain])
+def test_both_paths_are_the_definition(path, window: int | None) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = inputs(23)
+    exact = [x.detach().double().numpy() for x in (q, k, v)]
+    expected = looped(exact[0], exact[1], exact[2], window)
+    y = path(q, k, v, MaskSpec(window))
+    assert y.shape == q.shape
+    assert np.abs(y.detach().double().numpy() - expected).max() <= 1e-6
+
+
+def test_the_library_agrees_with_the_plain_twin() -> None:
+    q, k, v = inputs(65, heads=6, kv_heads=3)
+    turned = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        turned[0], turned[1], turned[2], is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    assert (attend_plain(q, k, v, MaskSpec()) - expected).abs().max() <= 1e-6
+
+
+def test_a_window_as_long_as_the_row_is_no_window() -> None:
+    q, k, v = inputs(40)
+    for window in (40, 41, 1000):
+        assert torch.equal(attend(q, k, v, MaskSpec(window)), attend(q, k, v, MaskSpec()))
+    assert not torch.equal(attend(q, k, v, MaskSpec(39)), attend(q, k, v, MaskSpec()))
+
+
+def test_a_window_of_one_returns_the_values() -> None:
+    q, k, v = inputs(300)
+    assert torch.equal(attend(q, k, v, MaskSpec(1)), v.repeat_interleave(2, dim=2))
+
+
+@pytest.mark.parametrize("T", [17, 300, 700])
+@pytest.mark.parametrize("window", [None, 64])
+def test_nothing_hidden_leaks_a_single_bit_forward_or_backward(T: int, window: int | None) -> None:
+    q, k, v = inputs(T)
+    at = T // 2
+    before = attend(q, k, v, MaskSpec(window))
+    with torch.no_grad():
+        other_k, other_v = k.clone(), v.clone()
+        other_k[:, at], other_v[:, at] = 7.0, -7.0
+        after = attend(q, other_k, other_v, MaskSpec(window))
+    reach = T if window is None else min(T, at + window)
+    assert torch.equal(before[:, :at], after[:, :at])
+    assert torch.equal(before[:, reach:], after[:, reach:])
+    assert not torch.isclose(before[:, at:reach], after[:, at:reach]).all(-1).all(-1).any()
+    (dk,) = torch.autograd.grad(before[:, :at].square().sum(), k, retain_graph=True)
+    assert dk[:, at:].count_nonzero() == 0 and dk[:, :at].count_nonzero() > 0
+    if reach < T:
+        (dv,) = torch.autograd.grad(before[:, reach:].square().sum(), v)
+        assert dv[:, : at + 1].count_nonzero() == 0
+
+
+def test_rows_of_a_batch_do_not_meet() -> None:
+    q, k, v = inputs(130, B=3)
+    whole = attend(q, k, v, MaskSpec(64))
+    alone = torch.cat([attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], MaskSpec(64)) for b in range(3)])
+    assert (whole - alone).abs().max() <= 1e-6
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    q, k, v = inputs(33)
+    a, b, c = (torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v))
+    assert not a.is_contiguous()
+    assert torch.equal(attend(a, b, c, MaskSpec(9)), attend(q, k, v, MaskSpec(9)))
+
+
+def packed(T: int, starts: list[list[int]]) -> Tensor:
+    """Document ids (B, T) from where documents start in each row."""
+    ids_BT = torch.zeros(len(starts), T, dtype=torch.int32)
+    for row, begins in enumerate(starts):
+        ids_BT[row, begins] = 1
+    return ids_BT.cumsum(1).int()
+
+
+@pytest.mark.parametrize("path", [attend, attend_plain])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_packed_document_is_what_it_is_alone(path, window: int | None) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = inputs(600, B=1)
+    y = path(q, k, v, MaskSpec(window, packed(600, [[0, 1, 130, 131, 400]])))
+    for low, high in [(0, 1), (1, 130), (130, 131), (131, 400), (400, 600)]:
+        alone = path(q[:, low:high], k[:, low:high], v[:, low:high], MaskSpec(window))
+        assert (y[:, low:high] - alone).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_documents_are_skipped_and_nothing_of_theirs_leaks(window: int | None) -> None:
+    """NaN, which 0 · NaN would carry on, stands in every key and value of the first row's first document."""
+    q, k, v = inputs(700)
+    documents_BT = packed(700, [[0, 512], [0, 512]])
+    with torch.no_grad():
+        expected = attend(q, k, v, MaskSpec(window, documents_BT))
+        k[:, :448], v[:, :448] = torch.nan, torch.nan  # whole blocks of keys before the second document
+        found = attend(q, k, v, MaskSpec(window, documents_BT))
+    assert torch.equal(found[:, 512:], expected[:, 512:])
+    assert found[:, 447].isnan().all()
+
+
+@pytest.mark.parametrize("now", [1, 5, 64, 200, 299, 300, 5000])
+def test_a_window_in_a_tensor_is_that_window(now: int) -> None:
+    q, k, v = inputs(300)
+    documents_BT = packed(300, [[0, 70, 200], [0]])
+    results = []
+    for window in (now, torch.tensor(now, dtype=torch.int32)):
+        y = attend(q, k, v, MaskSpec(window, documents_BT), 0.3)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (q, k, v))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_window_that_grows_does_not_compile_again() -> None:
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]):  # type: ignore[no-untyped-def]
+        compilations.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, dynamic=False)
+    def layer(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
+        return 2 * attend(q, k, v, mask)
+
+    with torch.compiler.set_stance("default"):
+        q, k, v = inputs(40)
+        for now in (3, 8, 21, 40):
+            y = layer(q, k, v, MaskSpec(torch.tensor(now)))
+            assert torch.equal(y, 2 * attend(q, k, v, MaskSpec(now)))
+        assert len(compilations) == 1
+        layer(q, k, v, MaskSpec(3))
+        layer(q, k, v, MaskSpec(8))
+        assert len(compilations) == 3  # which is what an int costs
+
+
+@pytest.mark.parametrize(
+    ("window", "varying", "documents_BT"),
+    [
+        (0, None, None),
+        (5, None, None),
+        (200, None, None),
+        (0, torch.tensor(300), None),
+        (200, None, packed(300, [[0, 70, 200], [0]])),
+    ],
+)
+def test_the_operator_keeps_torchs_contract(window: int, varying: Tensor | None, documents_BT: Tensor | None) -> None:
+    """Schema, shapes under the compiler's fake tensors, and the registration of its gradient.
+
+    In these cases the room for probabilities is filled: what is left of it otherwise is never written nor read.
+    """
+    turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs(300, E=4)]
+    arguments = documents_BT, window, varying, 0.5, kept_elements(turned[0], window)
+    torch.library.opcheck(attend_blocked, (*turned, *arguments))

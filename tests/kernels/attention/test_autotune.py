@@ -1,0 +1,239 @@
+"""Which path is picked: one that is there, right and fastest, by running it; and flex_attention's masks.
+
+Paths that only a GPU runs are proven elsewhere; here the choice is made among paths of the CPU, some of them broken.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quern.kernels.attention import autotune
+from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
+from quern.kernels.attention.autotune import KINDS, Picked, equip, example, kind_of, pick, problem_with
+from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash, triton_flash
+from quern.machine import Machine
+from quern.model.context import CausalContext
+from tests.support.interpreter import Interpreted, interpreted
+
+CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+__all__ = ["interpreted"]  # a fixture
+SMALL = (2, 100, 4, 2, 16)
+
+
+def broken(mistake: str) -> Backend:
+    def path(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        if mistake == "raises":
+            raise RuntimeError("no kernel image is available\nfor this device")
+        if mistake == "no backward":
+            return attend(q, k.detach() + 0 * k, v, mask, scale)
+        if mistake == "nan":
+            return attend(q, k, v, mask, scale) * float("nan")
+        return attend(q, k, v, replace(mask, window=None), scale)
+
+    return Backend(mistake, path, windows=True, documents=True, growing=True)
+
+
+def slow(name: str, seconds: float) -> Backend:
+    def path(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        time.sleep(seconds)
+        return attend(q, k, v, mask, scale)
+
+    return Backend(name, path, windows=True, documents=True, growing=True)
+
+
+def test_kinds_of_masks() -> None:
+    ids = torch.zeros(2, 8, dtype=torch.int32)
+    assert kind_of(MaskSpec(), 8) == kind_of(MaskSpec(8), 8) == "full"
+    assert kind_of(MaskSpec(7), 8) == "window"
+    assert kind_of(MaskSpec(torch.tensor(7)), 8) == "growing"
+    assert kind_of(MaskSpec(None, ids), 8) == kind_of(MaskSpec(torch.tensor(2), ids), 8) == "documents"
+    assert [kind_of(example(kind, 300), 300) for kind in KINDS] == list(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_works_is_found_to_work(kind: str) -> None:
+    for backend in (BLOCKED, SDPA):
+        assert problem_with(backend, kind, CPU) is None
+        assert problem_with(backend, kind, replace(CPU, compile=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("raises", "no kernel image is available"),
+        ("no backward", "results are off by"),
+        ("nan", "results are off by nan"),
+        ("window ignored", "results are off by"),
+    ],
+)
+def test_what_is_broken_is_found_and_left_out(mistake: str, says: str) -> None:
+    problem = problem_with(broken(mistake), "window", CPU)
+    assert problem is not None and says in problem and "\n" not in problem
+    backend, notes = pick("window", [broken(mistake), slow("slow", 0.0)], CPU, SMALL)
+    assert backend.name == "slow"
+    assert len(notes) == 1 and notes[0].startswith(f"{mistake} attention does not work here (")
+
+
+def test_a_path_that_breaks_the_graph_is_left_out_where_the_machine_compiles() -> None:
+    def untraceable(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
+        torch._dynamo.graph_break()
+        return attend(q, k, v, mask, scale)
+
+    assert problem_with(Backend("x", untraceable), "full", CPU) is None
+    assert problem_with(Backend("x", untraceable), "full", replace(CPU, compile=True)) is not None
+
+
+def test_the_fastest_is_picked_but_only_if_clearly() -> None:
+    usual, faster, little_faster = slow("usual", 0.2), slow("faster", 0.0), slow("a little faster", 0.19)
+    assert pick("full", [usual, faster], CPU, SMALL)[0] is faster
+    assert pick("full", [usual, little_faster], CPU, SMALL)[0] is usual
+
+
+def test_a_dense_mask_is_only_the_last_resort() -> None:
+    assert pick("window", [SDPA, slow("skips", 0.1)], CPU, SMALL)[0].name == "skips"
+    for kind in ("window", "growing", "documents"):
+        backend, notes = pick(kind, [SDPA], CPU, SMALL)
+        assert backend is BLOCKED and "block by block" in notes[0]
+    assert pick("full", [SDPA], CPU, SMALL) == (SDPA, [])
+
+
+def test_a_dense_mask_is_said_to_cost_as_much_as_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "BLOCKED", broken("raises"))
+    backend, notes = pick("window", [SDPA], CPU, SMALL)
+    assert backend is SDPA and "windows cost as much as full attention" in notes[0]
+
+
+def processor_seconds(backend: Backend, mask: MaskSpec, T: int, repeats: int = 4) -> float:
+    """Of this process, forward and backward: what others compute meanwhile matters little."""
+    q, k, v, grad = (torch.randn(1, T, 2, 32, generator=CPU.generator(i)).requires_grad_(i < 3) for i in range(4))
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        torch.autograd.grad(backend.attend(q, k, v, mask, None), (q, k, v), grad)
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def gain(backend: Backend, kind: str, T: int = 1536) -> float:
+    """Full attention's time over that with a sixteenth of the row in sight."""
+    documents_BT = torch.arange(T, dtype=torch.int32)[None] // (T // 16)
+    masks = {
+        "window": MaskSpec(T // 16),
+        "growing": MaskSpec(torch.tensor(T // 16)),
+        "documents": MaskSpec(None, documents_BT),
+    }
+    return processor_seconds(backend, MaskSpec(), T) / processor_seconds(backend, masks[kind], T)
+
+
+@pytest.mark.parametrize("kind", ["window", "growing", "documents"])
+def test_what_a_cpu_picks_gets_faster_with_what_is_hidden(kind: str) -> None:
+    """An eighth of the pairs is left, with whole blocks a quarter at most. That our Triton kernels read no tile that is
+    hidden is test_flash.py's."""
+    backend = getattr(equip(CPU).attention, kind)
+    assert gain(backend, kind) >= 1.5
+
+
+def test_the_check_of_speed_can_fail() -> None:
+    assert gain(SDPA, "window") < 1.5
+
+
+def test_a_cpu_has_one_path_and_the_others_come_by_kind() -> None:
+    machine = equip(CPU)
+    assert machine.attention == Picked(BLOCKED, BLOCKED, BLOCKED, BLOCKED)
+    assert machine.describe()["attention"] == "full blocked, window blocked, growing blocked, documents blocked"
+    calls: list[str] = []
+
+    def named(name: str) -> Backend:
+        return Backend(name, lambda q, k, v, mask, scale: calls.append(name) or attend(q, k, v, mask, scale))
+
+    picked = Picked(*(named(kind) for kind in KINDS))
+    q = torch.randn(2, 300, 2, 8)
+    for kind in KINDS:
+        mask = example(kind, 300)
+        assert (picked(q, q, q, mask, 0.2) - attend_plain(q, q, q, mask, 0.2)).abs().max() <= 1e-5
+    assert calls == list(KINDS)
+
+
+def test_what_is_not_installed_is_an_import_error() -> None:
+    with pytest.raises(ImportError):
+        installed_flash("flash_attn_interface_that_nobody_has")
+    assert cudnn().name == "cudnn"
+
+
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled as far as a graph, which torch's own operators compute: no C++ is made."""
+    return torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=True)
+
+
+# torch's own way of tracing a tensor indexed by a tensor in a mask function.
+TRACING = "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning"
+
+
+@pytest.mark.filterwarnings(TRACING)
+@pytest.mark.parametrize("kind", KINDS)
+def test_flex_attention_sees_what_the_mask_says(kind: str) -> None:
+    """Forward: it has no backward on a CPU."""
+    backend, mask = flex(traced), example(kind, 301)
+    q, k, v = (torch.randn(2, 301, heads, 16) for heads in (4, 2, 2))
+    with torch.compiler.set_stance("default"), torch.no_grad():
+        y = traced(backend.attend)(q, k, v, backend.prepare(mask, 301, q.device), 0.3)
+    assert (y - attend_plain(q, k, v, mask, 0.3)).abs().max() <= 1e-5
+
+
+@pytest.mark.filterwarnings(TRACING)
+def test_block_masks_are_made_once_for_all_layers_and_nothing_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    backend = flex(traced)
+
+    def prepare(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
+        made.append(mask.window)
+        return backend.prepare(mask, T, device)
+
+    picked = Picked(*[replace(backend, prepare=prepare)] * 4)
+    compilations: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Tensor]:
+        compilations.append(1)
+        return graph.forward
+
+    @torch.compile(backend=counting, dynamic=False)
+    def layer(x: Tensor, context: CausalContext, window: int | Tensor | None) -> Tensor:
+        return x + context.attend(0, x, x, x, window)
+
+    T = 140
+    with torch.compiler.set_stance("default"), torch.no_grad():
+        for step in range(3):
+            windows = [torch.tensor(20 + step), torch.tensor(70 + step)]
+            ids = (torch.arange(T, dtype=torch.int32) // (30 + step)).expand(2, T)
+            x = torch.randn(2, T, 2, 16)
+            layers = [windows[0], windows[0], windows[1], windows[0], windows[1]]
+            context = CausalContext(ids, layers).through(picked, x, [None] * 5)
+            y, expected = x, x
+            for window in layers:
+                y = layer(y, context, window)
+                expected = expected + attend_plain(expected, expected, expected, MaskSpec(window, ids))
+            assert (y - expected).abs().max() <= 1e-5
+            assert len(made) == 2 * (step + 1)
+    assert len(compilations) <= 2
+
+
+def triton_deviation(kind: str) -> float:
+    """Runs where Triton interprets: the largest difference from the plain twin, forward and gradients."""
+    backend, mask = triton_flash(), example(kind, 70)
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 70, heads, 16, generator=numbers).requires_grad_() for heads in (4, 2, 2, 4))
+    results = []
+    for attend_so in (backend.attend, attend_plain):
+        y = attend_so(q, k, v, backend.prepare(mask, 70, q.device), 0.3)
+        results.append([y, *torch.autograd.grad(y, (q, k, v), grad)])
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_triton_kernels_see_what_the_mask_says(interpreted: Interpreted, kind: str) -> None:
+    assert interpreted(triton_deviation, kind) <= 1e-5

@@ -1,0 +1,227 @@
+"""Flash attention beyond its law: the operator under torch's compiler, layouts, what is never read, refusals.
+
+What launches kernels runs in Triton's interpreter, in a child process (`interpreter.py`).
+"""
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quern.kernels.attention.attend import MaskSpec, attend_plain
+from quern.kernels.attention.flash import document_bounds, flash_attention, forward_operator
+from tests.support.interpreter import Interpreted, interpreted
+
+__all__ = ["interpreted"]  # a fixture
+
+SCALE = 0.2
+
+
+def random_inputs(B: int, T: int, H: int, K: int, E: int = 16) -> list[Tensor]:
+    """q, k, v and a gradient of y."""
+    generator = torch.Generator().manual_seed(T)
+    return [torch.randn(B, T, heads, E, generator=generator) for heads in (H, K, K, H)]
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return (a - b).abs().max().item() <= 1e-5 * max(1.0, b.abs().max().item())
+
+
+# Operator ---------------------------------------------------------------------------------------------------
+
+
+def check_operator() -> None:
+    q, k, v, _ = random_inputs(2, 33, 2, 1)
+    documents = torch.tensor([[0] * 10 + [1] * 23, [4] * 33], dtype=torch.int32)
+    first, last = document_bounds(documents)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    for arguments in (
+        (q, k, v, None, None, 0, None, SCALE),
+        (q, k, v, first, last, 8, None, SCALE),
+        (q, k, v, first, last, 0, torch.tensor(8), SCALE),
+    ):
+        torch.library.opcheck(forward_operator, arguments)
+
+
+def test_the_operator_keeps_to_its_schema_and_shapes(interpreted: Interpreted) -> None:
+    interpreted(check_operator)
+
+
+def compilations(windows: list[int | Tensor]) -> int:
+    """How often a graph around attention was compiled; every result is checked, and a break in the graph raises."""
+    q, k, v, _ = random_inputs(1, 40, 2, 2)
+    documents = torch.tensor([[0] * 11 + [1] * 29], dtype=torch.int32)
+    compiled = 0
+    torch.compiler.reset()  # what an earlier call has taught the compiler about windows
+
+    def count(module: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        nonlocal compiled
+        compiled += 1
+        return module.forward
+
+    @torch.compile(backend=count, fullgraph=True)
+    def block(q: Tensor, k: Tensor, v: Tensor, window: int | Tensor) -> Tensor:
+        return flash_attention(2 * q, k, v, window, documents, SCALE) + 1
+
+    for window in windows:
+        expected = attend_plain(2 * q, k, v, MaskSpec(int(window), documents), SCALE) + 1
+        assert close(block(q, k, v, window), expected)
+    return compiled
+
+
+def test_a_growing_window_compiles_once_as_a_tensor_and_twice_as_an_int(interpreted: Interpreted) -> None:
+    assert interpreted(compilations, [torch.tensor(w) for w in (4, 5, 16, 39)]) == 1
+    assert interpreted(compilations, [4, 5, 16, 39]) == 2  # a constant first, then any number
+
+
+def compiled_gradients() -> bool:
+    """Through the whole of the compiler's front end: the backward operator is traced as well."""
+    results = []
+    for attend in (flash_attention, torch.compile(flash_attention, backend="aot_eager", fullgraph=True)):
+        q, k, v, grad = random_inputs(2, 33, 4, 2)
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+        attend(q, k, v, 9, None, SCALE).backward(grad)
+        results.append([q.grad, k.grad, v.grad])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradients_pass_through_the_compiler(interpreted: Interpreted) -> None:
+    assert interpreted(compiled_gradients)
+
+
+# What is read -----------------------------------------------------------------------------------------------
+
+
+def layouts() -> dict[str, bool]:
+    """Attention over views of one merged projection, an input off its alignment, and gradients that are expanded."""
+    B, T, H, K, E = 2, 37, 4, 2, 16
+    generator = torch.Generator().manual_seed(1)
+    merged = torch.randn(B, T, H + 2 * K, E, generator=generator)
+    q, k, v = merged.split([H, K, K], dim=2)
+    expected = attend_plain(q, k, v, MaskSpec(), SCALE)
+    shifted = torch.randn(merged.numel() + 1, generator=generator)[1:].view(merged.shape).copy_(merged)
+    by_column = merged.transpose(1, 3).contiguous().transpose(1, 3)  # its last dimension is not contiguous
+    views = {"merged": merged, "not aligned": shifted, "last dimension strided": by_column}
+    found = {}
+    for name, view in views.items():
+        q, k, v = view.split([H, K, K], dim=2)
+        found[name] = close(flash_attention(q, k, v, 0, None, SCALE), expected)
+    gradients = []
+    for flash in (True, False):
+        leaf = merged.clone().requires_grad_()
+        q, k, v = leaf.split([H, K, K], dim=2)
+        y = flash_attention(q, k, v, 0, None, SCALE) if flash else attend_plain(q, k, v, MaskSpec(), SCALE)
+        y.sum().backward()
+        gradients.append(leaf.grad)
+    return found | {"expanded gradient": close(gradients[0], gradients[1])}
+
+
+def test_strides_are_read(interpreted: Interpreted) -> None:
+    found = interpreted(layouts)
+    assert all(found.values()), found
+
+
+def finite(spot: str, window: int, documents: Tensor | None) -> list[bool]:
+    """Whether y, dq, dk, dv of 64 tokens at one end of 256 are finite where `spot` is not in the half at the other."""
+    queries = spot in ("q", "grad")
+    poisoned, watched = (slice(128, 256), slice(0, 64)) if queries else (slice(0, 128), slice(192, 256))
+    inputs = random_inputs(1, 256, 1, 1)
+    inputs[("q", "k", "v", "grad").index(spot)][:, poisoned] = float("nan")
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, about the largest of numbers that are none
+        y = flash_attention(q, k, v, window, documents, SCALE)
+        y.backward(inputs[3])
+    return [bool(x[:, watched].isfinite().all()) for x in (y, q.grad, k.grad, v.grad) if x is not None]
+
+
+@pytest.mark.parametrize("spot", ["q", "k", "v", "grad"])
+def test_tiles_that_are_not_seen_are_not_read(interpreted: Interpreted, spot: str) -> None:
+    """A tile that is read and masked would leave its trace: 0 · NaN is NaN."""
+    halves = (torch.arange(256) >= 128).int()[None]
+    assert interpreted(finite, spot, 64, None) == [True] * 4
+    assert interpreted(finite, spot, 0, halves) == [True] * 4
+    assert not all(interpreted(finite, spot, 0, None))
+
+
+def log_sum_exp() -> bool:
+    q, k, v, _ = random_inputs(2, 50, 2, 2)
+    _, lse = forward_operator(q, k, v, None, None, 0, None, SCALE)
+    scores = torch.einsum("bqhe,bkhe->bhqk", q, k) * SCALE
+    return close(lse, scores.masked_fill(torch.ones(50, 50).triu(1).bool(), float("-inf")).logsumexp(-1))
+
+
+def test_the_log_sum_exp_is_natural(interpreted: Interpreted) -> None:
+    assert interpreted(log_sum_exp)
+
+
+def test_documents_are_intervals() -> None:
+    documents = torch.tensor([[3, 3, 3, 7, 8, 8], [1, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    first, last = document_bounds(documents)
+    assert first.tolist() == [[0, 0, 0, 3, 4, 4], [0] * 6]
+    assert last.tolist() == [[2, 2, 2, 3, 5, 5], [5] * 6]
+    assert first.dtype == last.dtype == torch.int32
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "documents", "scale", "message"),
+    [
+        (((1, 4, 2, 24), (1, 4, 2, 24)), None, 1.0, "head dim 24: use one of 16, 32, 64, 128, 256"),
+        (((1, 4, 3, 16), (1, 4, 2, 16)), None, 1.0, "K dividing 3"),
+        (((1, 4, 2, 16), (1, 5, 2, 16)), None, 1.0, "needs k and v of shape"),
+        (((1, 4, 2, 16), (1, 4, 2, 16)), (1, 5), 1.0, r"documents must be of shape \(1, 4\)"),
+        (((1, 4, 2, 16), (1, 4, 2, 16)), None, 0.0, "scale must be positive"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], documents: tuple[int, ...] | None, scale: float, message: str
+) -> None:
+    q, k = (torch.zeros(shape) for shape in shapes)
+    ids = None if documents is None else torch.zeros(documents, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        flash_attention(q, k, k, 0, ids, scale)
+
+
+def test_dtypes_are_not_mixed() -> None:
+    q, k, v, _ = random_inputs(1, 4, 2, 2)
+    with pytest.raises(ValueError, match="all bf16, fp16 or fp32"):
+        flash_attention(q, k.bfloat16(), v, 0, None, SCALE)
+
+
+def negative_window() -> str:
+    q, k, v, _ = random_inputs(1, 4, 2, 2)
+    with pytest.raises(ValueError) as caught:
+        flash_attention(q, k, v, -1, None, SCALE)
+    return str(caught.value)
+
+
+def test_a_negative_window_is_refused(interpreted: Interpreted) -> None:
+    assert "at least 1, or 0 for none" in interpreted(negative_window)
+
+
+def without(preparation: str) -> subprocess.CompletedProcess[str]:
+    """Calls it in a process of its own, after `preparation`."""
+    code = f"import sys; {preparation}\nimport torch\nfrom quern.kernels.attention.flash import flash_attention as f\n"
+    code += "q = torch.zeros(1, 4, 2, 16)\nf(q, q, q, 0, None, 1.0)\n"
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+
+
+def test_without_triton_the_module_imports_and_the_call_says_what_to_install() -> None:
+    done = without("sys.modules['triton'] = None")
+    assert "ModuleNotFoundError: flash attention needs Triton: pip install triton" in done.stderr
+
+
+def test_on_a_cpu_outside_the_interpreter_it_says_what_to_do() -> None:
+    pytest.importorskip("triton")
+    assert "RuntimeError: flash attention runs on a GPU" in without("pass").stderr

@@ -1,0 +1,371 @@
+"""The report: complete, self-contained, safe with whatever a model wrote, made from partial records too."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from quern.report.build import build, fenced, inline, sparkline
+from quern.report.numbers import duration, human, human_bytes, human_flops, number, percent
+from quern.report.plots import running_mean, thin
+from quern.report.run_records import read_run
+from quern.runs.run_dir import Places
+from quern.stages.run_all import sample_chat
+from quern.text.printable import CONTROL
+from tests.report.synthetic_run import lines, write_run
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes, text and ids, and insists that what is opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def report(folder: Path) -> tuple[str, Page]:
+    markdown, html = build(folder)
+    assert (markdown, html) == (folder / "report.md", folder / "report.html")
+    assert not list(folder.glob("*.tmp"))
+    return markdown.read_text(encoding="utf-8"), Page(html.read_text(encoding="utf-8"))
+
+
+def test_everything_is_there(tmp_path):
+    markdown, page = report(write_run(tmp_path))
+    for text in (markdown.replace("\\", ""), page.text):
+        for expected in (
+            "9,437,184", "464 TFLOP", "12,288,000", "99.9%", "2.3%", "24 MB", "4.629", "a94a8fe5",
+            "architecture",  # trained, on what
+            "Pretraining", "Fine-tuning", "16K", "63%", "the gradient is not finite", "SIGTERM",
+            "resume", "save ×4", "tinyworld/word_problems", "1,001,346", "9b74c9897bac770f",
+            "Mira the otter", "27+48", "Odo is a heron.",
+            "quern run --data tinyworld --depth 4 --seed 7", "3f9c2d1", "Intel(R) Xeon(R)", "2.2.1",
+        ):  # fmt: skip
+            assert expected in text, expected
+    assert page.tags.count("svg") == 8 + 6
+    row = "| tinyworld/facts, accuracy | 200 | 8.0% | 0% (0%–0.9%) | 21% (15%–27%) | 91% (87%–95%) |"
+    assert row in markdown.replace("\\", "")
+    widths = [value for _, name, value in page.attributes if name == "style" and value.startswith("width:")]
+    assert "width:91.00%" in widths and "width:21.00%" in widths
+
+
+def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
+    _, page = report(write_run(tmp_path))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//\w+\.\w|@import|javascript:", text)
+    assert not {"script", "link", "img", "iframe", "object", "embed", "form", "base"} & set(page.tags)
+    for tag, name, value in page.attributes:
+        assert name != "src" and not name.startswith("on"), (tag, name)
+        if name == "href":
+            assert value.startswith("#")
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    targets = {value[1:] for _, name, value in page.attributes if name == "href"}
+    targets |= set(re.findall(r"url\(#([^)]*)\)", text))
+    assert targets <= set(ids)
+    assert "prefers-color-scheme: dark" in text and "var(--accent)" in text
+    assert not re.search(r"<svg.*?#[0-9a-f]{6}.*?</svg>", text, re.DOTALL)
+
+
+HOSTILE = "</pre></style><script>alert(1)</script><img src=x onerror=alert(1)>\"'`javascript:&lt; \x00\x1b ``` |"
+
+
+def hostile_run(folder: Path) -> Path:
+    """Hostile text in every place that holds text."""
+    write_run(folder)
+    evil = HOSTILE
+    recipe = {"data": evil, "seed": evil, "model": {evil: evil, "depth": evil}, "train": {"packing": evil}}
+    (folder / "pretrain" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    run = {
+        "command": evil, "git": evil, "machine": {evil: evil},
+        "data": {"t": [{evil: evil}], "u": {evil: [evil]}},
+        "versions": {evil: evil}, "tokenizer": evil, "model": {"parameters": evil},
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    part = [{"type": kind, "text": evil} for kind in ("text", "tool", "output", evil)]
+    lines(
+        folder / "samples.jsonl",
+        [
+            {"stage": evil, "kind": "completion", "prompt": evil, "text": evil},
+            {"stage": "sft", "kind": "chat", "messages": [{"role": evil, "content": evil}], "parts": part},
+            {"stage": "sft", "kind": "chat", "messages": [{"role": "user", "content": part}], "text": evil},
+            {"stage": "sft", "kind": "chat", "messages": evil, "parts": "\ud800"},
+        ],
+    )
+    lines(
+        folder / "evaluate.jsonl",
+        [
+            {"stage": evil, "task": evil, "metric": evil, "value": 0.5, "prompt_hash": evil, "shots": evil},
+            {"stage": "sft", "task": evil, "metric": "accuracy", "value": 0.5, "low": evil, "count": evil},
+        ],
+    )
+    lines(folder / "pretrain" / "events.jsonl", [{"kind": evil, "time": evil, "step": evil, evil: evil}])
+    return folder
+
+
+def test_hostile_text_stays_text(tmp_path):
+    markdown, page = report(hostile_run(tmp_path))
+    clean = Page((build(write_run(tmp_path / "clean"))[1]).read_text(encoding="utf-8"))
+    assert set(page.tags) <= set(clean.tags)
+    assert not any(name.startswith("on") or name == "src" for _, name, _ in page.attributes)
+    assert page.text.count("<script>alert(1)</script>") > 20
+    assert not re.search(CONTROL, page.text + markdown)
+    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", markdown)
+    assert "script" in outside and "<" not in outside
+
+
+def test_chats_printed_after_a_run_cannot_steer_the_terminal(tmp_path):
+    places = Places(tmp_path, "r")
+    reply = {"role": "assistant", "content": [{"type": "text", "text": "\x9b"}]}
+    messages = [{"role": "user", "content": "\x1b[2J?"}, reply]
+    places.append("samples.jsonl", [{"stage": "sft", "kind": "chat", "messages": messages}])
+    assert sample_chat(places) == ["you   │ \ufffd[2J?", "quern │ \ufffd", ""]
+
+
+def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):
+    """The test above can fail: without the escape the same run carries a script into the page."""
+    monkeypatch.setattr("quern.report.page.esc", str)
+    build(hostile_run(tmp_path))
+    assert "<script>alert(1)" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"sft": False},
+        {"scores": False},
+        {"samples": False},
+        {"sft": False, "scores": False, "samples": False},
+    ],
+)
+def test_a_run_that_stopped_on_the_way(tmp_path, parts):
+    markdown, page = report(write_run(tmp_path, **parts))
+    assert ("What it can do" in page.text) == ("## What it can do" in markdown) == parts.get("scores", True)
+    assert ("What it says" in page.text) == ("## What it says" in markdown) == parts.get("samples", True)
+    assert ("Fine-tuning" in page.text) == parts.get("sft", True)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    ["run.json", "pretrain/metrics.jsonl", "pretrain/events.jsonl", "evaluate.jsonl", "samples.jsonl"],
+)
+def test_a_single_record_is_enough(tmp_path, keep):
+    full = write_run(tmp_path / "full")
+    target = tmp_path / "part" / keep
+    target.parent.mkdir(parents=True)
+    target.write_bytes((full / keep).read_bytes())
+    markdown, _ = report(tmp_path / "part")
+    assert len(markdown) > 100
+
+
+def test_no_records_at_all(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match="holds no records of a run"):
+            build(folder)
+
+
+def test_damaged_lines_are_left_out_and_said(tmp_path):
+    write_run(tmp_path)
+    with (tmp_path / "pretrain" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 1510, "loss": 1.')
+    (tmp_path / "run.json").write_text("[]", encoding="utf-8")
+    markdown, page = report(tmp_path)
+    for text in (markdown.replace("\\", ""), page.text):
+        assert "1 line of pretrain/metrics.jsonl could not be read" in text
+        assert "run.json is not a JSON object" in text
+    assert read_run(tmp_path).stages[0].last("step") == 1500
+
+
+def test_odd_numbers_do_not_break_the_curves(tmp_path):
+    records = [{"step": step, "loss": value, "lr": 1} for step, value in enumerate(
+        [math.nan, 9.0, None, math.inf, "x", 10**400, True, 3.0, 3.0], start=1
+    )]  # fmt: skip
+    lines(tmp_path / "pretrain" / "metrics.jsonl", [*records, {"step": None, "val_bpb": 1.0}])
+    report(tmp_path)
+    assert read_run(tmp_path).stages[0].column("loss") == ([2.0, 8.0, 9.0], [9.0, 3.0, 3.0])
+    flat = [{"step": step, "loss": 0.0, "val_bpb": 2.0, "seconds": 0.0, "tokens": 0} for step in range(3)]
+    lines(tmp_path / "sft" / "metrics.jsonl", flat)
+    report(tmp_path)
+
+
+def test_validation_lines_take_time_and_tokens_from_their_neighbours(tmp_path):
+    records = [
+        {"step": 10, "tokens": 100, "seconds": 20.0, "loss": 3.0},
+        {"step": 20, "tokens": 200, "seconds": 30.0, "loss": 2.0},
+        {"step": 5, "val_bpb": 3.0}, {"step": 20, "val_bpb": 2.0}, {"step": 15, "val_bpb": 2.5},
+        {"step": 25, "val_bpb": 1.9},
+    ]  # fmt: skip
+    lines(tmp_path / "pretrain" / "metrics.jsonl", records)
+    stage = read_run(tmp_path).stages[0]
+    assert stage.column("val_bpb", "seconds") == ([10.0, 25.0, 30.0, 30.0], [3.0, 2.5, 2.0, 1.9])
+    assert stage.column("val_bpb", "tokens")[0] == [50.0, 150.0, 200.0, 200.0]
+
+
+def test_the_latest_evaluation_counts(tmp_path):
+    line = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 8}
+    lines(tmp_path / "evaluate.jsonl", [line, line | {"value": 0.75}])
+    markdown, page = report(tmp_path)
+    assert "75%" in markdown and "25%" not in markdown
+    assert "75%" in page.text
+
+
+def test_only_the_latest_answer_to_a_prompt_is_shown(tmp_path):
+    asked = {"role": "user", "content": "Who are you?"}
+    samples = [
+        {"stage": "sft", "kind": "chat", "messages": [asked, {"role": "assistant", "content": answer}]}
+        for answer in ("An older answer.", "A newer answer.")
+    ]
+    lines(tmp_path / "samples.jsonl", [*samples, samples[1] | {"stage": "pretrain"}, {"messages": [1]}])
+    _, page = report(tmp_path)
+    assert page.text.count("A newer answer.") == 2 and "older" not in page.text
+
+
+def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path):
+    folder = write_run(tmp_path / "short")
+    (folder / "run.json").write_text(json.dumps({"model": {"parameters": {"kaplan": 1000}}}), encoding="utf-8")
+    recipe = {"model": {"context": 128}, "train": {"horizon_ratio": 12.0}}
+    (folder / "pretrain" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    lines(folder / "pretrain" / "metrics.jsonl", [{"step": 2, "tokens": 40, "loss": 3.0}])
+    recipe["sft"] = {"batch_tokens": 1024, "epochs": 2.0, "too_long": "drop"}
+    (folder / "sft" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    lines(folder / "sft" / "metrics.jsonl", [{"step": 3, "tokens": 400, "loss": 3.0}])
+    data = {"documents": 250, "documents_without_target": 10, "documents_too_long": 40, "rows": 100, "pieces": 200}
+    lines(folder / "sft" / "events.jsonl", [{"kind": "data", **data}])
+    markdown, page = report(folder)
+    # 3 steps of 8 rows with 2 conversations each, of the 200 that can be learned from
+    for fact in ("tokens per parameter of matrices and head: **0.04**", "seen, about: **48**", "epochs: **0.24**"):
+        assert fact in markdown
+    assert "epochs0.24" in page.text and "0.04" in page.text
+    assert "**12**" not in markdown and "**2**" not in re.sub("(?s).*### Fine-tuning", "", markdown, count=1)[:200]
+
+
+@pytest.mark.parametrize(
+    ("data", "conversations", "sft", "headline"),
+    [
+        ("tinyworld", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
+        ("texts/", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
+        ("texts/", "talks.jsonl", True, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
+        ("texts/", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
+        ("tinyworld", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
+    ],
+)
+def test_the_headline_is_about_what_the_run_learned(tmp_path, data, conversations, sft, headline):
+    folder = write_run(tmp_path / "run", sft=sft)
+    for stage in ("pretrain", "sft")[: 1 + sft]:
+        recipe = {"data": data, "conversations": conversations}
+        (folder / stage / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    scores = [
+        {"stage": "untrained", "task": "validation", "metric": "bpb", "value": 2.5},
+        {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.25},
+    ]
+    for stage, value in (("untrained", 0.0), ("sft", 0.55))[: 1 + sft]:
+        for task in ("tinyworld/facts", "tinyworld/sums"):
+            scores.append({"stage": stage, "task": task, "metric": "accuracy", "value": value})
+    lines(folder / "evaluate.jsonl", scores)
+    markdown, page = report(folder)
+    assert headline in markdown.replace("\\", "") and headline in page.text
+    assert ("tinyworld/facts" in markdown) == ("tinyworld/facts" in page.text) == sft
+    assert ("held-out questions" in markdown) == sft
+
+
+def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
+    score = {"stage": "sft", "task": "t", "metric": "accuracy", "value": 0.25, "count": 200}
+    bpb = {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.5, "count": 10}
+    lines(tmp_path / "evaluate.jsonl", [bpb, score, score | {"stage": "untrained", "count": 50}])
+    _, page = report(tmp_path)
+    assert "–" not in page.text[page.text.index("Task") : page.text.index("How it was asked")]
+    assert "of 50" in page.text
+
+
+def test_only_a_resumption_that_trained_is_marked(tmp_path):
+    folder = write_run(tmp_path)
+    stage = next(stage for stage in read_run(folder).stages if stage.name == "pretrain")
+    end, before = int(stage.last("step") or 0), stage.resumed_at()
+    with (folder / "pretrain" / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"kind": "resume", "step": step}) + "\n" for step in (end // 2, end))
+    [again] = [stage for stage in read_run(folder).stages if stage.name == "pretrain"]
+    assert again.resumed_at() == [*before, end // 2]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path):
+    folder = write_run(tmp_path)
+    before = build(folder)[0].read_bytes()
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    with pytest.raises(OSError, match="cannot write .*report.html"):
+        build(folder)
+    assert not list(folder.glob("*.tmp")) and (folder / "report.md").read_bytes() == before
+
+
+def test_a_long_run_makes_a_light_page(tmp_path):
+    metrics = [{"step": i, "tokens": i, "seconds": i, "loss": 3 + math.sin(i), "lr": 1.0} for i in range(1, 20_001)]
+    lines(tmp_path / "pretrain" / "metrics.jsonl", metrics)
+    build(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_two_builds_are_the_same_bytes(tmp_path):
+    write_run(tmp_path)
+    first = [path.read_bytes() for path in build(tmp_path)]
+    assert [path.read_bytes() for path in build(tmp_path)] == first
+
+
+def test_markdown_escapes():
+    assert inline("a|b\n<b>*x*_y_`z`[l](u) & #") == ("a\\|b &lt;b&gt;\\*x\\*\\_y\\_\\`z\\`\\[l\\](u) &amp; \\#")
+    assert fenced("x ```` y").startswith("`````text\n") and fenced("x").startswith("```text\n")
+
+
+def test_curves_keep_their_ends():
+    ys = [float(i % 7) for i in range(5000)]
+    xs, thinned = thin([float(i) for i in range(5000)], ys)
+    assert len(xs) <= 802 and (xs[0], xs[-1]) == (0.0, 4999.0) and thinned[-1] == ys[-1]
+    means = running_mean(ys)
+    assert (means[0], means[-1]) == (ys[0], ys[-1])
+    assert means[2500] == pytest.approx(sum(ys[2500 - 83 : 2500 + 84]) / 167)
+    assert running_mean([4.0]) == [4.0]
+    assert sparkline([1, 2, 3, 4]) == "▁▃▆█" and sparkline([]) == "" and sparkline([2, 2]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(1000)])) == 48
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (human(999_999), "1M"), (human(1_234_567), "1.23M"), (human(16), "16"), (human(2.5e12), "2.5T"),
+        (human_bytes(24_000_118), "24 MB"), (human_bytes(12), "12 bytes"), (human_flops(4.638e14),
+        "464 TFLOP"),
+        (human_flops(500), "500 FLOP"), (duration(59.96), "1 min 0 s"), (duration(59.94), "59.9 s"),
+        (duration(400), "6 min 40 s"), (duration(7261), "2 h 1 min"), (percent(0.0996), "10%"),
+        (percent(0.0994), "9.9%"), (percent(1), "100%"), (percent(0), "0%"), (number(1234567), "1,234,567"),
+        (number(0.12345), "0.1235"), (number(12345.67), "12,345.7"),
+    ],
+)  # fmt: skip
+def test_numbers_read_well(shown, expected):
+    assert shown == expected

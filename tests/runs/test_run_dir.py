@@ -1,0 +1,153 @@
+"""What is said when a run's folder holds something damaged, or what cannot be written: the run, and the way out."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.machine import detect
+from quern.mesh import alone
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+from quern.runs.load import load
+from quern.runs.run_dir import Places, naming, plainly, refuse_unwritable
+from quern.stages import sft
+from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint
+from quern.train.manifest import CheckpointError
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    """A run with a tokenizer, its copy among others, and run.json."""
+    made = Places(tmp_path, "r")
+    tokenizer = Tokenizer([b"ab", b"cd"])
+    tokenizer.save(made.folder / "tokenizer.json")
+    tokenizer.save(tmp_path / "tokenizers" / "copy-1.json")
+    Tokenizer([b"xy"]).save(tmp_path / "tokenizers" / "another-1.json")
+    (tmp_path / "tokenizers" / "broken-1.json").write_text("[]", encoding="utf-8")
+    made.write("run.json", {"tokenizer": {"fingerprint": tokenizer.fingerprint[:16]}})
+    return made
+
+
+def open_it(places: Places) -> None:
+    load(places, detect("cpu", "fp32", compile=False), lambda line: None)
+
+
+def fine_tune(places: Places) -> None:
+    machine = detect("cpu", "fp32", compile=False)
+    sft.run(RECIPE, machine, places, resume=False, source=None, command="", say=lambda line: None, mesh=alone())
+
+
+def save(places: Places, recipe: dict) -> Path:
+    meta = {"recipe": recipe, "tokenizer": places.tokenizer().fingerprint, "state": {"step": 1}}
+    return checkpoint.save(places.checkpoints("pretrain"), 1, {"x": torch.zeros(3)}, meta, keep=1)
+
+
+@pytest.mark.parametrize("damage", ["{}", "not JSON", "[]"])
+def test_a_damaged_tokenizer_names_its_copy(places: Places, damage: str) -> None:
+    path = places.folder / "tokenizer.json"
+    path.write_text(damage, encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        places.tokenizer()
+    copy = places.out / "tokenizers" / "copy-1.json"
+    assert str(refused.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
+    shutil.copy(copy, path)
+    assert places.tokenizer().merges == (b"ab", b"cd")
+
+
+def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(places: Places) -> None:
+    for number in range(7):
+        made = places.out / "runs" / f"run-{number}"
+        made.mkdir()
+        os.utime(made, (10**10 + number, 10**10 + number))
+    with pytest.raises(FileNotFoundError) as missing:
+        Places(places.out, "no").tokenizer()
+    recent = "run-6, run-5, run-4, run-3, run-2 and 3 more"
+    assert str(missing.value) == f"there is no run 'no' under {places.out}: name one of {recent} with --run"
+    path = places.folder / "tokenizer.json"
+    path.unlink()
+    with pytest.raises(FileNotFoundError) as untrained:
+        places.tokenizer()
+    assert str(untrained.value) == f"run 'r' has no model yet: `quern run --run r --out {places.out}` makes one"
+    places.checkpoints("pretrain").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError) as lost:
+        places.tokenizer()
+    copy = places.out / "tokenizers" / "copy-1.json"
+    assert str(lost.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('{"train": {"ste', "Unterminated string"),
+        ("[]", "it holds no JSON object"),
+        ('{"train": 3}', "train holds no JSON object"),
+        ('{"train": {"steps": "many"}}', "train.steps must be a whole number between .*, not 'many'"),
+    ],
+)
+def test_a_damaged_recipe_is_named(places: Places, body: str, expected: str) -> None:
+    path = places.stage("pretrain") / "recipe.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
+    places.refuse_damaged_recipes()
+    path.write_text(body, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it"):
+        places.refuse_damaged_recipes()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG, errno.EIO])
+def test_an_error_of_the_system_names_the_path_and_what_to_do(number: int) -> None:
+    said = plainly(OSError(number, os.strerror(number), "out/x"))
+    assert re.match(f"out/x: {os.strerror(number)}: (choose|make|check) ", said)
+    assert plainly(ValueError("as it is")) == "as it is"
+
+
+def test_a_damaged_tokenizer_without_a_copy_says_which_one_is_missing(places: Places) -> None:
+    (places.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (places.out / "tokenizers" / "copy-1.json").unlink()
+    mark = json.loads((places.folder / "run.json").read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
+    with pytest.raises(
+        ValueError, match=f"put back a copy of it .fingerprint {mark}.; under .*tokenizers there is none"
+    ):
+        places.tokenizer()
+
+
+@pytest.mark.parametrize("use", [open_it, fine_tune])
+def test_where_every_checkpoint_is_damaged_it_is_said_so(places: Places, use: Callable[[Places], None]) -> None:
+    (save(places, resolve(RECIPE).to_json()) / "manifest.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError) as refused:
+        use(places)
+    folder = places.checkpoints("pretrain")
+    assert str(refused.value).startswith(f"none of the checkpoints under {folder} is good: put back a copy of one")
+    assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {places.out}` again")
+
+
+@pytest.mark.parametrize("use", [open_it, fine_tune])
+def test_a_run_with_a_recipe_of_its_own_names_the_command(places: Places, use: Callable[[Places], None]) -> None:
+    save(places, resolve(replace(RECIPE, name="own")).to_json() | {"make_model": "mine:Model"})
+    with pytest.raises(
+        ValueError,
+        match=r"whose file is not kept with it: name the file after the verb, as in `quern chat FILE.py --run r --out",
+    ):
+        use(places)
+
+
+def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None:
+    refuse_unwritable(tmp_path / "not" / "yet")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="^--out /proc/out: /proc cannot be written to .*, choose another one$"):
+        refuse_unwritable(Path("/proc/out"))
+
+
+def test_an_error_that_has_its_path_keeps_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as left, naming(tmp_path):
+        (tmp_path / "a" / "b").write_text("", encoding="utf-8")
+    assert left.value.filename == str(tmp_path / "a" / "b")

@@ -1,0 +1,124 @@
+"""The terminal's chat, with a small random model and with replies made by hand."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quern.generate.engine import Engine, Event
+from quern.generate.reply import Completion, Delta
+from quern.generate.sample import Sampling
+from quern.stages.chat import HELP, ask, chat
+from quern.text.chat import Message, render_prompt
+from quern.text.printable import printable
+from tests.support.toy_engine import toy_engine
+
+CONTEXT = 64
+GREEDY = Sampling(0.0, 0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return toy_engine(context=CONTEXT)
+
+
+class Scripted(Engine):
+    """Says what it is given, piece by piece, and keeps the prompts; an exception among the pieces is raised there."""
+
+    def __init__(self, engine: Engine, *pieces: Delta | BaseException):
+        super().__init__(engine.model, engine.tokenizer, engine.machine)
+        self.pieces = pieces
+        self.prompts: list[list[int]] = []
+
+    def events(self, prompts: Any, **arguments: Any) -> Iterator[Event]:
+        self.prompts += [list(prompt) for prompt in prompts]
+        super().events(prompts, **arguments)  # refuses what the engine refuses
+        return self._said()
+
+    def _said(self) -> Iterator[Event]:
+        parts: list[Any] = []
+        for piece in self.pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield Event(0, 0, piece)
+            if parts and parts[-1]["type"] == piece.kind:
+                parts[-1]["text"] += piece.text
+            else:
+                parts.append({"type": piece.kind, "text": piece.text})
+        yield Event(0, 0, Completion([1], "", "stop", parts, 1))
+
+
+def talk(engine: Engine, *lines: str | type[BaseException]) -> str:
+    """What the terminal shows when these lines are typed; an exception is a key pressed instead."""
+    shown: list[str] = []
+    typed = iter(lines)
+
+    def read() -> str:
+        shown.append("> ")
+        line = next(typed, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    chat(engine, max_tokens=8, sampling=GREEDY, seed=0, read=read, put=shown.append)
+    return "".join(shown)
+
+
+def test_the_pieces_joined_are_the_engines_reply(engine: Engine) -> None:
+    messages: list[Message] = [{"role": "user", "content": "What hums?"}]
+    shown: list[str] = []
+    reply = ask(engine, messages, max_tokens=12, sampling=Sampling(1.0, 0, 1.0), seed=3, put=shown.append)
+    [[expected]] = engine.generate([render_prompt(engine.tokenizer, messages)], max_tokens=12, seed=3)
+    assert reply == {"role": "assistant", "content": expected.parts}
+    spoken = [p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}] " for p in expected.parts]
+    assert "".join(shown) == printable("".join(spoken)) and len(shown) > 2
+
+
+def test_a_call_that_comes_in_pieces_stands_in_one_pair_of_brackets(engine: Engine) -> None:
+    pieces = [Delta("tool", "384"), Delta("tool", "+"), Delta("tool", "527"), Delta("output", "911")]
+    calling = Scripted(engine, *pieces, Delta("text", "It is "), Delta("text", "911."))
+    assert talk(calling, "384 + 527?") == f"{HELP}\n> [tool: 384+527] [output: 911] It is 911.\n> \n"
+    unfinished = Scripted(engine, *pieces[:2])
+    assert "> [tool: 384+] \n" in talk(unfinished, "384 + 527?")
+
+
+def test_what_is_said_cannot_steer_the_terminal(engine: Engine) -> None:
+    hostile = Scripted(engine, Delta("text", "\x1b[2Jgone\r\x9b\x07, then\n\tthis"))
+    shown = talk(hostile, "What?")
+    assert "\ufffd[2Jgone\ufffd\ufffd\ufffd, then\n\tthis" in shown
+    assert not set(shown) & set("\x1b\r\x9b\x07")
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt, ""])
+def test_nothing_to_ask_ends_it(engine: Engine, end: Any) -> None:
+    assert talk(engine, end).startswith(f"{HELP}\n> ")
+
+
+def test_the_conversation_goes_on_until_it_is_begun_anew(engine: Engine) -> None:
+    says = Scripted(engine, Delta("text", "Yes."))
+    talk(says, "One?", "Two?", "/new", "One?")
+    first, second, third = says.prompts
+    assert second[: len(first)] == first and len(second) > len(first)
+    assert third == first
+
+
+def test_a_conversation_that_outgrows_the_context_begins_anew(engine: Engine) -> None:
+    says = Scripted(engine, Delta("text", "Yes, the miller grinds the grain."))
+    shown = talk(says, *["And the stone, does it hum?"] * 4)
+    assert f"(the conversation is longer than the model's {CONTEXT} tokens: it begins anew)" in shown
+    assert max(map(len, says.prompts)) < CONTEXT
+    assert says.prompts.count(says.prompts[0]) > 1
+
+
+def test_a_question_too_long_is_told_and_the_chat_goes_on(engine: Engine) -> None:
+    says = Scripted(engine, Delta("text", "Yes."))
+    shown = talk(says, "One?", "x" * 500, "Two?")
+    assert f"the model's context holds {CONTEXT}" in shown and "shorten" in shown
+    assert shown.count("Yes.") == 2
+
+
+def test_ctrl_c_ends_the_reply_and_not_the_chat(engine: Engine) -> None:
+    stopped = Scripted(engine, Delta("text", "Once upon"), KeyboardInterrupt())
+    shown = talk(stopped, "A story?", "A story?")
+    assert shown.count("Once upon (stopped") == 2
+    assert stopped.prompts[0] == stopped.prompts[1]

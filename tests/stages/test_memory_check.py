@@ -1,0 +1,74 @@
+"""Preflight: what cannot fit is refused with what to set instead, and then it fits; nothing is written before."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quern.cli.main import main
+from quern.machine import Machine
+from quern.mesh import alone
+from quern.parallel.layout import unconnected
+from quern.recipe import ModelRecipe, Recipe, TrainRecipe
+from quern.recipes import gpt, llama, unet
+from quern.stages.memory_check import memory_check
+
+CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+CUDA = Machine(torch.device("cuda"), torch.bfloat16, compile=True, threads=1)
+
+
+def recipe(**train: Any) -> Recipe:
+    shape = ModelRecipe(width=128, context=64, vocab_size=500)
+    return replace(gpt.RECIPE, depth=4, model=shape, train=TrainRecipe(**{"steps": 4, "batch_tokens": 4096, **train}))
+
+
+def refusal(made: Recipe, machine: Machine, room: float) -> str:
+    with pytest.raises(ValueError, match="cannot fit") as caught:
+        memory_check(made, machine, alone(), print, room)
+    return str(caught.value)
+
+
+def test_smaller_micro_batches_come_first() -> None:
+    message = refusal(recipe(micro_batch_tokens=4096), CPU, 60e6)
+    setting = int(message.rpartition("--train.micro-batch-tokens ")[2])
+    assert 64 <= setting < 4096 and "activations" in message
+    memory_check(recipe(micro_batch_tokens=setting), CPU, alone(), print, 60e6)
+
+
+def test_more_gpus_share_the_moments() -> None:
+    message = refusal(recipe(micro_batch_tokens=64), CUDA, 13e6)
+    ranks = int(message.partition("--ranks ")[2].split()[0])
+    memory_check(recipe(micro_batch_tokens=64), CUDA, unconnected(ranks, 1), print, 13e6)
+
+
+def test_cpu_ranks_would_share_the_same_memory() -> None:
+    message = refusal(recipe(micro_batch_tokens=64), CPU, 17e6)
+    assert "--depth" in message and "--ranks" not in message
+
+
+def test_a_model_that_needs_numbers_is_not_held_up() -> None:
+    class Curious(gpt.GPT):
+        def forward(self, tokens_BT: torch.Tensor, context: object) -> torch.Tensor:
+            assert float(self.backout_scale.detach()) == 0.2
+            return super().forward(tokens_BT, context)  # type: ignore[arg-type]
+
+    said: list[str] = []
+    memory_check(replace(recipe(), make_model=Curious), CPU, alone(), said.append, 1e3)
+    assert len(said) == 1 and said[0].startswith("memory is not checked beforehand")
+
+
+def test_the_command_refuses_before_it_prepares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--depth", "96", "--out", str(tmp_path / "out"), "--device", "cpu", "--no-compile", "--dtype", "fp32"]
+    assert main.main(["pretrain", "gpt", *flags]) == 1
+    assert "cannot fit" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("made", [gpt.RECIPE, llama.RECIPE, unet.RECIPE], ids=["gpt", "llama", "unet"])
+def test_every_recipe_is_measured_before_its_vocabulary_is_known(made: Recipe) -> None:
+    small = replace(made, depth=4, model=replace(made.model, width=128, context=128, bos=None))
+    said: list[str] = []
+    memory_check(small, CPU, alone(), said.append, 8e9)
+    assert said == []

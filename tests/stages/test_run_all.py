@@ -1,0 +1,132 @@
+"""The whole way in seconds: `quern run` on a toy world, going on where it stopped, and what it leaves behind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.cli.main import main
+from quern.records import read_events, read_metrics
+from quern.train import checkpoint
+
+PLAIN = "--no-compile --dtype fp32 --threads 1".split()
+PRETRAIN = (
+    """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
+ --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512
+ --train.steps 8 --train.log-every 2 --train.save-every 4""".split()
+    + PLAIN
+)
+SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".split() + PLAIN
+TOY = [*PRETRAIN, *SFT, "--questions", "2"]
+OWN = """
+from dataclasses import replace
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASE
+
+class Own(GPT):
+    pass
+
+RECIPE = replace(BASE, name="own", make_model=Own)
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A toy run, whole."""
+    threads = torch.get_num_threads()
+    folder = tmp_path_factory.mktemp("whole")
+    assert main.main(["run", *TOY, "--run", "toy", "--out", str(folder)]) == 0
+    yield folder
+    torch.set_num_threads(threads)
+    torch.compiler.set_stance("default")
+
+
+def test_every_stage_left_its_records(out: Path) -> None:
+    run = out / "runs" / "toy"
+    for stage, steps in (("pretrain", 8), ("sft", 6)):
+        events = [event["kind"] for event in read_events(run / stage)]
+        assert events[-1] == "finish" and "save" in events
+        assert checkpoint.steps(run / stage / "checkpoints")[-1] == steps
+        lines = read_metrics(run / stage)
+        assert lines[-1]["step"] == steps and "val_loss" in lines[-1]
+        assert all(0 < line["loss"] < 10 for line in lines if "loss" in line)
+        assert (run / stage / "recipe.json").exists()
+    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert facts["command"].startswith("quern run --depth 2") and facts["machine"]["dtype"] == "float32"
+    assert facts["model"]["parameters"]["total"] > 0 and facts["data"]["source"] == "tinyworld"
+    scores = [json.loads(line) for line in (run / "evaluate.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {"facts", "sums"} <= {score["task"].split("/")[-1] for score in scores}
+    assert (run / "samples.jsonl").stat().st_size > 0
+
+
+def test_the_report_stands_alone(out: Path) -> None:
+    run = out / "runs" / "toy"
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<html" in page and "http://" not in page.replace("http://www.w3.org", "")
+    assert 'src="http' not in page and 'href="http' not in page
+    text = (run / "report.md").read_text(encoding="utf-8")
+    assert "quern run --depth 2" in text
+
+
+def test_nothing_is_written_beside_out(out: Path) -> None:
+    assert {path.name for path in out.iterdir()} <= {"runs", "tokenizers", "data"}
+
+
+def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = out / "runs" / "toy"
+    before = {stage: (read_metrics(run / stage), checkpoint.steps(run / stage / "checkpoints")) for stage in STAGES}
+    assert main.main(["run", *TOY, "--run", "toy", "--out", str(out)]) == 0
+    assert "resumed at step 8" in capsys.readouterr().out
+    assert before == {
+        stage: (read_metrics(run / stage), checkpoint.steps(run / stage / "checkpoints")) for stage in STAGES
+    }
+
+
+STAGES = ("pretrain", "sft")
+
+
+def test_it_answers(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"chat --run toy --out {out} --no-compile --dtype fp32 --threads 1 --max-tokens 8 --seed 3 -p Who?"
+    replies = []
+    for _ in range(2):
+        assert main.main(command.split()) == 0
+        replies.append(capsys.readouterr().out)
+    assert replies[0] == replies[1] and replies[0].endswith("\n")
+
+
+def test_what_exists_is_not_trained_over(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = {"pretrain": "train on from its model with `quern pretrain --from toy", "sft": "`quern sft --from toy"}
+    for verb, flags, done in (("pretrain", PRETRAIN, "pretrained"), ("sft", SFT, "fine-tuned")):
+        assert main.main([verb, *flags, "--run", "toy", "--out", str(out)]) == 1
+        said = capsys.readouterr().err
+        assert f"has been {done} already: go on with --resume, " in said and again[verb] in said
+
+
+def test_fine_tuning_needs_a_base_model(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["sft", *SFT, "--run", "fresh", "--out", str(out)]) == 1
+    assert "there is no run 'fresh'" in capsys.readouterr().err
+
+
+def test_a_recipe_of_ones_own_is_trained_resumed_and_talked_to(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN, encoding="utf-8")
+    where = ["--run", "own", "--out", str(out)]
+    assert main.main(["pretrain", str(path), *PRETRAIN, *where]) == 0
+    stage = out / "runs" / "own" / "pretrain"
+    assert (stage / "recipe_source.py").read_text(encoding="utf-8") == OWN
+    assert json.loads((stage / "recipe.json").read_text(encoding="utf-8"))["make_model"] == "own:Own"
+    assert main.main(["pretrain", str(path), *PRETRAIN, *where, "--resume"]) == 0
+    chat = ["--no-compile", "--dtype", "fp32", "--threads", "1", "--max-tokens", "4", "-p", "Hi"]
+    capsys.readouterr()
+    assert main.main(["chat", *where, *chat]) == 0
+    plain = "--no-compile --dtype fp32 --threads 1".split()
+    assert main.main(["pretrain", *where, *plain, "--resume", "--train.steps", "9"]) == 0
+    kept = stage / "recipe_source.py"
+    kept.write_text(OWN + "# changed\n", encoding="utf-8")
+    assert main.main(["chat", *where, *chat]) == 1
+    assert f"whose file was changed after training ({kept}): name the file after the verb" in capsys.readouterr().err
+    assert main.main(["chat", str(path), *where, *chat]) == 0

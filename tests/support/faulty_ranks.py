@@ -1,0 +1,323 @@
+"""Runs `quern` commands on several ranks, in one of which something goes wrong at a chosen event. A process of its own.
+
+    python tests/support/faulty_ranks.py        a JSON request on each line of stdin, a JSON answer on each of stdout
+
+What is slow to import is imported once. For each run this process forks an agent, which does what torchrun does:
+holds the store that ranks meet at, forks the ranks, and when one ends with an error sends SIGTERM to the others, after
+a while SIGKILL, and starts all anew. A request is a list of runs, several of which go on at once, since they mostly
+wait. A run holds `arguments` (the command line's), `ranks`, `restarts`, and `faults`: what goes wrong in each attempt
+(or null), as {"kind", "rank", "part", "number"}: see `Fault`. Events, and which parts there are, are those of
+tests/support/fork_server.py. The machine's peak is not measured.
+
+An answer holds for each run `exits` (for each attempt, the ranks' statuses), `result` (the outcome that was left, or
+null), `events` (how many each rank had, in a run without faults), `places` and `seconds` (where the faults were, and
+the time from the last until no process was left of its attempt), `said` (all that was printed).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+SHUTDOWN_SECONDS = 30
+AT_ONCE = 5
+"""Runs under way at a time."""
+
+
+class FaultyRanks:
+    """The server, from the outside."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    def __call__(
+        self,
+        arguments: Sequence[str],
+        faults: Sequence[dict[str, Any] | None] = (),
+        ranks: int = 2,
+        restarts: int = 0,
+    ) -> dict[str, Any]:
+        run = {"arguments": list(arguments), "faults": list(faults), "ranks": ranks, "restarts": restarts}
+        return self.together([run])[0]
+
+    def together(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answers to several runs, in their order."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(list(runs)) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline() or '[{"said": "the server is gone"}]')
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+        self.process.stdout.close()
+
+
+@contextmanager
+def faulty(folder: Path) -> Iterator[FaultyRanks]:
+    server = FaultyRanks(folder)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+# In a rank --------------------------------------------------------------------------------------------------
+
+
+class Fault:
+    """A profile function that does something to this process before its `number`-th event of a part. Without a fault it
+    counts: the events of each part, and those of "train" that came before each step.
+
+    kind: "kill", "stop" and "term" are signals to this process; "agent" kills the agent; "raise" raises a ValueError;
+    "disk" lets no file grow beyond 50,000 bytes from then on. "slow" is a rank that sleeps in every step. In the
+    `number`-th step, whatever the part, "nan" makes the rank's loss no number, and "changed" changes a weight.
+    """
+
+    def __init__(self, fault: dict[str, Any] | None, answers: int) -> None:
+        from tests.support.fork_server import PARTS, TRAINING
+
+        self.parts, self.training = PARTS, TRAINING
+        self.ours: dict[str, bool] = {}  # by file: asked for every call that Python makes
+        self.fault, self.answers = fault or {}, answers
+        self.counts = {"train": 0, "save": 0, "resume": 0}
+        self.begins: list[int] = []
+        self.part, self.woke = "train", time.perf_counter()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        ours = self.ours.get(code.co_filename)
+        if ours is None:
+            ours = self.ours[code.co_filename] = code.co_filename.startswith(self.training)
+        if not ours or event in ("c_return", "c_exception"):
+            return
+        if code in self.parts:
+            self.part = self.parts[code] if event == "call" else "train" if event == "return" else self.part
+        if event == "return":
+            return
+        if code.co_name == "accumulate" and event == "call":
+            self.each_step(frame)
+        self.counts[self.part] += 1
+        if (self.fault.get("part"), self.fault.get("number")) == (self.part, self.counts[self.part]):
+            self.happen(f"{self.part}: {Path(code.co_filename).name} {code.co_name}")
+
+    def each_step(self, frame: FrameType) -> None:
+        self.begins.append(self.counts["train"])
+        step = len(self.begins)
+        if self.fault.get("kind") == "slow":
+            own = time.perf_counter() - self.woke  # of the step before, however loaded the machine is
+            time.sleep(min(2.0, own))
+            self.woke = time.perf_counter()
+        if self.fault.get("kind") == "nan" and self.fault["number"] == step:
+            batch = frame.f_locals["batch"]
+            object.__setattr__(batch, "weight", np.full(batch.mask.shape, np.nan, np.float32))
+        if self.fault.get("kind") == "changed" and self.fault["number"] == step:
+            frame.f_locals["state"].optimizer.buckets[0].masters.data.view(-1)[0] += 1e-3
+
+    def happen(self, place: str) -> None:
+        sys.setprofile(None)  # it costs as much again as the run
+        put(self.answers, place=place, at=time.time())
+        kind = self.fault["kind"]
+        signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+        if kind in signals:
+            os.kill(os.getpid(), signals[kind])
+        elif kind == "agent":
+            os.kill(os.getppid(), signal.SIGKILL)
+        elif kind == "raise":
+            raise ValueError("planted")
+        elif kind == "disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+
+def put(answers: int, **facts: Any) -> None:
+    os.write(answers, (json.dumps(facts) + "\n").encode())
+
+
+def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int) -> int:
+    from quern.cli.main import main
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    faults = request["faults"]
+    fault = faults[attempt] if attempt < len(faults) else None
+    counted = not any(faults)
+    events = Fault(fault, answers)
+    if counted or (fault and fault["rank"] == rank):
+        sys.setprofile(events)
+    try:
+        status = main.main(request["arguments"])
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    sys.setprofile(None)
+    if counted:
+        put(answers, rank=rank, events=events.counts | {"begins": events.begins})
+    return status
+
+
+# The agent --------------------------------------------------------------------------------------------------
+
+
+def run_agent(request: dict[str, Any], answers: int, folder: Path) -> None:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    output = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for attempt in range(request["restarts"] + 1):
+        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        port = listener.getsockname()[1]
+        os.environ |= {
+            "WORLD_SIZE": str(request["ranks"]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "QUERN_RESULT": str(folder / "result.json"),
+            "QUERN_PARENT": str(os.getpid()),
+        }
+        pids = {}
+        for rank in range(request["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                status = 99
+                try:
+                    status = run_rank(rank, request, attempt, answers)
+                finally:
+                    sys.stdout.flush()
+                    os._exit(status)
+            pids[pid] = rank
+        store = TCPStore(  # begun late: it has threads, which a fork would lose
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        exits = supervised(pids)
+        del store
+        put(answers, exits=[exits[rank] for rank in range(request["ranks"])], ended=time.time())
+        if not any(exits.values()):
+            return
+
+
+def supervised(pids: dict[int, int]) -> dict[int, int]:
+    """Rank → status, when all have ended."""
+    exits: dict[int, int] = {}
+    until = None
+    while len(exits) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            exits[pids[pid]] = os.waitstatus_to_exitcode(status)
+        if until is None and any(exits.values()):
+            until = time.monotonic() + SHUTDOWN_SECONDS
+            for other in pids:
+                if pids[other] not in exits:
+                    os.kill(other, signal.SIGTERM)
+        if until is not None and time.monotonic() > until:
+            for other in pids:
+                if pids[other] not in exits:
+                    os.kill(other, signal.SIGKILL)
+        time.sleep(0.01)
+    return exits
+
+
+# The server -------------------------------------------------------------------------------------------------
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"exits": [], "result": None, "events": {}, "places": [], "seconds": None}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run_agent(request, writer, folder)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(writer)
+        at = None
+        with os.fdopen(reader, encoding="utf-8") as stream:  # ends when the agent and every rank have
+            for line in stream:
+                facts = json.loads(line)
+                if "place" in facts:
+                    found["places"].append(facts["place"])
+                    at = facts["at"]
+                elif "exits" in facts:
+                    found["exits"].append(facts["exits"])
+                    found["seconds"], at = (facts["ended"] - at, None) if at else (found["seconds"], None)
+                else:
+                    found["events"][facts["rank"]] = facts["events"]
+        if at:
+            found["seconds"] = time.time() - at
+        os.waitpid(pid, 0)
+        result, said = folder / "result.json", folder / "said"
+        found["result"] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
+        found["said"] = said.read_text(encoding="utf-8") if said.exists() else ""
+    return found
+
+
+def together(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers, in order; each is waited for by a process of its own."""
+    waiting, found = list(enumerate(requests)), {}
+    with selectors.DefaultSelector() as selector:
+        while len(found) < len(requests):
+            while waiting and len(selector.get_map()) < AT_ONCE:
+                number, request = waiting.pop(0)
+                reader, writer = os.pipe()
+                pid = os.fork()
+                if pid == 0:
+                    os.close(reader)
+                    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+                        stream.write(json.dumps(answer(request)))
+                        stream.flush()
+                        os._exit(0)
+                os.close(writer)
+                selector.register(reader, selectors.EVENT_READ, (number, pid))
+            for key, _ in selector.select():
+                number, pid = key.data
+                selector.unregister(key.fd)
+                with os.fdopen(key.fd, encoding="utf-8") as stream:
+                    found[number] = json.loads(stream.read() or '{"said": "no answer"}')
+                os.waitpid(pid, 0)
+    return [found[number] for number in range(len(requests))]
+
+
+def serve() -> None:
+    sys.path.insert(0, str(ROOT))
+    from quern.stages import pretrain
+
+    pretrain.measure_peak_flops = lambda machine: 1e12
+    gc.collect()
+    gc.freeze()  # what a child never frees it need not copy
+    for line in sys.stdin:
+        print(json.dumps(together(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
+    os._exit(0)  # taking everything down in good order would take seconds

@@ -1,0 +1,120 @@
+"""Runs `quern` commands in forked children, and ends one by SIGKILL at a chosen event. A process of its own.
+
+    python tests/support/fork_server.py LOG        a JSON request on each line of stdin, a JSON answer on each of stdout
+
+Everything slow to import is imported once; a child costs milliseconds. A request holds `arguments` (the command
+line's) and, optionally, `kill`: [part, number]. Events are the calls that quern's own training code makes or
+receives, of Python and of C functions alike, as Python's profiler sees them: before each forward, gradient, update,
+write, fsync and rename there is one. `part` is "save" (inside a checkpoint's save), "resume" (inside the loop's
+resume) or "train" (anywhere else). Nothing of quern is replaced, with two exceptions, both stated
+in the request: `sabotage` breaks the resuming on purpose, and the machine's peak is not measured, which only the
+`mfu` column would show.
+
+An answer holds `status` (the exit code, or minus the signal), `place` (where the child died, or null) and `events`
+(how many of each part there were, if the child came to its end).
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from quern.cli.main import main
+from quern.stages import pretrain
+from quern.train import checkpoint, loop
+
+ROOT = Path(main.__file__).parent
+TRAINING = tuple(
+    str(ROOT / part)
+    for part in ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
+)
+PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
+
+
+class Events:
+    """A profile function: counts the events of each part, and kills this process before one of them."""
+
+    def __init__(self, kill: tuple[str, int] | None, answer: int) -> None:
+        self.kill, self.answer = kill, answer
+        self.counts = {"train": 0, "save": 0, "resume": 0}
+        self.part = "train"
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if code in PARTS and event in ("call", "return"):
+            self.part = PARTS[code] if event == "call" else "train"
+        if event not in ("call", "c_call") or not code.co_filename.startswith(TRAINING):
+            return
+        part = self.part
+        self.counts[part] += 1
+        if self.kill == (part, self.counts[part]):
+            called = getattr(argument, "__name__", "") if event == "c_call" else ""
+            place = f"{part}: {Path(code.co_filename).name} {code.co_name} {called}".rstrip()
+            os.write(self.answer, json.dumps({"place": place}).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sabotaged(kind: str) -> None:
+    """Ways in which resuming has gone wrong elsewhere."""
+    load = checkpoint.load
+
+    def broken_load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, meta = load(path, verified=verified)
+        if kind == "moments forgotten":
+            for name in tensors:
+                if not name.startswith("master."):
+                    tensors[name].zero_()
+        elif kind == "masters rounded":
+            for name in tensors:
+                tensors[name] = tensors[name].bfloat16().to(tensors[name].dtype)
+        elif kind == "a batch twice":
+            meta["state"]["step"] -= 1
+        return tensors, meta
+
+    checkpoint.load = broken_load
+
+
+def child(request: dict[str, Any], answer: int, log: Path) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if request.get("sabotage"):
+        sabotaged(request["sabotage"])
+    part_and_number = request.get("kill")
+    events = Events(tuple(part_and_number) if part_and_number else None, answer)
+    sys.setprofile(events)
+    try:
+        status = main.main(request["arguments"])
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    sys.setprofile(None)
+    sys.stdout.flush()
+    os.write(answer, json.dumps({"events": events.counts}).encode())
+    os._exit(status)
+
+
+def serve(log: Path) -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                child(request, writer, log)
+            finally:
+                os._exit(99)
+        os.close(writer)
+        with os.fdopen(reader) as answers:
+            answer = json.loads(answers.read() or "{}")
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps({"place": None, "events": None} | answer | {"status": status}), flush=True)
+
+
+if __name__ == "__main__":
+    pretrain.measure_peak_flops = lambda machine: 1e12
+    serve(Path(sys.argv[1]))

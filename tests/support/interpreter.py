@@ -1,0 +1,76 @@
+"""Runs Triton kernels on the CPU, in Triton's interpreter, in a process of their own.
+
+Whether a kernel is interpreted is decided when Triton is first imported and when the kernel is decorated, by
+TRITON_INTERPRET. A test process that has imported Triton without it (torch.compile does) can't interpret any more,
+and one that sets it would change what every later test compiles. So the variable lives only in a child process, and
+the functions that touch kernels run there:
+
+    from tests.support.interpreter import Interpreted, interpreted  # a fixture, one child for each test module
+
+    def worst_deviation(lengths: tuple[int, ...]) -> float: ...     # at the top level of a module, launches kernels
+
+    def test_the_kernel(interpreted: Interpreted) -> None:
+        assert interpreted(worst_deviation, (1, 17)) <= 1e-5
+
+The function, its arguments and its result travel by pickle: functions by name, tensors by value. What the function
+raises is raised here, with the child's traceback; a warning is an error there too.
+
+Use fp32: the interpreter's product of bf16 matrices gives wrong numbers.
+Triton 3.6 holds scalars as arrays of one element, which NumPy 2.4 no longer turns into the integers that a loop's
+bounds must be; the child repairs that.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import pytest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Interpreted(Protocol):
+    """Calls a function in the child and returns its result."""
+
+    def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def prepare() -> None:
+    """Runs in the child before anything is imported there."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    _let_scalars_bound_loops()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.jit\._script")  # as pyproject.toml
+
+
+def _let_scalars_bound_loops() -> None:
+    from triton.runtime import interpreter
+
+    patch_as_shipped = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_as_shipped(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Interpreted]:
+    """A child that interprets; skips where Triton isn't installed."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: it has builds for Linux only")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare) as child:
+
+        def call(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+            return child.submit(function, *args, **kwargs).result()
+
+        yield call

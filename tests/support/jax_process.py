@@ -1,0 +1,91 @@
+"""A process of its own for JAX: eight CPU devices, which must be said before JAX starts.
+
+`grug` (a fixture) starts it once per test process; `grug("parity:updates", depth=2)` runs tests/grug/parity.py's
+function there and returns what it returned, through JSON. An error there fails the test here, with its traceback.
+
+    python -m tests.support.jax_process      serves requests on stdin
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Compiling is what these tests spend their time on: without optimizations it takes half as long.
+FLAGS = "--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+Grug = Callable[..., Any]
+
+
+def environment(cache: Path, devices: int = 8) -> dict[str, str]:
+    """Of a process that computes in JAX; what it compiles is kept under `cache`."""
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": FLAGS.format(devices=devices),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+@pytest.fixture(scope="session")
+def grug(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grug]:
+    folder = tmp_path_factory.mktemp("grug")
+    with (
+        (folder / "log.txt").open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.jax_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+            env=environment(folder / "compiled"),
+        ) as process,
+    ):
+
+        def call(function: str, **arguments: Any) -> Any:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline() or '{"error": "the process died"}')
+            if "error" in answer:
+                pytest.fail(f"{answer['error']}\n{(folder / 'log.txt').read_text(encoding='utf-8')[-3000:]}")
+            return answer["result"]
+
+        yield call
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=30)
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever is printed goes to the log
+    warnings.simplefilter("error")
+    # The exception that pyproject.toml makes for torch, with its reason.
+    warnings.filterwarnings("ignore", r".torch\.jit\.script_method. is", DeprecationWarning, r"torch\.jit\._script")
+    for line in sys.stdin:
+        request = json.loads(line)
+        module, _, name = request["function"].partition(":")
+        try:
+            function = getattr(importlib.import_module(f"tests.grug.{module}"), name)
+            answer = {"result": function(**request["arguments"])}
+        except Exception:  # reported to the test, which fails with it
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,62 @@
+"""A run with a random Llama in it, without training: what export reads, and import must give back."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quern.machine import Machine
+from quern.model.llama import Llama
+from quern.recipe import Recipe, TextRecipe
+from quern.recipes.llama import RECIPE
+from quern.resolve import resolve
+from quern.runs.run_dir import Places
+from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint
+from quern.train.state import TrainState, build_model, build_state
+from tests.support.toy_engine import toy_tokenizer
+
+FP32 = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+ODD = {
+    "depth": 2,
+    "width": 60,
+    "head_dim": 10,
+    "heads": 6,
+    "kv_heads": 2,
+    "mlp_width": 77,
+    "context": 48,
+    "norm_eps": 1e-3,
+}
+"""Sizes that are no powers of two, and keys shared by three queries each."""
+
+
+def llama_recipe(base: Recipe = RECIPE, **shape: Any) -> Recipe:
+    tokenizer = toy_tokenizer()
+    sizes: dict[str, Any] = {**ODD, "vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, "windows": "L", **shape}
+    text = TextRecipe(vocab_size=tokenizer.vocab_size, tinyworld_megabytes=0.05, val_megabytes=0.02)
+    return resolve(replace(base, depth=sizes["depth"], text=text, model=replace(RECIPE.model, **sizes)))
+
+
+def random_state(recipe: Recipe) -> TrainState:
+    """Every weight random, norms too, so that no part of the model is the identity; logits spread over some units."""
+    model = build_model(recipe, FP32, recipe.seed)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = 2.0 * parameter.size(-1) ** -0.5 if parameter.dim() == 2 else 1.0
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+    return build_state(recipe, FP32, model)
+
+
+def write_run(out: Path, recipe: Recipe, tokenizer: Tokenizer | None = None) -> Places:
+    """The run `first` on disk, pretrained for seven steps as it says; `model_of` is its model."""
+    places, state, tokenizer = Places(out, "first"), random_state(recipe), tokenizer or toy_tokenizer()
+    tokenizer.save(places.folder / "tokenizer.json")
+    meta = {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": 0, "state": state.meta()}
+    checkpoint.save(places.checkpoints("pretrain"), 7, state.tensors(), meta, keep=1)
+    return places
+
+
+def model_of(recipe: Recipe) -> Llama:
+    return random_state(recipe).model.eval()

@@ -1,0 +1,123 @@
+"""Runs a function on several ranks at once, in forked processes of one thread each that talk over gloo.
+
+    python tests/support/ranks.py        a JSON request on each line of stdin, a JSON answer on each of stdout
+
+A process of its own, so that what is slow to import is imported once and nothing is forked from a test's process,
+which has threads. A request names a function `module:name` with arguments in JSON; it is called as
+function(mesh, **arguments) on every rank, and what it returns (JSON) is the answer, rank by rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Ranks:
+    """The server, from the outside: `ranks(2, "tests.module:function", tp=1, …)` → each rank's result."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    def __call__(self, ranks: int, function: str, tp: int = 1, **arguments: Any) -> list[Any]:
+        """Raises AssertionError with every failed rank's traceback."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = {"ranks": ranks, "tp": tp, "function": function, "arguments": arguments}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answers = json.loads(self.process.stdout.readline() or '[{"error": "the server of ranks is gone"}]')
+        failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(answers) if "error" in one]
+        assert not failed, "\n".join(failed)
+        return [one["result"] for one in answers]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+        self.process.stdout.close()
+
+
+@contextmanager
+def running() -> Iterator[Ranks]:
+    ranks = Ranks()
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+# In the server ----------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def child(rank: int, port: int, request: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from quern.mesh import connect, disconnect
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    try:
+        module, _, name = request["function"].partition(":")
+        function = getattr(importlib.import_module(module), name)
+        mesh = connect(request["tp"], torch.device("cpu"), rank, request["ranks"], timedelta(seconds=60))
+        result = function(mesh, **request["arguments"])
+        disconnect(mesh)
+        return {"result": result}
+    except BaseException:
+        return {"error": traceback.format_exc()}
+
+
+def serve() -> None:
+    sys.path.insert(0, str(ROOT))
+    for line in sys.stdin:
+        request = json.loads(line)
+        importlib.import_module(request["function"].partition(":")[0])  # once, for all children of this and later ones
+        port, readers, pids = free_port(), [], []
+        for rank in range(request["ranks"]):
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(2, 1)  # what a rank prints is no answer
+                answer = json.dumps(child(rank, port, request)).encode()
+                with os.fdopen(writer, "wb") as stream:
+                    stream.write(answer)
+                os._exit(0)
+            os.close(writer)
+            readers.append(reader)
+            pids.append(pid)
+        answers = []
+        for reader in readers:
+            with os.fdopen(reader, encoding="utf-8") as stream:
+                answers.append(json.loads(stream.read() or '{"error": "died without a word"}'))
+        for pid in pids:
+            os.waitpid(pid, 0)
+        print(json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

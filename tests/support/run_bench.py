@@ -1,0 +1,120 @@
+"""A bench for laws about runs: a folder with a small text and conversations, real commands in forked processes that can
+be killed at a chosen event (fork_server.py), and the comparison of what two runs left."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quern.records import read_metrics
+from quern.text.tinyworld import corpus
+from quern.train import checkpoint
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+TIMED = {"seconds", "tokens_per_second", "mfu"}
+PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
+ --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --train.steps 23
+ --optim.lr-scale 0.3 --train.log-every 3 --train.eval-every 8 --train.save-every 5""".split()
+SFT = "sft --conversations talks.jsonl --sft.steps 19 --sft.batch-tokens 192 --train.log-every 2".split()
+BASE = "base"  # the run that is fine-tuned
+
+
+class Bench:
+    """A folder with a small text, a few conversations and the runs of a test; and the process that forks runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = (f"run-{number}" for number in itertools.count())
+        with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
+        with open(folder / "talks.jsonl", "w", encoding="utf-8") as file:
+            talks = sorted(corpus.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
+            file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/support/fork_server.py"), str(folder / "log.txt")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=ENVIRONMENT,
+        )
+
+    def run(
+        self, command: Sequence[str], name: str, dtype: str, *, refused: bool = False, **request: Any
+    ) -> dict[str, Any]:
+        """Runs a command to its end, or to where the request kills it. refused: it is expected to end with 1."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        arguments = [*command, *self.flags(name, dtype)]
+        self.process.stdin.write(json.dumps({"arguments": arguments, **request}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or "{}")
+        died = answer.get("status") == -signal.SIGKILL and "kill" in request
+        assert died or answer.get("status") == int(refused), (command, answer, self.log())
+        return answer
+
+    @staticmethod
+    def flags(name: str, dtype: str) -> list[str]:
+        return ["--out", "out", "--run", name, "--no-compile", "--dtype", dtype, "--threads", "1"]
+
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
+
+    def stage(self, name: str, command: Sequence[str]) -> Path:
+        return self.folder / "out" / "runs" / name / command[0]
+
+    def fresh(self, command: Sequence[str], dtype: str) -> str:
+        """The name of a run that can be begun: for fine-tuning, one with a base model."""
+        name = f"{next(self.names)}-{command[0]}-{dtype}"
+        if command[0] == "sft":
+            base = self.folder / "out" / "runs" / BASE
+            if not base.exists():
+                self.run(PRETRAIN, BASE, dtype)
+            shutil.copytree(base, self.folder / "out" / "runs" / name)
+        return name
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
+        self.process.stdout.close()
+
+
+# What is compared -------------------------------------------------------------------------------------------
+
+
+def logged(stage: Path) -> list[str]:
+    """The lines of metrics.jsonl without what a clock says; JSON writes every bit of a number."""
+    lines = [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(stage)]
+    return [json.dumps(line, sort_keys=True) for line in lines]
+
+
+def final(stage: Path) -> dict[str, Any]:
+    """Every tensor of the last checkpoint as bytes, its JSON, and which checkpoints are kept (two, see `keep`).
+
+    One that died while it pruned after its last save leaves an older one, or the rest of it, until the next save.
+    """
+    newest = checkpoint.latest(stage / "checkpoints", pytest.fail)
+    assert newest is not None
+    tensors, meta = checkpoint.load(newest[0])
+    meta["state"].pop("seconds")
+    found: dict[str, Any] = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return found | {"json": meta, "kept": checkpoint.steps(stage / "checkpoints")[-2:]}
+
+
+def differences(stage: Path, reference: Path, ignored: str = "") -> list[str]:
+    """Lines that are missing, doubled or other, and the names of what differs in a bit in the final state."""
+    pairs = itertools.zip_longest(logged(stage), logged(reference))
+    lines = [f"{ours} instead of {theirs}" for ours, theirs in pairs if ours != theirs]
+    mine, expected = final(stage), final(reference)
+    names = sorted((mine.keys() | expected.keys()) - {ignored})
+    return lines + [name for name in names if mine.get(name) != expected.get(name)]

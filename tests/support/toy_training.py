@@ -1,0 +1,138 @@
+"""A toy recipe, corpus and state that train in milliseconds, eagerly, on one thread; shared by tests of training."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quern.data.loader import Batch, Loader
+from quern.data.shards import Corpus
+from quern.machine import Machine
+from quern.optim.schedule import Multipliers, multipliers
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+from quern.train.loop import Plan
+from quern.train.state import TrainState, build_model, build_state
+
+CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
+CONTEXT, ROWS, VOCABULARY = 16, 8, 61  # an odd vocabulary, and fewer tokens than heads would hide
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """What `machine.detect(compile=False)` sets: nothing is compiled, not even the loss."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def toy_recipe(model: dict[str, Any] | None = None, **train: Any) -> Recipe:
+    """Depth 2, width 32, two heads that share one key, a window of 4 in the first layer."""
+    shape = {"width": 32, "head_dim": 16, "kv_heads": 1, "context": CONTEXT, "vocab_size": VOCABULARY, **(model or {})}
+    return resolve(
+        replace(
+            RECIPE,
+            depth=2,
+            model=ModelRecipe(**shape),
+            optim=OptimRecipe(lr_scale=0.1, decay_scale=0.1),
+            train=TrainRecipe(**{"steps": 12, "batch_tokens": ROWS * shape["context"], **train}),
+        )
+    )
+
+
+def toy_corpus(masked: bool = False, documents: int = 40) -> Corpus:
+    """Documents in which a token hints at the next one, so that there is something to learn."""
+    rng = np.random.default_rng(0)
+    texts = [[0, *(1 + rng.integers(0, 7, n).cumsum() % (VOCABULARY - 1))] for n in rng.integers(3, 40, documents)]
+    if not masked:
+        return Corpus.from_arrays(texts)
+    masks = [(rng.random(len(text)) < 0.4) & (np.arange(len(text)) > 0) for text in texts]
+    for mask in masks:
+        mask[-1] = True
+    return Corpus.from_arrays(texts, masks)
+
+
+def toy_loader(masked: bool = False, rows: int = ROWS, seed: int = 0) -> Loader:
+    return Loader(toy_corpus(masked), CONTEXT, rows, seed, "first-fit-decreasing" if masked else "best-fit")
+
+
+def toy_state(recipe: Recipe | None = None, machine: Machine = CPU, moved: float = 0.05) -> TrainState:
+    """A fresh state. moved: noise on every weight, since projections that start at zero silence most gradients."""
+    recipe = recipe or toy_recipe()
+    model = build_model(recipe, machine, recipe.seed)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(moved * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+    return build_state(recipe, machine, model)
+
+
+def toy_schedule(steps: int, **options: Any) -> Any:
+    def schedule(step: int) -> Multipliers:
+        return multipliers(step, steps, **{"warmup_steps": 2, **options})
+
+    return schedule
+
+
+def toy_plan(steps: int = 12, **changes: Any) -> Plan:
+    plan = Plan(
+        steps=steps,
+        schedule=toy_schedule(steps),
+        micro_batch_rows=3,
+        clip_norm=None,
+        log_every=1,
+        save_every=4,
+        keep=2,
+        flops_per_token=1e3,
+        peak_flops=1e9,
+    )
+    return replace(plan, **changes)
+
+
+def copy_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are missing on one side or differ in a single bit."""
+    unequal = [
+        name
+        for name in one.keys() & other.keys()
+        if one[name].dtype != other[name].dtype
+        or one[name].contiguous().numpy().tobytes() != other[name].contiguous().numpy().tobytes()
+    ]
+    return sorted(unequal + list(one.keys() ^ other.keys()))
+
+
+def snapshot(state: TrainState) -> dict[str, torch.Tensor]:
+    """Optimizer state, masters and the model's own parameters, copied."""
+    parameters = {f"parameter.{name}": p.detach() for name, p in state.model.named_parameters()}
+    as_saved = copy_of(state.tensors())
+    return as_saved | {name: p.float().clone() for name, p in parameters.items()}
+
+
+def poisoned(batch: Batch, value: float = float("nan"), row: int = -1) -> Batch:
+    """The batch with one target's weight made `value`, hence a loss that is not finite."""
+    weight = np.ones(batch.mask.shape, dtype=np.float32)
+    column = int(np.flatnonzero(batch.mask[row])[0])
+    weight[row, column] = value
+    return replace(batch, weight=weight)
+
+
+class PoisonedLoader(Loader):
+    """A loader whose batches of some steps have a loss that is not finite."""
+
+    poisoned_steps: frozenset[int] = frozenset()
+
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        batch = super().batch(step, rank, ranks)
+        return poisoned(batch) if step in self.poisoned_steps else batch
+
+
+def poisoned_loader(*steps: int) -> PoisonedLoader:
+    loader = PoisonedLoader(toy_corpus(), CONTEXT, ROWS, 0)
+    loader.poisoned_steps = frozenset(steps)
+    return loader

@@ -1,0 +1,77 @@
+"""Progress: silent while it is quick, plain lines where there is no terminal, one bar where there is one."""
+
+import os
+import pty
+import select
+
+import pytest
+
+from quern.terminal import PATIENCE_SECONDS, PLAIN_LINE_SECONDS, Meter
+
+
+def long_since(meter: Meter) -> Meter:
+    """The same meter, begun and last heard of long ago."""
+    meter.started -= 2 * PATIENCE_SECONDS
+    meter.last_line -= 2 * PLAIN_LINE_SECONDS
+    return meter
+
+
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Meter("grinding", 10, "sacks") as meter:
+        for done in range(10):
+            meter.at(done)
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_lines_without_a_terminal_and_not_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    with long_since(Meter("grinding", 12_000, "sacks")) as meter:
+        for done in range(1_000, 1_100):
+            meter.at(done, "[bold]fine[/bold]" + " and dusty" * 20)
+        meter.say("a stone broke [red]")
+    assert capsys.readouterr().out.split("\n") == [
+        "grinding: 1,000 of 12,000 sacks, [bold]fine[/bold]" + " and dusty" * 20,
+        "a stone broke [red]",
+        "",
+    ]
+    long_since(Meter("reading", None, "bytes")).at(5)
+    assert capsys.readouterr().out == "reading: 5 bytes\n"
+
+
+def test_plain_lines_say_how_long_it_takes_still(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every five seconds of the clock, by the speed since the first call: 6 steps in 60 s leave 90 of them 900 s."""
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    meter = Meter("training", 100, "steps")
+    for done in range(4, 11):
+        meter.at(done, "loss 1.000")
+        clock[0] += 10
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "training: 5 of 100 steps, loss 1.000, 16 minutes left" and len(lines) == 6
+    assert lines[-1] == "training: 10 of 100 steps, loss 1.000, 15 minutes left"
+
+
+def test_ranks_other_than_0_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with long_since(Meter("grinding", 10, "sacks", silent=True)) as meter:
+        meter.at(3)
+        meter.say("nobody hears")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        with long_since(Meter("grinding", 10, "sacks")) as meter:
+            meter.at(3, "fine")
+            meter.say("a stone broke")
+            assert meter.bar is not None and meter.bar.tasks[0].completed == 3
+        terminal.flush()
+        shown = ""
+        while select.select([screen], [], [], 0.2)[0]:
+            shown += screen.read(65536).decode()
+    assert "0/10" not in shown
+    assert "grinding (sacks)" in shown and "3/10" in shown and "a stone broke\r\n" in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # the bar's line is cleared
