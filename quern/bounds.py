@@ -1,6 +1,6 @@
 """The range of every number that can be set: one table for the recipe's fields and for all other flags.
 
-A name is that of the flag with underscores, such as `train.log_every`. `refusals.check` reads the table for recipes,
+A name is that of the flag with underscores, such as `train.log_every`. `validate.check` reads the table for recipes,
 `flags/check_flags.py` for flags. The ranges keep out what no run could use (NaN, infinity, values that overflow later);
 limits that depend on other fields are in `validate.py`.
 """

@@ -4,7 +4,7 @@ It is the table behind what `Machine.attention` holds. Masks: full (causal and n
 the row, documents of a quarter of the row on average. Paths: on a CPU the blocked one, torch's SDPA (with a dense mask
 for a window or documents), the plain definition (whole score matrices in fp32), and flex_attention at the longest
 length, forward alone: it has no backward there and compiles anew for every shape. On a GPU whatever is installed
-(attention_backends.py). A call gets 4,096 tokens in all, 4 heads of 64, in the compute dtype, eager but for flex; what
+(backends.py). A call gets 4,096 tokens in all, 4 heads of 64, in the compute dtype, eager but for flex; what
 a path changes in the layout is part of it. Milliseconds a call.
 """
 
@@ -81,7 +81,7 @@ def picked_for(machine: Machine, mask: MaskSpec, T: int) -> str:
     """The name of the path that the machine would take."""
     attention = machine.attention
     if not isinstance(attention, Picked):
-        raise TypeError("the machine has not chosen how to compute attention: use attention_pick.equip")
+        raise TypeError("the machine has not chosen how to compute attention: use autotune.equip")
     return getattr(attention, kind_of(mask, T)).name
 
 

@@ -2,7 +2,7 @@
 
 Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. How each
 is measured is said at the head of its file, bench_*.py. Without a name all the quick ones run. `quern bench gpu`
-is a program of its own: bench_gpu.py.
+is a program of its own: gpu/command.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Both train the same recipe on the same random batches, each in a process of its own and in the dtype it would choose
 here, in turns, a few steps at a time; the ratio is taken round by round, so that whatever slows the machine down falls
-on both. JAX's process is bench_grug_child.py, which waits for a line while PyTorch steps. JAX's whole and blockwise
+on both. JAX's process is jax_child.py, which waits for a line while PyTorch steps. JAX's whole and blockwise
 losses are taken in turns as well, which is what the default (`measured_block`) rests on. Compilation is left out. Not a
 comparison of models: both compute the same one (tests/laws/test_grug_law.py).
 """
@@ -120,7 +120,7 @@ class JaxProcess:
 def jax_process(
     recipe: Recipe, setup: Setup, batches: Sequence[Batch], block_tokens: int | None
 ) -> Iterator[JaxProcess]:
-    """A process that trains in JAX when asked to (bench_grug_child.py); it ends with the block."""
+    """A process that trains in JAX when asked to (jax_child.py); it ends with the block."""
     # The child finds this very quern, installed or not.
     paths = [str(Path(quern.__file__).parent.parent), environment().get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:

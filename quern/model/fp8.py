@@ -1,4 +1,4 @@
-"""Makes a model train in FP8, from outside: linear layers are replaced, merged products (merged.py) get another way to
+"""Makes a model train in FP8, from outside: linear layers are replaced, merged products (fused_linear.py) get another way to
 multiply, parameters stay what and where they are.
 
 FP8 applies where gradients are recorded, and only there: evaluation and generation run without a graph, so they

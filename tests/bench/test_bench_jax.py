@@ -46,9 +46,9 @@ def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
 TORCH_FREE = """
 import sys
 from pathlib import Path
-from quern.stages import bench_grug_child
+from quern.bench import jax_child
 assert not {"torch", "jax"} & set(sys.modules), "freed memory must be kept before JAX is loaded"
-first, second = bench_grug_child.answers(Path(sys.argv[1]), iter(["facts\\n", "blocks\\n"]))
+first, second = jax_child.answers(Path(sys.argv[1]), iter(["facts\\n", "blocks\\n"]))
 print("torch" in sys.modules, "jax" in sys.modules, first["dtype"], second["seconds"] > 0)
 """
 

@@ -13,7 +13,7 @@ import pytest
 
 from quern.bench import command as bench_command
 from quern.bounds import BOUNDS
-from quern.cli.main import main
+from quern.cli import main, options, summaries, verbs
 from quern.estimate import plan
 from quern.flags import check_flags
 from quern.interop import export_hf, import_hf
@@ -50,12 +50,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(arguments) == 0
     text = capsys.readouterr().out
-    for verb in main.VERBS:
-        assert f"\n  {verb} " in text and main.EXAMPLES[verb] in text
+    for verb in verbs.VERBS:
+        assert f"\n  {verb} " in text and summaries.EXAMPLES[verb] in text
     assert "recipes: gpt, llama, unet, or the path of a Python file that ends in RECIPE" in text
 
 
-@pytest.mark.parametrize("verb", list(main.VERBS))
+@pytest.mark.parametrize("verb", list(verbs.VERBS))
 def test_every_verb_explains_itself_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main.main([verb, "--help"])
@@ -199,9 +199,10 @@ def test_what_is_mistyped_is_named_with_what_is_valid(
 
 def test_every_number_among_the_flags_has_its_range() -> None:
     """A new flag goes into the table of quern/bounds.py, or this fails."""
-    verbs = [main.Preparing, main.Whole, main.Training, main.Evaluating, main.Talking, main.Serving, main.Reporting]
+    of_verbs = [options.Preparing, options.Whole, options.Training, options.Evaluating]
+    of_verbs += [options.Talking, options.Serving, options.Reporting]
     stages = [import_hf.Options, bench_command.Options, export_hf.Options, plan.Options]
-    kinds = [*verbs, *stages, jax_command.Training, jax_command.Moving, jax_command.Running]
+    kinds = [*of_verbs, *stages, jax_command.Training, jax_command.Moving, jax_command.Running]
     assert {name for kind in kinds for name in check_flags.numbers(kind)} <= BOUNDS.keys()
 
 
@@ -215,10 +216,10 @@ def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture
 def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "quiet.py"
     path.write_text(RECIPE_FILE, encoding="utf-8")
-    options, source = main.parse("pretrain", [str(path), "--depth", "3"], main.Training)
+    parsed, source = verbs.parse("pretrain", [str(path), "--depth", "3"], options.Training)
     assert source == RECIPE_FILE
-    assert (options.recipe.name, options.recipe.depth) == ("quiet", 3)
-    assert options.recipe.make_model.__name__ == "Quiet" and issubclass(options.recipe.make_model, GPT)
+    assert (parsed.recipe.name, parsed.recipe.depth) == ("quiet", 3)
+    assert parsed.recipe.make_model.__name__ == "Quiet" and issubclass(parsed.recipe.make_model, GPT)
 
 
 @pytest.mark.parametrize("text", ["x = 1\n", "RECIPE = 'gpt'\n"])
@@ -269,21 +270,21 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
 
 def test_flags_reach_every_part_of_the_recipe() -> None:
     flags = "--depth 6 --seed 3 --data x --train.steps 7 --model.windows L --optim.muon-steps 4 --sft.epochs 1.5"
-    options, source = main.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], main.Whole)
-    recipe: Recipe = options.recipe
-    assert source is None and options.where.run == "r" and options.questions == 9
+    parsed, source = verbs.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], options.Whole)
+    recipe: Recipe = parsed.recipe
+    assert source is None and parsed.where.run == "r" and parsed.questions == 9
     assert (recipe.depth, recipe.seed, recipe.data) == (6, 3, "x")
     assert (recipe.train.steps, recipe.model.windows) == (7, "L")
     assert (recipe.optim.muon_steps, recipe.sft.epochs) == (4, 1.5)
 
 
 def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
-    assert main.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
+    assert verbs.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
 
 
 STARTS = {
     "module": ["-m", "quern.cli.main"],
-    "script": ["-c", "import sys; from quern.cli.main import main; sys.exit(main())"],
+    "script": ["-c", "import sys; from quern.cli import main, options, summaries, verbs; sys.exit(main())"],
 }
 
 
@@ -313,7 +314,7 @@ def test_an_ascii_terminal_is_enough(arguments: list[str]) -> None:
 
 def test_nothing_tells_to_install_a_strangers_package() -> None:
     """The package index has a project of another owner under the name quern."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     texts = [root / "README.md", root / "Makefile", *(root / "docs").rglob("*.md"), *(root / "quern").rglob("*.py")]
     told = re.compile(r"(install|uvx?|pipx)\s+(-\S+\s+)*['\"]?quern\b|['\"]quern\[")
     assert [str(path) for path in texts if told.search(path.read_text(encoding="utf-8"))] == []

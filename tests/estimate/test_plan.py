@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.estimate.hardware import NETWORKS, PROCESSORS
 from quern.estimate.predict import Cluster
 

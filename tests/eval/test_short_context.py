@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.eval.tasks.tinyworld import tinyworld
 from quern.generate.engine import Engine
 from quern.text.chat import render_prompt

@@ -18,12 +18,12 @@ from typing import Any
 
 import orbax.checkpoint
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.grug import checkpoint, train
 from quern.stages.jax import train as jax_train
 
 COUNTED = tuple(str(Path(module.__file__ or "")) for module in (checkpoint, train)) + (
-    str(Path(main.__file__).parent / "records.py"),
+    str(Path(main.__file__).parents[1] / "records.py"),
 )
 assert orbax.checkpoint  # slow to import, so imported once
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.interop import export_hf, import_hf
 from quern.model.count import parameters
 from quern.recipes.gpt import RECIPE as GPT_RECIPE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.generate.engine import Engine, Event
 from quern.generate.sample import Sampling
 from quern.model.context import CausalContext

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.machine import Machine
 from quern.mesh import alone
 from quern.parallel.layout import unconnected

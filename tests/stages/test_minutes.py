@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from quern.cli.main import main
+from quern.cli import main
 
 ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.01 --text.vocab-size 320 --depth 1
  --model.width 16 --model.head-dim 16 --model.context 32 --no-compile --dtype fp32 --threads 1 --train.minutes 0.01

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.records import read_events, read_metrics
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint

@@ -161,7 +161,7 @@ def put(answers: int, **facts: Any) -> None:
 
 
 def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int) -> int:
-    from quern.cli.main import main
+    from quern.cli import main
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     faults = request["faults"]

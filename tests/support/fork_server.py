@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from quern.cli.main import main
+from quern.cli import main
 from quern.stages import pretrain
 from quern.train import checkpoint, loop
 
-ROOT = Path(main.__file__).parent
+ROOT = Path(main.__file__).parents[1]
 TRAINING = tuple(
     str(ROOT / part)
     for part in ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")

@@ -3,7 +3,7 @@ that run everywhere.
 
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. What a query sees is said by a `MaskSpec` and nothing dense.
 The plain twin builds the whole score matrix in fp32; every other path must equal it. Paths for particular devices
-are in attention_backends.py, which of them is fastest here is found by attention_pick.py.
+are in backends.py, which of them is fastest here is found by autotune.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale
 def attend_in_blocks(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
 ) -> Tensor:
-    """Batched products over blocks of queries and what they see (attention_blocked.py): made for CPUs, right anywhere.
+    """Batched products over blocks of queries and what they see (blocked.py): made for CPUs, right anywhere.
     Without a window it keeps half of all probabilities for the backward pass."""
     scale = scale_or_default(scale, q_BTHE)
     q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))

@@ -1,7 +1,7 @@
 """The paths of attention that not every machine has: Triton, cuDNN, flex_attention, an installed Flash Attention.
 
 Each is a `Backend`: a function with the arguments of `attend`, and what it does without building a dense mask. Which
-of them exist here is found by importing, whether they work and how fast by running them (attention_pick.py).
+of them exist here is found by importing, whether they work and how fast by running them (autotune.py).
 """
 
 from __future__ import annotations

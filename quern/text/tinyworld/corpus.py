@@ -2,13 +2,13 @@
 questions.
 
 What it is: `documents` for pretraining, `conversations` for fine-tuning, `questions` and `check` for
-evaluation. The world's facts are constant (tinyworld_facts.py); a seed decides which stories are told.
+evaluation. The world's facts are constant (facts.py); a seed decides which stories are told.
 Everything is a pure function of its arguments, the same bytes on any machine: document i depends on (split,
 seed, i) alone, so a larger corpus begins with the smaller one. What it is not: natural text; a model
 trained on it knows this valley only.
 
 Never in training: the wordings of the evaluation's fact and choice questions, its operands, and its (word,
-question) pairs; tinyworld_skills.py says how each is held out. Splits differ in their seeds and share the
+question) pairs; skills.py says how each is held out. Splits differ in their seeds and share the
 world's facts. Method: facts told in many wordings are what makes them retrievable by a question (Allen-Zhu
 and Li, "Physics of Language Models: Part 3.1", 2023).
 """

@@ -2,8 +2,8 @@
 
 What it is: the cast (72 characters in 12 villages), eight relations from a character to one word, and the
 tools that turn templates into sentences. The facts come from one constant seed, so every document,
-conversation and question of every seed speaks of the same world. What it is not: prose (tinyworld_prose.py)
-or wordings of questions (tinyworld_wordings.py).
+conversation and question of every seed speaks of the same world. What it is not: prose (prose.py)
+or wordings of questions (wordings.py).
 
 No value belongs to two relations, and none is a character's name, so that an answer can be judged by its
 word alone.

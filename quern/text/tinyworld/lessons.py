@@ -1,4 +1,4 @@
-"""The tinyworld's schoolroom: documents that teach the skills of tinyworld_skills.py and the names of things.
+"""The tinyworld's schoolroom: documents that teach the skills of skills.py and the names of things.
 
 Each maker takes a Pen and returns one document: sums worked out, word problems, words spelled and letters
 counted, quizzes, questions with answers, who shares a fact, the order of days and numbers, categories,

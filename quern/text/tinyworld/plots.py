@@ -3,7 +3,7 @@
 `{name}` is the hero with all facts, `{o_name}` the other character (fields with `o_`), the rest is chance:
 `{day}`, `{season}`, `{weather}`, `{time}`, `{spot}`, `{small}` (a small creature),
 `{mood}` of the same, `{thing}` and `{adj}`, `{vessel}`, `{number}`.
-Pure text, no logic; tinyworld_prose.py tells the stories.
+Pure text, no logic; prose.py tells the stories.
 """
 
 from quern.text.tinyworld.facts import lines

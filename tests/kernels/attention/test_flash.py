@@ -213,7 +213,7 @@ def without(preparation: str) -> subprocess.CompletedProcess[str]:
     """Calls it in a process of its own, after `preparation`."""
     code = f"import sys; {preparation}\nimport torch\nfrom quern.kernels.attention.flash import flash_attention as f\n"
     code += "q = torch.zeros(1, 4, 2, 16)\nf(q, q, q, 0, None, 1.0)\n"
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
 
 
