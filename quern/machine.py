@@ -210,7 +210,7 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def hand_down(values: Mapping[str, str]) -> None:
+def set_child_env(values: Mapping[str, str]) -> None:
     """Puts values into the environment of the processes that this one will start."""
     os.environ.update(values)
 

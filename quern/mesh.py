@@ -1,9 +1,9 @@
 """The mesh of processes: data-parallel replicas by tensor-parallel shards, and the collectives between them.
 
 Rank = replica · tp + shard: the shards of one replica are neighbours, since they talk most. Every collective that
-quern makes goes through a `Group`, which counts what it moves, so that what a layout costs is measured and not assumed.
-In a group of one process nothing is sent: the same code runs on one process and on many. Which tensors travel, and
-when, is not decided here (parallel/). How far this process is stands in `Whereabouts`, for the other ranks to be told
+quern makes goes through a `ProcessGroup`, which counts what it moves, so that what a layout costs is measured and
+not assumed. In a group of one process nothing is sent: the same code runs on one process and on many. Which tensors
+travel, and when, is decided in parallel/. `Whereabouts` records how far this process is, for the other ranks
 (train/heartbeat.py).
 
 Bytes are those that one rank sends with a ring (Thakur et al., 2005), n ranks, for a tensor of S bytes in full:
@@ -108,7 +108,7 @@ class Traffic:
 class Pending:
     """A collective under way; `wait` before its tensors are read or written."""
 
-    def __init__(self, work: Any, group: Group, call: str = "") -> None:
+    def __init__(self, work: Any, group: ProcessGroup, call: str = "") -> None:
         self._work, self._group, self._call = work, group, call
 
     def wait(self) -> None:
@@ -119,7 +119,7 @@ class Pending:
         self._work = None
 
 
-class Group:
+class ProcessGroup:
     """Some ranks of the mesh. Tensors are contiguous; all ranks of a group make the same calls in the same order."""
 
     def __init__(
@@ -234,10 +234,10 @@ class Mesh:
     dp: int
     tp: int
     rank: int
-    data: Group
-    model: Group
-    world: Group
-    files: Group
+    data: ProcessGroup
+    model: ProcessGroup
+    world: ProcessGroup
+    files: ProcessGroup
     """All again, over gloo and with an order of calls of its own: what is saved in the background."""
     whereabouts: Whereabouts = field(default_factory=Whereabouts)
     store: Any = None
@@ -267,7 +267,7 @@ class Mesh:
 
 def alone() -> Mesh:
     """One process."""
-    data, model, world, files = (Group(name, 1, 0) for name in ("data", "model", "world", "files"))
+    data, model, world, files = (ProcessGroup(name, 1, 0) for name in ("data", "model", "world", "files"))
     return Mesh(1, 1, 0, data, model, world, files)
 
 
@@ -306,9 +306,9 @@ def connect(
     for name in ("data", "model"):
         group = mesh.get_group(name)
         size = dist.get_world_size(group)
-        groups[name] = Group(name, size, dist.get_rank(group), group if size > 1 else None, whereabouts)
-    groups["world"] = Group("world", ranks, rank, dist.group.WORLD, whereabouts)
-    files = Group("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
+        groups[name] = ProcessGroup(name, size, dist.get_rank(group), group if size > 1 else None, whereabouts)
+    groups["world"] = ProcessGroup("world", ranks, rank, dist.group.WORLD, whereabouts)
+    files = ProcessGroup("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
     return Mesh(ranks // tp, tp, rank, **groups, files=files, whereabouts=whereabouts, store=store)
 
 

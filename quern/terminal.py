@@ -58,7 +58,7 @@ class Meter:
             return ""
         return f"{duration((self.total - done) * (now - since) / (done - first))} left"
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """A line above the bar."""
         (self.bar.console if self.bar else self.console).print(line, soft_wrap=True, markup=False)
 

@@ -27,7 +27,7 @@ def test_plain_lines_without_a_terminal_and_not_too_many(capsys: pytest.CaptureF
     with long_since(Meter("grinding", 12_000, "sacks")) as meter:
         for done in range(1_000, 1_100):
             meter.at(done, "[bold]fine[/bold]" + " and dusty" * 20)
-        meter.say("a stone broke [red]")
+        meter.log("a stone broke [red]")
     assert capsys.readouterr().out.split("\n") == [
         "grinding: 1,000 of 12,000 sacks, [bold]fine[/bold]" + " and dusty" * 20,
         "a stone broke [red]",
@@ -55,7 +55,7 @@ def test_plain_lines_say_how_long_it_takes_still(
 def test_ranks_other_than_0_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with long_since(Meter("grinding", 10, "sacks", silent=True)) as meter:
         meter.at(3)
-        meter.say("nobody hears")
+        meter.log("nobody hears")
     assert capsys.readouterr().out == ""
 
 
@@ -66,7 +66,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("TERM", "xterm")
         with long_since(Meter("grinding", 10, "sacks")) as meter:
             meter.at(3, "fine")
-            meter.say("a stone broke")
+            meter.log("a stone broke")
             assert meter.bar is not None and meter.bar.tasks[0].completed == 3
         terminal.flush()
         shown = ""

@@ -13,7 +13,7 @@ from quern.grug.attention import attention, reference_attention
 from quern.grug.loss import Batch
 from quern.grug.loss import loss_fn as core_loss
 from quern.grug.recipe import RECIPE
-from quern.grug.state import StepConfig, TrainState, init_state, step_config
+from quern.grug.state import JaxTrainState, StepConfig, init_state, step_config
 from quern.grug.state import train_step as core_step
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, TrainRecipe
@@ -43,7 +43,7 @@ def build_cfg(size: str) -> Config:
     return Config(step_config(recipe, dtype), shape.vocab_size, shape.context, rows)
 
 
-def init_fn(cfg: Config, key: jax.Array) -> TrainState:
+def init_fn(cfg: Config, key: jax.Array) -> JaxTrainState:
     return init_state(int(jax.random.bits(key) >> 1), cfg.step)
 
 
@@ -56,6 +56,6 @@ def loss_fn(params: model.Params, batch: Batch, cfg: Config, attend: model.Atten
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
-def train_step(state: TrainState, batch: Batch, cfg: Config) -> tuple[TrainState, dict[str, Any]]:
+def train_step(state: JaxTrainState, batch: Batch, cfg: Config) -> tuple[JaxTrainState, dict[str, Any]]:
     micro = jax.tree.map(lambda x: x[None], batch)
     return core_step(state, micro, Multipliers(), cfg.step)

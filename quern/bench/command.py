@@ -28,7 +28,7 @@ from quern.bench.record import Outcome, Setup, load_average, record, table, vers
 from quern.bench.train import train
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
-from quern.kernels.attention.autotune import equip
+from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 
 What = Literal[
@@ -62,7 +62,7 @@ BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """Measure this machine: each figure is the median of several rounds, with the lowest and the highest.
 
     example: quern bench train decode
@@ -107,11 +107,11 @@ class Options:
     """--no-compile runs eagerly."""
 
 
-def main(arguments: list[str], say: Callable[[str], None]) -> int:
+def main(arguments: list[str], log: Callable[[str], None]) -> int:
     """Runs what is asked for; returns the exit code. Raises ValueError for a mistyped name."""
-    options = check_flags.read(Options, arguments, prog="quern bench")
+    options = check_flags.read(BenchOptions, arguments, prog="quern bench")
     refuse(options)
-    setup = prepare(options, say)
+    setup = prepare(options, log)
     introduce(setup)
     for what in dict.fromkeys(options.what or BENCHMARKS):
         load, start = load_average(), time.monotonic()
@@ -121,12 +121,12 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
         path = options.out / "bench" / f"{what}.json"
         write(path, body)
         for line in render(what, outcome, body["seconds"], load):
-            say(line)
-        say(f"  record: {path}")
+            log(line)
+        log(f"  record: {path}")
     return 0
 
 
-def refuse(options: Options) -> None:
+def refuse(options: BenchOptions) -> None:
     """Raises ValueError or FileNotFoundError, before anything is measured, saying what to give instead."""
     if options.batch_tokens % 512:
         raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {options.batch_tokens}")
@@ -137,10 +137,10 @@ def refuse(options: Options) -> None:
             raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
 
 
-def prepare(options: Options, say: Callable[[str], None]) -> Setup:
-    machine = equip(detect(options.device, options.dtype, options.compile, options.threads))
+def prepare(options: BenchOptions, log: Callable[[str], None]) -> Setup:
+    machine = select_attention(detect(options.device, options.dtype, options.compile, options.threads))
     for note in machine.notes:
-        say(note)
+        log(note)
     megabytes, vocab_size = (0.2, 512) if options.quick else (options.megabytes, 8192)
     material = Material(options.seed, megabytes, vocab_size, options.data)
     return Setup(
@@ -151,24 +151,24 @@ def prepare(options: Options, say: Callable[[str], None]) -> Setup:
         options.batch_tokens,
         options.start,
         material,
-        say,
+        log,
     )
 
 
 def introduce(setup: Setup) -> None:
     """What the figures hold for."""
     found = setup.machine.describe()
-    say, compiled = setup.say, "compiled" if setup.machine.compile else "eager"
-    say(f"machine   {found['processor']}")
+    log, compiled = setup.log, "compiled" if setup.machine.compile else "eager"
+    log(f"machine   {found['processor']}")
     parts = found["device"], found["dtype"], f"{found['threads']} threads", compiled, found["system"]
-    say(f"          {', '.join(map(str, parts))}")
-    say(f"versions  {', '.join(f'{name} {text}' for name, text in versions().items())}")
-    say(f"figures   median of {setup.rounds} rounds (lowest .. highest), seed {setup.seed}")
+    log(f"          {', '.join(map(str, parts))}")
+    log(f"versions  {', '.join(f'{name} {text}' for name, text in versions().items())}")
+    log(f"figures   median of {setup.rounds} rounds (lowest .. highest), seed {setup.seed}")
     if setup.quick:
-        say("          --quick: tiny sizes, the figures mean nothing")
+        log("          --quick: tiny sizes, the figures mean nothing")
 
 
-def measure(what: str, options: Options, setup: Setup) -> Outcome:
+def measure(what: str, options: BenchOptions, setup: Setup) -> Outcome:
     if what == "ranks":
         return ranks(setup)
     if what == "grug":  # needs packages that the others do without
@@ -186,7 +186,7 @@ def measure(what: str, options: Options, setup: Setup) -> Outcome:
         minutes=options.minutes,
         depth=options.depth,
         seed=options.seed,
-        say=setup.say,
+        log=setup.log,
     )
 
 

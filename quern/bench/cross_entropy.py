@@ -46,7 +46,7 @@ def cross_entropy(setup: Setup) -> Outcome:
     measures += [Measure(f"{name} / chunked: time", "×", ratios(taken[name], taken["chunked"])) for name in whole]
     held = {name: bytes_in_its_own_process(name, machine, sizes, setup.seed) for name in names}
     if any(one is None for one in held.values()):
-        setup.say("memory is left out: this system does not say what a single call takes")
+        setup.log("memory is left out: this system does not say what a single call takes")
     else:
         memory = {name: one for name, one in held.items() if one is not None}
         measures += [Measure(f"{name}: memory", "MB", (one / 1e6,)) for name, one in memory.items()]

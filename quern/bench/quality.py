@@ -22,7 +22,7 @@ from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import Recipe, TrainRecipe
 from quern.records import read_metrics
 from quern.runs.load import load
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.open_data import data_of_run
 from quern.text.documents import read
@@ -40,10 +40,10 @@ def quality(
     minutes: float,
     depth: int,
     seed: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Outcome:
     """Trains a run of its own under `out`. Raises RuntimeError when training did not end well."""
-    places = Places(out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+    run_dir = RunDir(out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
     recipe = Recipe(
         make_model=GPT,
         make_rules=table,
@@ -55,19 +55,19 @@ def quality(
         train=TrainRecipe(minutes=minutes),
     )
     command = f"quern bench quality --train {train} --val {val} --minutes {minutes:g} --depth {depth} --seed {seed}"
-    code = pretrain.run(recipe, machine, places, resume=False, source=None, command=command, say=say)
+    code = pretrain.run(recipe, machine, run_dir, resume=False, source=None, command=command, log=log)
     if code:
-        raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {places.folder}")
-    loaded = load(places, machine, say, "pretrain")
-    prepared = data_of_run(loaded.recipe, places, say)
+        raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
+    loaded = load(run_dir, machine, log, "pretrain")
+    prepared = data_of_run(loaded.recipe, run_dir, log)
     rows = loaded.recipe.micro_batch_rows
     batches = windows(prepared.val, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
     score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
     text_bytes = sum(len(well_formed(text).encode("utf-8")) for text, _ in read(val))
-    lines = read_metrics(places.stage("pretrain") / "metrics.jsonl")
+    lines = read_metrics(run_dir.stage("pretrain") / "metrics.jsonl")
     spent = max(line.get("seconds", 0.0) for line in lines)
     settings = {
-        "run": places.run,
+        "run": run_dir.run,
         "depth": depth,
         "vocabulary": loaded.tokenizer.vocab_size,
         "context": loaded.recipe.model.context,

@@ -31,7 +31,7 @@ import quern
 from quern.bench.material import random_batch, reference
 from quern.bench.record import Measure, Outcome, Setup, alternate, rates, ratios
 from quern.data.batch import Batch
-from quern.kernels.attention.autotune import equip
+from quern.kernels.attention.autotune import select_attention
 from quern.machine import Machine, detect, environment
 from quern.mesh import connect, disconnect
 from quern.optim.groups import make_groups
@@ -179,7 +179,7 @@ class Late(Zero2):
 
 def serve(order: dict[str, Any]) -> None:
     """What a process does: a JSON order on each line of stdin, a JSON answer on each of stdout."""
-    machine = equip(detect("cpu", order["dtype"], order["compile"], order["threads"]))
+    machine = select_attention(detect("cpu", order["dtype"], order["compile"], order["threads"]))
     mesh = connect(1, machine.device, order["rank"], order["ranks"])
     recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
     model = build_model(recipe, machine, recipe.seed)

@@ -43,7 +43,7 @@ class Setup:
     batch_tokens: int
     start: bool
     material: Material
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
 
 @dataclass(frozen=True)

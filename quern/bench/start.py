@@ -81,12 +81,12 @@ def train(order: dict[str, Any]) -> None:
     import torch
 
     from quern.bench.material import random_batch, reference
-    from quern.kernels.attention.autotune import equip
+    from quern.kernels.attention.autotune import select_attention
     from quern.optim.schedule import Multipliers
     from quern.train.state import build_model, build_state, compile_model
     from quern.train.step import train_step
 
-    machine = equip(detect(order["device"], order["dtype"], order["compile"], order["threads"]))
+    machine = select_attention(detect(order["device"], order["dtype"], order["compile"], order["threads"]))
     recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
     state = build_state(recipe, machine, build_model(recipe, machine, recipe.seed))
     compile_model(state.model, machine)

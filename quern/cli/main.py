@@ -14,7 +14,7 @@ from quern.cli.interrupt import EXIT_INTERRUPTED, INTERRUPTED, exit_on_interrupt
 
 with exit_on_interrupt():  # importing PyTorch takes seconds
     from quern import machine as machines
-    from quern.cli.options import say
+    from quern.cli.options import log
     from quern.cli.summaries import usage
     from quern.cli.verbs import VERBS
 
@@ -33,7 +33,7 @@ def run_verb(arguments: list[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal or a pipe that takes ASCII only gets ? for the rest
             stream.reconfigure(errors="replace")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        say(usage())
+        log(usage())
         return 0
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:

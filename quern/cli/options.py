@@ -20,12 +20,12 @@ from quern.runs.saved import NEWEST
 from quern.validate import flag
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, flush=True)
 
 
 @dataclass
-class Where:
+class RunOptions:
     """Where things are and what computes."""
 
     out: Path = Path("out")
@@ -41,17 +41,17 @@ class Where:
     compile: bool = True
     """--no-compile runs eagerly."""
 
-    def machine(self, threads: int | None = None, log: Callable[[str], None] = say) -> machines.Machine:
-        from quern.kernels.attention.autotune import equip
+    def machine(self, threads: int | None = None, log: Callable[[str], None] = log) -> machines.Machine:
+        from quern.kernels.attention.autotune import select_attention
 
-        machine = equip(machines.detect(self.device, self.dtype, self.compile, threads or self.threads))
+        machine = select_attention(machines.detect(self.device, self.dtype, self.compile, threads or self.threads))
         for note in machine.notes:
             log(note)
         return machine
 
 
 @dataclass
-class Preparing:
+class PrepareOptions:
     """Flags of `quern prepare` and `quern tokenizer`."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
@@ -60,11 +60,11 @@ class Preparing:
 
 
 @dataclass
-class Whole:
+class RunAllOptions:
     """Flags of `quern run`."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     questions: int = 200
     """Held-out questions of each kind, to evaluate with."""
     sft: bool = True
@@ -74,11 +74,11 @@ class Whole:
 
 
 @dataclass
-class Training:
+class TrainOptions:
     """Flags of `quern pretrain` and `quern sft`."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     resume: bool = False
     """Go on from the newest good checkpoint, with the recipe, text and tokenizer that the run has."""
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
@@ -107,11 +107,11 @@ class Training:
 
 
 @dataclass
-class Evaluating:
+class EvaluateOptions:
     """Flags of `quern evaluate`."""
 
     recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     questions: int = 200
     """Held-out questions of each kind."""
 
@@ -121,7 +121,7 @@ class Generating:
     """Flags of both `quern complete` and `quern chat`."""
 
     recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     temperature: float = 0.7
     """0 picks the likeliest token."""
     top_k: int = 50
@@ -135,7 +135,7 @@ class Generating:
 
 
 @dataclass
-class Completing(Generating):
+class CompleteOptions(Generating):
     """Flags of `quern complete`."""
 
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
@@ -154,7 +154,7 @@ class Completing(Generating):
 
 
 @dataclass
-class Talking(Generating):
+class ChatOptions(Generating):
     """Flags of `quern chat`."""
 
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
@@ -170,11 +170,11 @@ class Talking(Generating):
 
 
 @dataclass
-class Serving:
+class ServeOptions:
     """Flags of `quern serve`."""
 
     recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """Default: the last one the run has."""
     host: str = "127.0.0.1"
@@ -183,7 +183,7 @@ class Serving:
 
 
 @dataclass
-class Reporting:
+class ReportOptions:
     """Flags of `quern report`."""
 
     out: Path = Path("out")

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from quern.cli.options import (
-    Completing,
-    Evaluating,
-    Preparing,
-    Reporting,
-    Serving,
-    Talking,
-    Training,
-    Where,
-    Whole,
+    ChatOptions,
+    CompleteOptions,
+    EvaluateOptions,
+    PrepareOptions,
+    ReportOptions,
+    RunAllOptions,
+    RunOptions,
+    ServeOptions,
+    TrainOptions,
+    log,
     refuse_idle,
-    say,
     without,
 )
 from quern.cli.summaries import OF_A_RUN, described
@@ -46,20 +46,20 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     return parsed, source
 
 
-def trackers(options: Training, places: Any, stage: str) -> tuple[Any, ...]:
+def trackers(options: TrainOptions, run_dir: Any, stage: str) -> tuple[Any, ...]:
     from quern.records import TensorBoardTracker, WandbTracker
 
     makers: dict[str, Callable[[], Any]] = {
-        "tensorboard": lambda: TensorBoardTracker(places.stage(stage) / "tensorboard"),
-        "wandb": lambda: WandbTracker("quern", places.run, places.stage(stage), options.recipe.to_json()),
+        "tensorboard": lambda: TensorBoardTracker(run_dir.stage(stage) / "tensorboard"),
+        "wandb": lambda: WandbTracker("quern", run_dir.run, run_dir.stage(stage), options.recipe.to_json()),
     }
     return tuple(makers[name]() for name in options.track)
 
 
-def places_of(where: Where | Reporting) -> Any:
-    from quern.runs.run_dir import Places
+def run_dir_of(where: RunOptions | ReportOptions) -> Any:
+    from quern.runs.run_dir import RunDir
 
-    return Places(where.out, where.run)
+    return RunDir(where.out, where.run)
 
 
 def command_line(verb: str, rest: list[str]) -> str:
@@ -72,12 +72,12 @@ OF_THE_MACHINE = tuple(
 """Flags that a run does not save: who goes on with it gives them again."""
 
 
-def go_on(verb: str, rest: list[str], places: Any) -> str:
+def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
     """The command that goes on with a run that was stopped, for messages."""
     from quern.flags.recipe_flags import repeated
 
     kept = shlex.join(repeated(rest, OF_THE_MACHINE))
-    return f"quern {verb} --resume {places.flags}{' ' if kept else ''}{kept}"
+    return f"quern {verb} --resume {run_dir.flags}{' ' if kept else ''}{kept}"
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
@@ -85,18 +85,18 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.stages.prepare import open_source, prepare, train_tokenizer
     from quern.text.tokenizer import compression_report
 
-    options, _ = parse(verb, rest, Preparing)
+    options, _ = parse(verb, rest, PrepareOptions)
     recipe = resolve(options.recipe)
     if verb == "tokenizer":
-        source = open_source(recipe, options.out, say)
-        tokenizer = train_tokenizer(recipe, source, options.out, say)
+        source = open_source(recipe, options.out, log)
+        tokenizer = train_tokenizer(recipe, source, options.out, log)
         text = "\n".join(next_texts(source.read("val"), 200))
         rows = compression_report(tokenizer, {"held-out text": text})
     else:
-        prepared = prepare(recipe, options.out, say)
+        prepared = prepare(recipe, options.out, log)
         rows = prepared.facts["tokenizer"]["compression"]
     for row in rows:
-        say(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
+        log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
     return 0
 
 
@@ -123,11 +123,11 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
     """Runs a training stage in this process, or starts the ranks that do, or is one of them."""
     from quern.resolve import resolve
     from quern.runs import saved
-    from quern.runs.run_dir import Places
+    from quern.runs.run_dir import RunDir
     from quern.train import launch
 
     arguments = [verb, *rest]
-    options, source = parse(verb, rest, Training)
+    options, source = parse(verb, rest, TrainOptions)
     here = launch.place()
     if here.ranks == 1:
         refuse_uneven(options.nodes * options.ranks, options.tp)
@@ -135,17 +135,17 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
         if verb == "pretrain":
             resolve(options.recipe)  # refuses bad values before any rank is started
         return launch.launch(arguments, options.ranks, options.restarts, options.nodes, options.rendezvous)
-    places = places_of(options.where)
+    run_dir = run_dir_of(options.where)
     where = options.where
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
-    said = say if here.main else lambda line: None
+    said = log if here.main else lambda line: None
 
     def begin(resume: bool) -> saved.Start | None:
         """The checkpoint of another run to begin with, unless the run has begun already."""
-        if options.start is None or (resume and places.has_trained(verb)):
+        if options.start is None or (resume and run_dir.has_trained(verb)):
             return None
-        other, stages = Places(where.out, options.start), ("pretrain",) if verb == "pretrain" else ("pretrain", "sft")
+        other, stages = RunDir(where.out, options.start), ("pretrain",) if verb == "pretrain" else ("pretrain", "sft")
         code = options.recipe.callables() if source else None
         return saved.read_start(other, stages, options.from_step, said, code)
 
@@ -156,14 +156,14 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
                 {
                     "recipe": options.recipe,
                     "machine": machine,
-                    "places": places,
+                    "run_dir": run_dir,
                     "resume": resume,
                     "source": source,
-                    "say": said,
-                    "trackers": trackers(options, places, verb) if mesh.main else (),
+                    "log": said,
+                    "trackers": trackers(options, run_dir, verb) if mesh.main else (),
                     "mesh": mesh,
                     "start": begin(resume),
-                    "go_on": go_on(verb, rest, places),
+                    "go_on": go_on(verb, rest, run_dir),
                 }
             )
         )
@@ -172,10 +172,10 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
 def verb_evaluate(verb: str, rest: list[str]) -> int:
     from quern.stages import evaluate
 
-    options, source = parse(verb, rest, Evaluating)
+    options, source = parse(verb, rest, EvaluateOptions)
     callables = options.recipe.callables() if source else None
-    places = places_of(options.where)
-    evaluate.run(places, options.where.machine(), questions=options.questions, say=say, callables=callables)
+    run_dir = run_dir_of(options.where)
+    evaluate.run(run_dir, options.where.machine(), questions=options.questions, log=log, callables=callables)
     return 0
 
 
@@ -184,29 +184,31 @@ def verb_run(verb: str, rest: list[str]) -> int:
     from quern.stages import run_all
 
     command = command_line(verb, rest)
-    options, source = parse(verb, rest, Whole)
-    places = places_of(options.where)
+    options, source = parse(verb, rest, RunAllOptions)
+    run_dir = run_dir_of(options.where)
     return run_all.run(
         options.recipe,
         options.where.machine(),
-        places,
+        run_dir,
         questions=options.questions,
         fine_tune=options.sft,
         source=source,
         command=command,
         named=set(named(rest)),
-        go_on=go_on(verb, rest, places),
-        say=say,
+        go_on=go_on(verb, rest, run_dir),
+        log=log,
     )
 
 
-def open_engine(options: Completing | Talking | Serving, source: str | None, log: Callable[[str], None] = say) -> Any:
+def open_engine(
+    options: CompleteOptions | ChatOptions | ServeOptions, source: str | None, log: Callable[[str], None] = log
+) -> Any:
     from quern.generate.engine import Engine
     from quern.runs.load import load
 
     machine = options.where.machine(log=log)
     callables = options.recipe.callables() if source else None
-    loaded = load(places_of(options.where), machine, log, options.stage, callables)
+    loaded = load(run_dir_of(options.where), machine, log, options.stage, callables)
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
 
 
@@ -214,7 +216,7 @@ def put(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def log(line: str) -> None:
+def log_to_stderr(line: str) -> None:
     """To standard error, which leaves standard output to what the model generates."""
     print(line, file=sys.stderr, flush=True)
 
@@ -225,10 +227,10 @@ def verb_complete(verb: str, rest: list[str]) -> int:
 
     if rest and not rest[0].startswith("-") and not rest[0].endswith(".py") and rest[0] not in recipe_names():
         raise ValueError(f"the text needs -p before it: quern complete -p {shlex.quote(rest[0])}")
-    options, source = parse(verb, rest, Completing)
+    options, source = parse(verb, rest, CompleteOptions)
     prompt = read_prompt(options.prompt, sys.stdin)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    engine, _ = open_engine(options, source, log)
+    engine, _ = open_engine(options, source, log_to_stderr)
     complete(
         engine,
         prompt,
@@ -253,14 +255,14 @@ def verb_chat(verb: str, rest: list[str]) -> int:
     from quern.stages import chat
     from quern.stages.complete import complete
 
-    options, source = parse(verb, rest, Talking)
+    options, source = parse(verb, rest, ChatOptions)
     if options.complete and options.stage is None:
         options.stage = "pretrain"
     engine, loaded = open_engine(options, source)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     completing = options.complete or loaded.stage == "pretrain"
     if completing and not options.complete:
-        log(BASE_MODEL)
+        log_to_stderr(BASE_MODEL)
     if completing and options.prompt is not None:
         complete(engine, options.prompt, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed, put=put)
         return 0
@@ -282,7 +284,7 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 
 
 def verb_serve(verb: str, rest: list[str]) -> int:
-    options, source = parse(verb, rest, Serving)
+    options, source = parse(verb, rest, ServeOptions)
     try:
         from quern.serve.server import listen, serve
     except ImportError as error:
@@ -291,7 +293,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         engine, loaded = open_engine(options, source)
         engine.warm_up()
         name, port = f"quern-{options.where.run}", listener.getsockname()[1]
-        say(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")
+        log(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")
         serve(engine, loaded.tokenizer, name, listener, options.host)
     return 0
 
@@ -300,12 +302,12 @@ def verb_report(verb: str, rest: list[str]) -> int:
     from quern.flags import check_flags
     from quern.report import build
 
-    options = check_flags.read(Reporting, rest, prog="quern report", description=described(verb))
-    places = places_of(options)
-    if not places.folder.is_dir():
-        raise FileNotFoundError(places.has_no("records"))
-    for path in build.build(places.folder):
-        say(f"report: {path}")
+    options = check_flags.read(ReportOptions, rest, prog="quern report", description=described(verb))
+    run_dir = run_dir_of(options)
+    if not run_dir.folder.is_dir():
+        raise FileNotFoundError(run_dir.has_no("records"))
+    for path in build.build(run_dir.folder):
+        log(f"report: {path}")
     return 0
 
 
@@ -313,28 +315,28 @@ def verb_bench(verb: str, rest: list[str]) -> int:
     if rest[:1] == ["gpu"]:  # with flags of its own
         from quern.bench.gpu import command as gpu_bench
 
-        return gpu_bench.main(rest[1:], say)
+        return gpu_bench.main(rest[1:], log)
     from quern.bench import command as bench
 
-    return bench.main(rest, say)
+    return bench.main(rest, log)
 
 
 def verb_export(verb: str, rest: list[str]) -> int:
     from quern.interop import export_hf
 
-    return export_hf.main(rest, say, described(verb))
+    return export_hf.main(rest, log, described(verb))
 
 
 def verb_import(verb: str, rest: list[str]) -> int:
     from quern.interop import import_hf
 
-    return import_hf.main(rest, say, load_recipe("llama")[0], described(verb))
+    return import_hf.main(rest, log, load_recipe("llama")[0], described(verb))
 
 
 def verb_grug(verb: str, rest: list[str]) -> int:
     from quern.stages.jax import command as jax_command
 
-    return jax_command.main(rest, say)
+    return jax_command.main(rest, log)
 
 
 def verb_lab(verb: str, rest: list[str]) -> int:
@@ -344,7 +346,7 @@ def verb_lab(verb: str, rest: list[str]) -> int:
         raise ValueError("say what of it: quern lab plan [RECIPE] [FLAGS]")
     rest = rest[rest[0] == "plan" :]
     name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"
-    return plan.main(rest, say, load_recipe(name)[0], described(verb))
+    return plan.main(rest, log, load_recipe(name)[0], described(verb))
 
 
 VERBS: dict[str, Callable[[str, list[str]], int]] = {

@@ -34,7 +34,7 @@ from quern.data.token_file import (
     MAGIC,
     MANIFEST,
     VERSIONS,
-    Part,
+    TokenFile,
     check,
     describe,
     find,
@@ -231,7 +231,7 @@ class Corpus:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[TokenFile],
         starts: np.ndarray,
         lengths: np.ndarray,
         bos: int,
@@ -274,7 +274,7 @@ class Corpus:
         entry = manifest["splits"][split]
         for file in split_files(entry):
             check(folder / file["name"], file, verify)
-        parts: list[Part] = []
+        parts: list[TokenFile] = []
         starts: list[np.ndarray] = []
         lengths: list[np.ndarray] = []
         base = 0
@@ -294,7 +294,7 @@ class Corpus:
     @classmethod
     def from_file(cls, *paths: str | Path, bos: int = 50256) -> Corpus:
         """Reads .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16), cut at each `bos`."""
-        parts: list[Part] = []
+        parts: list[TokenFile] = []
         starts: list[np.ndarray] = []
         lengths: list[np.ndarray] = []
         base = skipped = 0
@@ -330,7 +330,7 @@ class Corpus:
         lengths = np.array([len(document) for document in ids], dtype=np.int64)
         tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
         flat_masks = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
-        return cls([Part(tokens)], np.cumsum(lengths) - lengths, lengths, bos, masks=flat_masks)
+        return cls([TokenFile(tokens)], np.cumsum(lengths) - lengths, lengths, bos, masks=flat_masks)
 
     def part(self, documents: np.ndarray) -> Corpus:
         """A corpus of some of the documents, by index; the tokens are shared."""

@@ -24,14 +24,14 @@ MANIFEST = "manifest.json"
 
 
 @dataclass
-class Part:
+class TokenFile:
     """A run of tokens: a piece of a memory-mapped file, or an array in memory (then `mapped` is None)."""
 
     tokens: np.ndarray
     mapped: mmap.mmap | None = None
 
 
-def map_tokens(path: Path, headerless: bool) -> Part:
+def map_tokens(path: Path, headerless: bool) -> TokenFile:
     """Maps a .bin file; with `headerless`, one without our magic is taken as bare uint16."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -48,12 +48,12 @@ def map_tokens(path: Path, headerless: bool) -> Part:
         dtype = VERSIONS[version]
         if count < 1 or size != HEADER_BYTES + count * dtype.itemsize:
             raise ValueError(f"{path} is damaged: its header says {count:,} tokens, its size is {size:,} bytes")
-        return Part(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), mapped)
+        return TokenFile(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), mapped)
     if not headerless:
         raise ValueError(f"{path} is damaged: it does not begin with the magic number {MAGIC}")
     if size % 2:
         raise ValueError(f"{path} is neither a token file with a header nor bare uint16: {size:,} bytes is odd")
-    return Part(np.frombuffer(mapped, dtype="<u2"), mapped)
+    return TokenFile(np.frombuffer(mapped, dtype="<u2"), mapped)
 
 
 def find(tokens: np.ndarray, bos: int, step: int = 1 << 24) -> np.ndarray:

@@ -37,7 +37,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """Flags of `quern lab plan`: the recipe's fields, and on what it would run."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
@@ -76,21 +76,21 @@ class Candidate:
     """Bytes of the parameters over those of the buffers they lie in: what padding leaves."""
 
 
-def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str) -> int:
+def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
     """Returns the exit code: 1 when nothing fits."""
     depth = {"model.depth": "follows from --depth"}
-    options = parse(Options, recipe, arguments, prog="quern lab plan", without=depth, description=description)
+    options = parse(PlanOptions, recipe, arguments, prog="quern lab plan", without=depth, description=description)
     cluster = cluster_of(options)
     found = sorted(candidates(options, cluster), key=lambda one: one.step.seconds if one.step else float("inf"))
     for line in report(options, cluster, found):
-        say(line)
+        log(line)
     if options.json is not None:
         write_whole(options.json, json.dumps(as_json(options, cluster, found), indent=2) + "\n")
-        say(f"record: {options.json}")
+        log(f"record: {options.json}")
     return 0 if found and found[0].step is not None else 1
 
 
-def cluster_of(options: Options) -> Cluster:
+def cluster_of(options: PlanOptions) -> Cluster:
     if options.gpu == "cpu":
         machine = machines.detect("cpu", options.dtype, compile=False)
         chip: Processor = processors_like_this(measure_peak_flops(machine), machine_memory(), options.gpus)
@@ -104,14 +104,14 @@ def cluster_of(options: Options) -> Cluster:
     return Cluster(chip, NETWORKS[options.network], options.gpus, options.per_machine or chip.per_machine)
 
 
-def candidates(options: Options, cluster: Cluster) -> list[Candidate]:
+def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
     """Every number of shards that divides the ranks and stays within a machine."""
     recipe = resolve(options.recipe)
     sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
     return [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
 
 
-def _candidate(options: Options, cluster: Cluster, recipe: Recipe, dp: int, tp: int) -> Candidate:
+def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, dp: int, tp: int) -> Candidate:
     device = "cpu" if options.gpu == "cpu" else "cuda"
     room = cluster.processor.memory - cluster.processor.reserved
     try:
@@ -148,7 +148,7 @@ def _sized(layout: Layout, fixed: bool) -> list[Layout]:
 # What is shown ----------------------------------------------------------------------------------------------
 
 
-def report(options: Options, cluster: Cluster, found: list[Candidate]) -> list[str]:
+def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> list[str]:
     """Lines for a terminal. found: the best first."""
     recipe, chip = resolve(options.recipe), cluster.processor
     train = recipe.train
@@ -188,7 +188,7 @@ ASSUMED = (
 )
 
 
-def _row(one: Candidate, options: Options, cluster: Cluster, steps: int) -> tuple[str, ...]:
+def _row(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -> tuple[str, ...]:
     needed = f"{one.memory.peak / GB:.2f}" if one.memory else "-"
     micro = f"{one.micro_batch_tokens:,}" if one.micro_batch_tokens else "-"
     head = (f"{one.dp:,}", str(one.tp), micro, needed)
@@ -209,7 +209,7 @@ def _row(one: Candidate, options: Options, cluster: Cluster, steps: int) -> tupl
     )
 
 
-def totals(one: Candidate, options: Options, cluster: Cluster, steps: int) -> dict[str, Any]:
+def totals(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -> dict[str, Any]:
     """What follows from the step's time. days and dollars: to the horizon."""
     assert one.step is not None
     chip, batch_tokens = cluster.processor, resolve(options.recipe).train.batch_tokens
@@ -258,12 +258,12 @@ def _why(one: Candidate, best: Candidate) -> str:
     return f"{slower:.1f} % slower, most of it {worst} (+{1e3 * parts[worst]:,.2f} ms)"
 
 
-def _smaller(options: Options, cluster: Cluster) -> str:
+def _smaller(options: PlanOptions, cluster: Cluster) -> str:
     kind = "ranks share this machine's memory" if options.gpu == "cpu" else f"more of them (--gpus {2 * options.gpus})"
     return f"{kind}; use a smaller --depth, or --train.micro-batch-tokens {resolve(options.recipe).model.context}"
 
 
-def as_json(options: Options, cluster: Cluster, found: list[Candidate]) -> dict[str, Any]:
+def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> dict[str, Any]:
     """Everything that the report shows, and what it was computed from; bytes and seconds."""
     recipe = resolve(options.recipe)
     assert recipe.train.steps

@@ -21,7 +21,7 @@ import torch
 from quern.data.loader import Batch
 from quern.eval.score import Score
 from quern.machine import Machine
-from quern.mesh import Group
+from quern.mesh import ProcessGroup
 from quern.model.interface import LanguageModel
 from quern.model.loss import token_losses
 
@@ -61,7 +61,7 @@ def bits_per_byte(
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
     machine: Machine,
-    replicas: Group | None = None,
+    replicas: ProcessGroup | None = None,
 ) -> BitsPerByte:
     """Measure `model` on `batches`; `token_bytes` (vocab_size,) says how many bytes each token id stands for.
 
@@ -95,6 +95,6 @@ def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.nda
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
-        context = model.context(tokens).through(machine.attention, tokens, model.windows)
+        context = model.context(tokens).with_backend(machine.attention, tokens, model.windows)
         losses = token_losses(model, model(tokens, context), targets)
     return losses.float().cpu().numpy().astype(np.float64)

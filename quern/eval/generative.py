@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from quern.eval.score import Score, accuracy
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.text.chat import Message, Part, render_prompt
+from quern.text.chat import ContentPart, Message, render_prompt
 from quern.text.tinyworld.corpus import Question
 
 
@@ -24,7 +24,7 @@ class Answered:
 
     kind: str
     messages: list[Message]
-    parts: list[Part]
+    parts: list[ContentPart]
     text: str
     answer: str
     correct: bool

@@ -37,8 +37,8 @@ class FewRows(TorchFunctionMode):
     plain sum, which the compiler turns into one loop over the weights; so does a gate's, with any number of rows.
     Several rows: turned, the weights are on the left (w · xᵀ), which is faster or slower with the processor and the
     number of rows (`turned_is_faster`). tanh as the rational function that the loss takes too (within 3e-7), since the
-    library's is a call for each vector. A product that is asked for again at once (`Part`) is made once. Attention of
-    one query is two sums over the cache, while that is short.
+    library's is a call for each vector. A product that is asked for again at once (`CompiledPart`) is
+    made once. Attention of one query is two sums over the cache, while that is short.
     """
 
     def __init__(self, short: bool = True, turned: bool = True) -> None:
@@ -120,7 +120,7 @@ def turned_is_faster(model: nn.Module, rows: int, rounds: int = 10) -> bool:
     return best[True] < best[False]
 
 
-class Part(nn.Module):
+class CompiledPart(nn.Module):
     """Some columns of a product that several layers share."""
 
     merged: Tensor
@@ -156,7 +156,7 @@ class SideBySide:
         for name, linear in zip(PROJECTIONS, linears, strict=True):
             last = first + linear.out_features
             self._copies.append((merged[first:last], linear.weight))
-            setattr(module, name, Part(merged, first, last))
+            setattr(module, name, CompiledPart(merged, first, last))
             first = last
 
     @torch.no_grad()

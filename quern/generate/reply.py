@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quern.generate.tools import MAX_CALLS, Kind, NoTools, ToolState
-from quern.text.chat import Part
+from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
 STOP_TOKENS = ("<|assistant_end|>", "<|bos|>")
@@ -42,7 +42,7 @@ class Completion:
     ids: list[int]
     text: str
     finish_reason: FinishReason
-    parts: list[Part]
+    parts: list[ContentPart]
     prompt_tokens: int
 
 
@@ -114,7 +114,7 @@ class Reply:
         """The finished reply."""
         if self.finish_reason is None:
             raise ValueError("the reply is not finished: push tokens until finish_reason is set")
-        parts: list[Part] = []
+        parts: list[ContentPart] = []
         for kind, text in self._pieces:
             if parts and parts[-1]["type"] == kind:
                 parts[-1]["text"] += text

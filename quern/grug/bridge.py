@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from quern.grug.mesh import place
-from quern.grug.model import Block, Params, layout
+from quern.grug.model import JaxBlock, Params, layout
 from quern.recipe import ModelRecipe
 
 _IN_BLOCK = {
@@ -36,10 +36,10 @@ _OUTSIDE = {"embedding": "embedding.weight", "head": "head.weight", "smear_gate"
 def torch_names(params: Params) -> Params:
     """The same structure, holding each parameter's name on the PyTorch side."""
 
-    def block(layer: int, one: Block) -> Block:
+    def block(layer: int, one: JaxBlock) -> JaxBlock:
         names = {field: f"blocks.{layer}.{name}" for field, name in _IN_BLOCK.items()}
         names["value_embedding"] = f"value_embeddings.{layer}.weight"
-        return Block(**{f.name: None if getattr(one, f.name) is None else names[f.name] for f in fields(Block)})
+        return JaxBlock(**{f.name: None if getattr(one, f.name) is None else names[f.name] for f in fields(JaxBlock)})
 
     outside: dict[str, Any] = {f.name: _OUTSIDE.get(f.name, f.name) for f in fields(Params)}
     blocks = tuple(block(layer, one) for layer, one in enumerate(params.blocks))

@@ -38,7 +38,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or cannot be trusted; the message says which, and why."""
 
 
-class Saver:
+class JaxSaver:
     """Writes checkpoints of one folder, one at a time, beside the training that goes on. Use it in a `with`."""
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -101,7 +101,7 @@ class Saver:
             elif _is_whole(path):
                 whole += 1
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> JaxSaver:
         return self
 
     def __exit__(self, *_: object) -> None:

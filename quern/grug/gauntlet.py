@@ -40,15 +40,15 @@ NAMES = ("build_cfg", "init_fn", "fwd_fn", "loss_fn", "train_step", "attention",
 TOLERANCE = 1e-5  # of fp32, relative
 
 
-def run(file: Path, out: Path, steps: int, say: Callable[[str], None]) -> bool:
+def run(file: Path, out: Path, steps: int, log: Callable[[str], None]) -> bool:
     """Runs the file through the gauntlet, writes <out>/gauntlet/<name>.json; True when it passed every check."""
     module = load(file)
     checks = check(module)
     for name, found in checks.items():
-        say(f"  {'ok  ' if found['passed'] else 'FAIL'} {name}: {found['value']:.3g} ({found['bar']})")
+        log(f"  {'ok  ' if found['passed'] else 'FAIL'} {name}: {found['value']:.3g} ({found['bar']})")
     figures = measure(module, steps)
     for name, value in figures.items():
-        say(f"  {name}: {value}")
+        log(f"  {name}: {value}")
     passed = all(found["passed"] for found in checks.values())
     body = {
         "experiment": file.stem,
@@ -62,7 +62,7 @@ def run(file: Path, out: Path, steps: int, say: Callable[[str], None]) -> bool:
     path = out / "gauntlet" / f"{file.stem}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-    say(f"{'passed' if passed else 'FAILED'}; record: {path}")
+    log(f"{'passed' if passed else 'FAILED'}; record: {path}")
     return passed
 
 

@@ -47,7 +47,7 @@ Leaf = Any
     meta_fields=[],
 )
 @dataclass(frozen=True)
-class Block:
+class JaxBlock:
     """One layer. Every other layer has a value embedding and its gate, the last one always; elsewhere they are None."""
 
     query: Leaf  # (H·E, D)
@@ -73,7 +73,7 @@ class Params:
 
     embedding: Leaf  # (V, D)
     head: Leaf  # (V, D)
-    blocks: tuple[Block, ...]
+    blocks: tuple[JaxBlock, ...]
     residual_scales: Leaf  # (layers,)
     x0_scales: Leaf  # (layers,)
     smear_gate: Leaf  # (1, SMEAR_CHANNELS or D)
@@ -99,9 +99,9 @@ def layout(cfg: ModelRecipe, mesh: AnyMesh) -> Params:
     def leaf(shape: tuple[int, ...], *spec: str | tuple[str, ...] | None) -> Leaf:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
 
-    def block(layer: int) -> Block:
+    def block(layer: int) -> JaxBlock:
         has = has_value_embedding(layer, depth)
-        return Block(
+        return JaxBlock(
             query=leaf((HE, D), "model", rows),
             key=leaf((KE, D), "model", rows),
             value=leaf((KE, D), "model", rows),
@@ -138,8 +138,8 @@ def init_parameters(cfg: ModelRecipe, *, key: jax.Array) -> Params:
     def uniform(shape: Leaf, low: float, high: float) -> jax.Array:
         return jax.random.uniform(next(keys), shape.shape, minval=low, maxval=high)
 
-    def block(one: Block) -> Block:
-        return Block(
+    def block(one: JaxBlock) -> JaxBlock:
+        return JaxBlock(
             query=uniform(one.query, -bound, bound),
             key=uniform(one.key, -bound, bound),
             value=uniform(one.value, -bound, bound),
@@ -205,7 +205,7 @@ def cap(z: jax.Array, cfg: ModelRecipe) -> jax.Array:
 
 
 def self_attention(
-    block: Block,
+    block: JaxBlock,
     x: jax.Array,
     tokens: jax.Array,
     rotary: tuple[np.ndarray, np.ndarray],
@@ -231,7 +231,7 @@ def self_attention(
     return product("bth,dh->btd", y, jax.reshard(block.out, P(None, "model")), BTD)
 
 
-def feed_forward(block: Block, x: jax.Array) -> jax.Array:
+def feed_forward(block: JaxBlock, x: jax.Array) -> jax.Array:
     """(B, T, D) → (B, T, D) through F channels with ReLU² in between, in x's dtype."""
     up, down = jax.reshard(block.up, P("model", None)), jax.reshard(block.down, P(None, "model"))
     hidden = jnp.square(jax.nn.relu(product("btd,fd->btf", x, up, BTF)))

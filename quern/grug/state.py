@@ -28,7 +28,7 @@ from quern.recipe import ModelRecipe, OptimRecipe, Recipe
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "rng"], meta_fields=[])
 @dataclass(frozen=True)
-class TrainState:
+class JaxTrainState:
     """All that a step changes. params: fp32; rng: a key, fresh in each step, for models that draw numbers."""
 
     params: Params
@@ -56,17 +56,17 @@ def step_config(recipe: Recipe, dtype: str) -> StepConfig:
 
 
 @partial(jax.jit, static_argnames="cfg")
-def init_state(seed: int, cfg: StepConfig) -> TrainState:
+def init_state(seed: int, cfg: StepConfig) -> JaxTrainState:
     """A fresh state on the mesh that is set."""
     init, rng = jax.random.split(jax.random.key(seed))
     return state_of(init_parameters(cfg.model, key=init), rng, cfg)
 
 
 @partial(jax.jit, static_argnames="cfg")
-def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> TrainState:
+def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> JaxTrainState:
     """A state around given parameters. Optimizer state is cut like the parameter it belongs to."""
     optimizer: Any = make_optimizer(cfg.optim, jnp.dtype(cfg.dtype))
-    return TrainState(params, optimizer.init(params), jax.random.key_data(rng))
+    return JaxTrainState(params, optimizer.init(params), jax.random.key_data(rng))
 
 
 def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
@@ -87,23 +87,23 @@ def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def train_step(
-    state: TrainState, batch: Batch, multipliers: Multipliers, cfg: StepConfig
-) -> tuple[TrainState, dict[str, jax.Array]]:
+    state: JaxTrainState, batch: Batch, multipliers: Multipliers, cfg: StepConfig
+) -> tuple[JaxTrainState, dict[str, jax.Array]]:
     """batch: of `device_batch`. The state is donated. Metrics: loss (nats per valid target) and grad_norm."""
     loss, grads = loss_and_grads(state.params, batch, cfg)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-    def update(state: TrainState) -> TrainState:
+    def update(state: JaxTrainState) -> JaxTrainState:
         scale = 1.0 if cfg.clip_norm is None else jnp.minimum(1.0, cfg.clip_norm / (norm + 1e-6))
         clipped = jax.tree.map(lambda g: g * scale, grads) if cfg.clip_norm is not None else grads
         optimizer: Any = make_optimizer(cfg.optim, jnp.dtype(cfg.dtype))
         updates, opt_state = optimizer.update(clipped, state.opt_state, state.params, multipliers=multipliers)
-        return TrainState(jax.tree.map(jnp.add, state.params, updates), opt_state, state.rng)
+        return JaxTrainState(jax.tree.map(jnp.add, state.params, updates), opt_state, state.rng)
 
     state = jax.lax.cond(finite, update, lambda state: state, state)
     rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
-    return TrainState(state.params, state.opt_state, rng), {"loss": loss, "grad_norm": norm}
+    return JaxTrainState(state.params, state.opt_state, rng), {"loss": loss, "grad_norm": norm}
 
 
 def loss_and_grads(params: Params, batch: Batch, cfg: StepConfig) -> tuple[jax.Array, Params]:

@@ -24,12 +24,12 @@ from quern.data.loader import prefetch
 from quern.grug import checkpoint
 from quern.grug.loss import Batch
 from quern.grug.mesh import anywhere
-from quern.grug.state import StepConfig, TrainState, device_batch, train_step
+from quern.grug.state import JaxTrainState, StepConfig, device_batch, train_step
 from quern.optim.schedule import Multipliers
 from quern.records import StageFolder
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Guard, Stop
 
-Evaluator = Callable[[TrainState], dict[str, Any]]
+Evaluator = Callable[[JaxTrainState], dict[str, Any]]
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JaxTrainingPlan:
     """What a run trains for. flops_per_token and peak_flops (of all devices, per second) feed the MFU."""
 
     cfg: StepConfig
@@ -66,15 +66,15 @@ class Plan:
 
 
 def train(
-    state: TrainState,
+    state: JaxTrainState,
     counters: Counters,
     loader: Batches,
-    plan: Plan,
+    plan: JaxTrainingPlan,
     folder: StageFolder,
     checkpoints: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     advance: Callable[[int, dict[str, Any]], None] = lambda step, line: None,
-) -> tuple[int, TrainState]:
+) -> tuple[int, JaxTrainState]:
     """Trains from counters.step to plan.steps, on the mesh that is set → (exit code of train/guard.py, the state).
 
     state is donated, counters advance in place. folder: this process's records; checkpoints: the folder of all
@@ -85,7 +85,7 @@ def train(
     folder.rewind(start)
     folder.event("resume" if start else "start", step=start, steps=plan.steps)
     guard, window, fresh = _guard(counters, plan), _Window(), True
-    saver = checkpoint.Saver(checkpoints, plan.keep)
+    saver = checkpoint.JaxSaver(checkpoints, plan.keep)
     try:
         with Stop() as stop, closing(device_batches(loader, start, plan)) as batches, saver:
             for batch, tokens, positions in batches:
@@ -104,7 +104,7 @@ def train(
                     folder.event("skip", step=counters.step, loss=loss, grad_norm=norm)
                 if verdict == "stop":
                     saver.wait()
-                    return _diverged(counters, folder, checkpoints, say), state
+                    return _diverged(counters, folder, checkpoints, log), state
                 last = counters.step == plan.steps
                 if counters.step % plan.log_every == 0 or last:
                     advance(counters.step, _log(counters, loss, norm, window, plan, folder))
@@ -116,28 +116,30 @@ def train(
                 if stopping:
                     saver.wait()
                     folder.event("stop", step=counters.step, reason="signal")
-                    say(f"stopped after step {counters.step} as asked, and saved: go on with --resume")
+                    log(f"stopped after step {counters.step} as asked, and saved: go on with --resume")
                     return EXIT_STOPPED, state
     except checkpoint.CheckpointError as error:
         folder.event("stop", step=counters.step, reason=str(error))
-        say(f"stopped at step {counters.step}: {error}")
+        log(f"stopped at step {counters.step}: {error}")
         return EXIT_NOT_SAVED, state
     folder.event("finish", step=counters.step, tokens=counters.tokens, seconds=round(counters.seconds, 3))
     return EXIT_DONE, state
 
 
 def resume(
-    checkpoints: Path, like: TrainState, mesh: Mesh, say: Callable[[str], None]
-) -> tuple[TrainState, Counters] | None:
+    checkpoints: Path, like: JaxTrainState, mesh: Mesh, log: Callable[[str], None]
+) -> tuple[JaxTrainState, Counters] | None:
     """Where the newest good checkpoint left off; None when there is none. like: see checkpoint.load."""
-    found = checkpoint.latest(checkpoints, say)
+    found = checkpoint.latest(checkpoints, log)
     if found is None:
         return None
     path, manifest = found
     return checkpoint.load(path, like, mesh), Counters(**manifest["meta"]["counters"])
 
 
-def device_batches(loader: Batches, start: int, plan: Plan, ahead: int = 2) -> Generator[tuple[Batch, int, int]]:
+def device_batches(
+    loader: Batches, start: int, plan: JaxTrainingPlan, ahead: int = 2
+) -> Generator[tuple[Batch, int, int]]:
     """(batch on the devices, valid targets, positions) of steps start … plan.steps - 1, placed ahead in a thread."""
     ready: queue.Queue[tuple[Batch, int, int] | BaseException | None] = queue.Queue(maxsize=ahead)
     closed = threading.Event()
@@ -194,14 +196,14 @@ def _count(counters: Counters, guard: Guard, verdict: str, loss: float, tokens: 
         counters.unlogged_tokens += tokens
 
 
-def _guard(counters: Counters, plan: Plan) -> Guard:
+def _guard(counters: Counters, plan: JaxTrainingPlan) -> Guard:
     guard = Guard(plan.max_skips)
     guard.load_state({"skips": counters.skips, "skips_in_row": counters.skips_in_row})
     return guard
 
 
 def _log(
-    counters: Counters, loss: float, norm: float, window: _Window, plan: Plan, folder: StageFolder
+    counters: Counters, loss: float, norm: float, window: _Window, plan: JaxTrainingPlan, folder: StageFolder
 ) -> dict[str, Any]:
     """Records a logging line and begins the next one's means; returns it."""
     line: dict[str, Any] = {
@@ -224,22 +226,24 @@ def _log(
     return line
 
 
-def _evaluate(state: TrainState, counters: Counters, last: bool, plan: Plan, folder: StageFolder) -> None:
+def _evaluate(state: JaxTrainState, counters: Counters, last: bool, plan: JaxTrainingPlan, folder: StageFolder) -> None:
     for every, evaluator in plan.evaluators:
         if counters.step % every == 0 or last:
             folder.metric(step=counters.step, tokens=counters.tokens, **evaluator(state))
 
 
-def _save(saver: checkpoint.Saver, state: TrainState, counters: Counters, plan: Plan, folder: StageFolder) -> None:
+def _save(
+    saver: checkpoint.JaxSaver, state: JaxTrainState, counters: Counters, plan: JaxTrainingPlan, folder: StageFolder
+) -> None:
     start = time.perf_counter()
     saver.save(counters.step, state, {**plan.meta, "counters": asdict(counters)})
     folder.event("save", step=counters.step, seconds=round(time.perf_counter() - start, 3))
 
 
-def _diverged(counters: Counters, folder: StageFolder, checkpoints: Path, say: Callable[[str], None]) -> int:
-    found = checkpoint.latest(checkpoints, say)
+def _diverged(counters: Counters, folder: StageFolder, checkpoints: Path, log: Callable[[str], None]) -> int:
+    found = checkpoint.latest(checkpoints, log)
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{counters.skips_in_row} steps in a row were not finite; {good}"
     folder.event("stop", step=counters.step, reason=reason)
-    say(f"stopped at step {counters.step}: {reason}. Lower the learning rate (--optim.lr-scale) and resume from there.")
+    log(f"stopped at step {counters.step}: {reason}. Lower the learning rate (--optim.lr-scale) and resume from there.")
     return EXIT_DIVERGED

@@ -24,8 +24,8 @@ from quern.flags.check_flags import UNSAID
 from quern.interop.llama_format import config_to, weights_to
 from quern.machine import detect
 from quern.model.llama import Llama
-from quern.runs.load import Loaded, load
-from quern.runs.run_dir import Places
+from quern.runs.load import LoadedModel, load
+from quern.runs.run_dir import RunDir
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class Options:
+class ExportOptions:
     """Flags of `quern export`."""
 
     dir: Path
@@ -50,26 +50,26 @@ class Options:
     """fp32 is exact; bf16 is half the size."""
 
 
-def main(arguments: list[str], say: Callable[[str], None], description: str = "") -> int:
-    options = check_flags.read(Options, arguments, prog="quern export", description=description)
-    run(Places(options.out, options.run), options.dir, stage=options.stage, dtype=DTYPES[options.dtype], say=say)
+def main(arguments: list[str], log: Callable[[str], None], description: str = "") -> int:
+    options = check_flags.read(ExportOptions, arguments, prog="quern export", description=description)
+    run(RunDir(options.out, options.run), options.dir, stage=options.stage, dtype=DTYPES[options.dtype], log=log)
     return 0
 
 
-def run(places: Places, folder: Path, *, stage: str | None, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype, log: Callable[[str], None]) -> None:
     """Writes the newest good checkpoint of a stage (None: of the last there is) to `folder`.
 
     Raises FileNotFoundError without a run, ValueError where `folder` holds something or the model is no Llama.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")
-    loaded = load(places, detect("cpu", "fp32", compile=False), say, stage)
+    loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
     if type(loaded.model) is not Llama:
         raise ValueError(
-            f"run '{places.run}' holds a {type(loaded.model).__name__}, for which Hugging Face has no name: "
+            f"run '{run_dir.run}' holds a {type(loaded.model).__name__}, for which Hugging Face has no name: "
             "export a run of the recipe `llama` (quern pretrain llama)"
         )
-    texts = _texts(loaded, dtype, say)
+    texts = _texts(loaded, dtype, log)
     weights = weights_to(loaded.model.state_dict(), len(loaded.model.blocks))
     with_dtype = {name: tensor.to(dtype) for name, tensor in weights.items()}
     temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex}")
@@ -88,10 +88,10 @@ def run(places: Places, folder: Path, *, stage: str | None, dtype: torch.dtype, 
         raise
     sync_path(folder.absolute().parent)
     size = (folder / "model.safetensors").stat().st_size
-    say(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
+    log(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
 
 
-def _texts(loaded: Loaded, dtype: torch.dtype, say: Callable[[str], None]) -> dict[str, str]:
+def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:
     """Every file but the weights, by name."""
     tokenizer, shape = loaded.tokenizer, loaded.recipe.model
     assert shape.context
@@ -102,7 +102,7 @@ def _texts(loaded: Loaded, dtype: torch.dtype, say: Callable[[str], None]) -> di
     try:
         bodies["tokenizer.json"] = tokenizer_json(tokenizer)
     except ValueError as error:
-        say(f"exported without a tokenizer: {error}")
+        log(f"exported without a tokenizer: {error}")
         return {name: _json(body) for name, body in bodies.items()}
     bodies["tokenizer_config.json"] = tokenizer_config(tokenizer, shape.context)
     return {name: _json(body) for name, body in bodies.items()} | {"chat_template.jinja": CHAT_TEMPLATE}

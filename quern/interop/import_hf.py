@@ -24,7 +24,7 @@ from quern.interop.llama_format import shape_from, weights_from
 from quern.machine import Machine, detect
 from quern.recipe import Recipe, TextRecipe
 from quern.resolve import resolve
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.stages.session import describe_run, open_folder
 from quern.text.hugging_face import read_tokenizer
 from quern.text.tokenizer import FILE_FORMAT, Tokenizer
@@ -33,7 +33,7 @@ from quern.train.state import TrainState, build_model, build_state
 
 
 @dataclass
-class Options:
+class ImportOptions:
     """Flags of `quern import`."""
 
     folder: tyro.conf.Positional[Path]
@@ -50,29 +50,29 @@ class Options:
     """Text to evaluate on."""
 
 
-def main(arguments: list[str], say: Callable[[str], None], recipe: Recipe, description: str = "") -> int:
+def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str = "") -> int:
     """recipe: of the architecture; what the folder says goes into it."""
-    options = check_flags.read(Options, arguments, prog="quern import", description=description)
+    options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
     run(
         options.folder,
-        Places(options.out, options.run),
+        RunDir(options.out, options.run),
         replace(recipe, data=options.data),
         stage=options.stage,
         tokenizer=options.tokenizer,
-        say=say,
+        log=log,
     )
     return 0
 
 
 def run(
-    folder: Path, places: Places, recipe: Recipe, *, stage: str, tokenizer: Path | None, say: Callable[[str], None]
+    folder: Path, run_dir: RunDir, recipe: Recipe, *, stage: str, tokenizer: Path | None, log: Callable[[str], None]
 ) -> None:
     """Makes the run, its fp32 masters equal to the weights in the folder. recipe: unresolved, of the architecture.
 
     Raises FileNotFoundError or ValueError, saying what is missing or stands in the way; then there is no such run.
     """
-    if places.folder.exists():
-        raise ValueError(f"there is a run '{places.run}' already: name another one with --run")
+    if run_dir.folder.exists():
+        raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run")
     config = _read_json(folder / "config.json")
     try:
         shape = shape_from(config)
@@ -85,8 +85,8 @@ def run(
     recipe = resolve(replace(recipe, text=TextRecipe(vocab_size=words.vocab_size)))
     machine = detect("cpu", "fp32", compile=False)
     state = _state(recipe, machine, weights, folder)
-    _write(places, stage, recipe, machine, words, state, folder)
-    say(f"{len(weights):,} weights of {folder} are now run '{places.run}' → {places.folder}")
+    _write(run_dir, stage, recipe, machine, words, state, folder)
+    log(f"{len(weights):,} weights of {folder} are now run '{run_dir.run}' → {run_dir.folder}")
 
 
 def _state(recipe: Recipe, machine: Machine, weights: dict[str, Tensor], folder: Path) -> TrainState:
@@ -99,7 +99,7 @@ def _state(recipe: Recipe, machine: Machine, weights: dict[str, Tensor], folder:
 
 
 def _write(
-    places: Places,
+    run_dir: RunDir,
     stage: str,
     recipe: Recipe,
     machine: Machine,
@@ -108,18 +108,18 @@ def _write(
     folder: Path,
 ) -> None:
     """The checkpoint comes last: without it there is nothing to load."""
-    places.folder.mkdir(parents=True)
-    tokenizer.save(places.folder / "tokenizer.json")
-    describe_run(recipe, machine, places, {"imported": str(folder)}, f"quern import {folder} --run {places.run}")
+    run_dir.folder.mkdir(parents=True)
+    tokenizer.save(run_dir.folder / "tokenizer.json")
+    describe_run(recipe, machine, run_dir, {"imported": str(folder)}, f"quern import {folder} --run {run_dir.run}")
     meta = {
         "recipe": recipe.to_json(),
         "tokenizer": tokenizer.fingerprint,
         "seed": recipe.seed,
         "state": state.meta(),
     }
-    with open_folder(places.stage(stage), recipe, None) as records:
+    with open_folder(run_dir.stage(stage), recipe, None) as records:
         records.event("import", folder=str(folder))
-        checkpoint.save(places.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
+        checkpoint.save(run_dir.checkpoints(stage), state.step, state.tensors(), meta, keep=1)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -67,7 +67,7 @@ class CausalContext:
         self._attend: Callable[..., Tensor] = attend
         self._prepared: list[MaskSpec] = []
 
-    def through(self, attention: Attention | None, tokens_BT: Tensor, full: Sequence[int | None]) -> CausalContext:
+    def with_backend(self, attention: Attention | None, tokens_BT: Tensor, full: Sequence[int | None]) -> CausalContext:
         """This context, with attention computed so (None: by the path that runs everywhere).
 
         full: the model's windows. What the masks of the layers need is worked out here, once for all of them.

@@ -1,5 +1,5 @@
-"""Makes a model train in FP8, from outside: linear layers are replaced, merged products (fused_linear.py) get another way to
-multiply, parameters stay what and where they are.
+"""Makes a model train in FP8, from outside: linear layers are replaced, fused products (fused_linear.py) multiply in
+another way, parameters stay what and where they are.
 
 FP8 applies where gradients are recorded, and only there: evaluation and generation run without a graph, so they
 compute in the parameters' dtype, from the same module. Whether a graph is recorded is a property of the call, which

@@ -29,7 +29,7 @@ def has_value_embedding(layer: int, depth: int) -> bool:
     return layer % 2 == (depth - 1) % 2
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, shape: ModelRecipe, layer: int) -> None:
@@ -80,7 +80,7 @@ class GPT(nn.Module):
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
         self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
+        self.blocks = nn.ModuleList(GPTBlock(shape, layer) for layer in range(shape.depth))
         self.value_embeddings = nn.ModuleDict(
             {
                 str(layer): nn.Embedding(shape.vocab_size, shape.kv_heads * shape.head_dim)
@@ -158,7 +158,7 @@ class GPT(nn.Module):
 
         normal(self.embedding.weight, 0.8)
         normal(self.head.weight, 0.001)
-        for block in cast(list[Block], list(self.blocks)):
+        for block in cast(list[GPTBlock], list(self.blocks)):
             for linear in (block.attention.query, block.attention.key, block.attention.value):
                 uniform(linear.weight, -bound, bound)
             values[block.attention.out.weight] = torch.zeros(block.attention.out.weight.shape)

@@ -77,7 +77,7 @@ class RotaryTable(nn.Module):
         return self
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal self-attention with rotary positions; head counts are read off the projections' shapes."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int) -> None:
@@ -118,7 +118,7 @@ class SwiGLU(Merged):
         return self.down(F.silu(gate) * up)
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, shape: ModelRecipe, layer: int) -> None:
@@ -126,7 +126,7 @@ class Block(nn.Module):
         assert shape.width and shape.heads and shape.kv_heads and shape.head_dim
         eps = shape.norm_eps or NORM_EPS
         self.attention_norm = RMSNorm(shape.width, eps)
-        self.attention = Attention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer)
+        self.attention = LlamaAttention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer)
         self.mlp_norm = RMSNorm(shape.width, eps)
         self.mlp = SwiGLU(shape.width, mlp_width(shape))
         self.dropout = nn.Dropout(shape.dropout or 0.0)
@@ -158,7 +158,7 @@ class Llama(nn.Module):
         self.attention_layers = list(range(shape.depth))
         self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
         self.dropout = nn.Dropout(shape.dropout or 0.0)
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
+        self.blocks = nn.ModuleList(LlamaBlock(shape, layer) for layer in range(shape.depth))
         self.norm = RMSNorm(shape.width, shape.norm_eps or NORM_EPS)
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.rotary = RotaryTable(shape.head_dim, shape.rope_base, shape.context)
@@ -199,7 +199,7 @@ class Llama(nn.Module):
 
         normal(self.embedding.weight, INIT_STD)
         normal(self.head.weight, INIT_STD)
-        for block in cast(list[Block], list(self.blocks)):
+        for block in cast(list[LlamaBlock], list(self.blocks)):
             for linear in (block.attention.query, block.attention.key, block.attention.value):
                 normal(linear.weight, INIT_STD)
             normal(block.mlp.gate_up, INIT_STD)

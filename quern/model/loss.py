@@ -31,7 +31,7 @@ def loss_sum(
     scale: (B, T) fp32, mask · weight / number of valid targets in the global batch. window: how far growing windows
     have come, of 1. attention: how it is computed (`Machine.attention`).
     """
-    x_BTD = model(tokens_BT, model.context(tokens_BT, window).through(attention, tokens_BT, model.windows))
+    x_BTD = model(tokens_BT, model.context(tokens_BT, window).with_backend(attention, tokens_BT, model.windows))
     total, losses = _criterion(model)(
         x_BTD.flatten(0, 1),
         model.head.weight,

@@ -91,7 +91,7 @@ class MergedAttention(Merged):
         return self.out(y_BTHE.reshape(B, T, -1))
 
 
-class Block(nn.Module):
+class UNetBlock(nn.Module):
     """The residual stream mixed with the embedding; then attention, unless this layer has none, and feed-forward."""
 
     def __init__(self, shape: ModelRecipe, layer: int) -> None:
@@ -155,7 +155,7 @@ class UNet(nn.Module):
             nn.Embedding(shape.vocab_size, shape.heads * shape.head_dim)
             for _ in range(min(VALUE_EMBEDDINGS, shape.depth // 2))
         )
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.depth))
+        self.blocks = nn.ModuleList(UNetBlock(shape, layer) for layer in range(shape.depth))
         rows = -(-shape.vocab_size // HEAD_MULTIPLE) * HEAD_MULTIPLE
         self.head = nn.Linear(shape.width, rows, bias=False)
         self.skip_scales = nn.Parameter(torch.empty(shape.depth // 2))
@@ -239,7 +239,7 @@ class UNet(nn.Module):
             values[table.weight] = torch.empty(table.weight.shape).normal_(generator=generator)
         values[self.head.weight] = torch.zeros(self.head.weight.shape)
         values[self.skip_scales] = torch.ones(self.skip_scales.shape)
-        for block in cast(list[Block], list(self.blocks)):
+        for block in cast(list[UNetBlock], list(self.blocks)):
             values[block.residual_scales] = torch.tensor([1.0, 0.0])
             if block.attention is not None:
                 uniform(block.attention.qkv)

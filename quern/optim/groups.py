@@ -54,7 +54,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that share a rule and a peak learning rate; each comes with its logical name."""
 
     name: str
@@ -67,7 +67,7 @@ def make_groups(
     reported: Mapping[str, Sequence[tuple[str, Parameter]]],
     rules: Mapping[str, tuple[Rule, float]],
     all_parameters: Iterable[tuple[str, Parameter]],
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """The groups of a model, empty ones left out.
 
     reported: `model.parameter_groups()`; rules: for each group its rule and peak rate, what the recipe's
@@ -88,7 +88,7 @@ def make_groups(
                     "report it under a group that AdamW updates"
                 )
         if parameters:
-            groups.append(Group(name, rule, parameters, lr))
+            groups.append(ParameterGroup(name, rule, parameters, lr))
     return groups
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from quern.mesh import Mesh, Pending
-from quern.optim.groups import Group, Rule
+from quern.optim.groups import ParameterGroup, Rule
 from quern.parallel.ownership import Ownership, share_out
 from quern.parallel.sharding import Slice, sharding_of, sliced
 from quern.parallel.stacks import Stack
@@ -205,13 +205,13 @@ LEAST_REGION = 2**19
 """Many replicas have larger buckets, of as much for each: with less, a ring waits longer than it sends."""
 
 
-def make_buckets(groups: Sequence[Group], settings: Settings) -> list[Bucket]:
+def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[Bucket]:
     """With several replicas, the last layers' first."""
     data, model = settings.mesh.data.size, settings.mesh.model.size
     total = sum(p.numel() for group in groups for _, p in group.parameters)
     eighth = max(LEAST_ELEMENTS, total // 8)
     most = min(max(MOST_ELEMENTS, data * LEAST_REGION), eighth) if data > 1 else total
-    parts: list[tuple[Group, Named]] = []
+    parts: list[tuple[ParameterGroup, Named]] = []
     for group in groups:
         kinds: dict[tuple, Named] = {}
         for name, parameter in group.parameters:
@@ -231,7 +231,7 @@ def make_buckets(groups: Sequence[Group], settings: Settings) -> list[Bucket]:
     return buckets[::-1] if data > 1 else buckets
 
 
-def _kind(group: Group, parameter: Parameter, data: int) -> tuple:
+def _kind(group: ParameterGroup, parameter: Parameter, data: int) -> tuple:
     """Parameters of one kind can lie in one bucket."""
     sharding = sharding_of(parameter)
     common = (parameter.device, parameter.dtype, sharding is not None)
@@ -274,7 +274,7 @@ def _cost(parameter: Parameter, shards: int) -> int:
     return math.prod(shape) * min(shape[-2:])
 
 
-def _stack(group: Group, parameters: Named, settings: Settings, ownership: Ownership) -> Bucket:
+def _stack(group: ParameterGroup, parameters: Named, settings: Settings, ownership: Ownership) -> Bucket:
     first, mesh, whole = parameters[0][1], settings.mesh, len(parameters) * parameters[0][1].numel()
     sharding = sharding_of(first)
     exchange = sharding.dim - first.ndim + 3 if sharding is not None else None  # of (N, R, C)
@@ -288,7 +288,7 @@ def _stack(group: Group, parameters: Named, settings: Settings, ownership: Owner
     return _bucket(group, parameters, settings, params, views, begin, begin + ownership.region, stack)
 
 
-def _rows(group: Group, parameters: Named, settings: Settings) -> Bucket:
+def _rows(group: ParameterGroup, parameters: Named, settings: Settings) -> Bucket:
     first, ranks = parameters[0][1], settings.mesh.data.size
     width = first[0].numel() if first.ndim > 1 else 1
     total = sum(p.numel() for _, p in parameters)
@@ -299,7 +299,7 @@ def _rows(group: Group, parameters: Named, settings: Settings) -> Bucket:
     return _bucket(group, parameters, settings, params, views, begin, begin + region)
 
 
-def _small(group: Group, parameters: Named, settings: Settings) -> Bucket:
+def _small(group: ParameterGroup, parameters: Named, settings: Settings) -> Bucket:
     shapes = [p.shape for _, p in parameters]
     params = parameters[0][1].new_zeros(sum(_padded(shape.numel(), ALIGNMENT) for shape in shapes))
     views = partial(_unflatten, shapes=shapes, alignment=ALIGNMENT)
@@ -308,7 +308,7 @@ def _small(group: Group, parameters: Named, settings: Settings) -> Bucket:
 
 @torch.no_grad()
 def _bucket(
-    group: Group,
+    group: ParameterGroup,
     parameters: Named,
     settings: Settings,
     params: Tensor,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.mesh import Group, Mesh, Pending, alone
+from quern.mesh import Mesh, Pending, ProcessGroup, alone
 from quern.optim.groups import make_groups
 from quern.parallel.buckets import Bucket, Settings, make_buckets
 from quern.parallel.plan import shard_model
@@ -31,7 +31,7 @@ class Done(Pending):
         pass
 
 
-class Unconnected(Group):
+class Unconnected(ProcessGroup):
     """A group whose collectives move nothing: its tensors have shapes only."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:

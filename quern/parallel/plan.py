@@ -41,7 +41,7 @@ VOCABULARY = ("embedding.weight", "head.weight")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """How an architecture is cut; names as patterns (`*`), each parameter in exactly one place.
 
     regions: modules that run on all tokens with a part of their weights. cuts: their parameters, and embeddings that
@@ -67,9 +67,9 @@ class Plan:
         return None if replicated else dims[0]
 
 
-PLANS: Mapping[type, Plan] = MappingProxyType(
+PLANS: Mapping[type, ShardingPlan] = MappingProxyType(
     {
-        GPT: Plan(
+        GPT: ShardingPlan(
             regions=("blocks.*.attention", "blocks.*.mlp"),
             cuts={
                 "blocks.*.attention.query.weight": 0,
@@ -84,7 +84,7 @@ PLANS: Mapping[type, Plan] = MappingProxyType(
             replicated=("residual_scales", "x0_scales", "smear_gate.weight", "smear_scale", "backout_scale"),
             shifts=1,
         ),
-        UNet: Plan(
+        UNet: ShardingPlan(
             regions=("blocks.*.attention", "blocks.*.mlp"),
             cuts={
                 "blocks.*.attention.qkv": 1,
@@ -95,7 +95,7 @@ PLANS: Mapping[type, Plan] = MappingProxyType(
             },
             replicated=("blocks.*.attention.value_scales", "blocks.*.residual_scales", "skip_scales"),
         ),
-        Llama: Plan(
+        Llama: ShardingPlan(
             regions=("blocks.*.attention", "blocks.*.mlp"),
             cuts={
                 "blocks.*.attention.query.weight": 0,
@@ -111,7 +111,7 @@ PLANS: Mapping[type, Plan] = MappingProxyType(
 )
 
 
-def plan_of(model: Any) -> Plan:
+def plan_of(model: Any) -> ShardingPlan:
     """The table of the model's class, or of the nearest class it derives from. Raises ValueError if there is none."""
     for kind in type(model).__mro__:
         if kind in PLANS:
@@ -120,7 +120,7 @@ def plan_of(model: Any) -> Plan:
     raise ValueError(f"no plan says how to cut {type(model).__name__} ({known} have one): use --tp 1, or hand one over")
 
 
-def shard_model(model: Any, mesh: Mesh, plan: Plan | None = None) -> Any:
+def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any:
     """Cuts a whole model into this process's shard, in place, and returns it.
 
     model: an `interface.LanguageModel` whose weights are initialised or loaded, whole, alike on every rank. Call it
@@ -150,7 +150,7 @@ def shard_model(model: Any, mesh: Mesh, plan: Plan | None = None) -> Any:
     return model
 
 
-def _regions(model: nn.Module, plan: Plan) -> list[nn.Module]:
+def _regions(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
     return [m for name, m in model.named_modules() if any(fnmatchcase(name, p) for p in plan.regions)]
 
 
@@ -164,7 +164,7 @@ def _make_logits_whole(model: Any, head: VocabularyHead) -> None:
     model.logits = lambda x_BTD: head.whole_logits(logits_of_part(x_BTD))
 
 
-def _dropouts(model: nn.Module, plan: Plan) -> dict[str, nn.Dropout]:
+def _dropouts(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Dropout]:
     """Those on the stream, by name. Raises ValueError for one inside of a region, where channels are cut."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     for name, module in found.items():
@@ -187,7 +187,7 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks:
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
 
 
-def bytes_sent(model: Any, tokens: int, shards: int, plan: Plan | None = None) -> dict[str, int]:
+def bytes_sent(model: Any, tokens: int, shards: int, plan: ShardingPlan | None = None) -> dict[str, int]:
     """Bytes that a rank sends through its model group in one training micro-batch, by kind of collective: the formula
     above. model: whole, on any device (also "meta"), in the dtype it trains in; tokens: B·T."""
     plan = plan or plan_of(model)

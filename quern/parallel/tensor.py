@@ -23,18 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.mesh import Group
+from quern.mesh import ProcessGroup
 from quern.model.context import Context
 from quern.parallel.sharding import Sharding
 
 
-def _all_gather(part: Tensor, group: Group) -> Tensor:
+def _all_gather(part: Tensor, group: ProcessGroup) -> Tensor:
     whole = part.new_empty(group.size * part.size(0), *part.shape[1:])
     group.all_gather(whole, part.contiguous()).wait()
     return whole
 
 
-def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+def _reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
     part = whole.new_empty(whole.size(0) // group.size, *whole.shape[1:])
     group.reduce_scatter(part, whole.contiguous()).wait()
     return part
@@ -45,7 +45,7 @@ class _Gather(torch.autograd.Function):
     so each brings a part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_gather(part, group)
 
@@ -58,7 +58,7 @@ class _ReduceScatter(torch.autograd.Function):
     """Sum over the shards → this one's part, along the first dim. Its transpose is `_Gather`."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _reduce_scatter(whole, group)
 
@@ -72,7 +72,7 @@ class _Collect(torch.autograd.Function):
     gradient that all shards hold, and sends nothing."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_gather(part, group)
 
@@ -86,7 +86,7 @@ class _Replicate(torch.autograd.Function):
     all-reduce, in fp32, for all of them, once the last gradient is there."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         return tuple(p.view_as(p) for p in parameters)
 
@@ -101,32 +101,32 @@ class _Replicate(torch.autograd.Function):
 # The compiler leaves these alone: it compiles what lies before and behind.
 
 
-def gather(x_1tD: Tensor, group: Group) -> Tensor:
+def gather(x_1tD: Tensor, group: ProcessGroup) -> Tensor:
     """The stream → all tokens (1, n·t, D), the zeros that fill it up included."""
     return _apply(_Gather, x_1tD[0], group)[None]
 
 
-def reduce_scatter(x_BTD: Tensor, group: Group) -> Tensor:
+def reduce_scatter(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
     """Each shard's share in all tokens → their sum, as the stream (1, t, D)."""
     x_ND = x_BTD.flatten(0, 1)
     missing = -x_ND.size(0) % group.size
     return _apply(_ReduceScatter, F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND, group)[None]
 
 
-def collect(part: Tensor, group: Group) -> Tensor:
+def collect(part: Tensor, group: ProcessGroup) -> Tensor:
     """Parts → whole, along the first dim, where every shard then computes the same from it."""
     return _apply(_Collect, part, group)
 
 
 @torch.compiler.disable()
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Any:
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: ProcessGroup) -> Any:
     return function.apply(x, group)
 
 
 class StreamContext:
     """The context of whole rows (B, T), for a model whose stream holds a part of their tokens."""
 
-    def __init__(self, context: Context, rows: tuple[int, int], group: Group) -> None:
+    def __init__(self, context: Context, rows: tuple[int, int], group: ProcessGroup) -> None:
         self.context, self.rows, self.group = context, rows, group
 
     def positions(self, x_BTD: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Region:
     result are the stream. A module that is handed the context gets whole rows (B, T, D), since its tokens mix;
     another one the tokens as they come, (1, n·t, D)."""
 
-    group: Group
+    group: ProcessGroup
 
     def stand_around(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._enter)
@@ -194,7 +194,7 @@ class Stream:
     What follows the model must differ by shard, as the vocabulary-parallel head does: gradients are summed there.
     """
 
-    group: Group
+    group: ProcessGroup
     replicated: tuple[tuple[nn.Module, str], ...]
 
     def stand_around(self, model: nn.Module) -> None:
@@ -225,10 +225,10 @@ class StreamDropout(nn.Dropout):
     So shards must be seeded alike. Where the tokens divide, what is dropped is what one process drops.
     """
 
-    group: Group
+    group: ProcessGroup
 
     @classmethod
-    def of(cls, whole: nn.Dropout, group: Group) -> StreamDropout:
+    def of(cls, whole: nn.Dropout, group: ProcessGroup) -> StreamDropout:
         part = cls(whole.p)
         part.group = group
         return part.train(whole.training)
@@ -240,7 +240,7 @@ class StreamDropout(nn.Dropout):
         return input * kept[self.group.rank]
 
 
-def cut(module: nn.Module, name: str, dim: int, group: Group, size: int | None = None) -> None:
+def cut(module: nn.Module, name: str, dim: int, group: ProcessGroup, size: int | None = None) -> None:
     """Replaces a whole parameter by this shard's part of it along `dim`, with its `Sharding`.
 
     size: of each part, the last ones being filled up with zeros; None cuts evenly.

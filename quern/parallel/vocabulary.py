@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from quern.kernels.cross_entropy import COMPILED, MAX_HEIGHT, TRITON, ChunkPath, MakeProducts, PlainProducts
 from quern.kernels.embedding import embed
 from quern.kernels.softcap import Cap
-from quern.mesh import Group
+from quern.mesh import ProcessGroup
 from quern.parallel.sharding import Sharding
 from quern.parallel.tensor import collect, cut, reduce_scatter
 
@@ -50,10 +50,10 @@ class VocabularyEmbedding(nn.Embedding):
     """tokens (B, T) → the stream (1, t, D), from a part of the rows."""
 
     sharding: Sharding
-    group: Group
+    group: ProcessGroup
 
     @classmethod
-    def of(cls, whole: nn.Embedding, group: Group) -> VocabularyEmbedding:
+    def of(cls, whole: nn.Embedding, group: ProcessGroup) -> VocabularyEmbedding:
         """This shard's part of an embedding, whose weight keeps its name."""
         part = cls(whole.num_embeddings, whole.embedding_dim, device="meta")
         part.weight = whole.weight
@@ -82,11 +82,11 @@ def _localised(tokens: Tensor, held: Sharding) -> tuple[Tensor, Tensor]:
 class VocabularyHead:
     """What a head that holds a part of the vocabulary needs to know."""
 
-    group: Group
+    group: ProcessGroup
     held: Sharding
 
     @classmethod
-    def of(cls, head: nn.Linear, group: Group) -> VocabularyHead:
+    def of(cls, head: nn.Linear, group: ProcessGroup) -> VocabularyHead:
         """Cuts the weight of `head`, which stays a linear layer: of its own rows."""
         cut(head, "weight", 0, group, part_rows(head.out_features, group.size))
         return cls(group, _sharding(head.weight))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from quern.mesh import Mesh, Pending, alone
-from quern.optim.groups import Group
+from quern.optim.groups import ParameterGroup
 from quern.optim.schedule import Multipliers
 from quern.parallel.buckets import Bucket, Settings, make_buckets
 from quern.parallel.sharding import Slice
@@ -35,7 +35,7 @@ class Zero2:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         *,
         dtype_ns: torch.dtype = torch.float32,
         compile: bool = False,

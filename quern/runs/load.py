@@ -9,7 +9,7 @@ from typing import Any
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.runs.origin import Origin, read_origin, require_tokenizer
-from quern.runs.run_dir import STAGES, Places
+from quern.runs.run_dir import STAGES, RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
@@ -17,7 +17,7 @@ from quern.train.state import build_model, weights_of
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     model: Any
     tokenizer: Tokenizer
     recipe: Recipe
@@ -26,31 +26,31 @@ class Loaded:
 
 
 def load(
-    places: Places,
+    run_dir: RunDir,
     machine: Machine,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     stage: str | None = None,
     callables: Mapping[str, Callable[..., Any]] | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """The newest good checkpoint of a stage (by default of the last stage there is).
 
     callables: those of the recipe (`Recipe.callables`), where the user named its file; by default the file that the run
     keeps is used. Raises
     FileNotFoundError, saying what to run first, when there is no checkpoint, CheckpointError when none is good.
     """
-    tokenizer = places.tokenizer()
-    damaged = [name for name in ([stage] if stage else STAGES) if checkpoint.steps(places.checkpoints(name))]
+    tokenizer = run_dir.tokenizer()
+    damaged = [name for name in ([stage] if stage else STAGES) if checkpoint.steps(run_dir.checkpoints(name))]
     for name in reversed(damaged):
-        found = checkpoint.latest(places.checkpoints(name), say)
+        found = checkpoint.latest(run_dir.checkpoints(name), log)
         if found is None:
             continue
         tensors, meta = checkpoint.load(found[0])
-        origin = read_origin(places.stage(name)) or Origin(meta["tokenizer"])
-        recipe = places.read_recipe(meta["recipe"], name, origin.source, callables)
-        require_tokenizer(places, tokenizer, replace(origin, tokenizer=meta["tokenizer"]))
+        origin = read_origin(run_dir.stage(name)) or Origin(meta["tokenizer"])
+        recipe = run_dir.read_recipe(meta["recipe"], name, origin.source, callables)
+        require_tokenizer(run_dir, tokenizer, replace(origin, tokenizer=meta["tokenizer"]))
         model = build_model(recipe, machine, None)
         model.load_state_dict(weights_of(tensors))
-        return Loaded(model.eval(), tokenizer, recipe, name, meta["state"]["step"])
+        return LoadedModel(model.eval(), tokenizer, recipe, name, meta["state"]["step"])
     if damaged:
-        raise CheckpointError(places.no_good_checkpoint(damaged[-1]))
-    raise FileNotFoundError(places.has_no(f"stage '{stage}'" if stage else "model", stage or "run"))
+        raise CheckpointError(run_dir.no_good_checkpoint(damaged[-1]))
+    raise FileNotFoundError(run_dir.has_no(f"stage '{stage}'" if stage else "model", stage or "run"))

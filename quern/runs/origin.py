@@ -16,7 +16,7 @@ from typing import Any
 
 from quern.data.shards import Corpus
 from quern.recipe import Recipe
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError, read_manifest
@@ -92,27 +92,27 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return replace(recipe, data=data, val=val, conversations=talks, text=text)
 
 
-def require_tokenizer(places: Places, tokenizer: Tokenizer, origin: Origin) -> None:
+def require_tokenizer(run_dir: RunDir, tokenizer: Tokenizer, origin: Origin) -> None:
     """Raises ValueError where the run's tokenizer.json is not the one that a stage was trained with."""
     if tokenizer.fingerprint == origin.tokenizer:
         return
     raise ValueError(
-        f"{places.folder / 'tokenizer.json'} is another tokenizer ({tokenizer.fingerprint[:SHOWN]}) than the one that "
-        f"run '{places.run}' was trained with ({origin.tokenizer[:SHOWN]}): {places.tokenizer_copy(origin.tokenizer)}"
+        f"{run_dir.folder / 'tokenizer.json'} is another tokenizer ({tokenizer.fingerprint[:SHOWN]}) than the one that "
+        f"run '{run_dir.run}' was trained with ({origin.tokenizer[:SHOWN]}): {run_dir.tokenizer_copy(origin.tokenizer)}"
     )
 
 
-def refuse_second_tokenizer(places: Places, tokenizer: Tokenizer) -> None:
+def refuse_second_tokenizer(run_dir: RunDir, tokenizer: Tokenizer) -> None:
     """Raises ValueError where models of the run, of any stage, were trained with another tokenizer."""
-    path = places.folder / "tokenizer.json"
-    trained = sorted(path.parent.name for path in places.folder.glob("*/checkpoints") if checkpoint.steps(path))
+    path = run_dir.folder / "tokenizer.json"
+    trained = sorted(path.parent.name for path in run_dir.folder.glob("*/checkpoints") if checkpoint.steps(path))
     if not trained or not path.exists():
         return
-    known = places.tokenizer().fingerprint
+    known = run_dir.tokenizer().fingerprint
     if known != tokenizer.fingerprint:
         raise ValueError(
-            f"run '{places.run}' holds a model ({', '.join(trained)}) of another tokenizer ({known[:SHOWN]}, this text "
-            f"gives {tokenizer.fingerprint[:SHOWN]}): name another run with --run"
+            f"run '{run_dir.run}' holds a model ({', '.join(trained)}) of another tokenizer ({known[:SHOWN]}, this "
+            f"text gives {tokenizer.fingerprint[:SHOWN]}): name another run with --run"
         )
 
 
@@ -134,13 +134,13 @@ def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
             )
 
 
-def refuse_other_conversations(places: Places, origin: Origin, found: str) -> None:
+def refuse_other_conversations(run_dir: RunDir, origin: Origin, found: str) -> None:
     """Raises ValueError where the conversations are not those that fine-tuning began with."""
     if origin.conversations is not None and origin.conversations != found:
         raise ValueError(
-            f"the conversations have changed since run '{places.run}' was fine-tuned on them (fingerprint "
+            f"the conversations have changed since run '{run_dir.run}' was fine-tuned on them (fingerprint "
             f"{origin.conversations[:SHOWN]}, now {found[:SHOWN]}): put them back as they were, or fine-tune again "
-            f"under another name with `quern sft --from {places.run} --run NAME`"
+            f"under another name with `quern sft --from {run_dir.run} --run NAME`"
         )
 
 

@@ -45,7 +45,7 @@ INSTEAD = {
 
 
 @dataclass(frozen=True)
-class Places:
+class RunDir:
     """out: the output folder; run: the run's name, letters, digits, dots, dashes and underscores."""
 
     out: Path

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from quern.mesh import Mesh
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 
 NAME = ".lock"
 
@@ -27,11 +27,11 @@ class RunInUseError(ValueError):
 
 
 @contextmanager
-def run_lock(places: Places, command: str, mesh: Mesh | None = None) -> Iterator[None]:
+def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterator[None]:
     """Holds the run's lock while the body runs.
 
     Args:
-        places: The run.
+        run_dir: The run.
         command: What this process does with the run, for the message that another process gets.
         mesh: With several ranks, rank 0 alone takes the lock.
 
@@ -41,9 +41,9 @@ def run_lock(places: Places, command: str, mesh: Mesh | None = None) -> Iterator
     if mesh is not None and not mesh.main:
         yield
         return
-    path = places.folder / NAME
-    folders = [folder for folder in (places.folder, places.folder.parent, places.out) if not folder.exists()]
-    held = _acquire(path, places.run)
+    path = run_dir.folder / NAME
+    folders = [folder for folder in (run_dir.folder, run_dir.folder.parent, run_dir.out) if not folder.exists()]
+    held = _acquire(path, run_dir.run)
     try:
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         holder = {"command": command, "process": os.getpid(), "host": socket.gethostname(), "since": since}

@@ -17,7 +17,7 @@ import torch
 from quern.flags.recipe_flags import field_names, named, value_of
 from quern.recipe import OPERATIONAL, Recipe
 from quern.runs.origin import Origin, newest_meta, read_origin
-from quern.runs.run_dir import STAGES, Places
+from quern.runs.run_dir import STAGES, RunDir
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
 from quern.validate import flag
@@ -39,7 +39,7 @@ BY_CONTENT = ("data", "val", "conversations", "text.tokenizer")
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 
 
-def read_saved(places: Places, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Recipe | None:
+def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Recipe | None:
     """The recipe that a stage saved, with its code; None where the stage has not begun.
 
     Where recipe.json is missing, the newest checkpoint has it too.
@@ -47,13 +47,13 @@ def read_saved(places: Places, stage: str, callables: dict[str, Callable[..., An
     Raises:
         ValueError: recipe.json is damaged, or the code of a recipe of its own is not there.
     """
-    path = places.stage(stage) / "recipe.json"
-    places.refuse_damaged_recipes()
+    path = run_dir.stage(stage) / "recipe.json"
+    run_dir.refuse_damaged_recipes()
     body = json.loads(path.read_text(encoding="utf-8")) if path.exists() else newest_meta(path.parent).get("recipe")
     if body is None:
         return None
     origin = read_origin(path.parent)
-    return places.read_recipe(body, stage, origin and origin.source, callables)
+    return run_dir.read_recipe(body, stage, origin and origin.source, callables)
 
 
 def changes(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> list[str]:
@@ -124,29 +124,29 @@ def find_saved(
     """
     begins_with = value_of(arguments, "from") if verb != "run" else None
     resume = "--resume" in arguments
-    own = Places(Path(value_of(arguments, "out") or "out"), value_of(arguments, "run") or "first")
+    own = RunDir(Path(value_of(arguments, "out") or "out"), value_of(arguments, "run") or "first")
     if resume and own.has_trained("sft" if verb == "sft" else "pretrain"):
         begins_with = None  # it has begun already
-    places = Places(own.out, begins_with) if begins_with else own
+    run_dir = RunDir(own.out, begins_with) if begins_with else own
     stage = "sft" if verb == "sft" else "pretrain"
     if verb not in ("pretrain", "sft", "run"):
         return None
-    places.refuse_damaged_recipes()
+    run_dir.refuse_damaged_recipes()
     if verb == "sft" and not resume:
         return None  # of fine-tuning, the base model's recipe decides the rest (stages/sft.py)
-    if not (resume or begins_with or (verb == "run" and places.has_trained(stage))):
+    if not (resume or begins_with or (verb == "run" and run_dir.has_trained(stage))):
         return None
-    body = read_saved(places, stage, recipe.callables() if chosen and source else None)
+    body = read_saved(run_dir, stage, recipe.callables() if chosen and source else None)
     fields = set(named(arguments))
     if body is None:
         if (chosen or fields & set(field_names(recipe))) and not begins_with:
             return None  # it ended before it had begun the stage, and the command says what to train
-        if not places.folder.exists():
-            raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
-        others = [f"`quern {name} --resume {places.flags}`" for name in STAGES if places.has_trained(name)]
+        if not run_dir.folder.exists():
+            raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
+        others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
         instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
-        raise ValueError(f"run '{places.run}' has no stage {stage} to go on with: {instead}")
-    kept = places.stage(stage) / "recipe_source.py"
+        raise ValueError(f"run '{run_dir.run}' has no stage {stage} to go on with: {instead}")
+    kept = run_dir.stage(stage) / "recipe_source.py"
     code = kept.read_text(encoding="utf-8") if kept.exists() else None
     if chosen and (source != code or (source is None and recipe.name != body.name)):
         return None
@@ -213,7 +213,7 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
 class Start:
     """A checkpoint of a run, to begin another run or stage with. tensors: fp32 masters and moments, whole."""
 
-    places: Places
+    run_dir: RunDir
     stage: str
     recipe: Recipe
     tensors: dict[str, torch.Tensor]
@@ -226,7 +226,7 @@ class Start:
         state = self.meta["state"]
         before = (self.origin.base or {}).get("tokens", 0) if self.stage == "pretrain" else 0
         return {
-            "run": self.places.run,
+            "run": self.run_dir.run,
             "stage": self.stage,
             "step": state["step"],
             "tokens": state["tokens"] + before,
@@ -234,25 +234,25 @@ class Start:
 
     def facts(self) -> dict[str, Any]:
         """What the run's record says of its text and tokenizer, for that of a run without a text of its own."""
-        path = self.places.folder / "run.json"
+        path = self.run_dir.folder / "run.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return {name: known[name] for name in ("data", "tokenizer", "packing") if name in known}
 
 
 def read_start(
-    places: Places,
+    run_dir: RunDir,
     stages: Sequence[str],
     at: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     callables: dict[str, Callable[..., Any]] | None = None,
 ) -> Start:
     """Loads the checkpoint that another run or stage begins with.
 
     Args:
-        places: The run that has it.
+        run_dir: The run that has it.
         stages: Stages to look in; the first that has checkpoints counts.
         at: NEWEST, BEFORE_WARMDOWN (the one that is kept from before the rates fell), or a step.
-        say: Takes lines for the user.
+        log: Takes lines for the user.
         callables: The recipe's code, where the user named its file.
 
     Raises:
@@ -260,28 +260,28 @@ def read_start(
         CheckpointError: The checkpoint is damaged.
         ValueError: `at` names no checkpoint.
     """
-    stage = next((name for name in stages if checkpoint.steps(places.checkpoints(name))), None)
+    stage = next((name for name in stages if checkpoint.steps(run_dir.checkpoints(name))), None)
     if stage is None:
-        if not places.folder.exists():
-            raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
+        if not run_dir.folder.exists():
+            raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
         raise FileNotFoundError(
-            f"run '{places.run}' has no base model: make one with `quern pretrain {places.flags}`"
+            f"run '{run_dir.run}' has no base model: make one with `quern pretrain {run_dir.flags}`"
             if "pretrain" in stages
-            else f"run '{places.run}' has no {stages[0]} stage to start from"
+            else f"run '{run_dir.run}' has no {stages[0]} stage to start from"
         )
-    path = _pick(places, stage, at, say)
+    path = _pick(run_dir, stage, at, log)
     tensors, meta = checkpoint.load(path)
-    origin = read_origin(places.stage(stage)) or Origin(meta["tokenizer"])
-    recipe = places.read_recipe(meta["recipe"], stage, origin.source, callables)
-    return Start(places, stage, recipe, tensors, meta, origin)
+    origin = read_origin(run_dir.stage(stage)) or Origin(meta["tokenizer"])
+    recipe = run_dir.read_recipe(meta["recipe"], stage, origin.source, callables)
+    return Start(run_dir, stage, recipe, tensors, meta, origin)
 
 
-def _pick(places: Places, stage: str, at: str, say: Callable[[str], None]) -> Path:
-    folder = places.checkpoints(stage)
+def _pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> Path:
+    folder = run_dir.checkpoints(stage)
     if at == NEWEST:
-        found = checkpoint.latest(folder, say)
+        found = checkpoint.latest(folder, log)
         if found is None:
-            raise CheckpointError(places.no_good_checkpoint(stage))
+            raise CheckpointError(run_dir.no_good_checkpoint(stage))
         return found[0]
     steps = checkpoint.steps(folder)
     if at == BEFORE_WARMDOWN:
@@ -290,7 +290,7 @@ def _pick(places: Places, stage: str, at: str, say: Callable[[str], None]) -> Pa
         step = int(at) if at.isdigit() else None
     if step not in steps:
         raise ValueError(
-            f"--from-step {at}: run '{places.run}' has no such checkpoint; there are {NEWEST} and the steps "
+            f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
             f"{', '.join(map(str, steps))}"
         )
     return checkpoint.path_of(folder, step)

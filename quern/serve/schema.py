@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quern.text.chat import Message, Part
+from quern.text.chat import ContentPart, Message
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
@@ -83,7 +83,7 @@ class ChatMessage(_Strict):
     def message(self) -> Message:
         """As the chat format takes it."""
         if self.parts is not None and self.role == "assistant":
-            parts: list[Part] = [{"type": part.type, "text": part.text} for part in self.parts]
+            parts: list[ContentPart] = [{"type": part.type, "text": part.text} for part in self.parts]
             return {"role": "assistant", "content": parts}
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -187,7 +187,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-def assistant_message(text: str, parts: Sequence[Part]) -> dict[str, Any]:
+def assistant_message(text: str, parts: Sequence[ContentPart]) -> dict[str, Any]:
     """A reply's message; `parts` only where the calculator was called."""
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if any(part["type"] != "text" for part in parts):

@@ -15,8 +15,8 @@ from quern.eval.tasks.tinyworld import tinyworld
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.recipe import Recipe
-from quern.runs.load import Loaded, load
-from quern.runs.run_dir import STAGES, Places
+from quern.runs.load import LoadedModel, load
+from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
 from quern.text.chat import Message, render_prompt, render_text
@@ -39,42 +39,42 @@ SHOWN_CHATS = len(CHATS)
 
 
 def run(
-    places: Places,
+    run_dir: RunDir,
     machine: Machine,
     *,
     questions: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     callables: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Scores every stage the run has, prints a table, appends to evaluate.jsonl and samples.jsonl."""
-    stages = [name for name in STAGES if checkpoint.steps(places.checkpoints(name))]
+    stages = [name for name in STAGES if checkpoint.steps(run_dir.checkpoints(name))]
     if not stages:
-        raise FileNotFoundError(places.has_no("model to evaluate"))
+        raise FileNotFoundError(run_dir.has_no("model to evaluate"))
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
     for name in ["untrained", *stages]:
-        loaded = load(places, machine, say, stages[0] if name == "untrained" else name, callables)
-        prepared = prepared or data_of_run(loaded.recipe, places, lambda line: None)
+        loaded = load(run_dir, machine, log, stages[0] if name == "untrained" else name, callables)
+        prepared = prepared or data_of_run(loaded.recipe, run_dir, lambda line: None)
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
-            loaded = Loaded(fresh, loaded.tokenizer, loaded.recipe, name, 0)
-        lines += _score(loaded, prepared, machine, places, name, questions, say)
-    places.append("evaluate.jsonl", lines)
+            loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
+        lines += _score(loaded, prepared, machine, run_dir, name, questions, log)
+    run_dir.append("evaluate.jsonl", lines)
     return lines
 
 
 def _score(
-    loaded: Loaded,
+    loaded: LoadedModel,
     prepared: Prepared,
     machine: Machine,
-    places: Places,
+    run_dir: RunDir,
     name: str,
     questions: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     context, rows = loaded.recipe.model.context, loaded.recipe.micro_batch_rows
     assert context
-    say(f"evaluating: {name}")
+    log(f"evaluating: {name}")
     scores = []
     if name != "sft":  # of a chat model, bits per byte of plain text say little
         batches = windows(prepared.val, context, rows=rows)
@@ -95,9 +95,9 @@ def _score(
                 }
                 for r in shown.values()
             ]
-    places.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
+    run_dir.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
     for score in scores:
-        say(f"  {score.task:28} {_shown(score, context)}")
+        log(f"  {score.task:28} {_shown(score, context)}")
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
 
 

@@ -51,7 +51,7 @@ def room_of_a_rank(machine: Machine, mesh: Mesh) -> float:
 
 
 def memory_check(
-    recipe: Recipe, machine: Machine, mesh: Mesh, say: Callable[[str], None], room: float | None = None
+    recipe: Recipe, machine: Machine, mesh: Mesh, log: Callable[[str], None], room: float | None = None
 ) -> tuple[float, float] | None:
     """Refuses what cannot fit in memory.
 
@@ -59,7 +59,7 @@ def memory_check(
         recipe: What to train, not resolved.
         machine: What computes.
         mesh: The ranks.
-        say: Takes lines for the user.
+        log: Takes lines for the user.
         room: Bytes that a rank may take; None finds out.
 
     Returns:
@@ -73,7 +73,7 @@ def memory_check(
     try:
         needed = _needed(resolved, machine, mesh.dp, mesh.tp)
     except RuntimeError as error:  # a model may do what cannot be done without numbers; it trains all the same
-        say(f"memory is not checked beforehand: {str(error).splitlines()[0]}")
+        log(f"memory is not checked beforehand: {str(error).splitlines()[0]}")
         return None
     if needed.peak * (1 - ERROR) <= room:
         return needed.peak, room

@@ -8,22 +8,22 @@ from typing import Any
 from quern.data.shards import Corpus, prepared
 from quern.recipe import Recipe
 from quern.runs.origin import SHOWN, Origin, read_origin, require_tokenizer, source_digest
-from quern.runs.run_dir import STAGES, Places
+from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.prepare import Prepared, prepare, text_fingerprint
 
 
-def make_origin(places: Places, data: Prepared, source: str | None, base: dict[str, Any] | None = None) -> Origin:
+def make_origin(run_dir: RunDir, data: Prepared, source: str | None, base: dict[str, Any] | None = None) -> Origin:
     """The origin of a pretraining stage.
 
     Args:
-        places: The run.
+        run_dir: The run.
         data: Its prepared text.
         source: The recipe's own Python file, as text.
         base: What the first weights come from, where they are not random.
     """
     folder = data.folder
-    if folder is not None and folder.is_relative_to(places.out):
-        folder = folder.relative_to(places.out)
+    if folder is not None and folder.is_relative_to(run_dir.out):
+        folder = folder.relative_to(run_dir.out)
     return Origin(
         tokenizer=data.tokenizer.fingerprint,
         text=data.text,
@@ -35,56 +35,56 @@ def make_origin(places: Places, data: Prepared, source: str | None, base: dict[s
 
 
 def open_data(
-    recipe: Recipe, places: Places, origin: Origin, say: Callable[[str], None], *, named: bool = False
+    recipe: Recipe, run_dir: RunDir, origin: Origin, log: Callable[[str], None], *, named: bool = False
 ) -> Prepared:
     """Opens the tokenizer and the shards that a stage began with.
 
     Args:
         recipe: The run's recipe, resolved.
-        places: The run.
+        run_dir: The run.
         origin: What the stage was made from.
-        say: Takes lines for the user.
+        log: Takes lines for the user.
         named: The user named the text in this command, so it must still be the same. Otherwise text that has changed
             is mentioned, and the shards are used.
 
     Raises:
         ValueError: The tokenizer or the text is another one; the message holds both fingerprints and what to do.
     """
-    tokenizer = places.tokenizer()
-    require_tokenizer(places, tokenizer, origin)
-    folder = None if origin.shards is None else places.out / origin.shards
+    tokenizer = run_dir.tokenizer()
+    require_tokenizer(run_dir, tokenizer, origin)
+    folder = None if origin.shards is None else run_dir.out / origin.shards
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
-        data = prepare(recipe, places.out, say, tokenizer)
+        data = prepare(recipe, run_dir.out, log, tokenizer)
         if origin.text is not None and data.text != origin.text:
             why = "its token shards are gone" if folder is not None else None
-            raise ValueError(_other_text(recipe, places, origin, data.text, why))
+            raise ValueError(_other_text(recipe, run_dir, origin, data.text, why))
         return data
     if named:
-        found = text_fingerprint(recipe, places.out)
+        found = text_fingerprint(recipe, run_dir.out)
         if found != origin.text:
-            raise ValueError(_other_text(recipe, places, origin, found, None))
-    say(f"tokens: {folder}, as the run began with them")
+            raise ValueError(_other_text(recipe, run_dir, origin, found, None))
+    log(f"tokens: {folder}, as the run began with them")
     train, val = (Corpus.open(folder, split, fingerprint=origin.tokens) for split in ("train", "val"))
     return Prepared(tokenizer, train, val, {}, origin.text or "", origin.tokens, folder)
 
 
-def data_of_run(recipe: Recipe, places: Places, say: Callable[[str], None], *stages: str) -> Prepared:
+def data_of_run(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None], *stages: str) -> Prepared:
     """The run's text for evaluation: the shards that one of these stages (by default all) names, else its text."""
     for stage in stages or STAGES:
-        origin = read_origin(places.stage(stage))
+        origin = read_origin(run_dir.stage(stage))
         if origin is not None:
-            return open_data(recipe, places, origin, say)
-    return prepare(recipe, places.out, say, places.tokenizer())
+            return open_data(recipe, run_dir, origin, log)
+    return prepare(recipe, run_dir.out, log, run_dir.tokenizer())
 
 
-def _other_text(recipe: Recipe, places: Places, origin: Origin, found: str, why: str | None) -> str:
+def _other_text(recipe: Recipe, run_dir: RunDir, origin: Origin, found: str, why: str | None) -> str:
     begun, now = (origin.text or "")[:SHOWN], found[:SHOWN]
     with_shards = (
-        f"go on with the text as it was, by leaving --data out (`quern pretrain --resume {places.flags}`); or "
+        f"go on with the text as it was, by leaving --data out (`quern pretrain --resume {run_dir.flags}`); or "
     )
     return (
-        f"the text at {recipe.data} has changed since run '{places.run}' began (fingerprint {begun}, now {now})"
+        f"the text at {recipe.data} has changed since run '{run_dir.run}' began (fingerprint {begun}, now {now})"
         f"{f', and {why}' if why else ''}: {'put it back as it was; or ' if why else with_shards}"
-        f"train on the new text under another name, from this run's model (`quern pretrain --from {places.run} --run "
+        f"train on the new text under another name, from this run's model (`quern pretrain --from {run_dir.run} --run "
         f"NAME --data {recipe.data}`) or from the beginning (`quern run --run NAME --data {recipe.data}`)"
     )

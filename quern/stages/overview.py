@@ -7,7 +7,7 @@ from quern.model.count import parameters
 from quern.recipe import Recipe
 from quern.stages.prepare import Prepared
 from quern.terminal import duration
-from quern.train.loop import Plan
+from quern.train.loop import TrainingPlan
 
 MANY_EPOCHS = 4
 """Up to about so many passes, repeated text is worth nearly as much as new text (Muennighoff et al., 2023, "Scaling
@@ -16,7 +16,9 @@ TYPICAL_MFU = 0.5
 """Share of the measured matrix-product peak that training reaches, for a first estimate of the time."""
 
 
-def overview(recipe: Recipe, plan: Plan, data: Prepared, memory: tuple[float, float] | None, mesh: Mesh) -> list[str]:
+def overview(
+    recipe: Recipe, plan: TrainingPlan, data: Prepared, memory: tuple[float, float] | None, mesh: Mesh
+) -> list[str]:
     """Describes a pretraining run before its first step.
 
     Args:

@@ -59,13 +59,13 @@ class Prepared:
     folder: Path | None = None
 
 
-def open_source(recipe: Recipe, out: Path, say: Callable[[str], None] = lambda line: None) -> Source:
+def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
     """Opens the recipe's data.
 
     Args:
         recipe: Resolved.
         out: The folder that everything goes under; what killed processes left there is removed.
-        say: Called with lines on which files are read and which are ignored, and on a very small validation text.
+        log: Called with lines on which files are read and which are ignored, and on a very small validation text.
 
     Returns:
         The source, both splits of which hold text.
@@ -77,10 +77,10 @@ def open_source(recipe: Recipe, out: Path, say: Callable[[str], None] = lambda l
     """
     for folder in (out / "tokenizers", out / "data", *(out / "data").glob("*/")):
         remove_abandoned(folder)
-    return _tinyworld(recipe, say) if recipe.data == "tinyworld" else _of_files(recipe, out, say)
+    return _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
 
 
-def _of_files(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Source:
+def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     path = Path(recipe.data)
     val = Path(recipe.val) if recipe.val else None
     if not path.exists():
@@ -95,7 +95,7 @@ def _of_files(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Source:
     listings = {what: list_source(each) for what, each in (("text", path), ("validation text", val)) if each}
     for what, listing in listings.items():
         for line in listing.lines(what):
-            say(line)
+            log(line)
     held_out: HoldOut | None = None
 
     def texts(source: Path) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _of_files(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Source:
         return held_out.read(split)
 
     name = path.stem or "data"
-    _check_splits(name, documents, say)
+    _check_splits(name, documents, log)
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
@@ -130,7 +130,7 @@ def _digest(listing: Listing, out: Path) -> str:
         return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6))
 
 
-def _check_splits(name: str, documents: Callable[[str], Iterator[str]], say: Callable[[str], None]) -> None:
+def _check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Callable[[str], None]) -> None:
     """Refuses an empty split, and warns of a validation text that is too small to measure anything."""
     for split in ("train", "val"):
         if not any(documents(split)):
@@ -140,7 +140,7 @@ def _check_splits(name: str, documents: Callable[[str], Iterator[str]], say: Cal
         size += len(text.encode("utf-8"))
         if size >= SMALL_VALIDATION_BYTES:
             return
-    say(
+    log(
         f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
         "validation text with --val"
     )
@@ -150,18 +150,18 @@ def fetch(name: str, out: Path) -> Path:
     """A public data set's folder, fetched if it is not there."""
     with Meter(f"fetching {name}", None, "MB of this file") as meter:
         return hub.prefetch(
-            name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file), say=meter.say
+            name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file), log=meter.log
         )
 
 
-def _tinyworld(recipe: Recipe, say: Callable[[str], None]) -> Source:
+def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
     def documents(split: str) -> Iterator[str]:
         return corpus.documents(recipe.seed, sizes[split], split)
 
-    _check_splits("tinyworld", documents, say)
+    _check_splits("tinyworld", documents, log)
     return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample), documents)
 
 
@@ -170,7 +170,7 @@ def split_pattern(digits: int) -> str:
     return SPLIT_PATTERN.replace(r"\p{N}{1,2}", rf"\p{{N}}{{1,{digits}}}")
 
 
-def train_tokenizer(recipe: Recipe, source: Source, out: Path, say: Callable[[str], None]) -> Tokenizer:
+def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
     """The tokenizer for the source, trained unless it is there already."""
     text = recipe.text
     assert text.vocab_size
@@ -183,7 +183,7 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, say: Callable[[st
             tokenizer = Tokenizer.load(path)
         except ValueError as error:
             raise ValueError(f"{error}: remove it, and it is trained again") from error
-        say(f"tokenizer: {path} is up to date")
+        log(f"tokenizer: {path} is up to date")
         return tokenizer
     refuse_unwritable(out)
     start = time.monotonic()
@@ -192,10 +192,10 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, say: Callable[[st
         texts = _metered(source.read("train"), meter)
         tokenizer = Tokenizer.train(texts, text.vocab_size, pattern, max_bytes=int(size * 1e6))
     for note in tokenizer.notes:
-        say(note)
+        log(note)
     with naming(path):
         tokenizer.save(path)
-    say(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
+    log(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
     return tokenizer
 
 
@@ -207,25 +207,25 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
         yield text
 
 
-def prepare(recipe: Recipe, out: Path, say: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
+def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
     """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
     if is_tokens(recipe.data):
-        tokenizer, train, val = open_tokens(recipe, say, tokenizer)
+        tokenizer, train, val = open_tokens(recipe, log, tokenizer)
         samples = {"validation text": sample(val, tokenizer)}
         text = text_fingerprint(recipe, out)
         facts = _facts(Path(recipe.data).stem, samples, tokenizer, train, val)
         return Prepared(tokenizer, train, val, facts, text, fingerprint(tokenizer.fingerprint, text))
-    source = open_source(recipe, out, say)
-    tokenizer = tokenizer or train_tokenizer(recipe, source, out, say)
+    source = open_source(recipe, out, log)
+    tokenizer = tokenizer or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"
     if known:
-        say(f"tokens: {folder} is up to date")
+        log(f"tokens: {folder} is up to date")
     else:
         refuse_unwritable(out)
         for split in ("val", "train"):
-            _tokenize(source, split, tokenizer, folder, mark, say)
+            _tokenize(source, split, tokenizer, folder, mark, log)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)
@@ -245,7 +245,7 @@ def text_fingerprint(recipe: Recipe, out: Path) -> str:
 
 
 def _tokenize(
-    source: Source, split: str, tokenizer: Tokenizer, folder: Path, mark: str, say: Callable[[str], None]
+    source: Source, split: str, tokenizer: Tokenizer, folder: Path, mark: str, log: Callable[[str], None]
 ) -> None:
     start, tokens, size, count = time.monotonic(), 0, 0, 0
     with (
@@ -262,7 +262,7 @@ def _tokenize(
             count += len(batch)
             meter.at(count, f"{tokens / 1e6:.1f}M tokens")
     seconds = time.monotonic() - start
-    say(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
+    log(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
 
 
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:

@@ -41,13 +41,13 @@ def _is_text(path: Path) -> bool:
 
 
 def open_tokens(
-    recipe: Recipe, say: Callable[[str], None] = lambda line: None, tokenizer: Tokenizer | None = None
+    recipe: Recipe, log: Callable[[str], None] = lambda line: None, tokenizer: Tokenizer | None = None
 ) -> tuple[Tokenizer, Corpus, Corpus]:
     """Opens the recipe's token files.
 
     Args:
         recipe: Resolved.
-        say: Called with lines on which files are read and which are ignored.
+        log: Called with lines on which files are read and which are ignored.
         tokenizer: The run's, where there is one: the file that the recipe names need not be there any more.
 
     Returns:
@@ -59,7 +59,7 @@ def open_tokens(
     """
     tokenizer = _tokenizer(recipe, tokenizer)
     for line in list_tokens(recipe.data).lines("tokens"):
-        say(line)
+        log(line)
     train, val = list_tokens(recipe.data).files, list_tokens(recipe.val).files if recipe.val else []
     if not val:
         val = [path for path in train if "val" in path.name]

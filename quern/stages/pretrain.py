@@ -33,7 +33,7 @@ from quern.runs.origin import (
     source_digest,
     with_absolute_paths,
 )
-from quern.runs.run_dir import STAGES, Places, refuse_unwritable
+from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import Start, changes, warmdown_start
 from quern.stages.memory_check import memory_check
@@ -53,12 +53,12 @@ CALIBRATION_STEPS = 8
 def run(
     recipe: Recipe,
     machine: Machine,
-    places: Places,
+    run_dir: RunDir,
     *,
     resume: bool,
     source: str | None,
     command: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trackers: tuple = (),
     mesh: Mesh | None = None,
     named: Collection[str] = (),
@@ -71,11 +71,11 @@ def run(
     Args:
         recipe: What to train; fields that are None follow from depth.
         machine: What computes.
-        places: The run.
+        run_dir: The run.
         resume: Go on from the newest good checkpoint.
         source: The text of the recipe's own file, if it came from one.
         command: The command line, for the record.
-        say: Takes lines for the user.
+        log: Takes lines for the user.
         trackers: Where metrics also go.
         mesh: The ranks; None is this process alone.
         named: Fields that the user named in this command.
@@ -91,60 +91,60 @@ def run(
         RunInUseError: Another process trains in the run.
     """
     mesh = mesh or alone()
-    if saved_steps(places.checkpoints("pretrain")) and not resume:
+    if saved_steps(run_dir.checkpoints("pretrain")) and not resume:
         raise ValueError(
-            f"run '{places.run}' has been pretrained already: go on with --resume, train on from its model with "
-            f"`quern pretrain --from {places.run} --run NAME`, or name another run with --run"
+            f"run '{run_dir.run}' has been pretrained already: go on with --resume, train on from its model with "
+            f"`quern pretrain --from {run_dir.run} --run NAME`, or name another run with --run"
         )
-    refuse_unwritable(places.out)
+    refuse_unwritable(run_dir.out)
     if start is not None and not resume:
-        refuse_trained(places)
-    with nullcontext() if locked else run_lock(places, command, mesh):
-        common = {"source": source, "say": say, "trackers": trackers, "named": named, "start": start}
-        go_on = go_on or f"quern pretrain --resume {places.flags}"
-        return _run(recipe, machine, places, mesh, resume=resume, command=command, go_on=go_on, **common)
+        refuse_trained(run_dir)
+    with nullcontext() if locked else run_lock(run_dir, command, mesh):
+        common = {"source": source, "log": log, "trackers": trackers, "named": named, "start": start}
+        go_on = go_on or f"quern pretrain --resume {run_dir.flags}"
+        return _run(recipe, machine, run_dir, mesh, resume=resume, command=command, go_on=go_on, **common)
 
 
 def _run(
     recipe: Recipe,
     machine: Machine,
-    places: Places,
+    run_dir: RunDir,
     mesh: Mesh,
     *,
     resume: bool,
     source: str | None,
     command: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trackers: tuple,
     named: Collection[str],
     start: Start | None,
     go_on: str,
 ) -> int:
-    path = places.stage("pretrain")
-    needed = memory_check(recipe, machine, mesh, say)
+    path = run_dir.stage("pretrain")
+    needed = memory_check(recipe, machine, mesh, log)
     asked = with_absolute_paths(recipe)
     recipe = resolve(asked)
     origin = read_origin(path) if resume else None
     with main_first(mesh):
         if origin is not None:
-            prepared = open_data(recipe, places, origin, say, named=bool({"data", "val"} & set(named)))
+            prepared = open_data(recipe, run_dir, origin, log, named=bool({"data", "val"} & set(named)))
         else:
-            prepared = prepare(recipe, places.out, say, start and start.places.tokenizer())
-            refuse_second_tokenizer(places, prepared.tokenizer)
+            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer())
+            refuse_second_tokenizer(run_dir, prepared.tokenizer)
     recipe = fit_vocabulary(recipe, prepared)
     model = shard_model(build_model(recipe, machine, recipe.seed), mesh)
-    precision = lower_precision(recipe, model, say)
+    precision = lower_precision(recipe, model, log)
     compile_model(model, machine)
     if recipe.train.minutes is not None:
-        steps = fit_minutes(recipe, asked, machine, model, prepared.train, path, say, mesh, resume)
+        steps = fit_minutes(recipe, asked, machine, model, prepared.train, path, log, mesh, resume)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.init_parameters(machine.generator(recipe.seed))
     changed = changes(recipe, path, besides=FOR_FINE_TUNING) if resume else []
     loader = make_loader(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
-    base = None if start is None else load_start(state, start, say)
+    base = None if start is None else load_start(state, start, log)
     if origin is None:
-        origin = make_origin(places, prepared, source, base)
+        origin = make_origin(run_dir, prepared, source, base)
     elif source is not None:
         origin = replace(origin, source=source_digest(source))
     evaluator = validation(recipe, prepared, machine)
@@ -157,53 +157,53 @@ def _run(
         go_on=go_on,
         lower_rates=f"--optim.lr-scale {recipe.optim.lr_scale / 2:.3g}",
     )
-    resumed = resume and loop.resume(state, path / "checkpoints", say, lambda meta, at: require_same(meta, origin, at))
+    resumed = resume and loop.resume(state, path / "checkpoints", log, lambda meta, at: require_same(meta, origin, at))
     if state.step > plan.steps:
         raise ValueError(
-            f"run '{places.run}' has trained for {state.step:,} steps, so train.steps {plan.steps:,} is behind it: "
+            f"run '{run_dir.run}' has trained for {state.step:,} steps, so train.steps {plan.steps:,} is behind it: "
             "give more steps, or leave --train.steps out"
         )
     if not resumed and base is None and origin.base is not None:
         raise ValueError(
-            f"run '{places.run}' has no checkpoint, not even of what it began with, step {origin.base['step']:,} of "
+            f"run '{run_dir.run}' has no checkpoint, not even of what it began with, step {origin.base['step']:,} of "
             f"run '{origin.base['run']}': remove {path}, and begin again with --from {origin.base['run']}"
         )
     if mesh.main and prepared.facts and not resumed:  # a run that goes on has it already
         facts = {**prepared.facts, **precision, "packing": {"method": recipe.train.packing, **loader.report()}}
-        describe_run(recipe, machine, places, facts, command)
-        prepared.tokenizer.save(places.folder / "tokenizer.json")
+        describe_run(recipe, machine, run_dir, facts, command)
+        prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
     if start is not None and not resumed:  # first of all: what was begun with it never begins with anything else
         save_first(path, state, plan, mesh)
     with open_folder(path, recipe, source, trackers, mesh, origin) as folder:
         if resumed:
-            say(f"resumed at step {state.step:,}")
+            log(f"resumed at step {state.step:,}")
             folder.event("command", command=command, changed=changed)
         for line in [*changed, *overview(recipe, plan, prepared, needed, mesh)]:
-            say(line)
-        say(f"pretraining: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens")
+            log(line)
+        log(f"pretraining: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens")
         code = train_with_meter("pretraining", state, loader, plan, machine, folder, mesh)
     if code == EXIT_DONE:
-        say(f"pretrained on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {path}")
+        log(f"pretrained on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {path}")
     return code
 
 
-def save_first(stage: Path, state: TrainState, plan: loop.Plan, mesh: Mesh) -> None:
+def save_first(stage: Path, state: TrainState, plan: loop.TrainingPlan, mesh: Mesh) -> None:
     """Saves the weights that a run begins with as its step 0, so that it never needs the other run again."""
     meta = plan.meta | {"state": state.meta(), "kept": False}
     checkpoint.save(stage / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=mesh)
 
 
-def refuse_trained(places: Places) -> None:
+def refuse_trained(run_dir: RunDir) -> None:
     """Raises ValueError where the run has a model already, of any stage: a new one would not belong to it."""
-    trained = [name for name in STAGES if places.has_trained(name)]
+    trained = [name for name in STAGES if run_dir.has_trained(name)]
     if trained:
         raise ValueError(
-            f"run '{places.run}' has a model of its own ({', '.join(trained)}): name a new run with --run, to begin it "
-            "with the model that --from names"
+            f"run '{run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with --run, to begin "
+            "it with the model that --from names"
         )
 
 
-def load_start(state: TrainState, start: Start, say: Callable[[str], None]) -> dict[str, Any]:
+def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> dict[str, Any]:
     """Puts the weights, and the optimizer's moments where they fit, of another run's checkpoint into a fresh state.
 
     Returns:
@@ -217,7 +217,7 @@ def load_start(state: TrainState, start: Start, say: Callable[[str], None]) -> d
         weights = {name: tensor for name, tensor in start.tensors.items() if name.startswith("master.")}
         state.optimizer.load_state_tensors(state.tensors() | weights)
         moments = "the optimizer begins afresh, since it is another one"
-    say(f"weights: step {base['step']:,} of {base['stage']} in run '{base['run']}'; {moments}")
+    log(f"weights: step {base['step']:,} of {base['stage']} in run '{base['run']}'; {moments}")
     return base
 
 
@@ -229,11 +229,11 @@ def make_plan(
     schedule: Callable[[int], Multipliers],
     evaluator: loop.Evaluator,
     origin: Origin,
-) -> loop.Plan:
+) -> loop.TrainingPlan:
     """What the loop is to do, of pretraining and of fine-tuning."""
     train = recipe.train
     assert train.save_every and train.eval_every
-    return loop.Plan(
+    return loop.TrainingPlan(
         steps=steps,
         schedule=schedule,
         micro_batch_rows=recipe.micro_batch_rows,
@@ -293,7 +293,7 @@ def fit_minutes(
     model: Any,
     corpus: Corpus,
     path: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     mesh: Mesh,
     resume: bool,
 ) -> dict[str, int]:
@@ -321,7 +321,7 @@ def fit_minutes(
             if asked.train.batch_tokens is not None:
                 break
             batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
-        say(f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine")
+        log(f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine")
     return {"steps": steps, "batch_tokens": batch_tokens}
 
 

@@ -10,7 +10,7 @@ from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.report import build
 from quern.report.run_records import read_run
-from quern.runs.run_dir import Places, refuse_unwritable
+from quern.runs.run_dir import RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
@@ -22,7 +22,7 @@ from quern.train.guard import EXIT_DONE
 def run(
     recipe: Recipe,
     machine: Machine,
-    places: Places,
+    run_dir: RunDir,
     *,
     questions: int,
     fine_tune: bool,
@@ -30,93 +30,93 @@ def run(
     command: str,
     named: Collection[str],
     go_on: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     """Prepares, pretrains, fine-tunes, evaluates and reports.
 
     Args:
         recipe: What to train; fields that are None follow from depth.
         machine: What computes.
-        places: The run; stages that it has go on where they were stopped.
+        run_dir: The run; stages that it has go on where they were stopped.
         questions: Held-out questions of each kind to evaluate with.
         fine_tune: Whether to fine-tune the base model on conversations.
         source: The text of the recipe's own file, if it came from one.
         command: The command line, for the record.
         named: Fields that the user named in this command.
         go_on: The command that goes on after a stop, for messages.
-        say: Takes lines for the user.
+        log: Takes lines for the user.
 
     Returns:
         An exit code of `train.guard`.
     """
-    refuse_unwritable(places.out)
-    with run_lock(places, command):
-        return _run(recipe, machine, places, questions, fine_tune, source, command, named, go_on, say)
+    refuse_unwritable(run_dir.out)
+    with run_lock(run_dir, command):
+        return _run(recipe, machine, run_dir, questions, fine_tune, source, command, named, go_on, log)
 
 
 def _run(
     recipe: Recipe,
     machine: Machine,
-    places: Places,
+    run_dir: RunDir,
     questions: int,
     fine_tune: bool,
     source: str | None,
     command: str,
     named: Collection[str],
     go_on: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
-    common: dict[str, Any] = {"source": source, "say": say, "command": command, "go_on": go_on, "locked": True}
+    common: dict[str, Any] = {"source": source, "log": log, "command": command, "go_on": go_on, "locked": True}
     steps: dict[str, Callable[[bool], int]] = {
-        "pretrain": lambda resume: pretrain.run(recipe, machine, places, resume=resume, named=named, **common)
+        "pretrain": lambda resume: pretrain.run(recipe, machine, run_dir, resume=resume, named=named, **common)
     }
     if fine_tune:
-        chat_recipe = _for_fine_tuning(recipe, places, named, source)
-        refuse_conversations(chat_recipe, places, say)  # before hours of pretraining, not after
-        steps["sft"] = lambda resume: sft.run(chat_recipe, machine, places, resume=resume, **common)
+        chat_recipe = _for_fine_tuning(recipe, run_dir, named, source)
+        refuse_conversations(chat_recipe, run_dir, log)  # before hours of pretraining, not after
+        steps["sft"] = lambda resume: sft.run(chat_recipe, machine, run_dir, resume=resume, **common)
     for name, step in steps.items():
-        code = step(bool(checkpoint.steps(places.checkpoints(name))))
+        code = step(bool(checkpoint.steps(run_dir.checkpoints(name))))
         if code != EXIT_DONE:
             return code
     callables = recipe.callables() if source else None
-    evaluate.run(places, machine, questions=questions, say=say, callables=callables)
-    for path in build.build(places.folder):
-        say(f"report: {path}")
-    say("")
-    for line in sample_chat(places):
-        say(line)
+    evaluate.run(run_dir, machine, questions=questions, log=log, callables=callables)
+    for path in build.build(run_dir.folder):
+        log(f"report: {path}")
+    log("")
+    for line in sample_chat(run_dir):
+        log(line)
     return EXIT_DONE
 
 
-def _for_fine_tuning(recipe: Recipe, places: Places, named: Collection[str], source: str | None) -> Recipe:
+def _for_fine_tuning(recipe: Recipe, run_dir: RunDir, named: Collection[str], source: str | None) -> Recipe:
     """What is asked of fine-tuning, where the recipe may be the one that pretraining saved."""
-    if places.has_trained("sft"):
-        saved = read_saved(places, "sft", recipe.callables() if source else None)
+    if run_dir.has_trained("sft"):
+        saved = read_saved(run_dir, "sft", recipe.callables() if source else None)
         return overlay(saved, recipe, named) if saved else recipe
-    if not places.has_trained("pretrain"):
+    if not run_dir.has_trained("pretrain"):
         return recipe
     derived = {name: None for name in ("eval_every", "save_every") if f"train.{name}" not in named}
     return replace(recipe, train=replace(recipe.train, **derived))
 
 
-def refuse_conversations(recipe: Recipe, places: Places, say: Callable[[str], None]) -> None:
+def refuse_conversations(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None]) -> None:
     """Reads the conversations that fine-tuning will need. Raises what reading them raises, and ValueError where they
     are others than those that fine-tuning began with."""
-    if places.has_trained("sft"):
-        sft.require_same_conversations(recipe, places)
+    if run_dir.has_trained("sft"):
+        sft.require_same_conversations(recipe, run_dir)
     elif recipe.conversations is not None:
-        sft.read_talks(recipe, places.out)
+        sft.read_conversation_splits(recipe, run_dir.out)
     elif recipe.data != "tinyworld":
-        say(
+        log(
             "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in world, "
             "to teach it to chat. --no-sft leaves it a base model"
         )
 
 
-def sample_chat(places: Places) -> list[str]:
+def sample_chat(run_dir: RunDir) -> list[str]:
     """The chats of the last evaluation, as lines for the terminal."""
     lines = []
-    for sample in read_run(places.folder).samples[-evaluate.SHOWN_CHATS :]:
+    for sample in read_run(run_dir.folder).samples[-evaluate.SHOWN_CHATS :]:
         for message in sample.get("messages", []):
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -20,7 +20,7 @@ from quern.model.fp8 import use_fp8
 from quern.recipe import Recipe
 from quern.records import Nowhere, Records, StageFolder, git_hash
 from quern.runs.origin import FILE, Origin
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.train import loop
@@ -29,9 +29,9 @@ from quern.train.state import TrainState
 POLL_SECONDS = 0.1
 
 
-def describe_run(recipe: Recipe, machine: Machine, places: Places, facts: dict[str, Any], command: str) -> None:
+def describe_run(recipe: Recipe, machine: Machine, run_dir: RunDir, facts: dict[str, Any], command: str) -> None:
     """Writes run.json: how the run was started, on what, with what."""
-    places.write(
+    run_dir.write(
         "run.json",
         {
             "command": command,
@@ -48,12 +48,12 @@ def describe_run(recipe: Recipe, machine: Machine, places: Places, facts: dict[s
     )
 
 
-def lower_precision(recipe: Recipe, model: Any, say: Callable[[str], None]) -> dict[str, Any]:
+def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> dict[str, Any]:
     """Makes the model train in FP8 if the recipe says so → what to record of it. Call it before compilation."""
     if recipe.train.fp8 == "off":
         return {}
     report = use_fp8(model, head_only=recipe.train.fp8 == "head")
-    say(str(report))
+    log(str(report))
     return {"fp8": report.to_json()}
 
 
@@ -68,11 +68,17 @@ def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
 
 
 def train_with_meter(
-    label: str, state: TrainState, batches: Batches, plan: loop.Plan, machine: Machine, folder: Records, mesh: Mesh
+    label: str,
+    state: TrainState,
+    batches: Batches,
+    plan: loop.TrainingPlan,
+    machine: Machine,
+    folder: Records,
+    mesh: Mesh,
 ) -> int:
     """The loop, with its progress shown by rank 0 → an exit code."""
     with Meter(label, plan.steps, "steps", silent=not mesh.main) as meter:
-        return loop.train(state, batches, plan, machine, folder, meter.say, show_training(meter))
+        return loop.train(state, batches, plan, machine, folder, meter.log, show_training(meter))
 
 
 @contextmanager

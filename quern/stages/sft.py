@@ -35,7 +35,7 @@ from quern.runs.origin import (
     source_digest,
     with_absolute_paths,
 )
-from quern.runs.run_dir import Places, refuse_unwritable
+from quern.runs.run_dir import RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import NEWEST, Start, changes, read_saved, read_start
 from quern.stages.prepare import fetch
@@ -56,12 +56,12 @@ HELD_OUT_EVERY = 50
 def run(
     recipe: Recipe,
     machine: Machine,
-    places: Places,
+    run_dir: RunDir,
     *,
     resume: bool,
     source: str | None,
     command: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trackers: tuple = (),
     mesh: Mesh | None = None,
     start: Start | None = None,
@@ -71,13 +71,13 @@ def run(
     """Fine-tunes a base model. On a mesh every rank calls this.
 
     Args:
-        recipe: What the user asked for; what counts of it is said in `follow`.
+        recipe: What the user asked for; what counts of it is said in `sft_recipe`.
         machine: What computes.
-        places: The run.
+        run_dir: The run.
         resume: Go on from the newest good checkpoint.
         source: The text of the recipe's own file, if the user named one.
         command: The command line, for the record.
-        say: Takes lines for the user.
+        log: Takes lines for the user.
         trackers: Where metrics also go.
         mesh: The ranks; None is this process alone.
         start: The model to fine-tune, of another run; by default the base model of this one.
@@ -94,67 +94,67 @@ def run(
         RunInUseError: Another process trains in the run.
     """
     mesh = mesh or alone()
-    if checkpoint.steps(places.checkpoints("sft")) and not resume:
+    if checkpoint.steps(run_dir.checkpoints("sft")) and not resume:
         raise ValueError(
-            f"run '{places.run}' has been fine-tuned already: go on with --resume, or fine-tune again under another "
-            f"name with `quern sft --from {places.run} --run NAME`"
+            f"run '{run_dir.run}' has been fine-tuned already: go on with --resume, or fine-tune again under another "
+            f"name with `quern sft --from {run_dir.run} --run NAME`"
         )
-    if start is None and not places.folder.exists():
-        raise FileNotFoundError(f"there is no run '{places.run}' under {places.out}: {places.known()}")
-    refuse_unwritable(places.out)
+    if start is None and not run_dir.folder.exists():
+        raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
+    refuse_unwritable(run_dir.out)
     if start is not None and not resume:
-        refuse_trained(places)
-    with nullcontext() if locked else run_lock(places, command, mesh):
-        go_on = go_on or f"quern sft --resume {places.flags}"
-        common = {"source": source, "say": say, "trackers": trackers, "go_on": go_on, "command": command}
-        return _run(recipe, machine, places, mesh, resume=resume, start=start, **common)
+        refuse_trained(run_dir)
+    with nullcontext() if locked else run_lock(run_dir, command, mesh):
+        go_on = go_on or f"quern sft --resume {run_dir.flags}"
+        common = {"source": source, "log": log, "trackers": trackers, "go_on": go_on, "command": command}
+        return _run(recipe, machine, run_dir, mesh, resume=resume, start=start, **common)
 
 
 def _run(
     recipe: Recipe,
     machine: Machine,
-    places: Places,
+    run_dir: RunDir,
     mesh: Mesh,
     *,
     resume: bool,
     source: str | None,
     command: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trackers: tuple,
     start: Start | None,
     go_on: str,
 ) -> int:
-    path, asked = places.stage("sft"), with_absolute_paths(recipe)
+    path, asked = run_dir.stage("sft"), with_absolute_paths(recipe)
     callables = recipe.callables() if source else None
     own = start is None
-    saved = read_saved(places, "sft", callables) if places.has_trained("sft") else None
+    saved = read_saved(run_dir, "sft", callables) if run_dir.has_trained("sft") else None
     origin = None if saved is None else read_origin(path)
     if saved is None:
-        start = start or read_start(places, ("pretrain",), NEWEST, say, callables)
-        model_recipe, tokenizer = start.recipe, start.places.tokenizer()
-        refuse_second_tokenizer(places, tokenizer)
+        start = start or read_start(run_dir, ("pretrain",), NEWEST, log, callables)
+        model_recipe, tokenizer = start.recipe, start.run_dir.tokenizer()
+        refuse_second_tokenizer(run_dir, tokenizer)
     else:
-        model_recipe, tokenizer = saved, places.tokenizer()
+        model_recipe, tokenizer = saved, run_dir.tokenizer()
         if origin is not None:
-            require_tokenizer(places, tokenizer, origin)
-    recipe = follow(asked, model_recipe)
+            require_tokenizer(run_dir, tokenizer, origin)
+    recipe = sft_recipe(asked, model_recipe)
     model = build_model(recipe, machine, None)
     if start is not None:
         model.load_state_dict(weights_of(start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
-        train_corpus, val_corpus = conversations(recipe, tokenizer, places.out, say)
+        train_corpus, val_corpus = conversations(recipe, tokenizer, run_dir.out, log)
     loader = _loader(recipe, train_corpus)
     recipe = _with_steps(recipe, asked, loader.steps_per_epoch)
     changed = changes(recipe, path) if resume else []
-    precision = lower_precision(recipe, model, say)
+    precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
     evaluator = held_out_loss(val_corpus, recipe, machine)
     found = corpus_fingerprint(train_corpus, val_corpus)
     if origin is not None:
-        refuse_other_conversations(places, origin, found)
-        _mention_later_base(origin, places, say)
+        refuse_other_conversations(run_dir, origin, found)
+        _mention_later_base(origin, run_dir, log)
     elif start is not None:
         digest = source_digest(source) or start.origin.source
         base = start.base | ({"run": None} if own else {})
@@ -164,32 +164,32 @@ def _run(
     assert recipe.sft.steps
     plan = make_plan(recipe, machine, mesh, recipe.sft.steps, _schedule(recipe.sft), evaluator, origin)
     plan = replace(plan, go_on=go_on, lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}")
-    resumed = resume and loop.resume(state, path / "checkpoints", say, lambda meta, at: require_same(meta, origin, at))
+    resumed = resume and loop.resume(state, path / "checkpoints", log, lambda meta, at: require_same(meta, origin, at))
     if state.step > plan.steps:
         raise ValueError(
-            f"run '{places.run}' was fine-tuned for {state.step:,} steps, so sft.steps {plan.steps:,} is behind it: "
+            f"run '{run_dir.run}' was fine-tuned for {state.step:,} steps, so sft.steps {plan.steps:,} is behind it: "
             "give more steps, or leave --sft.steps out"
         )
     text = _source_text(source, start)
     if mesh.main and start is not None and not own and not resumed:
-        describe_run(recipe, machine, places, start.facts() | precision, command)
-        tokenizer.save(places.folder / "tokenizer.json")
+        describe_run(recipe, machine, run_dir, start.facts() | precision, command)
+        tokenizer.save(run_dir.folder / "tokenizer.json")
     if not own and not resumed:
         save_first(path, state, plan, mesh)
     with open_folder(path, recipe, text, trackers, mesh, origin) as folder:
         if resumed:
-            say(f"resumed at step {state.step:,}")
+            log(f"resumed at step {state.step:,}")
             folder.event("command", command=command, changed=changed)
         packing = {name: round(value, 5) for name, value in loader.report().items()}
         folder.event("data", **packing, **precision)
         for line in changed:
-            say(line)
+            log(line)
         if start is not None and not own:
-            say(f"weights: step {start.base['step']:,} of {start.stage} in run '{start.places.run}'")
-        say(f"fine-tuning: {plan.steps:,} steps on {train_corpus.num_documents:,} conversations")
+            log(f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
+        log(f"fine-tuning: {plan.steps:,} steps on {train_corpus.num_documents:,} conversations")
         code = train_with_meter("fine-tuning", state, loader, plan, machine, folder, mesh)
     if code == EXIT_DONE:
-        say(f"fine-tuned in {state.seconds:,.0f} s of steps → {path}")
+        log(f"fine-tuned in {state.seconds:,.0f} s of steps → {path}")
     return code
 
 
@@ -197,21 +197,21 @@ def _source_text(source: str | None, start: Start | None) -> str | None:
     """The recipe file to keep with the stage: the one named, else that of the model it starts from."""
     if source is not None or start is None:
         return source
-    kept = start.places.stage(start.stage) / "recipe_source.py"
+    kept = start.run_dir.stage(start.stage) / "recipe_source.py"
     return kept.read_text(encoding="utf-8") if kept.exists() else None
 
 
-def _mention_later_base(origin: Origin, places: Places, say: Callable[[str], None]) -> None:
+def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], None]) -> None:
     """Says so where the run's base model was trained on after fine-tuning began with it."""
-    newest = max(checkpoint.steps(places.checkpoints("pretrain")), default=0)
+    newest = max(checkpoint.steps(run_dir.checkpoints("pretrain")), default=0)
     if origin.base is not None and origin.base["run"] is None and newest > origin.base["step"]:
-        say(
+        log(
             f"fine-tuning began with step {origin.base['step']:,} of the base model, which has {newest:,} now: to "
-            f"fine-tune that one, `quern sft --from {places.run} --run NAME`"
+            f"fine-tune that one, `quern sft --from {run_dir.run} --run NAME`"
         )
 
 
-def follow(asked: Recipe, base: Recipe) -> Recipe:
+def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
     """The base model's recipe with what is asked for fine-tuning, and rates that fit the batch; resolved.
 
     asked: unresolved; of it count `sft`, where the conversations come from, and the fields `IN_FINE_TUNING`. Raises
@@ -254,23 +254,23 @@ def _schedule(sft: SftRecipe) -> Callable[[int], Multipliers]:
 
 
 def conversations(
-    recipe: Recipe, tokenizer: Tokenizer, out: Path, say: Callable[[str], None] = lambda line: None
+    recipe: Recipe, tokenizer: Tokenizer, out: Path, log: Callable[[str], None] = lambda line: None
 ) -> tuple[Corpus, Corpus]:
     """Training and held-out conversations as masked token ids. Raises ValueError when there are too few."""
-    train, val = read_talks(recipe, out, say)
+    train, val = read_conversation_splits(recipe, out, log)
     return _corpus(tokenizer, train), _corpus(tokenizer, val)
 
 
-def require_same_conversations(recipe: Recipe, places: Places) -> None:
+def require_same_conversations(recipe: Recipe, run_dir: RunDir) -> None:
     """Raises ValueError where the conversations are others than those that fine-tuning began with."""
-    origin = read_origin(places.stage("sft"))
+    origin = read_origin(run_dir.stage("sft"))
     if origin is not None:
-        found = corpus_fingerprint(*conversations(recipe, places.tokenizer(), places.out))
-        refuse_other_conversations(places, origin, found)
+        found = corpus_fingerprint(*conversations(recipe, run_dir.tokenizer(), run_dir.out))
+        refuse_other_conversations(run_dir, origin, found)
 
 
-def read_talks(
-    recipe: Recipe, out: Path, say: Callable[[str], None] = lambda line: None
+def read_conversation_splits(
+    recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None
 ) -> tuple[list[list[Message]], list[list[Message]]]:
     """Training and held-out conversations, each checked. Raises ValueError when there are too few, or one is wrong."""
     if recipe.conversations is None:
@@ -281,7 +281,7 @@ def read_talks(
         source = recipe.conversations
         if source in hub.DATASETS and not Path(source).exists():
             source = str(fetch(source, out) / "train")
-        every = list(read_conversations(source, say))
+        every = list(read_conversations(source, log))
         if len(every) < 2:
             count = f"{len(every)} conversation" + ("s" if len(every) != 1 else "")
             raise ValueError(f"{source} holds {count}: fine-tuning needs at least 2")

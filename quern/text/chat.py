@@ -21,7 +21,7 @@ import numpy as np
 from quern.text.tokenizer import Tokenizer
 
 
-class Part(TypedDict):
+class ContentPart(TypedDict):
     """A piece of a message: plain text, the expression of a tool call, or the tool's output."""
 
     type: Literal["text", "tool", "output"]
@@ -32,7 +32,7 @@ class Message(TypedDict):
     """One turn. Only an assistant's content may hold tool calls and outputs."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[ContentPart]
 
 
 ROLES = ("system", "user", "assistant")
@@ -137,7 +137,7 @@ def render_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.bos, *tokenizer.encode(text)]
 
 
-def parts(message: Message) -> list[Part]:
+def parts(message: Message) -> list[ContentPart]:
     """The content as a list of parts."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from quern.text.chat import Message, Part, validate
+from quern.text.chat import ContentPart, Message, validate
 
 KEYS = ("messages", "conversations", "instruction", "input", "output", "system")
 """The keys of a record that matter."""
@@ -76,8 +76,8 @@ def _of_sharegpt(turn: Any, index: int) -> Any:
 def _join_tools(turns: Iterable[Any]) -> list[Any]:
     """The turns with tool calls, their outputs and the text after them joined into one assistant's turn."""
     messages: list[Any] = []
-    parts: list[Part] | None = None  # of the assistant's turn that called a tool, while it goes on
-    waiting: list[tuple[str | None, Part]] = []  # its calls without an output, with their ids
+    parts: list[ContentPart] | None = None  # of the assistant's turn that called a tool, while it goes on
+    waiting: list[tuple[str | None, ContentPart]] = []  # its calls without an output, with their ids
     for index, turn in enumerate(turns):
         role = turn.get("role") if isinstance(turn, Mapping) else None
         if role == "tool":
@@ -100,7 +100,7 @@ def _join_tools(turns: Iterable[Any]) -> list[Any]:
     return messages
 
 
-def _parts(turn: Mapping[str, Any]) -> list[Part]:
+def _parts(turn: Mapping[str, Any]) -> list[ContentPart]:
     content = turn.get("content")
     if isinstance(content, list):
         return list(content)

@@ -95,12 +95,12 @@ def _refuse_surrogates(text: str, path: Path, record: int) -> None:
         ) from error
 
 
-def read_conversations(source: str | Path, say: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
+def read_conversations(source: str | Path, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
     """Reads conversations, each checked and in quern's own format. One without an assistant's turn is skipped.
 
     Args:
         source: A file or a folder of .jsonl, .json and .parquet files.
-        say: Called with lines on what is read, ignored and skipped.
+        log: Called with lines on what is read, ignored and skipped.
 
     Yields:
         The messages of a conversation.
@@ -111,9 +111,9 @@ def read_conversations(source: str | Path, say: Callable[[str], None] | None = N
         OSError: A file is missing or cut short.
     """
     found = list_source(source, CONVERSATION_FORMATS)
-    if say is not None:
+    if log is not None:
         for line in found.lines("conversations"):
-            say(line)
+            log(line)
     skipped: list[str] = []
     count = 0
     for path in found.files:
@@ -128,8 +128,8 @@ def read_conversations(source: str | Path, say: Callable[[str], None] | None = N
             f"{skipped[0]}: there is no assistant's turn, nor in any other conversation of {source}: fine-tuning "
             "learns the assistant's answers, so add them"
         )
-    if skipped and say is not None:
-        say(f"conversations: skipped {len(skipped):,} without an assistant's turn, the first is {skipped[0]}")
+    if skipped and log is not None:
+        log(f"conversations: skipped {len(skipped):,} without an assistant's turn, the first is {skipped[0]}")
 
 
 def _conversations(path: Path) -> Iterator[tuple[list[Message], str]]:

@@ -51,7 +51,7 @@ def prefetch(
     base_url: str | None = None,
     tries: int = 5,
     pause_seconds: float = 1.0,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Path:
     """Fetch a data set's first `shards` training files and all its validation files.
 
@@ -65,7 +65,7 @@ def prefetch(
         base_url: Takes the place of the set's own (a mirror).
         tries: Failures in a row, without a byte of progress, after which a file is given up.
         pause_seconds: Before the second try; twice as long after each failure.
-        say: Called with a line when there is another process to wait for.
+        log: Called with a line when there is another process to wait for.
 
     Returns:
         The set's folder.
@@ -77,7 +77,7 @@ def prefetch(
     if name not in DATASETS:
         raise ValueError(f"no data set {name!r}; there are {', '.join(DATASETS)}")
     folder = Path(out, name)
-    fetch(DATASETS[name], folder, progress, shards, base_url, tries, pause_seconds, say)
+    fetch(DATASETS[name], folder, progress, shards, base_url, tries, pause_seconds, log)
     return folder
 
 
@@ -89,7 +89,7 @@ def fetch(
     base_url: str | None = None,
     tries: int = 5,
     pause_seconds: float = 1.0,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> None:
     """`prefetch` for a data set of one's own. OSError, with what to do, when a file cannot be had."""
     if shards < 1:
@@ -97,7 +97,7 @@ def fetch(
     folder.mkdir(parents=True, exist_ok=True)
     base = (base_url or dataset.base).rstrip("/")
     wanted = [("val", file) for file in dataset.val] + [("train", file) for file in dataset.train[:shards]]
-    with _alone_in(folder, say):
+    with _alone_in(folder, log):
         for split, file in wanted:
             path = folder / split / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,15 +110,15 @@ def fetch(
 
 
 @contextmanager
-def _alone_in(folder: Path, say: Callable[[str], None] | None) -> Iterator[None]:
+def _alone_in(folder: Path, log: Callable[[str], None] | None) -> Iterator[None]:
     """Waits until no other process fetches into the folder. The kernel releases the lock of one that dies."""
     with open(folder / ".lock", "a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            if say is not None:
-                say(f"waiting for {lock.read() or 'another process'}, which is fetching into {folder}")
+            if log is not None:
+                log(f"waiting for {lock.read() or 'another process'}, which is fetching into {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}")

@@ -71,7 +71,7 @@ class Beat:
 class Watch:
     """Watches from the moment it is made; `close` it when the ranks are done, before the first of them leaves.
 
-    timeout: seconds without progress in a training step, after which the cause is looked for; say: takes a line;
+    timeout: seconds without progress in a training step, after which the cause is looked for; log: takes a line;
     orphaned: whether what started this process is gone; end: ends this process at once.
     """
 
@@ -79,11 +79,11 @@ class Watch:
         self,
         mesh: Mesh,
         timeout: float,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         orphaned: Callable[[], bool],
         end: Callable[[], None],
     ) -> None:
-        self.mesh, self.timeout, self.say, self.orphaned, self.end = mesh, timeout, say, orphaned, end
+        self.mesh, self.timeout, self.log, self.orphaned, self.end = mesh, timeout, log, orphaned, end
         self.beat_seconds = min(BEAT_SECONDS, timeout / 10)
         self._number = 0
         self._process = (socket.gethostname(), os.getppid(), os.getpid())
@@ -114,15 +114,15 @@ class Watch:
         if not self._falling.acquire(blocking=False):
             time.sleep(GRACE_SECONDS)
             return
-        self._board.mourn()
+        self._board.report_peer_loss()
         if self._board.words():
             return  # who fell has said why
         cause = self._still(self._board)
         if not self._board.words():
             if cause and self._board.first():
-                self.say(f"{cause}; all end")
+                self.log(f"{cause}; all end")
             elif not cause:
-                self.say(f"rank {self.mesh.rank} lost the others: {why}")
+                self.log(f"rank {self.mesh.rank} lost the others: {why}")
 
     def words_of_main(self, wait_seconds: float = 0.0) -> tuple[str, bool] | None:
         """Rank 0's last words and whether they are final, if it leaves any within this time."""
@@ -138,7 +138,7 @@ class Watch:
         while not self._closed.wait(self.beat_seconds):
             if self.orphaned():
                 if self.mesh.main:
-                    self.say("the process that started the ranks is gone: they end; go on with --resume")
+                    self.log("the process that started the ranks is gone: they end; go on with --resume")
                 self.end()
             try:
                 own = self._beat(board)
@@ -151,7 +151,7 @@ class Watch:
                     self._look_for_cause(board)
             except RuntimeError as error:  # torch's stores raise nothing narrower
                 if not self._closed.wait(self.beat_seconds) and not self.orphaned():
-                    self.say(f"rank {self.mesh.rank} cannot reach the others' store any more ({error}): it ends")
+                    self.log(f"rank {self.mesh.rank} cannot reach the others' store any more ({error}): it ends")
                     self.end()
 
     def _beat(self, board: _Board | None = None) -> Beat:
@@ -168,7 +168,7 @@ class Watch:
             return
         if board.first():
             board.leave(cause, False)
-            self.say(f"{cause}; all end")
+            self.log(f"{cause}; all end")
         for rank, beat in board.beats().items():
             if rank in self._standing and (beat.machine, beat.parent) == self._process[:2]:
                 os.kill(beat.process, signal.SIGKILL)  # it is stopped, and would not hear anything milder
@@ -228,7 +228,7 @@ class _Board:
             return {}
         return {rank: (reason, final) for rank, (reason, final) in self._read("words").items()}
 
-    def mourn(self) -> None:
+    def report_peer_loss(self) -> None:
         """This rank falls because another one did."""
         self.store.set(f"mourning/{self.rank}", "1")
 

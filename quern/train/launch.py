@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from quern.machine import Machine, environment, hand_down
+from quern.machine import Machine, environment, set_child_env
 from quern.mesh import Mesh, PeersLostError, alone, connect, disconnect
 from quern.train.checkpoint import CheckpointError
 from quern.train.guard import heeded
@@ -104,7 +104,7 @@ def launch(arguments: Sequence[str], ranks: int, restarts: int, nodes: int = 1, 
     """
     folder = Path(tempfile.mkdtemp(prefix="quern-"))
     result = folder / "result.json"
-    hand_down(
+    set_child_env(
         {
             RESULT: str(result),
             PARENT: str(os.getpid()),
@@ -271,7 +271,7 @@ def joined(
         machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
         with fall.limited(CONNECT_SECONDS, "connect to the others, though all were there") as begin:
             mesh = connect(tp, machine.device, here.rank, here.ranks, met=begin)
-        fall.watch = Watch(mesh, timeout, fall.say, lambda: os.getppid() != parent, lambda: _leave(1))
+        fall.watch = Watch(mesh, timeout, fall.log, lambda: os.getppid() != parent, lambda: _leave(1))
         yield machine, mesh
         mesh.world.barrier()
         fall.watch.close()
@@ -296,7 +296,7 @@ class _Fall:
         self.watch: Watch | None = None
         self._falling = threading.Event()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         _say(f"{self.command}: {line}")
 
     @contextmanager
@@ -304,7 +304,7 @@ class _Fall:
         """Gives what starts the clock: this process ends, to be started anew, where it is not done in time."""
 
         def end() -> None:
-            self.say(f"rank {self.here.rank} could not {what}, within {seconds:.0f} s; all end")
+            self.log(f"rank {self.here.rank} could not {what}, within {seconds:.0f} s; all end")
             _leave(1)
 
         clock = threading.Timer(seconds, end)
@@ -332,10 +332,10 @@ class _Fall:
         """Nothing connects the ranks yet; what is wrong on a machine is said by its first rank."""
         if isinstance(error, USERS):
             if self.here.local_rank == 0:
-                self.say(str(error))
+                self.log(str(error))
             return finish(1)
         if not isinstance(error, _Terminated):
-            self.say(f"rank {self.here.rank} failed while it joined the others: {type(error).__name__}: {error}")
+            self.log(f"rank {self.here.rank} failed while it joined the others: {type(error).__name__}: {error}")
         return 1
 
     def _watched(self, error: BaseException, watch: Watch) -> int:
@@ -347,7 +347,7 @@ class _Fall:
         if isinstance(error, USERS) and step is None:
             if self.here.main:
                 watch.fell(str(error), final=True)
-                self.say(str(error))
+                self.log(str(error))
                 return finish(1)
             words = watch.words_of_main(wait_seconds=5)
             if words == (str(error), True):
@@ -357,7 +357,7 @@ class _Fall:
         watch.fell(reason)
         if not isinstance(error, EXPECTED) or environment().get("QUERN_TRACEBACK"):
             traceback.print_exception(error)
-        self.say(f"{reason}; all end")
+        self.log(f"{reason}; all end")
         return 1
 
 

@@ -35,7 +35,7 @@ Evaluator = Callable[[TrainState], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What one stage trains for. flops_per_token and peak_flops (of the machine, per second) feed the MFU."""
 
     steps: int
@@ -62,15 +62,15 @@ class Plan:
 def train(
     state: TrainState,
     loader: Batches,
-    plan: Plan,
+    plan: TrainingPlan,
     machine: Machine,
     folder: Records,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     advance: Callable[[TrainState, dict[str, Any]], None] = lambda state, line: None,
 ) -> int:
     """Trains from state.step to plan.steps; returns an exit code of `guard.py`.
 
-    say: takes lines for the user; advance: called after each step with its loss, and the speed once that is known.
+    log: takes lines for the user; advance: called after each step with its loss, and the speed once that is known.
     SIGTERM and SIGINT finish the step, save and return EXIT_STOPPED.
     """
     refuse_unequal_replicas(state)
@@ -98,7 +98,7 @@ def train(
             fresh = False
             advance(state, {"loss": result.loss} | window.speed())
             if result.verdict == "stop":
-                return _diverged(state, saver, plan, folder, say)
+                return _diverged(state, saver, plan, folder, log)
             if state.step % plan.log_every == 0 or state.step == plan.steps:
                 _log(state, result, window, plan, folder)
                 window = _Window(window.rate())
@@ -106,16 +106,16 @@ def train(
             stopping = asked and state.step < plan.steps
             if slow:
                 folder.event("slow", step=state.step, reason=slow)
-                say(slow)
+                log(slow)
             _evaluate(state, plan, folder)
             if _save_is_due(state.step, plan) or stopping:
                 try:
                     _save(state, saver, plan, last=stopping or state.step == plan.steps)
                 except checkpoint.CheckpointError as error:
-                    return _not_saved(error, state, folder, say)
+                    return _not_saved(error, state, folder, log)
             if stopping:
                 folder.event("stop", step=state.step, reason="signal")
-                say(f"stopped after step {state.step} as asked, and saved: go on with `{plan.go_on}`")
+                log(f"stopped after step {state.step} as asked, and saved: go on with `{plan.go_on}`")
                 return EXIT_STOPPED
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE
@@ -135,13 +135,13 @@ def _exchange(asked: bool, seconds: float, mesh: Mesh, machine: Machine, pace: P
     return any(signals), pace.observe(times)
 
 
-def _batches(state: TrainState, loader: Batches, plan: Plan) -> Generator[Batch, None, None]:
+def _batches(state: TrainState, loader: Batches, plan: TrainingPlan) -> Generator[Batch, None, None]:
     """This replica's rows of the batches to come."""
     data = state.optimizer.mesh.data
     return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
 
 
-def _seed_draws(state: TrainState, plan: Plan) -> None:
+def _seed_draws(state: TrainState, plan: TrainingPlan) -> None:
     """What a model draws in a step (dropout) follows from seed, step and replica, so a resumed run draws the same."""
     facts = plan.meta.get("seed", 0), state.step, state.optimizer.mesh.data.rank
     torch.manual_seed(int(np.random.SeedSequence(facts).generate_state(1)[0]))  # mixed: it reads 32 bits on a CPU
@@ -164,12 +164,12 @@ def _count(
         folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
 
 
-def _log(state: TrainState, last: StepResult, window: _Window, plan: Plan, folder: Records) -> None:
+def _log(state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan, folder: Records) -> None:
     folder.metric(**_metrics(state, last, window, plan))
     state.unlogged_nats, state.unlogged_tokens = 0.0, 0
 
 
-def _evaluate(state: TrainState, plan: Plan, folder: Records) -> None:
+def _evaluate(state: TrainState, plan: TrainingPlan, folder: Records) -> None:
     """What is due after this step."""
     for every, evaluator in plan.evaluators:
         if state.step % every == 0 or state.step == plan.steps:
@@ -177,11 +177,11 @@ def _evaluate(state: TrainState, plan: Plan, folder: Records) -> None:
                 folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
 
 
-def _save_is_due(step: int, plan: Plan) -> bool:
+def _save_is_due(step: int, plan: TrainingPlan) -> bool:
     return step % plan.save_every == 0 or step in (plan.steps, plan.keep_step)
 
 
-def _save(state: TrainState, saver: Saver, plan: Plan, last: bool) -> None:
+def _save(state: TrainState, saver: Saver, plan: TrainingPlan, last: bool) -> None:
     """Raises CheckpointError. last: waits for what is saved in the background."""
     with state.optimizer.mesh.whereabouts.during("saving"):
         saver.save(state, plan.meta)
@@ -201,7 +201,7 @@ def _evaluated(state: TrainState, evaluator: Evaluator) -> dict[str, Any]:
 def resume(
     state: TrainState,
     folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     check: Callable[[dict[str, Any], Path], None] = lambda meta, path: None,
 ) -> bool:
     """Puts `state` where the newest good checkpoint left it. Rank 0 decides which one that is.
@@ -209,7 +209,7 @@ def resume(
     Args:
         state: A fresh state around the same model.
         folder: The checkpoints.
-        say: Takes lines for the user.
+        log: Takes lines for the user.
         check: Called with the checkpoint's meta and path before anything is restored; raises to refuse it.
 
     Returns:
@@ -219,7 +219,7 @@ def resume(
         CheckpointError: There are checkpoints, and none of them is good.
     """
     mesh, found = state.optimizer.mesh, None
-    if mesh.main and (found := checkpoint.latest(folder, say)) is None and checkpoint.steps(folder):
+    if mesh.main and (found := checkpoint.latest(folder, log)) is None and checkpoint.steps(folder):
         raise checkpoint.CheckpointError(
             f"none of the checkpoints under {folder} is good: put back a copy of one, or remove that folder and begin "
             "again"
@@ -251,7 +251,7 @@ class _Window:
         return {} if rate is None else {"tokens_per_second": rate}
 
 
-def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -> dict[str, Any]:
+def _metrics(state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan) -> dict[str, Any]:
     rate = window.positions / window.seconds if window.seconds else None
     line = {
         "step": state.step,
@@ -270,21 +270,21 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Plan) -
     return line
 
 
-def _not_saved(error: Exception, state: TrainState, folder: Records, say: Callable[[str], None]) -> int:
+def _not_saved(error: Exception, state: TrainState, folder: Records, log: Callable[[str], None]) -> int:
     folder.event("stop", step=state.step, reason=str(error))
-    say(f"stopped at step {state.step}: {error}")
+    log(f"stopped at step {state.step}: {error}")
     return EXIT_NOT_SAVED
 
 
-def _diverged(state: TrainState, saver: Saver, plan: Plan, folder: Records, say: Callable[[str], None]) -> int:
+def _diverged(state: TrainState, saver: Saver, plan: TrainingPlan, folder: Records, log: Callable[[str], None]) -> int:
     try:
         saver.settle()
     except checkpoint.CheckpointError as error:
-        return _not_saved(error, state, folder, say)
-    found = checkpoint.latest(folder.path / "checkpoints", say)
+        return _not_saved(error, state, folder, log)
+    found = checkpoint.latest(folder.path / "checkpoints", log)
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"
     folder.event("stop", step=state.step, reason=reason)
     advice = f"go on from there with lower rates, `{plan.go_on} {plan.lower_rates}`" if found else "lower the rates"
-    say(f"stopped at step {state.step}: {reason}. Next, {advice}")
+    log(f"stopped at step {state.step}: {reason}. Next, {advice}")
     return EXIT_DIVERGED

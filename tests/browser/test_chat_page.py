@@ -66,7 +66,7 @@ def parrot() -> Parrot:
     return Parrot(engine.model, engine.tokenizer, engine.machine)
 
 
-def say(chrome: Chrome, text: str) -> None:
+def log(chrome: Chrome, text: str) -> None:
     chrome.run("document.getElementById('input').focus()")
     chrome.type(text)
     chrome.press_enter()
@@ -85,7 +85,7 @@ def test_a_conversation_with_the_real_engine(chrome: Chrome) -> None:
         chrome.run("document.getElementById('limit').value = 30")
         messages: list[Any] = []
         for turn, text in enumerate(("Grüß dich 👋🏽", "und?")):
-            say(chrome, text)
+            log(chrome, text)
             chrome.wait(f"document.querySelectorAll('.user').length === {turn + 1} && {DONE}")
             messages.append({"role": "user", "content": text})
             expected = toy_engine(context=512).generate(
@@ -105,7 +105,7 @@ def test_a_reply_streams_and_can_be_stopped(chrome: Chrome) -> None:
     engine.script, engine.seconds = [Delta("text", f"{n} ") for n in range(400)], 0.03
     with running(create_app(engine, engine.tokenizer, "parrot")) as url:
         chrome.open(url)
-        say(chrome, "count")
+        log(chrome, "count")
         chrome.wait("(document.querySelector('.assistant')?.textContent ?? '').startsWith('0 1 2 ')")
         assert not chrome.run("document.getElementById('stop').hidden")
         chrome.run("document.getElementById('stop').click()")
@@ -118,7 +118,7 @@ def test_a_reply_streams_and_can_be_stopped(chrome: Chrome) -> None:
         assert texts(chrome, "assistant") == [shown]
         # What had been said stays in the conversation, which goes on.
         engine.script, engine.seconds = [Delta("text", "fine")], 0.0
-        say(chrome, "and now?")
+        log(chrome, "and now?")
         chrome.wait(f"document.querySelectorAll('.assistant').length === 2 && {DONE}")
         assert texts(chrome, "assistant") == [shown, "fine"]
 
@@ -134,11 +134,11 @@ def test_calls_of_the_calculator_are_shown_as_such(chrome: Chrome, tmp_path: Pat
     ]
     with running(create_app(engine, engine.tokenizer, "quern-d4")) as url:
         chrome.open(url)
-        say(chrome, "Mira has 123 sacks and gets 456 more. How many does she carry?")
+        log(chrome, "Mira has 123 sacks and gets 456 more. How many does she carry?")
         chrome.wait(f"document.querySelectorAll('.tool').length === 2 && {DONE}")
         spans = chrome.run("[...document.querySelectorAll('.tool')].map((span) => span.textContent)")
         assert spans == ["123 + 456", "= 579"]
-        say(chrome, "Thank you!")
+        log(chrome, "Thank you!")
         chrome.wait(f"document.querySelectorAll('.assistant').length === 2 && {DONE}")
         for dark in (False, True):
             for width, height in ((900, 640), (390, 760)):
@@ -158,7 +158,7 @@ def test_hostile_text_is_only_ever_text(chrome: Chrome) -> None:
             chrome.open(url)
             chrome.wait("document.getElementById('model').textContent !== ''")
             assert chrome.run("document.getElementById('model').textContent") == payload
-            say(chrome, payload)
+            log(chrome, payload)
             chrome.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
             assert texts(chrome, "user") == [payload]
             assert texts(chrome, "assistant") == [payload + payload]
@@ -172,7 +172,7 @@ def test_errors_are_told_and_the_message_comes_back(chrome: Chrome) -> None:
     engine.script, engine.failure = [], RuntimeError("<img src=x onerror=window.pwned=1>")
     with running(create_app(engine, engine.tokenizer, "broken")) as url:
         chrome.open(url)
-        say(chrome, "hello?")
+        log(chrome, "hello?")
         chrome.wait("document.querySelectorAll('.error').length === 1")
         assert texts(chrome, "error") == ["The server failed on this request."]
         assert chrome.run("document.getElementById('input').value") == "hello?"
@@ -189,7 +189,7 @@ def test_a_conversation_longer_than_the_context_begins_anew(chrome: Chrome) -> N
     with running(create_app(parrot, parrot.tokenizer, "parrot")) as url:
         chrome.open(url)
         for turn in range(1, 5):
-            say(chrome, "and the stone, does it hum?")
+            log(chrome, "and the stone, does it hum?")
             chrome.wait(f"document.querySelectorAll('.assistant').length === {turn} && {DONE}")
         notes = chrome.run("[...document.querySelectorAll('.note')].map((line) => line.textContent)")
         assert notes and set(notes) == {
@@ -198,7 +198,7 @@ def test_a_conversation_longer_than_the_context_begins_anew(chrome: Chrome) -> N
         assert texts(chrome, "error") == []
         # A message that is too long by itself is told, and comes back.
         long = "and the stone, does it hum? " * 20
-        say(chrome, long)
+        log(chrome, long)
         chrome.wait(f"document.querySelectorAll('.error').length === 1 && {DONE}")
         assert "context holds 64 tokens" in texts(chrome, "error")[0]
         assert chrome.run("document.getElementById('input').value") == long.strip()
@@ -216,7 +216,7 @@ def test_empty_settings_are_the_servers_own(chrome: Chrome) -> None:
         chrome.open(url)
         for name in ("temperature", "limit"):
             chrome.run(f"document.getElementById('{name}').value = ''")
-        say(chrome, "well?")
+        log(chrome, "well?")
         chrome.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
         assert texts(chrome, "assistant") == ["fine"]
 

@@ -199,10 +199,10 @@ def test_what_is_mistyped_is_named_with_what_is_valid(
 
 def test_every_number_among_the_flags_has_its_range() -> None:
     """A new flag goes into the table of quern/bounds.py, or this fails."""
-    of_verbs = [options.Preparing, options.Whole, options.Training, options.Evaluating]
-    of_verbs += [options.Talking, options.Serving, options.Reporting]
-    stages = [import_hf.Options, bench_command.Options, export_hf.Options, plan.Options]
-    kinds = [*of_verbs, *stages, jax_command.Training, jax_command.Moving, jax_command.Running]
+    of_verbs = [options.PrepareOptions, options.RunAllOptions, options.TrainOptions, options.EvaluateOptions]
+    of_verbs += [options.ChatOptions, options.ServeOptions, options.ReportOptions]
+    stages = [import_hf.ImportOptions, bench_command.BenchOptions, export_hf.ExportOptions, plan.PlanOptions]
+    kinds = [*of_verbs, *stages, jax_command.JaxTrainOptions, jax_command.JaxMoveOptions, jax_command.GauntletOptions]
     assert {name for kind in kinds for name in check_flags.numbers(kind)} <= BOUNDS.keys()
 
 
@@ -216,7 +216,7 @@ def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture
 def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "quiet.py"
     path.write_text(RECIPE_FILE, encoding="utf-8")
-    parsed, source = verbs.parse("pretrain", [str(path), "--depth", "3"], options.Training)
+    parsed, source = verbs.parse("pretrain", [str(path), "--depth", "3"], options.TrainOptions)
     assert source == RECIPE_FILE
     assert (parsed.recipe.name, parsed.recipe.depth) == ("quiet", 3)
     assert parsed.recipe.make_model.__name__ == "Quiet" and issubclass(parsed.recipe.make_model, GPT)
@@ -270,7 +270,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
 
 def test_flags_reach_every_part_of_the_recipe() -> None:
     flags = "--depth 6 --seed 3 --data x --train.steps 7 --model.windows L --optim.muon-steps 4 --sft.epochs 1.5"
-    parsed, source = verbs.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], options.Whole)
+    parsed, source = verbs.parse("run", [*flags.split(), "--run", "r", "--questions", "9"], options.RunAllOptions)
     recipe: Recipe = parsed.recipe
     assert source is None and parsed.where.run == "r" and parsed.questions == 9
     assert (recipe.depth, recipe.seed, recipe.data) == (6, 3, "x")

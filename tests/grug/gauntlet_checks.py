@@ -55,7 +55,9 @@ def sinks_at_minus_infinity() -> dict[str, float]:
         params = jax.tree.map(gauntlet.moved, module.init_fn(cfg, jax.random.key(0)).params)
         on_device = place(tokens, P(BATCH, None), mesh)
         outside = {f.name: getattr(params, f.name) for f in fields(model.Params)}
-        blocks = tuple(model.Block(**{f.name: getattr(b, f.name) for f in fields(model.Block)}) for b in params.blocks)
+        blocks = tuple(
+            model.JaxBlock(**{f.name: getattr(b, f.name) for f in fields(model.JaxBlock)}) for b in params.blocks
+        )
         twin = model.Params(**outside | {"blocks": blocks})
         expected = model.logits(twin, model.forward(twin, on_device, core), core)
         found = {}

@@ -21,7 +21,7 @@ from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.grug.optim import group_of, make_optimizer, rules
 from quern.grug.recipe import RECIPE as JAX_RECIPE
-from quern.grug.state import StepConfig, TrainState, device_batch, loss_and_grads, state_of, step_config, train_step
+from quern.grug.state import JaxTrainState, StepConfig, device_batch, loss_and_grads, state_of, step_config, train_step
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
@@ -45,7 +45,7 @@ torch.compiler.set_stance("force_eager")
 
 
 @partial(jax.jit, static_argnames="cfg")
-def both(state: TrainState, batch: Any, told: Multipliers, cfg: StepConfig) -> Any:
+def both(state: JaxTrainState, batch: Any, told: Multipliers, cfg: StepConfig) -> Any:
     """((loss, gradients), (state, metrics)) of one step, in one compilation."""
     return loss_and_grads(state.params, batch, cfg), train_step(state, batch, told, cfg)
 
@@ -89,7 +89,7 @@ def batch_of(kind: str, step: int = 0) -> Batch:
     return replace(batch, mask=mask, weight=rng.normal(size=mask.shape).astype(np.float32))
 
 
-def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> TrainState:
+def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> JaxTrainState:
     return state_of(from_torch(weights, cfg.model, mesh), jax.random.key(0), cfg)
 
 

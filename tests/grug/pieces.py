@@ -28,7 +28,7 @@ from quern.grug.bridge import from_torch, read_weights, to_torch, write_weights
 from quern.grug.evaluate import flops_per_token, matmul_flops, validate
 from quern.grug.mesh import BATCH, place
 from quern.grug.model import Params, forward, layout, logits
-from quern.grug.state import TrainState, device_batch, init_state, step_config, train_step
+from quern.grug.state import JaxTrainState, device_batch, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
 from tests.grug.parity import batch_of, deviation, mesh_of, recipe_of, relative, state_on, weights_of
 from tests.support.toy_training import CPU, ROWS, toy_corpus, toy_loader, toy_schedule, toy_state
@@ -270,7 +270,7 @@ def peak() -> float:
 # Checkpoints and the bridge ---------------------------------------------------------------------------------
 
 
-def host(state: TrainState) -> list[np.ndarray]:
+def host(state: JaxTrainState) -> list[np.ndarray]:
     return [np.array(leaf, copy=True) for leaf in jax.tree.leaves(state)]
 
 
@@ -282,7 +282,7 @@ def checkpoints() -> dict[str, Any]:
     said: list[str] = []
     found: dict[str, Any] = {}
     mesh = mesh_of("replica")
-    with jax.set_mesh(mesh), checkpoint.Saver(folder, keep=2) as saver:
+    with jax.set_mesh(mesh), checkpoint.JaxSaver(folder, keep=2) as saver:
         state = state_on(weights_of(toy_state(recipe)), cfg, mesh)
         kept = {}
         for step in range(4):

@@ -20,7 +20,7 @@ from quern.grug.bridge import to_torch
 from quern.grug.gauntlet import moved
 from quern.grug.mesh import anywhere, join_processes, make_mesh, same_everywhere
 from quern.grug.recipe import RECIPE
-from quern.grug.state import StepConfig, TrainState, device_batch, init_state, state_of, step_config, train_step
+from quern.grug.state import JaxTrainState, StepConfig, device_batch, init_state, state_of, step_config, train_step
 from quern.recipe import ModelRecipe, TrainRecipe
 from quern.resolve import resolve
 
@@ -33,7 +33,7 @@ def config() -> StepConfig:
     return step_config(resolve(replace(RECIPE, depth=1, model=shape, train=train)), "float32")
 
 
-def steps(mesh: Mesh, cfg: StepConfig, saver: checkpoint.Saver | None) -> tuple[TrainState, list[float]]:
+def steps(mesh: Mesh, cfg: StepConfig, saver: checkpoint.JaxSaver | None) -> tuple[JaxTrainState, list[float]]:
     """The state after one step, which is saved, and the losses of two; the mesh is set.
 
     From moved weights, as in the laws: at the start some gradients are nearly singular, and Muon amplifies rounding.
@@ -57,7 +57,7 @@ def main(coordinator: str, process: int, folder: Path) -> None:
     join_processes(coordinator, 2, process)
     cfg, mesh = config(), make_mesh(data=2, model=2)
     assert len(jax.local_devices()) == 2 and jax.process_count() == 2
-    with jax.set_mesh(mesh), checkpoint.Saver(folder, keep=2) as saver:
+    with jax.set_mesh(mesh), checkpoint.JaxSaver(folder, keep=2) as saver:
         _, losses = steps(mesh, cfg, saver)
         saver.wait()
         found = {
@@ -76,7 +76,7 @@ def expected(folder: str) -> dict[str, Any]:
         state, losses = steps(mesh, cfg, None)
         newest = checkpoint.latest(Path(folder), print)
         assert newest is not None
-        saved: TrainState = checkpoint.load(newest[0], state, mesh)
+        saved: JaxTrainState = checkpoint.load(newest[0], state, mesh)
     ours, theirs = to_torch(state.params), to_torch(saved.params)
     gaps = [np.linalg.norm(theirs[name] - value) / np.linalg.norm(value) for name, value in ours.items()]
     return {"losses": losses, "weights": float(max(gaps)), "step": newest[1]["step"]}

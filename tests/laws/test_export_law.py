@@ -23,7 +23,7 @@ from quern.model.loss import loss_sum
 from quern.recipe import Recipe
 from quern.recipes.llama import RECIPE
 from quern.runs.load import load
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.text.chat import Message, render, render_prompt
 from quern.text.hugging_face import DIALECT, tokenizer_json
 from quern.text.tinyworld import corpus
@@ -55,8 +55,8 @@ def tokens(recipe: Recipe, B: int = 2, T: int = 41) -> torch.Tensor:
 
 
 def exported(tmp_path: Path, recipe: Recipe) -> Path:
-    places, folder = write_run(tmp_path / "out", recipe), tmp_path / "exported"
-    export_hf.run(places, folder, stage=None, dtype=torch.float32, say=lambda line: None)
+    run_dir, folder = write_run(tmp_path / "out", recipe), tmp_path / "exported"
+    export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=lambda line: None)
     return folder
 
 
@@ -101,8 +101,8 @@ def test_gradients_are_transformers(name: str, tmp_path: Path, law: Callable[...
 def test_imported_is_exported_bit_for_bit(tmp_path: Path, law: Callable[..., None]) -> None:
     recipe = llama_recipe()
     folder = exported(tmp_path, recipe)
-    copy = Places(tmp_path / "out", "copy")
-    import_hf.run(folder, copy, recipe, stage="pretrain", tokenizer=None, say=lambda line: None)
+    copy = RunDir(tmp_path / "out", "copy")
+    import_hf.run(folder, copy, recipe, stage="pretrain", tokenizer=None, log=lambda line: None)
     loaded, before = load(copy, FP32, print), model_of(recipe).state_dict()
     now = loaded.model.state_dict()
     equal = now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
@@ -131,9 +131,9 @@ def test_what_transformers_saved_is_read_back(tied: bool, tmp_path: Path, law: C
     theirs.save_pretrained(folder, max_shard_size="60KB")
     assert (folder / "model.safetensors.index.json").exists()
     transformers.AutoTokenizer.from_pretrained(exported(tmp_path, llama_recipe())).save_pretrained(folder)
-    places = Places(tmp_path / "out", "theirs")
-    import_hf.run(folder, places, RECIPE, stage="pretrain", tokenizer=None, say=lambda line: None)
-    loaded = load(places, FP32, print)
+    run_dir = RunDir(tmp_path / "out", "theirs")
+    import_hf.run(folder, run_dir, RECIPE, stage="pretrain", tokenizer=None, log=lambda line: None)
+    loaded = load(run_dir, FP32, print)
     ids = tokens(loaded.recipe)
     with torch.no_grad():
         logits = loaded.model.logits(loaded.model(ids, CausalContext()))

@@ -196,14 +196,14 @@ def _not_gathered() -> None:
 
 def _local_count() -> None:
     """Each rank divides by its own number of targets, as most trainers do."""
-    from quern.mesh import Group, Pending
+    from quern.mesh import Pending, ProcessGroup
 
-    reduce = Group.all_reduce
+    reduce = ProcessGroup.all_reduce
 
-    def all_reduce(self: Group, tensor: torch.Tensor, op: str = "sum") -> Pending:
+    def all_reduce(self: ProcessGroup, tensor: torch.Tensor, op: str = "sum") -> Pending:
         return Pending(None, self) if tensor.dtype == torch.int64 else reduce(self, tensor, op)
 
-    Group.all_reduce = all_reduce  # type: ignore[method-assign]
+    ProcessGroup.all_reduce = all_reduce  # type: ignore[method-assign]
 
 
 BROKEN = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quern.mesh import Group, Mesh, Pending
+from quern.mesh import Mesh, Pending, ProcessGroup
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.loss import loss_sum, token_losses
@@ -174,7 +174,7 @@ def weights(model: Any, mesh: Mesh, expected: Any) -> tuple[list[Tensor], list[T
 
 
 def _regions_not_summed() -> None:
-    def first_come(whole: Tensor, group: Group) -> Tensor:
+    def first_come(whole: Tensor, group: ProcessGroup) -> Tensor:
         return whole.chunk(group.size)[group.rank].clone()
 
     tensor._reduce_scatter = first_come
@@ -189,11 +189,11 @@ def _without_replicated(stand_around: Callable[..., None]) -> Callable[..., None
 
 
 def _loss_not_summed() -> None:
-    def own(self: Group, tensor: Tensor, op: str = "sum") -> Pending:
+    def own(self: ProcessGroup, tensor: Tensor, op: str = "sum") -> Pending:
         return Pending(None, self) if tensor.ndim == 2 else all_reduce(self, tensor, op)
 
-    all_reduce = Group.all_reduce
-    Group.all_reduce = own  # type: ignore[method-assign]
+    all_reduce = ProcessGroup.all_reduce
+    ProcessGroup.all_reduce = own  # type: ignore[method-assign]
 
 
 def _targets_everywhere() -> None:
@@ -210,8 +210,8 @@ def _targets_everywhere() -> None:
 def _columns_of_another_shard() -> None:
     cut = plans.cut
 
-    def other(module: Any, name: str, dim: int, group: Group) -> None:
-        cut(module, name, dim, Group("other", group.size, (group.rank + dim) % group.size))
+    def other(module: Any, name: str, dim: int, group: ProcessGroup) -> None:
+        cut(module, name, dim, ProcessGroup("other", group.size, (group.rank + dim) % group.size))
 
     plans.cut = other
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
-from quern.mesh import Group, Mesh
+from quern.mesh import Mesh, ProcessGroup
 from quern.model.context import CausalContext
 from quern.model.fp8 import Fp8Report, use_fp8
 from quern.model.llama import Llama
@@ -56,7 +56,7 @@ def transposes(mesh: Mesh) -> dict[str, float]:
     return found
 
 
-def _previous(x: Tensor, group: Group) -> Tensor:
+def _previous(x: Tensor, group: ProcessGroup) -> Tensor:
     rows = group.size * x.size(0)
     return tensor.StreamContext(CausalContext(), (1, rows), group).previous(x[None])[0]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quern.mesh import Group, Mesh, alone
+from quern.mesh import Mesh, ProcessGroup, alone
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
-from quern.parallel.plan import PLANS, Plan, plan_of, shard_model
+from quern.parallel.plan import PLANS, ShardingPlan, plan_of, shard_model
 from quern.parallel.sharding import sharding_of
 from quern.parallel.vocabulary import part_rows
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, whole_model
@@ -25,7 +25,9 @@ def ranks() -> Iterator[Ranks]:
 
 def shard_of(tp: int, rank: int = 0) -> Mesh:
     """A mesh whose groups send nothing: enough to cut a model, or to be refused."""
-    return replace(alone(), tp=tp, rank=rank, world=Group("world", tp, rank), model=Group("model", tp, rank))
+    return replace(
+        alone(), tp=tp, rank=rank, world=ProcessGroup("world", tp, rank), model=ProcessGroup("model", tp, rank)
+    )
 
 
 # Cutting ----------------------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def test_a_parameter_that_the_plan_does_not_know() -> None:
 
 def test_a_parameter_that_the_plan_knows_twice() -> None:
     with pytest.raises(ValueError, match="places 'head.weight' 2 times"):
-        Plan((), {"head.*": 0}, ()).dim_of("head.weight")
+        ShardingPlan((), {"head.*": 0}, ()).dim_of("head.weight")
 
 
 def test_a_model_without_a_plan() -> None:

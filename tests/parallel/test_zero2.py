@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from quern.optim.adamw import AdamW
-from quern.optim.groups import Group, make_groups, table
+from quern.optim.groups import ParameterGroup, make_groups, table
 from quern.optim.muon import Muon, muon_
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.zero2 import Zero2
@@ -84,7 +84,7 @@ def test_elementwise_groups_are_torchs_adamw() -> None:
     groups = []
     for i, c in enumerate(constants):
         rule = AdamW(c["betas"], c["eps"], c["weight_decay"])
-        groups.append(Group(f"half {i}", rule, tuple(halves[0][i::2]), c["lr"]))
+        groups.append(ParameterGroup(f"half {i}", rule, tuple(halves[0][i::2]), c["lr"]))
     optimizer = Zero2(groups)
     oracle = torch.optim.AdamW([{"params": [p for _, p in halves[1][i::2]], **c} for i, c in enumerate(constants)])
     for step in range(20):
@@ -101,7 +101,7 @@ def test_elementwise_groups_are_torchs_adamw() -> None:
 def test_matrices_are_updated_as_by_muon_alone() -> None:
     model = toy()
     named = model.parameter_groups()["matrices"]
-    optimizer = Zero2([Group("matrices", Muon(weight_decay=0.3), tuple(named), 0.1)])
+    optimizer = Zero2([ParameterGroup("matrices", Muon(weight_decay=0.3), tuple(named), 0.1)])
     plain = {name: p.detach().clone()[None] for name, p in named}
     state = {name: Muon().init_state(master) for name, master in plain.items()}
     for step in range(4):
@@ -121,10 +121,10 @@ def test_a_parameter_that_is_a_stack_is_updated_as_its_matrices() -> None:
     stacked = [Parameter(torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(i))) for i in range(2)]
     matrices = [[Parameter(m.detach().clone()) for m in p] for p in stacked]
     rule = Muon(weight_decay=0.1)
-    whole = Zero2([Group("matrices", rule, tuple((f"p{i}", p) for i, p in enumerate(stacked)), 0.1)])
+    whole = Zero2([ParameterGroup("matrices", rule, tuple((f"p{i}", p) for i, p in enumerate(stacked)), 0.1)])
     parts = Zero2(
         [
-            Group(
+            ParameterGroup(
                 "matrices", rule, tuple((f"{i}.{j}", p) for i, p3 in enumerate(matrices) for j, p in enumerate(p3)), 0.1
             )
         ]

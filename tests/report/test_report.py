@@ -12,7 +12,7 @@ from quern.report.build import build, fenced, inline, sparkline
 from quern.report.numbers import duration, human, human_bytes, human_flops, number, percent
 from quern.report.plots import running_mean, thin
 from quern.report.run_records import read_run
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.stages.run_all import sample_chat
 from quern.text.printable import CONTROL
 from tests.report.synthetic_run import lines, write_run
@@ -143,11 +143,11 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def test_chats_printed_after_a_run_cannot_steer_the_terminal(tmp_path):
-    places = Places(tmp_path, "r")
+    run_dir = RunDir(tmp_path, "r")
     reply = {"role": "assistant", "content": [{"type": "text", "text": "\x9b"}]}
     messages = [{"role": "user", "content": "\x1b[2J?"}, reply]
-    places.append("samples.jsonl", [{"stage": "sft", "kind": "chat", "messages": messages}])
-    assert sample_chat(places) == ["you   │ \ufffd[2J?", "quern │ \ufffd", ""]
+    run_dir.append("samples.jsonl", [{"stage": "sft", "kind": "chat", "messages": messages}])
+    assert sample_chat(run_dir) == ["you   │ \ufffd[2J?", "quern │ \ufffd", ""]
 
 
 def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):

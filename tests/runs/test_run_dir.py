@@ -17,7 +17,7 @@ from quern.mesh import alone
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
-from quern.runs.run_dir import Places, naming, plainly, refuse_unwritable
+from quern.runs.run_dir import RunDir, naming, plainly, refuse_unwritable
 from quern.stages import sft
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
@@ -25,9 +25,9 @@ from quern.train.manifest import CheckpointError
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
+def run_dir(tmp_path: Path) -> RunDir:
     """A run with a tokenizer, its copy among others, and run.json."""
-    made = Places(tmp_path, "r")
+    made = RunDir(tmp_path, "r")
     tokenizer = Tokenizer([b"ab", b"cd"])
     tokenizer.save(made.folder / "tokenizer.json")
     tokenizer.save(tmp_path / "tokenizers" / "copy-1.json")
@@ -37,50 +37,50 @@ def places(tmp_path: Path) -> Places:
     return made
 
 
-def open_it(places: Places) -> None:
-    load(places, detect("cpu", "fp32", compile=False), lambda line: None)
+def open_it(run_dir: RunDir) -> None:
+    load(run_dir, detect("cpu", "fp32", compile=False), lambda line: None)
 
 
-def fine_tune(places: Places) -> None:
+def fine_tune(run_dir: RunDir) -> None:
     machine = detect("cpu", "fp32", compile=False)
-    sft.run(RECIPE, machine, places, resume=False, source=None, command="", say=lambda line: None, mesh=alone())
+    sft.run(RECIPE, machine, run_dir, resume=False, source=None, command="", log=lambda line: None, mesh=alone())
 
 
-def save(places: Places, recipe: dict) -> Path:
-    meta = {"recipe": recipe, "tokenizer": places.tokenizer().fingerprint, "state": {"step": 1}}
-    return checkpoint.save(places.checkpoints("pretrain"), 1, {"x": torch.zeros(3)}, meta, keep=1)
+def save(run_dir: RunDir, recipe: dict) -> Path:
+    meta = {"recipe": recipe, "tokenizer": run_dir.tokenizer().fingerprint, "state": {"step": 1}}
+    return checkpoint.save(run_dir.checkpoints("pretrain"), 1, {"x": torch.zeros(3)}, meta, keep=1)
 
 
 @pytest.mark.parametrize("damage", ["{}", "not JSON", "[]"])
-def test_a_damaged_tokenizer_names_its_copy(places: Places, damage: str) -> None:
-    path = places.folder / "tokenizer.json"
+def test_a_damaged_tokenizer_names_its_copy(run_dir: RunDir, damage: str) -> None:
+    path = run_dir.folder / "tokenizer.json"
     path.write_text(damage, encoding="utf-8")
     with pytest.raises(ValueError) as refused:
-        places.tokenizer()
-    copy = places.out / "tokenizers" / "copy-1.json"
+        run_dir.tokenizer()
+    copy = run_dir.out / "tokenizers" / "copy-1.json"
     assert str(refused.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
     shutil.copy(copy, path)
-    assert places.tokenizer().merges == (b"ab", b"cd")
+    assert run_dir.tokenizer().merges == (b"ab", b"cd")
 
 
-def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(places: Places) -> None:
+def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(run_dir: RunDir) -> None:
     for number in range(7):
-        made = places.out / "runs" / f"run-{number}"
+        made = run_dir.out / "runs" / f"run-{number}"
         made.mkdir()
         os.utime(made, (10**10 + number, 10**10 + number))
     with pytest.raises(FileNotFoundError) as missing:
-        Places(places.out, "no").tokenizer()
+        RunDir(run_dir.out, "no").tokenizer()
     recent = "run-6, run-5, run-4, run-3, run-2 and 3 more"
-    assert str(missing.value) == f"there is no run 'no' under {places.out}: name one of {recent} with --run"
-    path = places.folder / "tokenizer.json"
+    assert str(missing.value) == f"there is no run 'no' under {run_dir.out}: name one of {recent} with --run"
+    path = run_dir.folder / "tokenizer.json"
     path.unlink()
     with pytest.raises(FileNotFoundError) as untrained:
-        places.tokenizer()
-    assert str(untrained.value) == f"run 'r' has no model yet: `quern run --run r --out {places.out}` makes one"
-    places.checkpoints("pretrain").mkdir(parents=True)
+        run_dir.tokenizer()
+    assert str(untrained.value) == f"run 'r' has no model yet: `quern run --run r --out {run_dir.out}` makes one"
+    run_dir.checkpoints("pretrain").mkdir(parents=True)
     with pytest.raises(FileNotFoundError) as lost:
-        places.tokenizer()
-    copy = places.out / "tokenizers" / "copy-1.json"
+        run_dir.tokenizer()
+    copy = run_dir.out / "tokenizers" / "copy-1.json"
     assert str(lost.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
 
 
@@ -93,14 +93,14 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(p
         ('{"train": {"steps": "many"}}', "train.steps must be a whole number between .*, not 'many'"),
     ],
 )
-def test_a_damaged_recipe_is_named(places: Places, body: str, expected: str) -> None:
-    path = places.stage("pretrain") / "recipe.json"
+def test_a_damaged_recipe_is_named(run_dir: RunDir, body: str, expected: str) -> None:
+    path = run_dir.stage("pretrain") / "recipe.json"
     path.parent.mkdir()
     path.write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
-    places.refuse_damaged_recipes()
+    run_dir.refuse_damaged_recipes()
     path.write_text(body, encoding="utf-8")
     with pytest.raises(ValueError, match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it"):
-        places.refuse_damaged_recipes()
+        run_dir.refuse_damaged_recipes()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG, errno.EIO])
@@ -110,34 +110,34 @@ def test_an_error_of_the_system_names_the_path_and_what_to_do(number: int) -> No
     assert plainly(ValueError("as it is")) == "as it is"
 
 
-def test_a_damaged_tokenizer_without_a_copy_says_which_one_is_missing(places: Places) -> None:
-    (places.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    (places.out / "tokenizers" / "copy-1.json").unlink()
-    mark = json.loads((places.folder / "run.json").read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
+def test_a_damaged_tokenizer_without_a_copy_says_which_one_is_missing(run_dir: RunDir) -> None:
+    (run_dir.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (run_dir.out / "tokenizers" / "copy-1.json").unlink()
+    mark = json.loads((run_dir.folder / "run.json").read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
     with pytest.raises(
         ValueError, match=f"put back a copy of it .fingerprint {mark}.; under .*tokenizers there is none"
     ):
-        places.tokenizer()
+        run_dir.tokenizer()
 
 
 @pytest.mark.parametrize("use", [open_it, fine_tune])
-def test_where_every_checkpoint_is_damaged_it_is_said_so(places: Places, use: Callable[[Places], None]) -> None:
-    (save(places, resolve(RECIPE).to_json()) / "manifest.json").write_text("{}", encoding="utf-8")
+def test_where_every_checkpoint_is_damaged_it_is_said_so(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
+    (save(run_dir, resolve(RECIPE).to_json()) / "manifest.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError) as refused:
-        use(places)
-    folder = places.checkpoints("pretrain")
+        use(run_dir)
+    folder = run_dir.checkpoints("pretrain")
     assert str(refused.value).startswith(f"none of the checkpoints under {folder} is good: put back a copy of one")
-    assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {places.out}` again")
+    assert str(refused.value).endswith(f"and run `quern pretrain --run r --out {run_dir.out}` again")
 
 
 @pytest.mark.parametrize("use", [open_it, fine_tune])
-def test_a_run_with_a_recipe_of_its_own_names_the_command(places: Places, use: Callable[[Places], None]) -> None:
-    save(places, resolve(replace(RECIPE, name="own")).to_json() | {"make_model": "mine:Model"})
+def test_a_run_with_a_recipe_of_its_own_names_the_command(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
+    save(run_dir, resolve(replace(RECIPE, name="own")).to_json() | {"make_model": "mine:Model"})
     with pytest.raises(
         ValueError,
         match=r"whose file is not kept with it: name the file after the verb, as in `quern chat FILE.py --run r --out",
     ):
-        use(places)
+        use(run_dir)
 
 
 def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None:

@@ -9,55 +9,55 @@ from pathlib import Path
 
 import pytest
 
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import RunInUseError, run_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 
-with run_lock(Places(Path(sys.argv[1]), "r"), "quern pretrain --run r"):
+with run_lock(RunDir(Path(sys.argv[1]), "r"), "quern pretrain --run r"):
     print("held", flush=True)
     time.sleep(60)
 """
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places(tmp_path, "r")
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path, "r")
 
 
-def test_the_second_process_is_told_who_holds_it_until_that_is_killed(places: Places) -> None:
+def test_the_second_process_is_told_who_holds_it_until_that_is_killed(run_dir: RunDir) -> None:
     root = str(Path(__file__).parents[2])
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(places.out)],
+        [sys.executable, "-c", HOLDER, str(run_dir.out)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     said = rf"run 'r' is in use by process {holder.pid} on .* since .* UTC"
-    with pytest.raises(RunInUseError, match=said) as error, run_lock(places, "quern sft"):
+    with pytest.raises(RunInUseError, match=said) as error, run_lock(run_dir, "quern sft"):
         pytest.fail("both hold it")
     assert "(`quern pretrain --run r`): wait until it ends, stop it, or name another run with --run" in str(error.value)
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    with run_lock(places, "quern sft"):
-        assert (places.folder / ".lock").exists()
+    with run_lock(run_dir, "quern sft"):
+        assert (run_dir.folder / ".lock").exists()
 
 
-def test_a_run_that_was_refused_leaves_no_folder_and_one_that_wrote_stays(places: Places) -> None:
-    with pytest.raises(ValueError, match="refused"), run_lock(places, "quern pretrain"):
+def test_a_run_that_was_refused_leaves_no_folder_and_one_that_wrote_stays(run_dir: RunDir) -> None:
+    with pytest.raises(ValueError, match="refused"), run_lock(run_dir, "quern pretrain"):
         raise ValueError("refused")
-    assert not places.folder.exists()
-    with run_lock(places, "quern pretrain"):
-        (places.folder / "run.json").write_text("{}", encoding="utf-8")
-    assert places.folder.exists()
+    assert not run_dir.folder.exists()
+    with run_lock(run_dir, "quern pretrain"):
+        (run_dir.folder / "run.json").write_text("{}", encoding="utf-8")
+    assert run_dir.folder.exists()
 
 
-def test_never_two_at_a_time_while_others_remove_the_empty_folder(places: Places) -> None:
+def test_never_two_at_a_time_while_others_remove_the_empty_folder(run_dir: RunDir) -> None:
     """A lock file is removed while others wait to open it: whoever locks the removed one does not hold the run."""
     inside, most, refused, done = [0], [0], [0], [0]
     guard = threading.Lock()
@@ -65,7 +65,7 @@ def test_never_two_at_a_time_while_others_remove_the_empty_folder(places: Places
     def work() -> None:
         for _ in range(300):
             try:
-                with run_lock(places, "quern pretrain"):
+                with run_lock(run_dir, "quern pretrain"):
                     with guard:
                         inside[0] += 1
                         most[0] = max(most[0], inside[0])

@@ -9,7 +9,7 @@ from quern.recipes.gpt import RECIPE
 from quern.stages.jax import command
 
 
-def told(path: Path) -> command.Training:
+def told(path: Path) -> command.JaxTrainOptions:
     return command.training(["--config", str(path)], RECIPE)
 
 

@@ -18,7 +18,8 @@ import functools, os, signal, time
 from dataclasses import replace
 from datetime import timedelta
 from quern.recipes.gpt import RECIPE as BASELINE
-from quern.stages import launch, pretrain
+from quern.stages import pretrain
+from quern.train import launch
 
 launch.connect = functools.partial(launch.connect, timeout=timedelta(seconds=4))
 prepare = pretrain.prepare

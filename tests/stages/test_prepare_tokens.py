@@ -14,7 +14,7 @@ from quern.recipe import Recipe, TextRecipe
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
@@ -136,9 +136,9 @@ def test_a_file_of_gpt2s_tokens_becomes_a_model_that_replies(tmp_path: Path) -> 
         model=replace(RECIPE.model, width=32, head_dim=16, context=512),
         train=replace(RECIPE.train, steps=3, batch_tokens=512),
     )
-    places, machine = Places(tmp_path / "out", "bin"), Machine(CPU.device, CPU.dtype, compile=False, threads=1)
-    assert pretrain.run(recipe, machine, places, resume=False, source=None, command="test", say=print) == 0
-    loaded = load(places, machine, print)
+    run_dir, machine = RunDir(tmp_path / "out", "bin"), Machine(CPU.device, CPU.dtype, compile=False, threads=1)
+    assert pretrain.run(recipe, machine, run_dir, resume=False, source=None, command="test", log=print) == 0
+    loaded = load(run_dir, machine, print)
     assert loaded.tokenizer.bos == loaded.recipe.model.bos == gpt2.bos == 256 + len(gpt2.merges)
     prompt = render_prompt(loaded.tokenizer, [{"role": "user", "content": "Who are you?"}])
     assert len(Engine(loaded.model, loaded.tokenizer, machine).generate([prompt], max_tokens=5)[0][0].ids) >= 1

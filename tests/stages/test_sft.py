@@ -10,7 +10,7 @@ import pytest
 from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
-from quern.stages.sft import conversations, follow
+from quern.stages.sft import conversations, sft_recipe
 from quern.text.tokenizer import Tokenizer
 
 BASE: Recipe = resolve(
@@ -45,7 +45,7 @@ def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_b
         train=TrainRecipe(warmup_steps=77, final_lr=0.5, **OTHER),
         sft=SftRecipe(steps=5, batch_tokens=144, lr_share=0.5),
     )
-    followed = follow(asked, BASE)
+    followed = sft_recipe(asked, BASE)
     assert (followed.model, followed.text, followed.seed, followed.depth) == (BASE.model, BASE.text, 3, 2)
     assert followed.callables() == BASE.callables() and followed.conversations == "talks.jsonl"
     for name in (field.name for field in fields(TrainRecipe)):
@@ -56,7 +56,7 @@ def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_b
 
 
 def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
-    followed = follow(gpt.RECIPE, BASE)
+    followed = sft_recipe(gpt.RECIPE, BASE)
     assert (followed.train.keep, followed.train.log_every, followed.train.fp8) == (2, 10, "off")
     assert followed.train.clip_norm is None and followed.sft.batch_tokens == 96
 
@@ -72,7 +72,7 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
 )
 def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        follow(replace(gpt.RECIPE, **changes), BASE)
+        sft_recipe(replace(gpt.RECIPE, **changes), BASE)
 
 
 def test_one_conversation_is_too_few(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from quern.model.llama import Llama
 from quern.recipe import Recipe, TextRecipe
 from quern.recipes.llama import RECIPE
 from quern.resolve import resolve
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
@@ -49,13 +49,13 @@ def random_state(recipe: Recipe) -> TrainState:
     return build_state(recipe, FP32, model)
 
 
-def write_run(out: Path, recipe: Recipe, tokenizer: Tokenizer | None = None) -> Places:
+def write_run(out: Path, recipe: Recipe, tokenizer: Tokenizer | None = None) -> RunDir:
     """The run `first` on disk, pretrained for seven steps as it says; `model_of` is its model."""
-    places, state, tokenizer = Places(out, "first"), random_state(recipe), tokenizer or toy_tokenizer()
-    tokenizer.save(places.folder / "tokenizer.json")
+    run_dir, state, tokenizer = RunDir(out, "first"), random_state(recipe), tokenizer or toy_tokenizer()
+    tokenizer.save(run_dir.folder / "tokenizer.json")
     meta = {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": 0, "state": state.meta()}
-    checkpoint.save(places.checkpoints("pretrain"), 7, state.tensors(), meta, keep=1)
-    return places
+    checkpoint.save(run_dir.checkpoints("pretrain"), 7, state.tensors(), meta, keep=1)
+    return run_dir
 
 
 def model_of(recipe: Recipe) -> Llama:

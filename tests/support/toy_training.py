@@ -15,7 +15,7 @@ from quern.optim.schedule import Multipliers, multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.train.loop import Plan
+from quern.train.loop import TrainingPlan
 from quern.train.state import TrainState, build_model, build_state
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
@@ -77,8 +77,8 @@ def toy_schedule(steps: int, **options: Any) -> Any:
     return schedule
 
 
-def toy_plan(steps: int = 12, **changes: Any) -> Plan:
-    plan = Plan(
+def toy_plan(steps: int = 12, **changes: Any) -> TrainingPlan:
+    plan = TrainingPlan(
         steps=steps,
         schedule=toy_schedule(steps),
         micro_batch_rows=3,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.text.chat import Message, Part, render, render_prompt, validate
+from quern.text.chat import ContentPart, Message, render, render_prompt, validate
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 CONVERSATION: list[Message] = [
@@ -97,15 +97,15 @@ NESTED = st.tuples(NAME, NAME, st.integers(0, 10)).map(lambda t: t[0][: t[2]] + 
 TEXT = st.lists(st.one_of(NAME, CUT, NESTED, st.text(max_size=3)), max_size=6).map("".join)
 
 
-def parts_of(*kinds: str) -> st.SearchStrategy[list[Part]]:
-    return st.lists(st.builds(lambda kind, text: Part(type=kind, text=text), st.sampled_from(kinds), TEXT))
+def parts_of(*kinds: str) -> st.SearchStrategy[list[ContentPart]]:
+    return st.lists(st.builds(lambda kind, text: ContentPart(type=kind, text=text), st.sampled_from(kinds), TEXT))
 
 
-def with_outputs_after_tools(parts: list[Part]) -> list[Part]:
-    kept: list[Part] = []
+def with_outputs_after_tools(parts: list[ContentPart]) -> list[ContentPart]:
+    kept: list[ContentPart] = []
     for part in parts:
         if part["type"] == "output" and (not kept or kept[-1]["type"] != "tool"):
-            kept.append(Part(type="tool", text=part["text"]))
+            kept.append(ContentPart(type="tool", text=part["text"]))
         kept.append(part)
     return kept
 

@@ -14,7 +14,7 @@ from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.llama import RECIPE
 from quern.records import StageFolder, read_metrics
 from quern.resolve import resolve
-from quern.train.loop import Plan, resume, train
+from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState, build_model, build_state
 from tests.support.toy_training import (
     CONTEXT,
@@ -39,7 +39,7 @@ def dropping(dropout: float = 0.2) -> TrainState:
     return build_state(recipe, CPU, build_model(recipe, CPU, 0))
 
 
-def go(path: Path, state: TrainState, plan: Plan, loader: Loader | None = None, again: bool = False) -> None:
+def go(path: Path, state: TrainState, plan: TrainingPlan, loader: Loader | None = None, again: bool = False) -> None:
     with StageFolder(path) as folder:
         if again:
             assert resume(state, folder.path / "checkpoints", print)

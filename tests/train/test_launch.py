@@ -25,7 +25,7 @@ import os
 import sys
 
 from quern.machine import detect
-from quern.stages import launch
+from quern.train import launch
 
 launch.CONNECT_SECONDS = 1.0
 with launch.joined("quern pretrain", 1, lambda threads: detect(device="cpu", threads=threads), 1, 5.0):

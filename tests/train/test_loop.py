@@ -16,7 +16,7 @@ from quern.data.loader import Batch, Loader
 from quern.records import StageFolder, read_events, read_metrics
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
-from quern.train.loop import Plan, resume, train
+from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState
 from quern.train.step import train_step
 from tests.support.toy_training import (
@@ -39,7 +39,7 @@ TIMED = {"seconds", "tokens_per_second", "mfu"}
 
 
 def go(
-    path: Path, state: TrainState, plan: Plan | None = None, loader: Loader | None = None, again: bool = False
+    path: Path, state: TrainState, plan: TrainingPlan | None = None, loader: Loader | None = None, again: bool = False
 ) -> tuple[int, list[str]]:
     """Trains in the folder `path`; returns the exit code and what was said."""
     said: list[str] = []

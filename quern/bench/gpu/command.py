@@ -29,7 +29,7 @@ from quern.bench.gpu.table import page, shown
 from quern.bench.gpu.train import training_bf16, training_fp8
 from quern.bench.record import Measure, load_average, versions, write
 from quern.bounds import refuse_outside
-from quern.kernels.attention.autotune import equip
+from quern.kernels.attention.autotune import select_attention
 from quern.machine import Machine, detect
 
 MINUTES = 9.0
@@ -57,31 +57,31 @@ SECTIONS = {
 """In order of weight: what the first take over their share is taken from the last."""
 
 
-def main(arguments: Sequence[str], say: Callable[[str], None]) -> int:
+def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     """Runs the sections asked for; returns the exit code: 1 where there is no GPU."""
     options = parse(arguments)
     if not torch.cuda.is_available() and not options.quick:
-        say("there is no GPU here that torch can use: run this where there is one, or see it run with --quick")
+        log("there is no GPU here that torch can use: run this where there is one, or see it run with --quick")
         return 1
     began = time.monotonic()
-    machine = equip(detect(None, None, options.compile, options.threads))
+    machine = select_attention(detect(None, None, options.compile, options.threads))
     body = record(machine, options, time.monotonic() - began)
     for line in introduction(body):
-        say(line)
+        log(line)
     limits = measure_limits(machine, options.quick)
     body["limits"] = vars(limits)
-    say(f"limits: {limits.flops / 1e12:,.1f} TFLOP/s, {limits.bytes_per_second / 1e9:,.0f} GB/s")
+    log(f"limits: {limits.flops / 1e12:,.1f} TFLOP/s, {limits.bytes_per_second / 1e9:,.0f} GB/s")
     for name in options.sections:
         left = began + 60 * options.minutes - time.monotonic()
         if left > 0:
             share = SECTIONS[name].seconds if len(options.sections) > 1 else left
-            say(f"\n{name}")
-            body["sections"][name] = run(name, bench_for(machine, options, limits, min(share, left)), say)
+            log(f"\n{name}")
+            body["sections"][name] = run(name, bench_for(machine, options, limits, min(share, left)), log)
         else:
             body["sections"][name] = {"error": "left out: no time", "measures": [], "problems": [], "seconds": 0.0}
         body["seconds"] = round(time.monotonic() - began, 2)
         save(body, options.out / "bench")
-    say(f"\nrecord: {options.out / 'bench' / 'gpu.json'}, table: {options.out / 'bench' / 'gpu.md'}")
+    log(f"\nrecord: {options.out / 'bench' / 'gpu.json'}, table: {options.out / 'bench' / 'gpu.md'}")
     return 0
 
 
@@ -109,20 +109,20 @@ def bench_for(machine: Machine, options: argparse.Namespace, limits: Limits, sec
     return Bench(machine, options.quick, options.seed, options.data, options.tokenizer, limits, deadline)
 
 
-def run(name: str, bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
+def run(name: str, bench: Bench, log: Callable[[str], None]) -> dict[str, Any]:
     """One section's part of the record."""
     start, measures, error, trace = time.monotonic(), [], None, None
     torch.manual_seed(bench.seed)
     try:
         for measure in SECTIONS[name].measure(bench):
             measures.append(measure)
-            say(f"  {measure.name}: {shown(measure.median)} {measure.unit}  {measure.note}".rstrip())
+            log(f"  {measure.name}: {shown(measure.median)} {measure.unit}  {measure.note}".rstrip())
     except OutOfTime:
         error = "out of time: what follows was left out"
     except Exception as raised:  # whatever a kernel's author, a driver or the compiler thought of: the others go on
         error, trace = first_line(raised), traceback.format_exc()[-4000:]
     for line in [*bench.problems, *([error] if error else [])]:
-        say(f"  ! {line}")
+        log(f"  ! {line}")
     clean_up()
     return {
         "seconds": round(time.monotonic() - start, 2),

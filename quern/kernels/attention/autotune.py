@@ -104,7 +104,7 @@ def available(machine: Machine) -> list[Backend]:
     return there
 
 
-def equip(machine: Machine) -> Machine:
+def select_attention(machine: Machine) -> Machine:
     """The machine with its attention chosen; what does not work here is said in its notes.
 
     A CPU has one path that skips what is hidden, and it is the fastest (`quern bench attention`): nothing is timed.

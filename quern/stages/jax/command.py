@@ -19,7 +19,7 @@ from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import field_names, named, parse
 from quern.recipe import FOR_FINE_TUNING, Recipe
-from quern.runs.run_dir import STAGES, Places
+from quern.runs.run_dir import STAGES, RunDir
 from quern.validate import flag, install
 
 VERBS = {
@@ -67,7 +67,7 @@ class Processes:
 
 
 @dataclass
-class Where:
+class JaxRunOptions:
     """Where things are and what computes."""
 
     out: Path = Path("out")
@@ -83,11 +83,11 @@ class Where:
 
 
 @dataclass
-class Training:
+class JaxTrainOptions:
     """Flags of `quern grug train`."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    where: Annotated[JaxRunOptions, tyro.conf.arg(name="")] = field(default_factory=JaxRunOptions)
     resume: bool = False
     """Go on from the newest good checkpoint; the mesh may be another one."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -98,10 +98,10 @@ class Training:
 
 
 @dataclass
-class Moving:
+class JaxMoveOptions:
     """Flags of `quern grug eval`, `export` and `import`."""
 
-    where: Annotated[Where, tyro.conf.arg(name="")] = field(default_factory=Where)
+    where: Annotated[JaxRunOptions, tyro.conf.arg(name="")] = field(default_factory=JaxRunOptions)
     config: Annotated[Path | None, UNSAID] = None
     """The file that `quern grug train` was given: where the run is, what computes."""
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
@@ -109,7 +109,7 @@ class Moving:
 
 
 @dataclass
-class Running:
+class GauntletOptions:
     """Flags of `quern grug gauntlet`."""
 
     file: tyro.conf.Positional[Path]
@@ -122,11 +122,11 @@ class Running:
     """On a CPU: how many devices it is split into, to compare sharded with unsharded."""
 
 
-def main(arguments: list[str], say: Callable[[str], None]) -> int:
+def main(arguments: list[str], log: Callable[[str], None]) -> int:
     """Runs a verb; returns the exit code. Raises ImportError naming the extra when JAX is missing."""
     if not arguments or arguments[0] in ("-h", "--help"):
         verbs = [f"  {verb:9} {text}" for verb, text in VERBS.items()]
-        say("\n".join(["usage: quern grug VERB [FLAGS]", "", *verbs, "", "example: quern grug train --data tinyworld"]))
+        log("\n".join(["usage: quern grug VERB [FLAGS]", "", *verbs, "", "example: quern grug train --data tinyworld"]))
         raise SystemExit(0)
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
@@ -140,76 +140,81 @@ def main(arguments: list[str], say: Callable[[str], None]) -> int:
     for package in (jax, optax, orbax.checkpoint):
         assert package
     if verb == "gauntlet":
-        return _gauntlet(rest, say)
+        return _gauntlet(rest, log)
     if verb == "train":
-        return _train(rest, say)
-    known = {f.name for f in fields(Where)}
+        return _train(rest, log)
+    known = {f.name for f in fields(JaxRunOptions)}
     told = {name: value for name, value in read_config(_config_of(rest)).items() if name in known}
-    arguments = [*as_flags(Where(), told, "the file"), *rest]
-    options = check_flags.read(Moving, arguments, prog=f"quern grug {verb}", description=VERBS[verb])
-    return _move(verb, options, say)
+    arguments = [*as_flags(JaxRunOptions(), told, "the file"), *rest]
+    options = check_flags.read(JaxMoveOptions, arguments, prog=f"quern grug {verb}", description=VERBS[verb])
+    return _move(verb, options, log)
 
 
-def _train(rest: list[str], say: Callable[[str], None]) -> int:
+def _train(rest: list[str], log: Callable[[str], None]) -> int:
     from quern.grug.dtype import choose_dtype
     from quern.grug.recipe import RECIPE
     from quern.stages.jax import train
 
     options = training(rest, RECIPE)
-    places = Places(options.where.out, options.where.run)
+    run_dir = RunDir(options.where.out, options.where.run)
     mesh = open_mesh(options.where)
     return train.run(
         options.recipe,
         mesh,
-        places,
+        run_dir,
         dtype=choose_dtype(options.where.dtype),
         resume=options.resume,
         command=shlex.join(["quern", "grug", "train", *rest]),
-        say=_first_only(say),
-        trackers=_trackers(options, places),
+        log=_first_only(log),
+        trackers=_trackers(options, run_dir),
         named=set(named(rest)),
     )
 
 
-def training(arguments: list[str], recipe: Recipe) -> Training:
+def training(arguments: list[str], recipe: Recipe) -> JaxTrainOptions:
     """The flags of `quern grug train`, those of its file first. recipe: what they start from."""
     path = _config_of(arguments)
-    told = as_flags(Training(recipe), read_config(path), path.name if path else "")
+    told = as_flags(JaxTrainOptions(recipe), read_config(path), path.name if path else "")
     parts = tuple(f"{part}." for part in FOR_FINE_TUNING)
     later = [name for name in field_names(recipe) if f"{name}.".startswith(parts)]
     without = WITHOUT | dict.fromkeys(later, "is for fine-tuning: export the model, and give it to `quern sft`")
     return parse(
-        Training, recipe, [*told, *arguments], prog="quern grug train", without=without, description=VERBS["train"]
+        JaxTrainOptions,
+        recipe,
+        [*told, *arguments],
+        prog="quern grug train",
+        without=without,
+        description=VERBS["train"],
     )
 
 
-def _move(verb: str, options: Moving, say: Callable[[str], None]) -> int:
+def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
     from quern.grug.dtype import choose_dtype
     from quern.stages.jax import bridge, train
 
     assert options.stage is None or options.stage in STAGES
-    mesh, places = open_mesh(options.where), Places(options.where.out, options.where.run)
+    mesh, run_dir = open_mesh(options.where), RunDir(options.where.out, options.where.run)
     if verb == "eval":
-        train.evaluate(places, mesh, dtype=choose_dtype(options.where.dtype), say=say)
+        train.evaluate(run_dir, mesh, dtype=choose_dtype(options.where.dtype), log=log)
     elif verb == "export":
-        bridge.export(places, mesh, say)
+        bridge.export(run_dir, mesh, log)
     else:
-        bridge.bring_over(places, mesh, options.stage, say)
+        bridge.bring_over(run_dir, mesh, options.stage, log)
     return 0
 
 
-def _gauntlet(rest: list[str], say: Callable[[str], None]) -> int:
+def _gauntlet(rest: list[str], log: Callable[[str], None]) -> int:
     from quern.grug import gauntlet
     from quern.grug.mesh import keep_freed_memory
 
     keep_freed_memory()
-    options = check_flags.read(Running, rest, prog="quern grug gauntlet", description=VERBS["gauntlet"])
+    options = check_flags.read(GauntletOptions, rest, prog="quern grug gauntlet", description=VERBS["gauntlet"])
     _split_cpu(options.cpu_devices)
-    passed = gauntlet.run(options.file, options.out, options.steps, say)
+    passed = gauntlet.run(options.file, options.out, options.steps, log)
     return 0 if passed else 1
 
 
-def open_mesh(where: Where) -> Any:
+def open_mesh(where: JaxRunOptions) -> Any:
     """Joins the other processes, if there are any, and makes the mesh. The first thing of JAX that happens."""
     from quern.grug.mesh import join_processes, keep_freed_memory, make_mesh
 
@@ -285,23 +290,23 @@ def _split_cpu(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def _first_only(say: Callable[[str], None]) -> Callable[[str], None]:
+def _first_only(log: Callable[[str], None]) -> Callable[[str], None]:
     """With several processes only the first one talks."""
     import jax
 
-    return say if jax.process_index() == 0 else lambda line: None
+    return log if jax.process_index() == 0 else lambda line: None
 
 
-def _trackers(options: Training, places: Places) -> tuple[Any, ...]:
+def _trackers(options: JaxTrainOptions, run_dir: RunDir) -> tuple[Any, ...]:
     """Those asked for; of several processes the first one's."""
     import jax
 
     from quern.records import TensorBoardTracker, WandbTracker
     from quern.stages.jax.train import STAGE
 
-    folder = places.stage(STAGE)
+    folder = run_dir.stage(STAGE)
     makers: dict[str, Callable[[], Any]] = {
         "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard"),
-        "wandb": lambda: WandbTracker("quern", places.run, folder, options.recipe.to_json()),
+        "wandb": lambda: WandbTracker("quern", run_dir.run, folder, options.recipe.to_json()),
     }
     return tuple(makers[name]() for name in options.track) if jax.process_index() == 0 else ()

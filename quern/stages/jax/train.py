@@ -19,12 +19,12 @@ from jax.sharding import Mesh
 from quern.grug import checkpoint, train
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_fits, wait_for_all
-from quern.grug.state import StepConfig, TrainState, init_state, step_config
+from quern.grug.state import JaxTrainState, StepConfig, init_state, step_config
 from quern.recipe import Recipe
 from quern.records import StageFolder, git_hash
 from quern.resolve import resolve
 from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, with_absolute_paths
-from quern.runs.run_dir import Places
+from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
 from quern.stages.open_data import data_of_run, make_origin, open_data
@@ -39,10 +39,10 @@ STAGE = "grug"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedJax:
     """A run's newest state on the mesh, and what it was trained with."""
 
-    state: TrainState
+    state: JaxTrainState
     recipe: Recipe
     cfg: StepConfig
     tokenizer: Tokenizer
@@ -52,12 +52,12 @@ class Loaded:
 def run(
     recipe: Recipe,
     mesh: Mesh,
-    places: Places,
+    run_dir: RunDir,
     *,
     dtype: str,
     resume: bool,
     command: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trackers: tuple = (),
     named: Collection[str] = (),
 ) -> int:
@@ -66,107 +66,107 @@ def run(
     Raises ValueError when the run exists and `resume` was not asked for, or was trained with another recipe, or when
     the recipe does not fit the mesh.
     """
-    path = places.stage(STAGE)
+    path = run_dir.stage(STAGE)
     if checkpoint.steps(path / "checkpoints") and not resume:
         raise ValueError(
-            f"run '{places.run}' has been trained already: go on with --resume, or name another with --run"
+            f"run '{run_dir.run}' has been trained already: go on with --resume, or name another with --run"
         )
     if recipe.train.minutes is not None:
         raise ValueError("the JAX twin trains for steps, not for minutes: give --train.steps")
     if recipe.train.fp8 != "off":
         raise ValueError("the JAX twin has no FP8: leave --train.fp8 out")
     first = jax.process_index() == 0
-    with run_lock(places, command) if first else nullcontext():
+    with run_lock(run_dir, command) if first else nullcontext():
         common: dict[str, Any] = {
             "named": named,
             "resume": resume,
             "command": command,
-            "say": say,
+            "log": log,
             "trackers": trackers,
         }
-        return _run(resolve(with_absolute_paths(recipe)), mesh, places, dtype=dtype, **common)
+        return _run(resolve(with_absolute_paths(recipe)), mesh, run_dir, dtype=dtype, **common)
 
 
 def _run(
     recipe: Recipe,
     mesh: Mesh,
-    places: Places,
+    run_dir: RunDir,
     *,
     dtype: str,
     resume: bool,
     command: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trackers: tuple,
     named: Collection[str],
 ) -> int:
-    path, first = places.stage(STAGE), jax.process_index() == 0
+    path, first = run_dir.stage(STAGE), jax.process_index() == 0
     origin = read_origin(path) if resume else None
     if origin is not None and (path / "recipe.json").exists():  # the text is the run's own unless it is named
         body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
         recipe = replace(recipe, **{name: body[name] for name in ("data", "val") if name not in named})
-    prepared = _prepare(recipe, places, origin, say, bool({"data", "val"} & set(named)))
+    prepared = _prepare(recipe, run_dir, origin, log, bool({"data", "val"} & set(named)))
     recipe = fit_vocabulary(recipe, prepared)
     rows = recipe.micro_batch_rows
     check_fits(recipe.model, mesh, rows)
     changed = changes(recipe, path) if resume else []
     if first and origin is None:
-        places.folder.mkdir(parents=True, exist_ok=True)
-        prepared.tokenizer.save(places.folder / "tokenizer.json")
+        run_dir.folder.mkdir(parents=True, exist_ok=True)
+        prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
     cfg = step_config(recipe, dtype)
     flops = flops_per_token(recipe.model, mesh)
     records = path if first else path / f"process-{jax.process_index()}"
     with jax.set_mesh(mesh), StageFolder(records, trackers) as folder:
         if origin is None:
-            write_whole(records / FILE, json.dumps(make_origin(places, prepared, None).to_json(), indent=2) + "\n")
+            write_whole(records / FILE, json.dumps(make_origin(run_dir, prepared, None).to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), None)
         for line in changed:
-            say(line)
+            log(line)
         _write_facts(folder.path, mesh, dtype, command, flops)
         state, counters = init_state(recipe.seed, cfg), train.Counters()
-        if resume and (found := train.resume(path / "checkpoints", state, mesh, say)):
+        if resume and (found := train.resume(path / "checkpoints", state, mesh, log)):
             state, counters = found
-            say(f"resumed at step {counters.step:,}")
+            log(f"resumed at step {counters.step:,}")
         plan = _plan(recipe, prepared, cfg, mesh, rows, flops)
-        say(f"training: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens in {dtype} on {describe(mesh)}")
+        log(f"training: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens in {dtype} on {describe(mesh)}")
         with Meter("training", plan.steps, "steps", silent=not first) as meter:
             loader = make_loader(recipe, prepared.train)
-            code, _ = train.train(state, counters, loader, plan, folder, path / "checkpoints", meter.say, _shown(meter))
+            code, _ = train.train(state, counters, loader, plan, folder, path / "checkpoints", meter.log, _shown(meter))
     if code == EXIT_DONE:
-        say(f"trained on {counters.tokens:,} tokens in {counters.seconds:,.0f} s of steps → {path}")
+        log(f"trained on {counters.tokens:,} tokens in {counters.seconds:,.0f} s of steps → {path}")
     return code
 
 
-def evaluate(places: Places, mesh: Mesh, *, dtype: str, say: Callable[[str], None]) -> dict[str, Any]:
+def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
     """Bits per byte of the run's newest state; appends to evaluate.jsonl."""
-    loaded = load(places, mesh, dtype, say)
-    prepared = data_of_run(loaded.recipe, places, lambda line: None, STAGE)
+    loaded = load(run_dir, mesh, dtype, log)
+    prepared = data_of_run(loaded.recipe, run_dir, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
         rows = _eval_rows(loaded.recipe, mesh)
         score = validate(loaded.state.params, prepared.val, loaded.tokenizer.token_bytes(), rows, mesh, loaded.cfg)
     line = {"stage": STAGE, "step": loaded.counters.step, "task": "validation", "metric": "bpb"}
-    places.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
-    say(f"step {loaded.counters.step:,}: {score['val_bpb']:.4f} bits per byte, {score['val_loss']:.4f} nats per token")
+    run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
+    log(f"step {loaded.counters.step:,}: {score['val_bpb']:.4f} bits per byte, {score['val_loss']:.4f} nats per token")
     return score
 
 
-def load(places: Places, mesh: Mesh, dtype: str, say: Callable[[str], None]) -> Loaded:
+def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) -> LoadedJax:
     """The run's newest good state, cut for the mesh. Raises FileNotFoundError saying what to run first."""
-    tokenizer = places.tokenizer()
-    found = checkpoint.latest(places.checkpoints(STAGE), say)
+    tokenizer = run_dir.tokenizer()
+    found = checkpoint.latest(run_dir.checkpoints(STAGE), log)
     if found is None:
         raise FileNotFoundError(
-            f"run '{places.run}' has no JAX model under {places.out}: make one with `quern grug train`, or bring a "
+            f"run '{run_dir.run}' has no JAX model under {run_dir.out}: make one with `quern grug train`, or bring a "
             "PyTorch one over with `quern grug import`"
         )
     path, manifest = found
     meta = manifest["meta"]
     if meta["tokenizer"] != tokenizer.fingerprint:
-        raise ValueError(f"{path} was trained with another tokenizer than {places.folder / 'tokenizer.json'}")
+        raise ValueError(f"{path} was trained with another tokenizer than {run_dir.folder / 'tokenizer.json'}")
     recipe = Recipe.from_json(meta["recipe"])
     cfg = step_config(recipe, dtype)
     with jax.set_mesh(mesh):
         state = checkpoint.load(path, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
-    return Loaded(state, recipe, cfg, tokenizer, train.Counters(**meta["counters"]))
+    return LoadedJax(state, recipe, cfg, tokenizer, train.Counters(**meta["counters"]))
 
 
 def checkpoint_meta(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -181,15 +181,17 @@ def describe(mesh: Mesh) -> str:
     return f"{mesh.devices.size} x {kind}" + (f" ({axes})" if axes else "")
 
 
-def _plan(recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh, rows: int, flops: int) -> train.Plan:
+def _plan(
+    recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh, rows: int, flops: int
+) -> train.JaxTrainingPlan:
     settings = recipe.train
     assert settings.steps and settings.save_every and settings.eval_every
     token_bytes, eval_rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
 
-    def validation(state: TrainState) -> dict[str, Any]:
+    def validation(state: JaxTrainState) -> dict[str, Any]:
         return validate(state.params, prepared.val, token_bytes, eval_rows, mesh, cfg)
 
-    return train.Plan(
+    return train.JaxTrainingPlan(
         cfg=cfg,
         mesh=mesh,
         steps=settings.steps,
@@ -207,16 +209,16 @@ def _plan(recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh, rows:
 
 
 def _prepare(
-    recipe: Recipe, places: Places, origin: Origin | None, say: Callable[[str], None], named: bool
+    recipe: Recipe, run_dir: RunDir, origin: Origin | None, log: Callable[[str], None], named: bool
 ) -> Prepared:
     """Text is prepared by process 0 alone; the others wait, then find it done."""
     if jax.process_index() > 0:
         wait_for_all("prepared")
     if origin is not None:
-        prepared = open_data(recipe, places, origin, say, named=named)
+        prepared = open_data(recipe, run_dir, origin, log, named=named)
     else:
-        prepared = prepare(recipe, places.out, say)
-        refuse_second_tokenizer(places, prepared.tokenizer)
+        prepared = prepare(recipe, run_dir.out, log)
+        refuse_second_tokenizer(run_dir, prepared.tokenizer)
     if jax.process_index() == 0:
         wait_for_all("prepared")
     return prepared

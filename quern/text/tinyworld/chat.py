@@ -7,7 +7,7 @@ asked in a conversation at all, so that the evaluation also asks what only the d
 
 from collections.abc import Callable
 
-from quern.text.chat import Message, Part
+from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import plots
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character, lines
 from quern.text.tinyworld.prose import Pen, joined, story
@@ -17,7 +17,7 @@ from quern.text.tinyworld.wordings import CLOSINGS, OPENINGS, TAILS
 Exchange = list[Message]
 
 
-def exchange(question: str, reply: str | list[Part]) -> Exchange:
+def exchange(question: str, reply: str | list[ContentPart]) -> Exchange:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
 
 
@@ -25,7 +25,7 @@ def of_task(task: Task) -> Exchange:
     """The task's question and its reply; a call of the calculator becomes parts."""
     if task.call is None:
         return exchange(task.question, task.reply)
-    parts: list[Part] = [
+    parts: list[ContentPart] = [
         {"type": "tool", "text": task.call},
         {"type": "output", "text": task.answer},
         {"type": "text", "text": task.reply},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quern.kernels.attention import autotune
 from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
-from quern.kernels.attention.autotune import KINDS, Picked, equip, example, kind_of, pick, problem_with
+from quern.kernels.attention.autotune import KINDS, Picked, example, kind_of, pick, problem_with, select_attention
 from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash, triton_flash
 from quern.machine import Machine
 from quern.model.context import CausalContext
@@ -134,7 +134,7 @@ def gain(backend: Backend, kind: str, T: int = 1536) -> float:
 def test_what_a_cpu_picks_gets_faster_with_what_is_hidden(kind: str) -> None:
     """An eighth of the pairs is left, with whole blocks a quarter at most. That our Triton kernels read no tile that is
     hidden is test_flash.py's."""
-    backend = getattr(equip(CPU).attention, kind)
+    backend = getattr(select_attention(CPU).attention, kind)
     assert gain(backend, kind) >= 1.5
 
 
@@ -143,7 +143,7 @@ def test_the_check_of_speed_can_fail() -> None:
 
 
 def test_a_cpu_has_one_path_and_the_others_come_by_kind() -> None:
-    machine = equip(CPU)
+    machine = select_attention(CPU)
     assert machine.attention == Picked(BLOCKED, BLOCKED, BLOCKED, BLOCKED)
     assert machine.describe()["attention"] == "full blocked, window blocked, growing blocked, documents blocked"
     calls: list[str] = []
@@ -212,7 +212,7 @@ def test_block_masks_are_made_once_for_all_layers_and_nothing_compiles_again(mon
             ids = (torch.arange(T, dtype=torch.int32) // (30 + step)).expand(2, T)
             x = torch.randn(2, T, 2, 16)
             layers = [windows[0], windows[0], windows[1], windows[0], windows[1]]
-            context = CausalContext(ids, layers).through(picked, x, [None] * 5)
+            context = CausalContext(ids, layers).with_backend(picked, x, [None] * 5)
             y, expected = x, x
             for window in layers:
                 y = layer(y, context, window)
