@@ -81,7 +81,7 @@ def picked_for(machine: Machine, mask: MaskSpec, T: int) -> str:
     """The name of the path that the machine would take."""
     attention = machine.attention
     if not isinstance(attention, Picked):
-        raise TypeError("the machine has not chosen how to compute attention: use autotune.equip")
+        raise TypeError("the machine has not chosen how to compute attention: use autotune.select_attention")
     return getattr(attention, kind_of(mask, T)).name
 
 
