@@ -54,7 +54,7 @@ HEAP_BYTES = 2**33
 class Machine:
     """device: where tensors live; dtype: the compute dtype (parameters and activations); compile: whether
     torch.compile is used; threads: intra-op CPU threads; notes: one line for each fallback, to be shown to the user;
-    attention: how it is computed, None until `kernels.attention.autotune.select_attention` has tried (then it runs everywhere)."""
+    attention: how it is computed; None until `select_attention` (kernels/attention/autotune.py) has chosen a path."""
 
     device: torch.device
     dtype: torch.dtype
