@@ -44,7 +44,7 @@ class ModelRecipe:
     depth: int | None = None
     """Layers. Set by the recipe's dial."""
     width: int | None = None
-    """Residual stream; 64 per layer."""
+    """Residual stream; 64 per layer, rounded up to whole heads."""
     head_dim: int | None = None
     """128, or 64 for widths below 512."""
     heads: int | None = None
@@ -198,6 +198,10 @@ class Recipe:
     """(OptimRecipe) → for each optimizer group of the model its update rule and peak learning rate."""
     make_schedule: Callable[..., Any]
     """(TrainRecipe) → what the update of each step is told (`optim.schedule.Multipliers`)."""
+    make_batches: Callable[..., Any] | None = None
+    """(Recipe, Corpus) → `data.batch.Batches`; by default rows packed as `train.packing` says."""
+    make_documents: Callable[..., Any] | None = None
+    """(texts, split) → texts: filters or mixes the documents of "train" or "val"; by default all, in order."""
     name: str = "gpt"
     depth: int = 4
     """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon."""
@@ -228,7 +232,8 @@ class Recipe:
 
     def callables(self) -> dict[str, Callable[..., Any]]:
         """What is handed over as code, by field: `from_json` needs it back when it lives outside quern."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("make_")}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("make_")}
+        return {name: value for name, value in found.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; a callable becomes "module:name"."""

@@ -24,8 +24,8 @@ def resolve(recipe: Recipe) -> Recipe:
     small = depth < 8
     text = replace(recipe.text, vocab_size=recipe.text.vocab_size or (8192 if small else 32_768))
     shape = recipe.model
-    width = shape.width or 64 * depth
-    head_dim = shape.head_dim or (64 if width < 512 else 128)
+    head_dim = shape.head_dim or (64 if (shape.width or 64 * depth) < 512 else 128)
+    width = shape.width or -(-64 * depth // head_dim) * head_dim  # whole heads, as nanochat rounds it
     heads = shape.heads or max(1, width // head_dim)
     model = replace(
         shape,

@@ -25,6 +25,7 @@ from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.open_data import data_of_run
+from quern.stages.session import Session
 from quern.text.documents import read
 from quern.text.tokenizer import well_formed
 
@@ -55,7 +56,7 @@ def quality(
         train=TrainRecipe(minutes=minutes),
     )
     command = f"quern bench quality --train {train} --val {val} --minutes {minutes:g} --depth {depth} --seed {seed}"
-    code = pretrain.run(recipe, machine, run_dir, resume=False, source=None, command=command, log=log)
+    code = pretrain.run(recipe, Session(stage="pretrain", machine=machine, run_dir=run_dir, command=command, log=log))
     if code:
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
     loaded = load(run_dir, machine, log, "pretrain")

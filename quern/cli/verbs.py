@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quern.cli.options import (
     ChatOptions,
@@ -25,6 +25,10 @@ from quern.cli.summaries import OF_A_RUN, described
 from quern.mesh import refuse_uneven
 from quern.recipes import load_recipe, recipe_names
 from quern.validate import install
+
+if TYPE_CHECKING:
+    from quern.recipe import Recipe
+    from quern.stages.session import Session
 
 
 def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
@@ -105,25 +109,24 @@ def next_texts(texts: Any, count: int) -> list[str]:
 
 
 def verb_pretrain(verb: str, rest: list[str]) -> int:
-    from quern.flags.recipe_flags import named
     from quern.stages import pretrain
 
-    facts: dict[str, Any] = {"command": command_line(verb, rest), "named": set(named(rest))}
-    return train_on_ranks(verb, rest, lambda common: pretrain.run(**common, **facts))
+    return train_on_ranks(verb, rest, pretrain.run)
 
 
 def verb_sft(verb: str, rest: list[str]) -> int:
     from quern.stages import sft
 
-    command = command_line(verb, rest)
-    return train_on_ranks(verb, rest, lambda common: sft.run(**common, command=command))
+    return train_on_ranks(verb, rest, sft.run)
 
 
-def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]], int]) -> int:
+def train_on_ranks(verb: str, rest: list[str], stage: Callable[[Recipe, Session], int]) -> int:
     """Runs a training stage in this process, or starts the ranks that do, or is one of them."""
+    from quern.flags.recipe_flags import named
     from quern.resolve import resolve
     from quern.runs import saved
     from quern.runs.run_dir import RunDir
+    from quern.stages.session import Session
     from quern.train import launch
 
     arguments = [verb, *rest]
@@ -151,22 +154,21 @@ def train_on_ranks(verb: str, rest: list[str], stage: Callable[[dict[str, Any]],
 
     with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
         resume = options.resume or launch.restarted(mesh)
-        return launch.finish(
-            stage(
-                {
-                    "recipe": options.recipe,
-                    "machine": machine,
-                    "run_dir": run_dir,
-                    "resume": resume,
-                    "source": source,
-                    "log": said,
-                    "trackers": trackers(options, run_dir, verb) if mesh.main else (),
-                    "mesh": mesh,
-                    "start": begin(resume),
-                    "go_on": go_on(verb, rest, run_dir),
-                }
-            )
+        session = Session(
+            stage=verb,
+            machine=machine,
+            run_dir=run_dir,
+            command=command_line(verb, rest),
+            resume=resume,
+            source=source,
+            log=said,
+            trackers=trackers(options, run_dir, verb) if mesh.main else (),
+            mesh=mesh,
+            named=set(named(rest)),
+            start=begin(resume),
+            go_on=go_on(verb, rest, run_dir),
         )
+        return launch.finish(stage(options.recipe, session))
 
 
 def verb_evaluate(verb: str, rest: list[str]) -> int:

@@ -22,7 +22,7 @@ from quern.data.loader import Batch
 from quern.eval.score import Score
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
-from quern.model.interface import LanguageModel
+from quern.model.base import LanguageModel
 from quern.model.loss import token_losses
 
 
@@ -96,5 +96,5 @@ def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.nda
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
         context = model.context(tokens).with_backend(machine.attention, tokens, model.windows)
-        losses = token_losses(model, model(tokens, context), targets)
+        losses = token_losses(model, model(tokens, context), targets, context)
     return losses.float().cpu().numpy().astype(np.float64)

@@ -16,7 +16,7 @@ import numpy as np
 from quern.eval.bits_per_byte import batch_losses
 from quern.eval.score import Score, accuracy
 from quern.machine import Machine
-from quern.model.interface import LanguageModel
+from quern.model.base import LanguageModel
 
 # Every batch has batch_rows rows, of a length that is a multiple of this: compiled code sees few shapes.
 PAD_MULTIPLE = 32

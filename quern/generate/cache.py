@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quern.kernels.attention.attend import MaskSpec, attend
 from quern.machine import Attention
-from quern.model.interface import LanguageModel
+from quern.model.base import LanguageModel
 
 
 class KVCache:
@@ -36,8 +36,9 @@ class KVCache:
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        lookback: int = 0,
     ):
-        """windows, attention_layers: those of `interface.LanguageModel`; max_tokens: the most that a row may hold."""
+        """lookback, windows, attention_layers: those of `LanguageModel`; max_tokens: the most that a row may hold."""
         self.max_tokens = max_tokens
         self.rings = [
             min(window or max_tokens, max_tokens) if layer in attention_layers else 0
@@ -47,6 +48,7 @@ class KVCache:
         self.values_BKRE = [torch.zeros_like(keys) for keys in self.keys_BKRE]
         self.last_BD = torch.zeros(rows, width, dtype=dtype, device=device)
         self.positions_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.recent_BN = torch.full((rows, lookback), -1, dtype=torch.int64, device=device)  # the newest N tokens
         self.filled = 0  # no row holds more tokens than this
 
     @classmethod
@@ -65,6 +67,7 @@ class KVCache:
             max_tokens,
             weight.dtype,
             weight.device,
+            model.lookback,
         )
 
     def take(self, rows: Tensor) -> KVCache:
@@ -74,6 +77,7 @@ class KVCache:
         taken.keys_BKRE = [keys[rows] for keys in self.keys_BKRE]
         taken.values_BKRE = [values[rows] for values in self.values_BKRE]
         taken.last_BD, taken.positions_B = self.last_BD[rows], self.positions_B[rows]
+        taken.recent_BN = self.recent_BN[rows]
         return taken
 
     @staticmethod
@@ -88,7 +92,15 @@ class KVCache:
         joined.values_BKRE = [torch.cat(v) for v in zip(*(cache.values_BKRE for cache in caches), strict=True)]
         joined.last_BD = torch.cat([cache.last_BD for cache in caches])
         joined.positions_B = torch.cat([cache.positions_B for cache in caches])
+        joined.recent_BN = torch.cat([cache.recent_BN for cache in caches])
         return joined
+
+    def before(self, tokens_BT: Tensor, n: int) -> Tensor:
+        """The ids (B, T) that are n tokens before each of the new tokens; -1 before a row's first token."""
+        lookback, T = self.recent_BN.size(1), tokens_BT.size(1)
+        if n > lookback:
+            raise ValueError(f"the model looks {n} tokens back and declares {lookback}: set its `lookback`")
+        return torch.cat([self.recent_BN, tokens_BT], dim=1)[:, lookback - n : lookback - n + T]
 
     def prefill(
         self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
@@ -103,6 +115,8 @@ class KVCache:
         if self.filled + T > self.max_tokens:
             raise ValueError(f"the cache holds {self.max_tokens} tokens a row; {self.filled} + {T} do not fit")
         x_BTD = model(tokens_BT, PrefillContext(self, lengths_B, attention))
+        newest_BN = lengths_B[:, None] + torch.arange(self.recent_BN.size(1), device=lengths_B.device)
+        self.recent_BN = torch.cat([self.recent_BN, tokens_BT], dim=1).gather(1, newest_BN)
         self.positions_B += lengths_B
         self.filled += T
         return take_token(x_BTD, lengths_B - 1)
@@ -132,6 +146,9 @@ class PrefillContext:
         last_BD = take_token(x_BTD, self._lengths_B - 1)
         cache.last_BD = torch.where(self._lengths_B[:, None] > 0, last_BD, cache.last_BD)
         return shifted
+
+    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
+        return self._cache.before(tokens_BT, n)
 
     def attend(
         self,
@@ -218,6 +235,9 @@ class DecodeContext:
         self._cache.last_BD.copy_(x_BTD[:, 0])
         return before_B1D
 
+    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
+        return self._cache.before(tokens_BT, n)
+
     def attend(
         self,
         layer: int,
@@ -262,4 +282,6 @@ def decode(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tens
     """Appends a token to every row → fp32 logits (B, V) of the next. For slots_S see DecodeContext."""
     x_B1D = model(tokens_B[:, None], DecodeContext(cache, slots_S))
     cache.positions_B.add_(1)
+    if model.lookback:
+        cache.recent_BN.copy_(torch.cat([cache.recent_BN[:, 1:], tokens_B[:, None]], dim=1))
     return model.logits(x_B1D[:, 0]).contiguous()

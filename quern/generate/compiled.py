@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from quern.generate.cache import KVCache, decode
 from quern.kernels.cross_entropy import rational_tanh
-from quern.model.interface import LanguageModel
+from quern.model.base import LanguageModel
 
 SPAN = 16  # the part of the cache that a step looks at grows in steps of this
 TINY = 1024  # weights in a matrix that is cheaper as a loop than as a call of the library

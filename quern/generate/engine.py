@@ -17,7 +17,7 @@ from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.reply import Completion, Delta, Reply
 from quern.generate.sample import Sampling, draw, generator, sample
 from quern.machine import Machine
-from quern.model.interface import LanguageModel
+from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompt tokens, padding included, read in one forward pass

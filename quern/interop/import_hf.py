@@ -22,6 +22,7 @@ from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
 from quern.interop.llama_format import shape_from, weights_from
 from quern.machine import Machine, detect
+from quern.model.count import count
 from quern.recipe import Recipe, TextRecipe
 from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
@@ -110,7 +111,9 @@ def _write(
     """The checkpoint comes last: without it there is nothing to load."""
     run_dir.folder.mkdir(parents=True)
     tokenizer.save(run_dir.folder / "tokenizer.json")
-    describe_run(recipe, machine, run_dir, {"imported": str(folder)}, f"quern import {folder} --run {run_dir.run}")
+    describe_run(
+        count(state.model), machine, run_dir, {"imported": str(folder)}, f"quern import {folder} --run {run_dir.run}"
+    )
     meta = {
         "recipe": recipe.to_json(),
         "tokenizer": tokenizer.fingerprint,

@@ -6,7 +6,9 @@ sees a constant, both bounded caps are height · tanh(z / divisor) to a loss ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -53,4 +55,10 @@ class NoCap:
         return None
 
 
-Cap = TanhCap | SigmoidCap | NoCap
+Cap = TanhCap | SigmoidCap | NoCap | Callable[[Tensor], Tensor]
+"""Any function of fp32 logits; the loss kernel knows the three above (`has_kernel`)."""
+
+
+def has_kernel(cap: Cap) -> TypeGuard[TanhCap | SigmoidCap | NoCap]:
+    """Whether the fused loss computes this cap. A subclass may do something else, so it counts as unknown."""
+    return type(cap) in (TanhCap, SigmoidCap, NoCap)

@@ -5,11 +5,15 @@ How the attention itself is computed (whole rows, cached, sharded) is the contex
 
 from __future__ import annotations
 
+import math
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from quern.kernels.rope import rotate_normed
 from quern.model.context import Context
+from quern.model.initialize import Draw
 
 QK_SCALE = 1.2
 """Both normed queries and keys are scaled up by this, which sharpens attention (nanochat)."""
@@ -21,6 +25,8 @@ GATE_RANGE = 3.0
 class CausalSelfAttention(nn.Module):
     """Reads its head counts off the projections' shapes, so that the same code runs on a shard of the heads."""
 
+    optimizer_groups: ClassVar = {"value_gate": "gates"}
+
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool) -> None:
         super().__init__()
         self.layer = layer
@@ -31,12 +37,21 @@ class CausalSelfAttention(nn.Module):
         self.out = nn.Linear(heads * head_dim, width, bias=False)
         self.value_gate = nn.Linear(GATE_CHANNELS, kv_heads, bias=False) if gated else None
 
+    def init_parameters(self, draw: Draw) -> None:
+        """As nanochat: the output starts at zero, the other projections uniform with deviation 1/sqrt(width)."""
+        bound = math.sqrt(3.0 / self.query.in_features)
+        for linear in (self.query, self.key, self.value):
+            draw.uniform(linear.weight, -bound, bound)
+        draw.fill(self.out.weight, 0.0)
+        if self.value_gate is not None:
+            draw.uniform(self.value_gate.weight, 0.0, 0.02)
+
     def forward(
         self,
         x_BTD: Tensor,
         value_embedding: Tensor | None,
         rotary: tuple[Tensor, Tensor],
-        window: int | None,
+        window: int | Tensor | None,
         context: Context,
     ) -> Tensor:
         """x: (B, T, D), normed; value_embedding: (B, T, K·E) or None → (B, T, D)."""

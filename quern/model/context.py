@@ -1,7 +1,7 @@
 """What a model asks of the place it runs in: positions, attention, and the token before.
 
 A model never knows whether it trains or generates; it asks the context that it is handed. `CausalContext` is
-training and scoring: whole rows that start at position 0. `CachedContext` (generate/cache.py) is generation.
+training and scoring: whole rows that start at position 0. generate/cache.py has the contexts of generation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class Context(Protocol):
         ...
 
     def previous(self, x_BTD: Tensor) -> Tensor:
-        """x shifted right by one token; before the first token of all stand zeros."""
+        """x shifted right by one token; zeros before the first token."""
+        ...
+
+    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
+        """The ids (B, T) that are n tokens before each token; -1 before the first token. n ≤ the model's `lookback`."""
         ...
 
 
@@ -56,13 +60,18 @@ class CausalContext:
     """Whole rows from position 0: training, scoring, evaluation.
 
     documents_BT: int32 ids, non-decreasing along T; attention does not cross from one document into the next.
-    windows: for each layer, in place of the model's own; as 0-dim CPU tensors they may change between calls.
+    windows: for each layer, in place of the model's own; as 0-dim CPU tensors they may change between calls. progress:
+    share of the training run that is done; 1 in evaluation.
     """
 
     def __init__(
-        self, documents_BT: Tensor | None = None, windows: Sequence[int | Tensor | None] | None = None
+        self,
+        documents_BT: Tensor | None = None,
+        windows: Sequence[int | Tensor | None] | None = None,
+        progress: float = 1.0,
     ) -> None:
         self.documents_BT = documents_BT
+        self.progress = progress
         self._windows = windows
         self._attend: Callable[..., Tensor] = attend
         self._prepared: list[MaskSpec] = []
@@ -110,6 +119,9 @@ class CausalContext:
 
     def previous(self, x_BTD: Tensor) -> Tensor:
         return torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+
+    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
+        return torch.nn.functional.pad(tokens_BT, (n, 0), value=-1)[:, : tokens_BT.size(1)]
 
 
 def _same(a: int | Tensor | None, b: int | Tensor | None) -> bool:

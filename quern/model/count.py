@@ -1,7 +1,7 @@
-"""What a recipe's model costs: parameters in three conventions, FLOPs per token, bytes of key-value cache per token.
+"""What a model costs: parameters in three conventions, FLOPs per token, size of the key-value cache.
 
-The model itself is counted, built without memory; it says what its groups of parameters are (`interface.KINDS`), which
-layers attend and how far they see. Recipes are resolved ones.
+The model itself is counted, on any device: it says what its groups of parameters are (`base.KINDS`), which layers
+attend and how far they see. `weightless` builds a recipe's model without memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quern.model.interface import KINDS, LanguageModel
+from quern.model.base import KINDS, LanguageModel
 from quern.recipe import Recipe
 
 
@@ -28,37 +28,58 @@ class Parameters:
     scalars: int
 
 
-def parameters(recipe: Recipe) -> Parameters:
-    """Parameters of the recipe's model. Raises ValueError for a group of parameters that the model gives no kind."""
-    return _counted(_weightless(recipe))
+@dataclass(frozen=True)
+class Counts:
+    """flops_per_token: training FLOPs of one token; kv_elements_per_token: keys and values that one token adds to a
+    cache, before any window limits it."""
+
+    parameters: Parameters
+    flops_per_token: int
+    kv_elements_per_token: int
 
 
-def flops_per_token(recipe: Recipe) -> int:
-    """Training FLOPs of one token: 6 per matmul parameter, and 12 · heads · head_dim · span for each attending layer.
+def count(model: LanguageModel) -> Counts:
+    """Counts a whole model, before it is cut for several ranks.
 
-    span is min(window, context); causality is not subtracted, the usual convention (PaLM, arXiv 2204.02311, app. B).
+    FLOPs are 6 per matmul parameter, and 12 · heads · head_dim · span for each attending layer, where span is
+    min(window, context); causality is not subtracted, the usual convention (PaLM, arXiv 2204.02311, app. B).
     Recomputation never counts.
+
+    Raises:
+        ValueError: The model gives a group of parameters no kind.
     """
-    model, shape = _weightless(recipe), recipe.model
-    assert shape.heads and shape.head_dim and shape.context
-    windows = [model.windows[layer] for layer in model.attention_layers]
-    spans = [min(window or shape.context, shape.context) for window in windows]
-    return 6 * _counted(model).kaplan + 12 * shape.heads * shape.head_dim * sum(spans)
+    shape, parameters = model.shape, _parameters(model)
+    assert shape.heads and shape.kv_heads and shape.head_dim and shape.context
+    spans = [min(model.windows[layer] or shape.context, shape.context) for layer in model.attention_layers]
+    return Counts(
+        parameters,
+        flops_per_token=6 * parameters.kaplan + 12 * shape.heads * shape.head_dim * sum(spans),
+        kv_elements_per_token=2 * len(spans) * shape.kv_heads * shape.head_dim,
+    )
 
 
-def kv_bytes_per_token(recipe: Recipe, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token adds to a cache, before any window limits it."""
-    shape = recipe.model
-    assert shape.kv_heads and shape.head_dim
-    return 2 * len(_weightless(recipe).attention_layers) * shape.kv_heads * shape.head_dim * dtype.itemsize
-
-
-def _weightless(recipe: Recipe) -> LanguageModel:
+def weightless(recipe: Recipe) -> LanguageModel:
+    """The model of a resolved recipe on the meta device."""
     with torch.device("meta"):
         return recipe.make_model(recipe.model)
 
 
-def _counted(model: LanguageModel) -> Parameters:
+def parameters(recipe: Recipe) -> Parameters:
+    """Parameters of a resolved recipe's model."""
+    return count(weightless(recipe)).parameters
+
+
+def flops_per_token(recipe: Recipe) -> int:
+    """Training FLOPs of one token of a resolved recipe's model."""
+    return count(weightless(recipe)).flops_per_token
+
+
+def kv_bytes_per_token(recipe: Recipe, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token adds to a cache, before any window limits it."""
+    return count(weightless(recipe)).kv_elements_per_token * dtype.itemsize
+
+
+def _parameters(model: LanguageModel) -> Parameters:
     sizes = dict.fromkeys(KINDS, 0)
     for group, members in model.parameter_groups().items():
         kind = model.group_kinds.get(group)

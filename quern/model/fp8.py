@@ -87,7 +87,7 @@ class Fp8Report:
 
 
 def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
-    """Makes the linear layers and merged products of a model (`interface.LanguageModel`) multiply in FP8, in place,
+    """Makes the linear layers and merged products of a model (`LanguageModel`) multiply in FP8, in place,
     where the hardware can; a merged product is named by its parameter.
 
     Call it on the device that trains, before compilation; weights may be loaded and the optimizer made before or

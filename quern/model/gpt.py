@@ -2,44 +2,44 @@
 
 RoPE, QK norm, ReLU², no biases, parameter-free RMSNorm (also after the embedding), untied head, grouped queries,
 a residual and an x0 scalar per layer, value embeddings on alternating layers, smear, backout, tanh softcap, sliding
-windows. Initialisation and the grouping of parameters for the optimizer stand here and nowhere else.
+windows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
-from quern.kernels.softcap import Cap, TanhCap
+from quern.kernels.softcap import TanhCap
 from quern.model.attention import CausalSelfAttention
-from quern.model.context import CausalContext, Context
+from quern.model.base import LanguageModel
+from quern.model.context import Context
+from quern.model.initialize import Draw
 from quern.model.layers import Embedding, SquaredReluMLP, norm, rotary_table
 from quern.recipe import ModelRecipe
 
 SMEAR_CHANNELS = 24
+UP_SHARE = 0.4
+"""Of the standard deviation 1/sqrt(width): what the feed-forward's first matrix starts with."""
 
 
 def has_value_embedding(layer: int, depth: int) -> bool:
-    """Alternating layers, the last one always among them."""
+    """Whether a layer has a value embedding: alternating layers, the last one included."""
     return layer % 2 == (depth - 1) % 2
 
 
 class GPTBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, shape: ModelRecipe, layer: int) -> None:
+    def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        assert shape.width and shape.heads and shape.kv_heads and shape.head_dim and shape.depth
-        gated = has_value_embedding(layer, shape.depth)
-        self.attention = CausalSelfAttention(
-            shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, gated=gated
-        )
-        self.mlp = SquaredReluMLP(shape.width)
+        self.attention = attention
+        self.mlp = mlp
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class GPTBlock(nn.Module):
         scales: tuple[Tensor, Tensor],
         value_embedding: Tensor | None,
         rotary: tuple[Tensor, Tensor],
-        window: int | None,
+        window: int | Tensor | None,
         context: Context,
     ) -> Tensor:
         x_BTD = scales[0] * x_BTD + scales[1] * x0_BTD
@@ -56,8 +56,8 @@ class GPTBlock(nn.Module):
         return x_BTD + self.mlp(norm(x_BTD))
 
 
-class GPT(nn.Module):
-    """tokens → normed hidden states; `logits` turns those into softcapped logits."""
+class GPT(LanguageModel):
+    """Tokens → normed hidden states; `logits` turns those into softcapped logits."""
 
     group_kinds: ClassVar[Mapping[str, str]] = {
         "matrices": "matrices",
@@ -69,18 +69,29 @@ class GPT(nn.Module):
         "x0_scales": "scalars",
         "smear": "scalars",
     }
+    optimizer_groups: ClassVar[Mapping[str, str]] = {
+        "embedding": "embedding",
+        "head": "head",
+        "residual_scales": "residual_scales",
+        "x0_scales": "x0_scales",
+    }
+    default_groups: ClassVar = ("matrices", "value_embeddings", "smear")
+    compiled_parts: ClassVar = ("_enter", "_leave")
 
     def __init__(self, shape: ModelRecipe) -> None:
-        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `init_parameters`."""
+        """shape: resolved (`resolve`). Weights are uninitialised until `initialize`."""
         super().__init__()
         assert shape.depth and shape.width and shape.vocab_size and shape.kv_heads and shape.head_dim
         self.shape = shape
-        self.cap: Cap = TanhCap(shape.softcap)
+        self.cap = TanhCap(shape.softcap)
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
-        self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
-        self.blocks = nn.ModuleList(GPTBlock(shape, layer) for layer in range(shape.depth))
+        self.backout_layer = shape.depth // 2 - 1
+        self.kept_layers = {self.backout_layer}
+        """Layers whose outputs `before_block` and backout read."""
+        self.embedding = Embedding(shape.vocab_size, shape.width)
+        self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(shape.depth))
         self.value_embeddings = nn.ModuleDict(
             {
                 str(layer): nn.Embedding(shape.vocab_size, shape.kv_heads * shape.head_dim)
@@ -95,15 +106,43 @@ class GPT(nn.Module):
         self.smear_scale = nn.Parameter(torch.empty(1))
         self.backout_scale = nn.Parameter(torch.empty(1))
 
+    def make_block(self, layer: int) -> nn.Module:
+        """The block of a layer; it is called as `GPTBlock.forward`."""
+        return GPTBlock(self.make_attention(layer), self.make_mlp(layer))
+
+    def make_attention(self, layer: int) -> nn.Module:
+        """The attention of a layer; it is called as `CausalSelfAttention.forward`."""
+        shape = self.shape
+        assert shape.depth and shape.width and shape.heads and shape.kv_heads and shape.head_dim
+        gated = has_value_embedding(layer, shape.depth)
+        return CausalSelfAttention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, gated=gated)
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
+        assert self.shape.width
+        return SquaredReluMLP(self.shape.width, UP_SHARE)
+
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
-        x_BTD = self._enter(tokens_BT, context)
-        x0_BTD = x_BTD.view_as(x_BTD)  # an object of its own: the compiler would tell the first block apart otherwise
+        x_BTD = self.before_blocks(self._enter(tokens_BT, context), tokens_BT, context)
+        x_BTD, outputs = self.layers(x_BTD, tokens_BT, context)
+        return self._leave(x_BTD, outputs[self.backout_layer])
+
+    def before_blocks(self, x_BTD: Tensor, tokens_BT: Tensor, context: Context) -> Tensor:
+        """Hook: the stream that enters the first block, and that every block mixes in again."""
+        return x_BTD
+
+    def before_block(self, layer: int, x_BTD: Tensor, outputs: Mapping[int, Tensor]) -> Tensor:
+        """Hook: the stream that enters a block. outputs: (B, T, D) after each of `kept_layers` so far."""
+        return x_BTD
+
+    def layers(self, x_BTD: Tensor, tokens_BT: Tensor, context: Context) -> tuple[Tensor, dict[int, Tensor]]:
+        """Runs the blocks → the stream after the last one, and after each of `kept_layers` (-1: before the first)."""
+        x0_BTD = x_BTD.view_as(x_BTD)  # a tensor object of its own: otherwise the first block compiles separately
         rotary = rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
-        halfway, halfway_BTD = len(self.blocks) // 2, x_BTD
+        windows, outputs = context.windows(self.windows), {-1: x_BTD}
         for layer, block in enumerate(self.blocks):
-            if layer == halfway:
-                halfway_BTD = x_BTD
+            x_BTD = self.before_block(layer, x_BTD, outputs)
             key = str(layer)
             value = (
                 embed(tokens_BT, cast(nn.Embedding, self.value_embeddings[key]).weight)
@@ -111,8 +150,10 @@ class GPT(nn.Module):
                 else None
             )
             scales = self.residual_scales[layer], self.x0_scales[layer]
-            x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, self.windows[layer], context)
-        return self._leave(x_BTD, halfway_BTD)
+            x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, windows[layer], context)
+            if layer in self.kept_layers:
+                outputs[layer] = x_BTD
+        return x_BTD, outputs
 
     def _enter(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """Embedding and smear."""
@@ -124,73 +165,17 @@ class GPT(nn.Module):
         """Backout and the last norm."""
         return norm(x_BTD - self.backout_scale * halfway_BTD)
 
-    def compile(self, **options: Any) -> None:
-        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
-        for block in self.blocks:
-            block.compile(**options)
-        self._enter = torch.compile(self._enter, **options)
-        self._leave = torch.compile(self._leave, **options)
-
-    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
-        """Whole rows, in which documents see each other; windows do not grow."""
-        return CausalContext()
-
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        """Hidden states (…, D) → fp32 logits (…, V), softcapped."""
-        return self.cap(self.head(x_BTD).float())
-
-    @torch.no_grad()
-    def init_parameters(self, generator: torch.Generator) -> None:
-        """Fills every parameter, in a fixed order, from a CPU generator; raises if one was left out.
-
-        As nanochat: projections that write to the residual stream start at zero, so that the network starts as its
-        embedding; matrices are uniform with standard deviation 1/sqrt(width) (0.4 of that into the feed-forward).
-        """
-        depth, width = len(self.blocks), self.embedding.weight.size(1)
+    def init_parameters(self, draw: Draw) -> None:
+        """As nanochat: what writes to the residual stream starts at zero, so the network starts as its embedding."""
+        depth, width = len(self.blocks), self.embedding.embedding_dim
         bound = math.sqrt(3.0 / width)
-        values: dict[Tensor, Tensor] = {}
-
-        def uniform(p: Tensor, low: float, high: float) -> None:
-            values[p] = torch.empty(p.shape).uniform_(low, high, generator=generator)
-
-        def normal(p: Tensor, std: float) -> None:
-            values[p] = torch.empty(p.shape).normal_(0.0, std, generator=generator)
-
-        normal(self.embedding.weight, 0.8)
-        normal(self.head.weight, 0.001)
-        for block in cast(list[GPTBlock], list(self.blocks)):
-            for linear in (block.attention.query, block.attention.key, block.attention.value):
-                uniform(linear.weight, -bound, bound)
-            values[block.attention.out.weight] = torch.zeros(block.attention.out.weight.shape)
-            uniform(block.mlp.up.weight, -0.4 * bound, 0.4 * bound)
-            values[block.mlp.down.weight] = torch.zeros(block.mlp.down.weight.shape)
-            if block.attention.value_gate is not None:
-                uniform(block.attention.value_gate.weight, 0.0, 0.02)
+        draw.normal(self.embedding.weight, 0.8)
+        draw.normal(self.head.weight, 0.001)
         for embedding in self.value_embeddings.parameters():
-            uniform(embedding, -bound, bound)
+            draw.uniform(embedding, -bound, bound)
         share = torch.arange(depth) / max(1, depth - 1)
-        values[self.residual_scales] = 1.15 - 0.10 * share
-        values[self.x0_scales] = 0.20 - 0.15 * share
-        uniform(self.smear_gate.weight, 0.0, 0.02)
-        values[self.smear_scale] = torch.zeros(1)
-        values[self.backout_scale] = torch.full((1,), 0.2)
-        missing = [name for name, p in self.named_parameters() if p not in values]
-        if missing:
-            raise ValueError(f"no initial value is given for {', '.join(missing)}: add it to init_parameters")
-        for p, value in values.items():
-            p.copy_(value)
-
-    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Which optimizer rule each parameter falls under, by group name (optim/groups.py)."""
-        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
-        for name, p in self.named_parameters():
-            groups.setdefault(_group(name), []).append((name, p))
-        return groups
-
-
-def _group(name: str) -> str:
-    if name.startswith("blocks."):
-        return "gates" if "value_gate" in name else "matrices"
-    if name.startswith(("smear", "backout")):
-        return "smear"
-    return name.split(".")[0]
+        draw.fill(self.residual_scales, 1.15 - 0.10 * share)
+        draw.fill(self.x0_scales, 0.20 - 0.15 * share)
+        draw.uniform(self.smear_gate.weight, 0.0, 0.02)
+        draw.fill(self.smear_scale, 0.0)
+        draw.fill(self.backout_scale, 0.2)

@@ -1,16 +1,18 @@
 """The small pieces that every model is made of: norm, rotary positions, feed-forward, token shift.
 
-Shapes: B batch, T tokens, D width, H heads, E head dim. Pure functions and single-device modules; how weights are
-initialised is said in the model that uses them, in one place.
+Shapes: B batch, T tokens, D width, H heads, E head dim. Pure functions and single-device modules.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
+from quern.model.initialize import Draw
 
 
 def norm(x: Tensor) -> Tensor:
@@ -51,12 +53,21 @@ class Embedding(nn.Embedding):
 
 
 class SquaredReluMLP(nn.Module):
-    """D → 4D → D with ReLU² in between (Primer, arXiv 2109.08668)."""
+    """D → 4D → D with ReLU² in between (Primer, arXiv 2109.08668).
 
-    def __init__(self, width: int) -> None:
+    up_share: the first matrix starts uniform with this share of the deviation 1/sqrt(width); the second at zero.
+    """
+
+    def __init__(self, width: int, up_share: float) -> None:
         super().__init__()
+        self.up_share = up_share
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
+
+    def init_parameters(self, draw: Draw) -> None:
+        bound = self.up_share * math.sqrt(3.0 / self.up.in_features)
+        draw.uniform(self.up.weight, -bound, bound)
+        draw.fill(self.down.weight, 0.0)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x_BTD)).square())

@@ -2,24 +2,25 @@
 
 Pre-norm blocks with a learnable RMSNorm, rotary positions, grouped queries and SwiGLU; no biases, an untied head, no
 softcap (Llama 2, arXiv 2307.09288). Gate and up projection are one parameter, gate first. Dropout, if any, falls on the
-embedding and on what each block adds. Initialisation and the grouping of parameters stand here and nowhere else; how
-the weights are named elsewhere is said in `interop/llama_format.py`.
+embedding and on what each block adds. `interop/llama_format.py` maps the names of the weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.rope import rotate
-from quern.kernels.softcap import Cap, NoCap
-from quern.model.context import CausalContext, Context
+from quern.kernels.softcap import NoCap
+from quern.model.base import LanguageModel
+from quern.model.context import Context
 from quern.model.fused_linear import Merged
+from quern.model.initialize import Draw
 from quern.model.layers import Embedding
 from quern.recipe import ModelRecipe
 
@@ -34,10 +35,15 @@ SPARE_ROWS = 64
 class RMSNorm(nn.Module):
     """Divides by the root mean square, computed in fp32, then scales in the input's dtype (arXiv 1910.07467)."""
 
+    optimizer_groups: ClassVar = {"weight": "norms"}
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
+
+    def init_parameters(self, draw: Draw) -> None:
+        draw.fill(self.weight, 1.0)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.weight * F.rms_norm(x_BTD.float(), (x_BTD.size(-1),), eps=self.eps).to(x_BTD.dtype)
@@ -80,14 +86,21 @@ class RotaryTable(nn.Module):
 class LlamaAttention(nn.Module):
     """Causal self-attention with rotary positions; head counts are read off the projections' shapes."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, out_std: float) -> None:
+        """out_std: standard deviation of the initial weights that write to the residual stream."""
         super().__init__()
+        self.out_std = out_std
         self.layer = layer
         self.head_dim = head_dim
         self.query = nn.Linear(width, heads * head_dim, bias=False)
         self.key = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.value = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.out = nn.Linear(heads * head_dim, width, bias=False)
+
+    def init_parameters(self, draw: Draw) -> None:
+        for linear in (self.query, self.key, self.value):
+            draw.normal(linear.weight, INIT_STD)
+        draw.normal(self.out.weight, self.out_std)
 
     def forward(
         self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], window: int | Tensor | None, context: Context
@@ -108,10 +121,16 @@ class SwiGLU(Merged):
 
     stacked = "gate_up"
 
-    def __init__(self, width: int, mlp_width: int) -> None:
+    def __init__(self, width: int, mlp_width: int, out_std: float) -> None:
+        """out_std: standard deviation of the initial weights that write to the residual stream."""
         super().__init__()
+        self.out_std = out_std
         self.gate_up = nn.Parameter(torch.empty(2, mlp_width, width))
         self.down = nn.Linear(mlp_width, width, bias=False)
+
+    def init_parameters(self, draw: Draw) -> None:
+        draw.normal(self.gate_up, INIT_STD)
+        draw.normal(self.down.weight, self.out_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate, up = self.project(x_BTD).chunk(2, dim=-1)
@@ -121,14 +140,14 @@ class SwiGLU(Merged):
 class LlamaBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, shape: ModelRecipe, layer: int) -> None:
+    def __init__(self, attention: nn.Module, mlp: nn.Module, shape: ModelRecipe) -> None:
         super().__init__()
-        assert shape.width and shape.heads and shape.kv_heads and shape.head_dim
+        assert shape.width
         eps = shape.norm_eps or NORM_EPS
         self.attention_norm = RMSNorm(shape.width, eps)
-        self.attention = LlamaAttention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer)
+        self.attention = attention
         self.mlp_norm = RMSNorm(shape.width, eps)
-        self.mlp = SwiGLU(shape.width, mlp_width(shape))
+        self.mlp = mlp
         self.dropout = nn.Dropout(shape.dropout or 0.0)
 
     def forward(
@@ -138,8 +157,8 @@ class LlamaBlock(nn.Module):
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 
-class Llama(nn.Module):
-    """tokens → normed hidden states; `logits` turns those into logits."""
+class Llama(LanguageModel):
+    """Tokens → normed hidden states; `logits` turns those into logits."""
 
     group_kinds: ClassVar[Mapping[str, str]] = {
         "matrices": "matrices",
@@ -147,21 +166,39 @@ class Llama(nn.Module):
         "embedding": "embedding",
         "head": "head",
     }
+    optimizer_groups: ClassVar[Mapping[str, str]] = {"embedding": "embedding", "head": "head"}
+    default_groups: ClassVar = ("matrices", "embedding", "norms")
 
     def __init__(self, shape: ModelRecipe) -> None:
-        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `init_parameters`."""
+        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `initialize`."""
         super().__init__()
         assert shape.depth and shape.width and shape.vocab_size and shape.head_dim and shape.context
         self.shape = shape
-        self.cap: Cap = NoCap()
+        self.cap = NoCap()
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
-        self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
+        self.embedding = Embedding(shape.vocab_size, shape.width)
         self.dropout = nn.Dropout(shape.dropout or 0.0)
-        self.blocks = nn.ModuleList(LlamaBlock(shape, layer) for layer in range(shape.depth))
+        self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(shape.depth))
         self.norm = RMSNorm(shape.width, shape.norm_eps or NORM_EPS)
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.rotary = RotaryTable(shape.head_dim, shape.rope_base, shape.context)
+
+    def make_block(self, layer: int) -> nn.Module:
+        """The block of a layer; it is called as `LlamaBlock.forward`."""
+        return LlamaBlock(self.make_attention(layer), self.make_mlp(layer), self.shape)
+
+    def make_attention(self, layer: int) -> nn.Module:
+        """The attention of a layer; it is called as `LlamaAttention.forward`."""
+        shape = self.shape
+        assert shape.width and shape.heads and shape.kv_heads and shape.head_dim and shape.depth
+        std = INIT_STD / math.sqrt(2 * shape.depth)  # 2 · depth layers write to the stream (GPT-2)
+        return LlamaAttention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, out_std=std)
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
+        assert self.shape.width and self.shape.depth
+        return SwiGLU(self.shape.width, mlp_width(self.shape), INIT_STD / math.sqrt(2 * self.shape.depth))
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
@@ -171,56 +208,13 @@ class Llama(nn.Module):
             x_BTD = block(x_BTD, rotary, window, context)
         return self.norm(x_BTD)
 
-    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
-        return CausalContext()
-
     def compile(self, **options: Any) -> None:
-        """Compiles by block, so that all layers share one compilation. options: of torch.compile."""
-        for block in self.blocks:
-            block.compile(**options)
+        super().compile(**options)
         self.norm.compile(**options)
 
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        """Hidden states (…, D) → fp32 logits (…, V)."""
-        return self.cap(self.head(x_BTD).float())
-
-    @torch.no_grad()
-    def init_parameters(self, generator: torch.Generator) -> None:
-        """Fills every parameter, in a fixed order, from a CPU generator; raises if one was left out.
-
-        Normal with standard deviation 0.02; what writes to the residual stream is smaller by the square root of
-        twice the depth, the number of such writes (GPT-2).
-        """
-        small = INIT_STD / math.sqrt(2 * len(self.blocks))
-        values: dict[Tensor, Tensor] = {}
-
-        def normal(p: Tensor, std: float) -> None:
-            values[p] = torch.empty(p.shape).normal_(0.0, std, generator=generator)
-
-        normal(self.embedding.weight, INIT_STD)
-        normal(self.head.weight, INIT_STD)
-        for block in cast(list[LlamaBlock], list(self.blocks)):
-            for linear in (block.attention.query, block.attention.key, block.attention.value):
-                normal(linear.weight, INIT_STD)
-            normal(block.mlp.gate_up, INIT_STD)
-            for linear in (block.attention.out, block.mlp.down):
-                normal(linear.weight, small)
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                values[module.weight] = torch.ones(module.weight.shape)
-        missing = [name for name, p in self.named_parameters() if p not in values]
-        if missing:
-            raise ValueError(f"no initial value is given for {', '.join(missing)}: add it to init_parameters")
-        for p, value in values.items():
-            p.copy_(value)
-
-    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Which optimizer rule each parameter falls under, by group name."""
-        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
-        for name, p in self.named_parameters():
-            group = "norms" if "norm" in name else "matrices" if name.startswith("blocks.") else name.split(".")[0]
-            groups.setdefault(group, []).append((name, p))
-        return groups
+    def init_parameters(self, draw: Draw) -> None:
+        draw.normal(self.embedding.weight, INIT_STD)
+        draw.normal(self.head.weight, INIT_STD)
 
 
 def mlp_width(shape: ModelRecipe) -> int:

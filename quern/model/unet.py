@@ -3,7 +3,7 @@
 Merged query, key and value, rotary positions on half of each head, QK norm, a fixed attention scale, value embeddings
 in the outer layers, one layer without attention, ReLU², skips from the first half of the layers to the second, the
 embedding mixed into every block, sigmoid softcap; documents that share a row do not see each other, and windows grow
-in training, in whole blocks. Initialisation and the grouping of parameters for the optimizer stand here.
+in training, in whole blocks.
 
 Source: github.com/KellerJordan/modded-nanogpt. It is fixed at 12 layers, 768 wide; here every number follows from the
 shape. Its windows are counted in blocks of 128 around a block of queries, ours in tokens before each query.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,18 @@ from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
 from quern.kernels.rope import rotate_normed
-from quern.kernels.softcap import Cap, SigmoidCap
+from quern.kernels.softcap import SigmoidCap
+from quern.model.base import LanguageModel
 from quern.model.context import CausalContext, Context
 from quern.model.fused_linear import Merged
+from quern.model.initialize import Draw
 from quern.model.layers import Embedding, SquaredReluMLP, norm
 from quern.recipe import ModelRecipe
 
 ATTENTION_SCALE = 0.12
 """Of products of normed queries and keys, whatever the head dim."""
+UNIFORM_SHARE = 0.5
+"""Of the standard deviation 1/sqrt(inputs): what matrices that are not zero start with."""
 VALUE_EMBEDDINGS = 3
 HEAD_MULTIPLE = 128
 """The head's rows are filled up to a multiple: fast kernels want it. No target is ever one of these."""
@@ -62,6 +66,7 @@ class MergedAttention(Merged):
     """Causal self-attention; reads its number of heads off its weights, so that the same code runs on some of them."""
 
     stacked = "qkv"
+    optimizer_groups: ClassVar = {"value_scales": "scales"}
 
     def __init__(self, width: int, heads: int, head_dim: int, *, layer: int, has_value_embedding: bool) -> None:
         super().__init__()
@@ -70,6 +75,12 @@ class MergedAttention(Merged):
         self.qkv = nn.Parameter(torch.empty(3, heads * head_dim, width))
         self.out = nn.Linear(heads * head_dim, width, bias=False)
         self.value_scales = nn.Parameter(torch.empty(2 if has_value_embedding else 1))
+
+    def init_parameters(self, draw: Draw) -> None:
+        bound = UNIFORM_SHARE * math.sqrt(3.0 / self.qkv.size(-1))
+        draw.uniform(self.qkv, -bound, bound)
+        draw.fill(self.out.weight, 0.0)
+        draw.fill(self.value_scales, 0.5)
 
     def forward(
         self,
@@ -94,17 +105,14 @@ class MergedAttention(Merged):
 class UNetBlock(nn.Module):
     """The residual stream mixed with the embedding; then attention, unless this layer has none, and feed-forward."""
 
-    def __init__(self, shape: ModelRecipe, layer: int) -> None:
+    def __init__(self, attention: nn.Module | None, mlp: nn.Module) -> None:
         super().__init__()
-        assert shape.width and shape.heads and shape.head_dim and shape.depth
-        self.attention = None
-        if layer != without_attention(shape.depth):
-            mixed_in = value_embedding_of(layer, shape.depth) is not None
-            self.attention = MergedAttention(
-                shape.width, shape.heads, shape.head_dim, layer=layer, has_value_embedding=mixed_in
-            )
-        self.mlp = SquaredReluMLP(shape.width)
+        self.attention = attention
+        self.mlp = mlp
         self.residual_scales = nn.Parameter(torch.empty(2))
+
+    def init_parameters(self, draw: Draw) -> None:
+        draw.fill(self.residual_scales, torch.tensor([1.0, 0.0]))
 
     def forward(
         self,
@@ -121,8 +129,8 @@ class UNetBlock(nn.Module):
         return x_BTD + self.mlp(norm(x_BTD))
 
 
-class UNet(nn.Module):
-    """tokens → normed hidden states; `logits` turns those into softcapped logits."""
+class UNet(LanguageModel):
+    """Tokens → normed hidden states; `logits` turns those into softcapped logits."""
 
     group_kinds: ClassVar[Mapping[str, str]] = {
         "matrices": "matrices",
@@ -131,13 +139,16 @@ class UNet(nn.Module):
         "value_embeddings": "value_embeddings",
         "scales": "scalars",
     }
+    optimizer_groups: ClassVar[Mapping[str, str]] = {"embedding": "embedding", "head": "head"}
+    default_groups: ClassVar = ("matrices", "value_embeddings", "scales")
+    compiled_parts: ClassVar = ("_enter", "_merge", "_leave")
     window_block: ClassVar[int] = 128
     """Windows are multiples of so many tokens."""
     long_window: ClassVar[int] = 1792
     """Tokens that an L layer sees once windows are grown, if the context is that long; an S layer sees half."""
 
     def __init__(self, shape: ModelRecipe) -> None:
-        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `init_parameters`.
+        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `initialize`.
 
         Raises ValueError for an odd depth, for fewer key-value heads than heads and for a head dim that 4 does not
         divide.
@@ -146,19 +157,37 @@ class UNet(nn.Module):
         assert shape.depth and shape.width and shape.vocab_size and shape.heads and shape.head_dim and shape.context
         _check(shape)
         self.shape = shape
-        self.cap: Cap = SigmoidCap(2 * shape.softcap, shape.softcap / 2 * shape.width**0.5)
+        self.cap = SigmoidCap(2 * shape.softcap, shape.softcap / 2 * shape.width**0.5)
         self.windows: list[int | None] = [*self._grown(1.0)]
         self.attention_layers = [layer for layer in range(shape.depth) if layer != without_attention(shape.depth)]
         self.head_dim = shape.head_dim
-        self.embedding: nn.Embedding = Embedding(shape.vocab_size, shape.width)
+        self.embedding = Embedding(shape.vocab_size, shape.width)
         self.value_embeddings = nn.ModuleList(
             nn.Embedding(shape.vocab_size, shape.heads * shape.head_dim)
             for _ in range(min(VALUE_EMBEDDINGS, shape.depth // 2))
         )
-        self.blocks = nn.ModuleList(UNetBlock(shape, layer) for layer in range(shape.depth))
+        self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(shape.depth))
         rows = -(-shape.vocab_size // HEAD_MULTIPLE) * HEAD_MULTIPLE
         self.head = nn.Linear(shape.width, rows, bias=False)
         self.skip_scales = nn.Parameter(torch.empty(shape.depth // 2))
+
+    def make_block(self, layer: int) -> nn.Module:
+        """The block of a layer; it is called as `UNetBlock.forward`."""
+        return UNetBlock(self.make_attention(layer), self.make_mlp(layer))
+
+    def make_attention(self, layer: int) -> nn.Module | None:
+        """The attention of a layer, called as `MergedAttention.forward`; None for the layer without attention."""
+        shape = self.shape
+        assert shape.width and shape.heads and shape.head_dim and shape.depth
+        if layer == without_attention(shape.depth):
+            return None
+        mixed_in = value_embedding_of(layer, shape.depth) is not None
+        return MergedAttention(shape.width, shape.heads, shape.head_dim, layer=layer, has_value_embedding=mixed_in)
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
+        assert self.shape.width
+        return SquaredReluMLP(self.shape.width, UNIFORM_SHARE)
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
@@ -187,15 +216,8 @@ class UNet(nn.Module):
     def _leave(self, x_BTD: Tensor) -> Tensor:
         return norm(x_BTD)
 
-    def compile(self, **options: Any) -> None:
-        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
-        for block in self.blocks:
-            block.compile(**options)
-        for name in ("_enter", "_merge", "_leave"):
-            setattr(self, name, torch.compile(getattr(self, name), **options))
-
-    def context(self, tokens_BT: Tensor, window: float = 1.0) -> CausalContext:
-        """Documents, each from its BOS on, do not see each other; windows have come as far as a share of the run.
+    def context(self, tokens_BT: Tensor, progress: float = 1.0) -> CausalContext:
+        """Documents, each from its BOS on, do not see each other; windows grow with the progress of the run.
 
         Windows are tensors, so that a compiled model does not compile again when they grow. Raises ValueError where
         the shape does not name the BOS.
@@ -203,9 +225,9 @@ class UNet(nn.Module):
         if self.shape.bos is None:
             raise ValueError("unet tells documents apart by their BOS: set model.bos to the tokenizer's")
         documents_BT = (tokens_BT == self.shape.bos).cumsum(1, dtype=torch.int32)
-        now = self._grown(window)
+        now = self._grown(progress)
         tensors = {size: torch.tensor(size) for size in set(now)}
-        return CausalContext(documents_BT, [tensors[size] for size in now])
+        return CausalContext(documents_BT, [tensors[size] for size in now], progress)
 
     def _grown(self, share: float) -> list[int]:
         """Each layer's window in tokens: it grows with the share of the run, block by block, from one block on.
@@ -218,51 +240,12 @@ class UNet(nn.Module):
         sizes = {"L": long, "S": max(1, long // 2)}
         return [sizes[kind] * self.window_block for kind in self.shape.window_kinds()]
 
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        """Hidden states (…, D) → fp32 logits (…, rows of the head), softcapped."""
-        return self.cap(self.head(x_BTD).float())
-
-    @torch.no_grad()
-    def init_parameters(self, generator: torch.Generator) -> None:
-        """Fills every parameter, in a fixed order, from a CPU generator; raises if one was left out.
-
-        As the source: embeddings are normal; what writes to the residual stream or the logits starts at zero; other
-        matrices are uniform with standard deviation 0.5/sqrt(inputs).
-        """
-        values: dict[Tensor, Tensor] = {}
-
-        def uniform(p: Tensor) -> None:
-            bound = math.sqrt(3.0) * 0.5 * p.size(-1) ** -0.5
-            values[p] = torch.empty(p.shape).uniform_(-bound, bound, generator=generator)
-
+    def init_parameters(self, draw: Draw) -> None:
+        """As the source: embeddings are normal; what writes to the residual stream or the logits starts at zero."""
         for table in (self.embedding, *cast(list[nn.Embedding], list(self.value_embeddings))):
-            values[table.weight] = torch.empty(table.weight.shape).normal_(generator=generator)
-        values[self.head.weight] = torch.zeros(self.head.weight.shape)
-        values[self.skip_scales] = torch.ones(self.skip_scales.shape)
-        for block in cast(list[UNetBlock], list(self.blocks)):
-            values[block.residual_scales] = torch.tensor([1.0, 0.0])
-            if block.attention is not None:
-                uniform(block.attention.qkv)
-                values[block.attention.out.weight] = torch.zeros(block.attention.out.weight.shape)
-                values[block.attention.value_scales] = torch.full(block.attention.value_scales.shape, 0.5)
-            uniform(block.mlp.up.weight)
-            values[block.mlp.down.weight] = torch.zeros(block.mlp.down.weight.shape)
-        missing = [name for name, p in self.named_parameters() if p not in values]
-        if missing:
-            raise ValueError(f"no initial value is given for {', '.join(missing)}: add it to init_parameters")
-        for p, value in values.items():
-            p.copy_(value)
-
-    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Which optimizer rule each parameter falls under, by group name (recipes/unet.py)."""
-        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
-        for name, p in self.named_parameters():
-            groups.setdefault("scales" if name.endswith("scales") else _group(name), []).append((name, p))
-        return groups
-
-
-def _group(name: str) -> str:
-    return "matrices" if name.startswith("blocks.") else name.split(".")[0]
+            draw.normal(table.weight, 1.0)
+        draw.fill(self.head.weight, 0.0)
+        draw.fill(self.skip_scales, 1.0)
 
 
 def _check(shape: ModelRecipe) -> None:

@@ -21,8 +21,8 @@ class Multipliers(NamedTuple):
     """Muon's momentum itself."""
     decay: float = 1.0
     """Multiplies Muon's weight decay (AdamW's follows its rate alone)."""
-    window: float = 1.0
-    """How far attention windows that grow have come, of 1."""
+    progress: float = 1.0
+    """Share of the run that is done; what grows or anneals in a model follows it."""
 
 
 def learning_rate(
@@ -68,6 +68,7 @@ def multipliers(
         lr=learning_rate(step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr),
         momentum=muon_momentum(step, steps, warmdown_share=warmdown_share),
         decay=weight_decay(step, steps),
+        progress=step / steps,
     )
 
 

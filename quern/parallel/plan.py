@@ -123,7 +123,7 @@ def plan_of(model: Any) -> ShardingPlan:
 def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any:
     """Cuts a whole model into this process's shard, in place, and returns it.
 
-    model: an `interface.LanguageModel` whose weights are initialised or loaded, whole, alike on every rank. Call it
+    model: an `LanguageModel` whose weights are initialised or loaded, whole, alike on every rank. Call it
     before FP8, compilation and the optimizer. Afterwards the model takes and gives what it did: whole rows of tokens
     in, hidden states of all tokens out, `logits` over all the vocabulary; its loss is `model.criterion`. Raises
     ValueError, with nothing changed, where the plan misses a parameter or the sizes do not divide.

@@ -157,6 +157,9 @@ class StreamContext:
         begins = (torch.arange(t, device=x_BTD.device) + rank * t) % self.rows[1] == 0
         return torch.cat([before, x_BTD[:, :-1]], dim=1).masked_fill(begins[:, None], 0)
 
+    def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
+        return self.context.previous_tokens(tokens_BT, n)
+
     def whole_rows(self, x_1tD: Tensor) -> Tensor:
         """The stream → (B, T, D)."""
         B, T = self.rows

@@ -48,7 +48,7 @@ def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
     def told(step: int) -> Multipliers:
         lr = learning_rate(step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final=train.final_lr)
         momentum = 0.85 + 0.10 * min(1.0, step / momentum_steps)
-        return Multipliers(lr=lr, momentum=momentum, decay=0.0, window=step / steps)
+        return Multipliers(lr=lr, momentum=momentum, decay=0.0, progress=step / steps)
 
     return told
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quern.mesh import Mesh
-from quern.model.count import parameters
 from quern.recipe import Recipe
 from quern.stages.prepare import Prepared
 from quern.terminal import duration
@@ -17,12 +16,13 @@ TYPICAL_MFU = 0.5
 
 
 def overview(
-    recipe: Recipe, plan: TrainingPlan, data: Prepared, memory: tuple[float, float] | None, mesh: Mesh
+    recipe: Recipe, total: int, plan: TrainingPlan, data: Prepared, memory: tuple[float, float] | None, mesh: Mesh
 ) -> list[str]:
     """Describes a pretraining run before its first step.
 
     Args:
         recipe: Resolved, with the tokenizer's vocabulary.
+        total: Parameters of the model.
         plan: What the loop will do.
         data: The prepared text.
         memory: Bytes that a rank needs and may take, where they are known.
@@ -33,7 +33,7 @@ def overview(
     """
     assert recipe.train.batch_tokens
     tokens = plan.steps * recipe.train.batch_tokens
-    total, epochs = parameters(recipe).total, tokens / max(1, data.train.num_tokens)
+    epochs = tokens / max(1, data.train.num_tokens)
     lines = [
         f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, {data.val.num_tokens:,} to "
         "validate on",

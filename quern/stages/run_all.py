@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 from quern.machine import Machine
 from quern.recipe import Recipe
@@ -14,6 +13,7 @@ from quern.runs.run_dir import RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
+from quern.stages.session import Session
 from quern.text.printable import printable
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DONE
@@ -66,14 +66,24 @@ def _run(
     go_on: str,
     log: Callable[[str], None],
 ) -> int:
-    common: dict[str, Any] = {"source": source, "log": log, "command": command, "go_on": go_on, "locked": True}
+    session = Session(
+        stage="pretrain",
+        machine=machine,
+        run_dir=run_dir,
+        command=command,
+        source=source,
+        log=log,
+        go_on=go_on,
+        named=named,
+        locked=True,
+    )
     steps: dict[str, Callable[[bool], int]] = {
-        "pretrain": lambda resume: pretrain.run(recipe, machine, run_dir, resume=resume, named=named, **common)
+        "pretrain": lambda resume: pretrain.run(recipe, replace(session, resume=resume))
     }
     if fine_tune:
         chat_recipe = _for_fine_tuning(recipe, run_dir, named, source)
         refuse_conversations(chat_recipe, run_dir, log)  # before hours of pretraining, not after
-        steps["sft"] = lambda resume: sft.run(chat_recipe, machine, run_dir, resume=resume, **common)
+        steps["sft"] = lambda resume: sft.run(chat_recipe, replace(session, stage="sft", resume=resume))
     for name, step in steps.items():
         code = step(bool(checkpoint.steps(run_dir.checkpoints(name))))
         if code != EXIT_DONE:

@@ -1,36 +1,238 @@
-"""What every stage begins with: the measured peak, the run's facts, the plan of a training stage, its trackers."""
+"""`Session`: what every training stage shares, from the checks before it to its exit code.
+
+A stage prepares its data, model and plan, and hands them to `Session.train`. Batches, schedule and evaluators are the
+stage's own (pretrain.py, sft.py).
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quern.data.batch import Batches
-from quern.machine import Machine
-from quern.mesh import FOR_MAIN, Mesh, PeersLostError
-from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
+from quern.machine import Machine, measure_peak_flops
+from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
+from quern.model.count import Counts
 from quern.model.fp8 import use_fp8
+from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 from quern.records import Nowhere, Records, StageFolder, git_hash
-from quern.runs.origin import FILE, Origin
-from quern.runs.run_dir import RunDir
+from quern.runs.origin import FILE, Origin, require_same
+from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
+from quern.runs.run_lock import run_lock
+from quern.runs.saved import Start
 from quern.temporaries import write_whole
 from quern.terminal import Meter
-from quern.train import loop
+from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint, loop
+from quern.train.guard import EXIT_DONE
 from quern.train.state import TrainState
 
 POLL_SECONDS = 0.1
 
 
-def describe_run(recipe: Recipe, machine: Machine, run_dir: RunDir, facts: dict[str, Any], command: str) -> None:
-    """Writes run.json: how the run was started, on what, with what."""
+def silent(line: str) -> None:
+    """Takes lines that nobody reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One call of a training stage.
+
+    Args:
+        stage: Its name, pretrain or sft.
+        machine: The machine that computes.
+        run_dir: The run.
+        command: The command line, for the records.
+        resume: Continue from the newest good checkpoint.
+        source: The text of the recipe's own Python file, if the user named one.
+        log: Takes lines for the user.
+        trackers: Where metrics also go.
+        mesh: The ranks.
+        named: Recipe fields that the user named in this command.
+        start: The checkpoint of another run that this stage begins with.
+        go_on: The command that continues after a stop, for messages.
+        locked: The caller holds the run's lock.
+    """
+
+    stage: str
+    machine: Machine
+    run_dir: RunDir
+    command: str = ""
+    resume: bool = False
+    source: str | None = None
+    log: Callable[[str], None] = silent
+    trackers: Sequence[Any] = ()
+    mesh: Mesh = field(default_factory=alone)
+    named: Collection[str] = ()
+    start: Start | None = None
+    go_on: str = ""
+    locked: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The stage's folder in the run."""
+        return self.run_dir.stage(self.stage)
+
+    @contextmanager
+    def opened(self, already: str) -> Iterator[None]:
+        """Checks that the stage may train, and holds the run's lock.
+
+        Args:
+            already: What to tell a user who trains the stage a second time without --resume.
+
+        Raises:
+            ValueError: The stage was trained already, or `start` was given for a run that has a model.
+            RunInUseError: Another process trains in the run.
+        """
+        if checkpoint.steps(self.run_dir.checkpoints(self.stage)) and not self.resume:
+            raise ValueError(f"run '{self.run_dir.run}' has been {already}")
+        refuse_unwritable(self.run_dir.out)
+        trained = [name for name in STAGES if self.run_dir.has_trained(name)]
+        if self.start is not None and not self.resume and trained:
+            raise ValueError(
+                f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with --run, "
+                "to begin it with the model that --from names"
+            )
+        with nullcontext() if self.locked else run_lock(self.run_dir, self.command, self.mesh):
+            yield
+
+    def plan(
+        self,
+        recipe: Recipe,
+        counts: Counts,
+        origin: Origin,
+        *,
+        steps: int | None,
+        schedule: Callable[[int], Multipliers],
+        evaluator: loop.Evaluator,
+        lower_rates: str,
+        keep_step: int | None = None,
+    ) -> loop.TrainingPlan:
+        """What the loop is to do.
+
+        Args:
+            recipe: Resolved.
+            counts: Of the recipe's model.
+            origin: What the stage is made from.
+            steps: Optimizer steps.
+            schedule: Multipliers by step.
+            evaluator: Runs every `train.eval_every` steps.
+            lower_rates: The flag that halves the learning rates, for messages.
+            keep_step: A step whose checkpoint is never removed.
+        """
+        train = recipe.train
+        assert steps and train.save_every and train.eval_every
+        return loop.TrainingPlan(
+            steps=steps,
+            schedule=schedule,
+            micro_batch_rows=recipe.micro_batch_rows,
+            clip_norm=train.clip_norm,
+            log_every=train.log_every,
+            save_every=train.save_every,
+            keep=train.keep,
+            save_in_background=train.save_in_background,
+            flops_per_token=counts.flops_per_token,
+            peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size,
+            evaluators=[(train.eval_every, evaluator)],
+            keep_step=keep_step,
+            go_on=self.go_on or f"quern {self.stage} --resume {self.run_dir.flags}",
+            lower_rates=lower_rates,
+            meta={
+                "recipe": recipe.to_json(),
+                "tokenizer": origin.tokenizer,
+                "seed": recipe.seed,
+                "origin": origin.to_json(),
+            },
+        )
+
+    def train(
+        self,
+        recipe: Recipe,
+        state: TrainState,
+        batches: Batches,
+        plan: loop.TrainingPlan,
+        origin: Origin,
+        *,
+        words: tuple[str, str],
+        lines: Sequence[str],
+        counts: Counts | None = None,
+        facts: dict[str, Any] | None = None,
+        tokenizer: Tokenizer | None = None,
+        source: str | None = None,
+        changed: Sequence[str] = (),
+        data: dict[str, Any] | None = None,
+    ) -> int:
+        """Resumes or begins, runs the loop, and tells the user.
+
+        Args:
+            recipe: Resolved; saved with the stage.
+            state: Fresh, with the weights to begin with.
+            batches: What to train on.
+            plan: What the loop does.
+            origin: What the stage is made from.
+            words: The stage for the user as a noun and a participle, such as ("pretraining", "pretrained").
+            lines: For the user, before the first step.
+            counts: Of the model. With `facts`, a stage that begins writes run.json and the tokenizer.
+            facts: For run.json.
+            tokenizer: The run's tokenizer.
+            source: The recipe's own Python file, saved with the stage.
+            changed: What the user changed in the recipe of a stage that is resumed, as lines.
+            data: Facts on the data, for the stage's events.
+
+        Returns:
+            An exit code of `train.guard`.
+
+        Raises:
+            ValueError: The run is beyond the plan's steps, or has lost the weights that it began with.
+        """
+        name, steps = self.run_dir.run, f"{'train' if self.stage == 'pretrain' else self.stage}.steps"
+        resumed = self.resume and loop.resume(
+            state, self.folder / "checkpoints", self.log, lambda meta, path: require_same(meta, origin, path)
+        )
+        if state.step > plan.steps:
+            raise ValueError(
+                f"run '{name}' was {words[1]} for {state.step:,} steps, so {steps} {plan.steps:,} is behind it: give "
+                f"more steps, or leave --{steps} out"
+            )
+        base = origin.base if origin.base is not None and origin.base["run"] is not None else None
+        if not resumed and self.start is None and base is not None:
+            raise ValueError(
+                f"run '{name}' has no checkpoint, not even of what it began with, step {base['step']:,} of run "
+                f"'{base['run']}': remove {self.folder}, and begin again with --from {base['run']}"
+            )
+        if self.mesh.main and facts and counts and tokenizer and not resumed:
+            describe_run(counts, self.machine, self.run_dir, facts, self.command)
+            tokenizer.save(self.run_dir.folder / "tokenizer.json")
+        if self.start is not None and not resumed:
+            # The weights of another run are saved first: the run never needs the other one again.
+            meta = plan.meta | {"state": state.meta(), "kept": False}
+            checkpoint.save(self.folder / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=self.mesh)
+        with open_folder(self.folder, recipe, source, self.trackers, self.mesh, origin) as folder:
+            if resumed:
+                self.log(f"resumed at step {state.step:,}")
+                folder.event("command", command=self.command, changed=list(changed))
+            if data is not None:
+                folder.event("data", **data)
+            for line in (*changed, *lines):
+                self.log(line)
+            with Meter(words[0], plan.steps, "steps", silent=not self.mesh.main) as meter:
+                code = loop.train(state, batches, plan, self.machine, folder, meter.log, show_training(meter))
+        if code == EXIT_DONE:
+            self.log(f"{words[1]} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
+        return code
+
+
+def describe_run(counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[str, Any], command: str) -> None:
+    """Writes run.json: how the run was started, on which machine, with which model."""
     run_dir.write(
         "run.json",
         {
@@ -39,9 +241,9 @@ def describe_run(recipe: Recipe, machine: Machine, run_dir: RunDir, facts: dict[
             "machine": machine.describe(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "model": {
-                "parameters": vars(parameters(recipe)),
-                "flops_per_token": flops_per_token(recipe),
-                "kv_bytes_per_token": kv_bytes_per_token(recipe, machine.dtype),
+                "parameters": vars(counts.parameters),
+                "flops_per_token": counts.flops_per_token,
+                "kv_bytes_per_token": counts.kv_elements_per_token * machine.dtype.itemsize,
             },
             **facts,
         },
@@ -49,7 +251,11 @@ def describe_run(recipe: Recipe, machine: Machine, run_dir: RunDir, facts: dict[
 
 
 def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> dict[str, Any]:
-    """Makes the model train in FP8 if the recipe says so → what to record of it. Call it before compilation."""
+    """Makes the model train in FP8 if the recipe says so. Call it before compilation.
+
+    Returns:
+        Facts for the records.
+    """
     if recipe.train.fp8 == "off":
         return {}
     report = use_fp8(model, head_only=recipe.train.fp8 == "head")
@@ -67,34 +273,20 @@ def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
     return advance
 
 
-def train_with_meter(
-    label: str,
-    state: TrainState,
-    batches: Batches,
-    plan: loop.TrainingPlan,
-    machine: Machine,
-    folder: Records,
-    mesh: Mesh,
-) -> int:
-    """The loop, with its progress shown by rank 0 → an exit code."""
-    with Meter(label, plan.steps, "steps", silent=not mesh.main) as meter:
-        return loop.train(state, batches, plan, machine, folder, meter.log, show_training(meter))
-
-
 @contextmanager
 def open_folder(
     path: Path,
     recipe: Recipe,
     source: str | None,
-    trackers: tuple = (),
+    trackers: Sequence[Any] = (),
     mesh: Mesh | None = None,
     origin: Origin | None = None,
 ) -> Iterator[Records]:
-    """The stage's records, with its recipe and origin written; rank 0 alone writes."""
+    """The stage's records, with its recipe and origin written. Only rank 0 writes."""
     if mesh is not None and not mesh.main:
         yield Nowhere(path)
         return
-    with StageFolder(path, trackers) as folder:
+    with StageFolder(path, tuple(trackers)) as folder:
         if origin is not None:
             write_whole(path / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), source)

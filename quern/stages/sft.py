@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,7 +18,7 @@ from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
-from quern.mesh import Mesh, alone
+from quern.model.count import count
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe
@@ -30,59 +29,32 @@ from quern.runs.origin import (
     read_origin,
     refuse_other_conversations,
     refuse_second_tokenizer,
-    require_same,
     require_tokenizer,
     source_digest,
     with_absolute_paths,
 )
-from quern.runs.run_dir import RunDir, refuse_unwritable
-from quern.runs.run_lock import run_lock
+from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST, Start, changes, read_saved, read_start
 from quern.stages.prepare import fetch
-from quern.stages.pretrain import make_plan, refuse_trained, save_first
-from quern.stages.session import describe_run, lower_precision, main_first, open_folder, train_with_meter
+from quern.stages.session import Session, lower_precision, main_first
 from quern.text import hub
 from quern.text.chat import Message, render
 from quern.text.documents import read_conversations
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
-from quern.train.guard import EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state, compile_model, weights_of
 
 HELD_OUT_EVERY = 50
 
 
-def run(
-    recipe: Recipe,
-    machine: Machine,
-    run_dir: RunDir,
-    *,
-    resume: bool,
-    source: str | None,
-    command: str,
-    log: Callable[[str], None],
-    trackers: tuple = (),
-    mesh: Mesh | None = None,
-    start: Start | None = None,
-    go_on: str | None = None,
-    locked: bool = False,
-) -> int:
+def run(recipe: Recipe, session: Session) -> int:
     """Fine-tunes a base model. On a mesh every rank calls this.
 
     Args:
-        recipe: What the user asked for; what counts of it is said in `sft_recipe`.
-        machine: What computes.
-        run_dir: The run.
-        resume: Go on from the newest good checkpoint.
-        source: The text of the recipe's own file, if the user named one.
-        command: The command line, for the record.
-        log: Takes lines for the user.
-        trackers: Where metrics also go.
-        mesh: The ranks; None is this process alone.
-        start: The model to fine-tune, of another run; by default the base model of this one.
-        go_on: The command that goes on after a stop, for messages.
-        locked: The caller holds the run's lock.
+        recipe: What the user asked for; `sft_recipe` says which of it counts.
+        session: Where, and how the command was given. Its start is the model to fine-tune, by default the base model
+            of the run.
 
     Returns:
         An exit code of `train.guard`.
@@ -93,40 +65,21 @@ def run(
         ValueError: The run was fine-tuned and `resume` was not asked for, or its conversations are others now.
         RunInUseError: Another process trains in the run.
     """
-    mesh = mesh or alone()
-    if checkpoint.steps(run_dir.checkpoints("sft")) and not resume:
-        raise ValueError(
-            f"run '{run_dir.run}' has been fine-tuned already: go on with --resume, or fine-tune again under another "
-            f"name with `quern sft --from {run_dir.run} --run NAME`"
-        )
-    if start is None and not run_dir.folder.exists():
+    run_dir = session.run_dir
+    if session.start is None and not run_dir.folder.exists():
         raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
-    refuse_unwritable(run_dir.out)
-    if start is not None and not resume:
-        refuse_trained(run_dir)
-    with nullcontext() if locked else run_lock(run_dir, command, mesh):
-        go_on = go_on or f"quern sft --resume {run_dir.flags}"
-        common = {"source": source, "log": log, "trackers": trackers, "go_on": go_on, "command": command}
-        return _run(recipe, machine, run_dir, mesh, resume=resume, start=start, **common)
+    with session.opened(
+        "fine-tuned already: go on with --resume, or fine-tune again under another name with "
+        f"`quern sft --from {run_dir.run} --run NAME`"
+    ):
+        return _run(recipe, session)
 
 
-def _run(
-    recipe: Recipe,
-    machine: Machine,
-    run_dir: RunDir,
-    mesh: Mesh,
-    *,
-    resume: bool,
-    source: str | None,
-    command: str,
-    log: Callable[[str], None],
-    trackers: tuple,
-    start: Start | None,
-    go_on: str,
-) -> int:
-    path, asked = run_dir.stage("sft"), with_absolute_paths(recipe)
-    callables = recipe.callables() if source else None
-    own = start is None
+def _run(asked: Recipe, session: Session) -> int:
+    machine, run_dir, mesh, log, source = session.machine, session.run_dir, session.mesh, session.log, session.source
+    path, asked = session.folder, with_absolute_paths(asked)
+    callables = asked.callables() if source else None
+    own, start = session.start is None, session.start
     saved = read_saved(run_dir, "sft", callables) if run_dir.has_trained("sft") else None
     origin = None if saved is None else read_origin(path)
     if saved is None:
@@ -139,18 +92,18 @@ def _run(
             require_tokenizer(run_dir, tokenizer, origin)
     recipe = sft_recipe(asked, model_recipe)
     model = build_model(recipe, machine, None)
+    counts = count(model)
     if start is not None:
         model.load_state_dict(weights_of(start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
         train_corpus, val_corpus = conversations(recipe, tokenizer, run_dir.out, log)
-    loader = _loader(recipe, train_corpus)
-    recipe = _with_steps(recipe, asked, loader.steps_per_epoch)
-    changed = changes(recipe, path) if resume else []
+    batches = _loader(recipe, train_corpus)
+    recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
+    changed = changes(recipe, path) if session.resume else []
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
-    evaluator = held_out_loss(val_corpus, recipe, machine)
     found = corpus_fingerprint(train_corpus, val_corpus)
     if origin is not None:
         refuse_other_conversations(run_dir, origin, found)
@@ -161,36 +114,33 @@ def _run(
         origin = replace(start.origin, conversations=found, source=digest, base=base)
     else:
         origin = Origin(tokenizer.fingerprint, conversations=found)
-    assert recipe.sft.steps
-    plan = make_plan(recipe, machine, mesh, recipe.sft.steps, _schedule(recipe.sft), evaluator, origin)
-    plan = replace(plan, go_on=go_on, lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}")
-    resumed = resume and loop.resume(state, path / "checkpoints", log, lambda meta, at: require_same(meta, origin, at))
-    if state.step > plan.steps:
-        raise ValueError(
-            f"run '{run_dir.run}' was fine-tuned for {state.step:,} steps, so sft.steps {plan.steps:,} is behind it: "
-            "give more steps, or leave --sft.steps out"
-        )
-    text = _source_text(source, start)
-    if mesh.main and start is not None and not own and not resumed:
-        describe_run(recipe, machine, run_dir, start.facts() | precision, command)
-        tokenizer.save(run_dir.folder / "tokenizer.json")
-    if not own and not resumed:
-        save_first(path, state, plan, mesh)
-    with open_folder(path, recipe, text, trackers, mesh, origin) as folder:
-        if resumed:
-            log(f"resumed at step {state.step:,}")
-            folder.event("command", command=command, changed=changed)
-        packing = {name: round(value, 5) for name, value in loader.report().items()}
-        folder.event("data", **packing, **precision)
-        for line in changed:
-            log(line)
-        if start is not None and not own:
-            log(f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
-        log(f"fine-tuning: {plan.steps:,} steps on {train_corpus.num_documents:,} conversations")
-        code = train_with_meter("fine-tuning", state, loader, plan, machine, folder, mesh)
-    if code == EXIT_DONE:
-        log(f"fine-tuned in {state.seconds:,.0f} s of steps → {path}")
-    return code
+    plan = session.plan(
+        recipe,
+        counts,
+        origin,
+        steps=recipe.sft.steps,
+        schedule=_schedule(recipe.sft),
+        evaluator=held_out_loss(val_corpus, recipe, machine),
+        lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
+    )
+    lines = [f"fine-tuning: {plan.steps:,} steps on {train_corpus.num_documents:,} conversations"]
+    if start is not None and not own:
+        lines.insert(0, f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
+    return session.train(
+        recipe,
+        state,
+        batches,
+        plan,
+        origin,
+        words=("fine-tuning", "fine-tuned"),
+        lines=lines,
+        counts=counts,
+        facts=start.facts() | precision if start is not None and not own else None,
+        tokenizer=tokenizer,
+        source=_source_text(source, start),
+        changed=changed,
+        data={name: round(value, 5) for name, value in batches.report().items()} | precision,
+    )
 
 
 def _source_text(source: str | None, start: Start | None) -> str | None:

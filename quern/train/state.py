@@ -67,7 +67,7 @@ def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
     """The recipe's model on the machine, in its compute dtype; seed None leaves the weights to be loaded."""
     model = recipe.make_model(recipe.model)
     if seed is not None:
-        model.init_parameters(machine.generator(seed))
+        model.initialize(seed)
     return model.to(device=machine.device, dtype=machine.dtype)
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: accumulate the gradients of a global batch, look whether they are finite, update.
+"""One optimizer step: accumulate the gradients of a global batch, check that they are finite, update.
 
 The loss is the sum over valid targets divided by their number in the whole batch, so the number of micro-batches
 cannot change it. A step whose loss or gradient norm is not finite touches no weights.
@@ -40,57 +40,75 @@ def train_step(
     micro_batch_rows: int,
     clip_norm: float | None = None,
 ) -> StepResult:
-    """One step; advances `state` whatever the verdict ("step", "skip" or "stop"), which is the same on all ranks.
+    """Runs one step and advances `state`. The host waits for the device once, for the loss and the gradient norm.
 
-    batch: this replica's rows of the global batch.
+    Args:
+        state: Model and optimizer.
+        batch: This replica's rows of the global batch.
+        multipliers: The schedule's values for this step.
+        machine: The machine.
+        micro_batch_rows: Rows in one forward pass.
+        clip_norm: Global gradient norm to clip to.
+
+    Returns:
+        The result. Its verdict ("step", "skip" or "stop") is the same on all ranks.
+
+    Raises:
+        ValueError: No token of the global batch is a target.
     """
-    part, tokens = accumulate(state, batch, machine, micro_batch_rows, multipliers.window)
+    part, tokens = accumulate(state, batch, machine, micro_batch_rows, multipliers.progress)
     totals = torch.stack([part.float(), part.new_tensor(batch.tokens.size, dtype=torch.float32)])
     state.optimizer.mesh.data.all_reduce(totals).wait()
-    loss, positions = totals
     norm = state.optimizer.grad_norm()
-    loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's one wait for the device
-    verdict = state.guard.observe(bool(np.isfinite(loss_value) and np.isfinite(norm_value)))
+    loss, positions, norm_value, targets = torch.stack([*totals, norm, tokens.float()]).tolist()  # the wait
+    if targets == 0:
+        raise ValueError("a batch without a single target cannot train: check the data's masks")
+    verdict = state.guard.observe(bool(np.isfinite(loss) and np.isfinite(norm_value)))
     if verdict == "step":
         if clip_norm is not None:
             state.optimizer.clip_grads(clip_norm, norm)
         state.optimizer.step(state.step - state.guard.skips, multipliers)
     state.step += 1
-    state.tokens += tokens
-    return StepResult(loss_value, norm_value, tokens, int(positions), verdict)
+    state.tokens += int(targets)
+    return StepResult(loss, norm_value, int(targets), int(positions), verdict)
 
 
 def accumulate(
-    state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int, window: float = 1.0
-) -> tuple[torch.Tensor, int]:
-    """Leaves the gradients in the optimizer's buffers → (this replica's part of the mean loss, 0-dim; valid targets of
-    the global batch).
+    state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int, progress: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leaves the gradients in the optimizer's buffers.
 
-    While the last micro-batch's backward runs, gradients are summed over the replicas as they come.
+    Gradients are summed over the replicas while the backward pass of the last micro-batch runs.
+
+    Returns:
+        This replica's part of the mean loss, and the valid targets of the global batch; 0-dim tensors on the device.
     """
-    count = torch.tensor(int(batch.mask.sum()), device=machine.device)
+    count = torch.tensor(float(batch.mask.sum()), device=machine.device)  # exact: a batch has fewer than 2^24 targets
     state.optimizer.mesh.data.all_reduce(count).wait()
-    tokens = int(count)
-    if tokens == 0:
-        raise ValueError("a batch without a single target cannot train: check the data's masks")
+    micros = [to_device(micro, count, machine) for micro in batch.split(micro_batch_rows)]
     state.optimizer.drop_grads()  # the first micro-batch's gradients are taken as they come
     loss = torch.zeros((), device=machine.device)
-    micros = list(batch.split(micro_batch_rows))
-    for number, micro in enumerate(micros, start=1):
-        inputs, targets, scale = to_device(micro, tokens, machine)
-        total, _ = loss_sum(state.model, inputs, targets, scale, window, machine.attention)
+    for number, (inputs, targets, scale) in enumerate(micros, start=1):
+        total, _ = loss_sum(state.model, inputs, targets, scale, progress, machine.attention)
         with state.optimizer.last_backward() if number == len(micros) else nullcontext():
             total.backward()
         loss += total.detach()
-    return loss, tokens
+    return loss, count
 
 
-def to_device(batch: Batch, valid_targets: int, machine: Machine) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """→ tokens, targets (B, T) int64 and scale (B, T) fp32 = mask · weight / valid_targets, on the device."""
+def to_device(
+    batch: Batch, valid_targets: int | torch.Tensor, machine: Machine
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copies a batch to the device; on a GPU from pinned memory, so that the host does not wait.
+
+    Returns:
+        tokens, targets (B, T) int64 and scale (B, T) fp32 = mask · weight / valid_targets.
+    """
     scale = batch.mask.astype(np.float32)
     if batch.weight is not None:
         scale *= batch.weight
-    scale /= valid_targets
-    arrays = (batch.tokens.astype(np.int64), batch.targets.astype(np.int64), scale)
-    tokens, targets, scales = (torch.from_numpy(a).to(machine.device, non_blocking=True) for a in arrays)
-    return tokens, targets, scales
+    host = [torch.from_numpy(a) for a in (batch.tokens, batch.targets, scale)]
+    if machine.device.type == "cuda":
+        host = [array.pin_memory() for array in host]
+    tokens, targets, scales = (array.to(machine.device, non_blocking=True) for array in host)
+    return tokens.long(), targets.long(), scales / valid_targets

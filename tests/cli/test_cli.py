@@ -284,7 +284,7 @@ def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
 
 STARTS = {
     "module": ["-m", "quern.cli.main"],
-    "script": ["-c", "import sys; from quern.cli import main, options, summaries, verbs; sys.exit(main())"],
+    "script": ["-c", "import sys; from quern.cli.main import main; sys.exit(main())"],
 }
 
 

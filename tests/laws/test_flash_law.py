@@ -156,8 +156,8 @@ TELLING = [Case(129, 20, "mixed", H=4, K=2), Case(65, H=4, K=2), Case(129, 40, H
 
 def deviation_with(mistake: str) -> float:
     file, right, wrong = MISTAKES[mistake]
-    with planted(f"quern.kernels.{file}", right, wrong):
-        importers = [f"quern.kernels.{name}" for name in ("flash_backward", "flash_launch") if name != file]
+    with planted(f"quern.kernels.attention.{file}", right, wrong):
+        importers = [f"quern.kernels.attention.{name}" for name in ("flash_backward", "flash_launch") if name != file]
         kept = {name: sys.modules.pop(name) for name in importers if name in sys.modules}
         try:
             return worst_deviation(TELLING)

@@ -15,9 +15,9 @@ from quern.generate import cache as cache_module
 from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode
 from quern.generate.engine import pad
 from quern.generate.reply import Completion
+from quern.model.base import LanguageModel
 from quern.model.context import CausalContext
 from quern.model.gpt import GPT
-from quern.model.interface import LanguageModel
 from quern.model.llama import Llama
 from tests.support.toy_engine import toy_engine, toy_model
 

@@ -61,7 +61,7 @@ def test_matmuls_are_what_torch_counts() -> None:
     """Forward is two FLOPs per matmul parameter and token; torch's counter sees no custom operator, so no
     attention, and it does see the two small gates."""
     model = GPT(SMALL)
-    model.init_parameters(torch.Generator().manual_seed(0))
+    model.initialize(0)
     with FlopCounterMode(display=False) as counter:
         model.logits(model(torch.zeros(2, 32, dtype=torch.long), CausalContext()))
     gates = sum(p.numel() for name, p in model.named_parameters() if "gate" in name)

@@ -86,7 +86,7 @@ def built(make: Any, **shape: Any) -> Any:
     recipe = resolve(replace(make, depth=4, model=replace(make.model, windows="L", **sizes)))
     made: Any = recipe.make_model(recipe.model)
     generator = torch.Generator().manual_seed(0)
-    made.init_parameters(generator)
+    made.initialize(0)
     with torch.no_grad():
         for p in made.parameters():
             p.add_(torch.empty(p.shape).normal_(0.0, 0.1, generator=generator))

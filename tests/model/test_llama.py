@@ -188,7 +188,7 @@ def initialised(seed: int, shape: ModelRecipe = SHAPE) -> Llama:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    model.init_parameters(CPU.generator(seed))
+    model.initialize(seed)
     return model
 
 
@@ -221,8 +221,8 @@ def test_a_parameter_without_initial_value_is_named() -> None:
             super().__init__(shape)
             self.forgotten = torch.nn.Parameter(torch.empty(3))
 
-    with pytest.raises(ValueError, match="no initial value is given for forgotten: add it to init_parameters"):
-        Forgetful(SHAPE).init_parameters(CPU.generator(0))
+    with pytest.raises(ValueError, match="no initial value is given for forgotten: set it in init_parameters"):
+        Forgetful(SHAPE).initialize(0)
 
 
 def test_the_first_loss_is_near_that_of_a_uniform_guess() -> None:

@@ -16,7 +16,7 @@ from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
-from quern.stages.pretrain import make_loader
+from quern.stages.pretrain import make_batches
 from quern.train.state import TrainState, build_state
 from quern.train.step import accumulate, train_step
 from tests.support.toy_training import CPU
@@ -230,7 +230,7 @@ def initialised(seed: int = 0, shape: ModelRecipe = SHAPE) -> Small:
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(math.nan)
-    model.init_parameters(torch.Generator().manual_seed(seed))
+    model.initialize(seed)
     return model
 
 
@@ -271,7 +271,7 @@ def test_a_parameter_without_a_start_is_named() -> None:
             self.extra = torch.nn.Parameter(torch.ones(3))
 
     with pytest.raises(ValueError, match="no initial value is given for extra"):
-        Forgetful(SHAPE).init_parameters(torch.Generator())
+        Forgetful(SHAPE).initialize(0)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     corpus = Corpus.from_arrays([[BOS, *rng.integers(1, 53, n)] for n in rng.integers(2, 40, 30)])
 
     def run(state: TrainState, steps: range) -> None:
-        loader, schedule = make_loader(recipe, corpus), recipe.make_schedule(recipe.train)
+        loader, schedule = make_batches(recipe, corpus), recipe.make_schedule(recipe.train)
         for step in steps:
             train_step(state, loader.batch(step), schedule(step), CPU, micro_batch_rows=1)
 

@@ -47,7 +47,7 @@ def whole_model(architecture: str) -> Any:
     """Every weight away from where it starts: zeros would hide gradients, and ones mistakes."""
     model = ARCHITECTURES[architecture]()
     generator = torch.Generator().manual_seed(1)
-    model.init_parameters(generator)
+    model.initialize(1)
     with torch.no_grad():
         for p in model.parameters():
             scale = 0.1 if p.ndim == 1 else 0.3 * p.size(-1) ** -0.5
@@ -70,7 +70,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def passed(model: Any, parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
     """Loss and losses of micro-batches, whose gradients add up in the parameters."""
-    totals, losses = zip(*[loss_sum(model, *part, window=0.7) for part in parts], strict=True)
+    totals, losses = zip(*[loss_sum(model, *part, progress=0.7) for part in parts], strict=True)
     torch.stack(totals).sum().backward()
     return torch.stack([total.detach() for total in totals]).sum(), torch.cat(losses)
 

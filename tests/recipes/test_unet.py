@@ -57,7 +57,7 @@ def test_the_schedule_at_points_worked_out_by_hand(step: int, lr: float, momentu
 def test_short_runs_have_all_of_the_schedule(steps: int) -> None:
     recipe = resolve(replace(RECIPE, depth=4, train=replace(RECIPE.train, steps=steps)))
     told = [recipe.make_schedule(recipe.train)(step) for step in range(steps)]
-    assert told[0].window == 0 and told[-1].momentum <= 0.95
+    assert told[0].progress == 0 and told[-1].momentum <= 0.95
     if steps > 7:
         assert told[steps // 5].momentum == pytest.approx(0.95) and told[-1].lr < 0.11
     assert resolve(replace(RECIPE, depth=4, train=TrainRecipe(warmup_steps=5, steps=20))).train.warmup_steps == 5

@@ -42,7 +42,7 @@ def test_what_is_declared_is_what_is_not_read(recipe: Recipe) -> None:
 
     def use_shape(shape: Any) -> None:
         model = resolved.make_model(shape)
-        model.init_parameters(torch.Generator().manual_seed(0))
+        model.initialize(0)
         tokens_BT = torch.zeros(1, 256, dtype=torch.int64)
         model.logits(model(tokens_BT, model.context(tokens_BT)))
 

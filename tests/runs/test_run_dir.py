@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from quern.machine import detect
-from quern.mesh import alone
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir, naming, plainly, refuse_unwritable
 from quern.stages import sft
+from quern.stages.session import Session
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
@@ -43,7 +43,7 @@ def open_it(run_dir: RunDir) -> None:
 
 def fine_tune(run_dir: RunDir) -> None:
     machine = detect("cpu", "fp32", compile=False)
-    sft.run(RECIPE, machine, run_dir, resume=False, source=None, command="", log=lambda line: None, mesh=alone())
+    sft.run(RECIPE, Session(stage="sft", machine=machine, run_dir=run_dir))
 
 
 def save(run_dir: RunDir, recipe: dict) -> Path:

@@ -18,6 +18,7 @@ from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
+from quern.stages.session import Session
 from quern.text.chat import render_prompt
 from quern.text.tokenizer import Tokenizer
 from tests.support.toy_training import CPU
@@ -137,7 +138,7 @@ def test_a_file_of_gpt2s_tokens_becomes_a_model_that_replies(tmp_path: Path) -> 
         train=replace(RECIPE.train, steps=3, batch_tokens=512),
     )
     run_dir, machine = RunDir(tmp_path / "out", "bin"), Machine(CPU.device, CPU.dtype, compile=False, threads=1)
-    assert pretrain.run(recipe, machine, run_dir, resume=False, source=None, command="test", log=print) == 0
+    assert pretrain.run(recipe, Session(stage="pretrain", machine=machine, run_dir=run_dir, log=print)) == 0
     loaded = load(run_dir, machine, print)
     assert loaded.tokenizer.bos == loaded.recipe.model.bos == gpt2.bos == 256 + len(gpt2.merges)
     prompt = render_prompt(loaded.tokenizer, [{"role": "user", "content": "Who are you?"}])

@@ -20,8 +20,8 @@ from quern.parallel.zero2 import Zero2
 from quern.recipes.gpt import RECIPE as BASELINE
 
 class Flipped(GPT):
-    def init_parameters(self, generator):
-        super().init_parameters(generator)
+    def initialize(self, seed):
+        super().initialize(seed)
         if {part!r} == "weights" and os.environ["RANK"] == "1":
             with torch.no_grad():
                 dict(self.named_parameters())[{name!r}].view(-1).view(torch.int32)[{at}] ^= 1

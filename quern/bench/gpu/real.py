@@ -47,7 +47,7 @@ def real(bench: Bench) -> Iterator[Measure]:
     loader = Loader(train, context, batch_tokens // context, bench.seed)
     steps = _steps_that_fit(bench, recipe, model, loader)
     recipe = recipe_of(bench, vocab_size, steps)
-    model.init_parameters(machine.generator(recipe.seed))
+    model.initialize(recipe.seed)
     state = build_state(recipe, machine, model)
     schedule = recipe.make_schedule(recipe.train)
     losses, start = [], time.perf_counter()

@@ -29,7 +29,7 @@ from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
 from quern.stages.open_data import data_of_run, make_origin, open_data
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.pretrain import fit_vocabulary, make_loader
+from quern.stages.pretrain import fit_vocabulary, make_batches
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.text.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ def _run(
         plan = _plan(recipe, prepared, cfg, mesh, rows, flops)
         log(f"training: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens in {dtype} on {describe(mesh)}")
         with Meter("training", plan.steps, "steps", silent=not first) as meter:
-            loader = make_loader(recipe, prepared.train)
+            loader = make_batches(recipe, prepared.train)
             code, _ = train.train(state, counters, loader, plan, folder, path / "checkpoints", meter.log, _shown(meter))
     if code == EXIT_DONE:
         log(f"trained on {counters.tokens:,} tokens in {counters.seconds:,.0f} s of steps → {path}")

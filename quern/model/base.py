@@ -1,0 +1,139 @@
+"""`LanguageModel`: the base class of every architecture, and all that the rest of quern asks of a model.
+
+An architecture builds its modules, runs them in `forward`, and says in class attributes what its parameters are. Each
+module initialises what it owns (`init_parameters`) and may name the optimizer group of its parameters
+(`optimizer_groups`). An idea overrides one method: `make_block`, `layers`, `context`, `loss`, `logits`.
+
+Shapes: B rows, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from quern.kernels.cross_entropy import PlainProducts, cross_entropy
+from quern.kernels.softcap import Cap, has_kernel
+from quern.model.context import CausalContext
+from quern.model.fp8 import head_products
+from quern.model.initialize import Draw
+from quern.recipe import ModelRecipe
+
+KINDS = ("embedding", "value_embeddings", "head", "matrices", "scalars")
+"""What a group of parameters can be counted as (`count.Parameters`). Each parameter of the matrices and of the head is
+multiplied with every token; the others are looked up, or too small to count in FLOPs."""
+
+
+class LanguageModel(nn.Module):
+    """Tokens → normed hidden states (`forward`) → logits."""
+
+    group_kinds: ClassVar[Mapping[str, str]] = {}
+    """For each optimizer group, one of KINDS."""
+    optimizer_groups: ClassVar[Mapping[str, str]] = {}
+    """Optimizer group of each parameter or child that is not in the default one. Any module may have this attribute;
+    the nearest module that names a parameter decides."""
+    default_groups: ClassVar[tuple[str, str, str]] = ("matrices", "value_embeddings", "scalars")
+    """Groups of parameters that no module names: matrices inside the blocks, tables of embeddings, all others."""
+    compiled_parts: ClassVar[tuple[str, ...]] = ()
+    """Methods that are compiled beside the blocks."""
+    lookback: ClassVar[int] = 0
+    """The most tokens before the current one that `context.previous_tokens` is asked for. A cache keeps as many."""
+
+    shape: ModelRecipe
+    """Resolved."""
+    embedding: nn.Embedding
+    blocks: nn.ModuleList
+    head: nn.Linear
+    cap: Cap
+    """Applied to the logits."""
+    windows: list[int | None]
+    """For each layer, the tokens that a query sees, itself included; None is all of them."""
+    attention_layers: list[int]
+    """The layers that attend: the others need no keys and values."""
+    criterion: Any = staticmethod(cross_entropy)
+    """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
+
+    def context(self, tokens_BT: Tensor, progress: float = 1.0) -> CausalContext:
+        """The context in which training and evaluation read whole rows.
+
+        Args:
+            tokens_BT: (B, T) integers.
+            progress: Share of the training run that is done, from 0 to 1; 1 in evaluation.
+        """
+        return CausalContext(progress=progress)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Hidden states (…, D) → fp32 logits (…, rows of the head), capped."""
+        return self.cap(self.head(x_BTD).float())
+
+    def loss(
+        self, x_BTD: Tensor, targets_BT: Tensor, scale_BT: Tensor, context: CausalContext
+    ) -> tuple[Tensor, Tensor]:
+        """The training loss and the loss of each token; evaluation reports the latter.
+
+        Args:
+            x_BTD: Hidden states.
+            targets_BT: (B, T) int64.
+            scale_BT: (B, T) fp32, the weight of each target's loss; zeros in evaluation.
+            context: The context of the forward pass; `context.progress` is the share of the run that is done.
+
+        Returns:
+            Σ scale · nats as a differentiable scalar, and the nats of the next token (B, T).
+        """
+        if not has_kernel(self.cap):  # a cap of an idea: through the logits, so that training and evaluation agree
+            losses_BT = nn.functional.cross_entropy(
+                self.logits(x_BTD).flatten(0, 1), targets_BT.flatten(), reduction="none"
+            ).view(targets_BT.shape)
+            return (losses_BT * scale_BT).sum(), losses_BT.detach()
+        # Low-precision products (model/fp8.py) are for training: an evaluation needs no gradient.
+        products = head_products(self.head) if torch.is_grad_enabled() else PlainProducts
+        total, losses = self.criterion(
+            x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten(), scale_BT.flatten(), self.cap, products
+        )
+        return total, losses.view(targets_BT.shape)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fills every parameter: each module's `init_parameters(draw)` fills what the module owns.
+
+        Raises:
+            ValueError: A parameter got no value; the message names it.
+        """
+        draw = Draw(self, seed)
+        for module in self.modules():
+            if hasattr(module, "init_parameters"):
+                cast(Any, module).init_parameters(draw)
+        missing = [name for name, _ in self.named_parameters() if name not in draw.filled]
+        if missing:
+            raise ValueError(
+                f"no initial value is given for {', '.join(missing)}: set it in init_parameters of its module"
+            )
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Every parameter once, with its name, by optimizer group."""
+        modules = dict(self.named_modules())
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in self.named_parameters():
+            groups.setdefault(self._group(name, p, modules), []).append((name, p))
+        return groups
+
+    def _group(self, name: str, p: nn.Parameter, modules: Mapping[str, nn.Module]) -> str:
+        parts = name.split(".")
+        for at in reversed(range(len(parts))):
+            named = getattr(modules[".".join(parts[:at])], "optimizer_groups", {})
+            if parts[at] in named:
+                return named[parts[at]]
+        matrices, tables, others = self.default_groups
+        if isinstance(modules[name.rpartition(".")[0]], nn.Embedding):
+            return tables
+        return matrices if name.startswith("blocks.") and p.ndim >= 2 else others
+
+    def compile(self, **options: Any) -> None:
+        """Compiles by block, so that layers of one kind share a compilation. options: of torch.compile."""
+        for block in self.blocks:
+            block.compile(**options)
+        for name in self.compiled_parts:
+            setattr(self, name, torch.compile(getattr(self, name), **options))
