@@ -124,25 +124,32 @@ class GPT(LanguageModel):
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
-        x_BTD = self.before_blocks(self._enter(tokens_BT, context), tokens_BT, context)
-        x_BTD, outputs = self.layers(x_BTD, tokens_BT, context)
-        return self._leave(x_BTD, outputs[self.backout_layer])
+        x_BTD, kept = self.layers(self._enter(tokens_BT, context), tokens_BT, context)
+        return self._leave(x_BTD, kept[self.backout_layer])
 
-    def before_blocks(self, x_BTD: Tensor, tokens_BT: Tensor, context: Context) -> Tensor:
-        """Hook: the stream that enters the first block, and that every block mixes in again."""
+    def before_block(
+        self, layer: int, x_BTD: Tensor, kept: dict[int | str, Tensor], tokens_BT: Tensor, context: Context
+    ) -> Tensor:
+        """Hook: returns the stream that enters a block.
+
+        Args:
+            layer: The block's number.
+            x_BTD: The stream after the block before.
+            kept: The streams after `kept_layers` so far, by layer; -1 is the one that enters the first block. An idea
+                may keep tensors of its own under a name.
+            tokens_BT: (B, T) integers.
+            context: The context of this forward pass.
+        """
         return x_BTD
 
-    def before_block(self, layer: int, x_BTD: Tensor, outputs: Mapping[int, Tensor]) -> Tensor:
-        """Hook: the stream that enters a block. outputs: (B, T, D) after each of `kept_layers` so far."""
-        return x_BTD
-
-    def layers(self, x_BTD: Tensor, tokens_BT: Tensor, context: Context) -> tuple[Tensor, dict[int, Tensor]]:
+    def layers(self, x_BTD: Tensor, tokens_BT: Tensor, context: Context) -> tuple[Tensor, dict[int | str, Tensor]]:
         """Runs the blocks → the stream after the last one, and after each of `kept_layers` (-1: before the first)."""
         x0_BTD = x_BTD.view_as(x_BTD)  # a tensor object of its own: otherwise the first block compiles separately
         rotary = rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
-        windows, outputs = context.windows(self.windows), {-1: x_BTD}
+        kept: dict[int | str, Tensor] = {-1: x_BTD}
+        windows = context.windows(self.windows)
         for layer, block in enumerate(self.blocks):
-            x_BTD = self.before_block(layer, x_BTD, outputs)
+            x_BTD = self.before_block(layer, x_BTD, kept, tokens_BT, context)
             key = str(layer)
             value = (
                 embed(tokens_BT, cast(nn.Embedding, self.value_embeddings[key]).weight)
@@ -152,8 +159,8 @@ class GPT(LanguageModel):
             scales = self.residual_scales[layer], self.x0_scales[layer]
             x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, windows[layer], context)
             if layer in self.kept_layers:
-                outputs[layer] = x_BTD
-        return x_BTD, outputs
+                kept[layer] = x_BTD
+        return x_BTD, kept
 
     def _enter(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """Embedding and smear."""

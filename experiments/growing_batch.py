@@ -1,0 +1,53 @@
+"""Hypothesis: a batch that grows 1 → 2 → 3 during training takes more steps early, where gradients agree, at equal tokens.
+
+Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489). Expected effect: lower loss at equal tokens.
+Verdict: not measured here; this file shows the seam `make_batches`. A batch stays a pure function of (seed, step).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from quern.data.batch import Batch, Batches
+from quern.data.loader import Loader
+from quern.data.shards import Corpus
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class GrowingBatches(Batches):
+    """Step s reads 1, 2 or 3 consecutive batches of half the recipe's size, so a run reads as many tokens as before."""
+
+    def __init__(self, unit: Loader, steps: int) -> None:
+        self.unit, self.steps, self.context = unit, steps, unit.context
+        self.batch_rows = 2 * unit.batch_rows
+
+    def first(self, step: int) -> int:
+        """The number of the first small batch that a step reads."""
+        bounds = (self.steps // 3, 2 * self.steps // 3)
+        return step + sum(max(0, step - bound) for bound in bounds)
+
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        units = range(self.first(step), self.first(step + 1))
+        parts = [self.unit.batch(number, rank, ranks) for number in units]
+        names = ("tokens", "targets", "mask")
+        return Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def position(self, step: int) -> tuple[int, int]:
+        return self.unit.position(self.first(step))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.unit.steps_per_epoch // 2)
+
+    def report(self) -> dict[str, float]:
+        return self.unit.report()
+
+
+def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
+    context, tokens, steps = recipe.model.context, recipe.train.batch_tokens, recipe.train.steps
+    assert context and tokens and steps
+    return GrowingBatches(Loader(corpus, context, max(1, tokens // context // 2), recipe.seed), steps)
+
+
+RECIPE = replace(BASELINE, name="growing_batch", make_batches=make_batches)

@@ -1,0 +1,30 @@
+"""Hypothesis: attention windows that start short and grow make early steps cheaper without a loss in the end.
+
+Source: modded-nanogpt grows its windows over the run. Expected effect: less time to the same loss. Verdict: not measured
+here; this file shows the seam `context` in `gpt`. Windows are tensors, so a compiled model does not compile again.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quern.model.context import CausalContext
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+BLOCK = 64
+
+
+class GrowingWindowsGPT(GPT):
+    def context(self, tokens_BT: Tensor, progress: float = 1.0) -> CausalContext:
+        """Every layer's window grows in blocks from one block to its full size, which it has before the end."""
+        assert self.shape.context
+        full = [size or self.shape.context for size in self.windows]
+        now = {size: min(size, BLOCK * max(1, math.ceil(progress * 1.25 * size / BLOCK))) for size in set(full)}
+        tensors = {size: torch.tensor(window) for size, window in now.items()}
+        return CausalContext(windows=[tensors[size] for size in full], progress=progress)
+
+
+RECIPE = replace(BASELINE, name="growing_windows", make_model=GrowingWindowsGPT)
