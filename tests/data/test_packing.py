@@ -121,7 +121,7 @@ def test_kept_tails_equal_the_naive_packer_and_lose_nothing(lengths, row_tokens,
         assert report["cropped_share"] == 0
 
 
-@given(LENGTHS, st.integers(2, 30), st.sampled_from(METHODS))
+@given(LENGTHS, st.integers(2, 30), st.sampled_from(list(METHODS)))
 def test_no_other_method_keeps_tails(lengths, row_tokens, method):
     array = np.array(lengths, dtype=np.int64)
     if method != "best-fit":
@@ -129,7 +129,7 @@ def test_no_other_method_keeps_tails(lengths, row_tokens, method):
         assert rows_of(keeping) == rows_of(pack(array, row_tokens, method)) and not keeping.start.any()
 
 
-@given(LENGTHS, st.integers(1, 30), st.sampled_from(METHODS))
+@given(LENGTHS, st.integers(1, 30), st.sampled_from(list(METHODS)))
 def test_every_document_once_heads_only_and_measured_shares(lengths, row_tokens, method):
     packing = pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer=7)
     rows = rows_of(packing)
