@@ -35,7 +35,7 @@ def faults(page: str, folder: Path) -> Iterator[str]:
     for path in re.findall(r"(?<![\w/.>…])((?:[\w.-]+/)*[\w-]+\.py)\b", page):
         if not path.startswith("path/to/") and not any(file.endswith(f"/{path.lstrip('./')}") for file in FILES):
             yield f"no file {path}"
-    for name in re.findall(r"`((?:[A-Z]+[a-z0-9]+){2,}[A-Z]*)\b[^`\n]*`", page):
+    for name in re.findall(r"`((?=\w*[a-z])[A-Z]\w*[A-Z]\w*)[^`\n]*`", page):
         if name not in CLASSES | OF_OTHERS:
             yield f"no class {name}"
     for link in re.findall(r"\]\(([^)\s]+)\)", page):
@@ -61,6 +61,7 @@ def test_a_page_names_what_exists(path: Path) -> None:
         ("see `wtch.py`, and path/to/mine.py", "no file wtch.py"),
         ("`CachedContext` attends", "no class CachedContext"),
         ("`RunFolder.stage(name)`", "no class RunFolder"),
+        ("a `KVCaches`", "no class KVCaches"),
         ("[here](docs/nothing.md)", "no page docs/nothing.md"),
         ("[here](README.md#no-such-part)", "no heading README.md#no-such-part"),
         ("## A part\n[here](#another-part)", "no heading #another-part"),
