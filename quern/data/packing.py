@@ -91,59 +91,53 @@ def best_fit(lengths: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool
     waiting = sorted(keys[:buffer])
     incoming = iter(keys[buffer:])
     order: list[int] = []
-    length: list[int] = []
+    taken: list[int] = []
     row_offsets = [0]
     space = row_tokens
     while waiting:
+        if space == 0:
+            row_offsets.append(len(order))
+            space = row_tokens
         fits = bisect_left(waiting, (space + 1) << bits)
         key = waiting.pop(fits - 1 if fits else 0)
         order.append(key)
-        taken = key >> bits
+        wanted = key >> bits
+        placed = wanted if wanted < space else space
         # The tail of a cut document returns to the buffer, with a BOS of its own.
-        cut = keep_tails and taken > space
+        cut = keep_tails and wanted > space
         following = key - ((space - 1) << bits) if cut else next(incoming, None)
-        if taken < space:
-            space -= taken
-        else:  # exactly full, or cut
-            taken = space
-            space = row_tokens
-            row_offsets.append(len(order))
-        length.append(taken)
         if following is not None:
             insort(waiting, following)
-    if row_offsets[-1] != len(order):
+        taken.append(placed)
+        space -= placed
+    if order:
         row_offsets.append(len(order))
     document = count - 1 - (np.array(order, dtype=np.int64) & ((1 << bits) - 1))
-    return document, np.array(length, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
+    return document, np.array(taken, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
 
 
 def greedy_crop(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
-    length: list[int] = []
-    row_offsets = [0]
-    space = row_tokens
-    for wanted in lengths.tolist():
-        taken = min(wanted, space)
-        length.append(taken)
-        space -= taken
-        if space == 0:
-            space = row_tokens
-            row_offsets.append(len(length))
-    if row_offsets[-1] != len(length):
-        row_offsets.append(len(length))
-    return np.arange(len(lengths)), np.array(length, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
+    return _greedy(lengths, row_tokens, crop=True)
 
 
 def greedy_pad(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
+    return _greedy(lengths, row_tokens, crop=False)
+
+
+def _greedy(lengths: np.ndarray, row_tokens: int, crop: bool) -> Rows:
+    taken: list[int] = []
     row_offsets = [0]
     space = row_tokens
-    for index, wanted in enumerate(lengths.tolist()):
-        if wanted > space:
-            row_offsets.append(index)
+    for wanted in lengths.tolist():
+        if space == 0 or (wanted > space and not crop):
+            row_offsets.append(len(taken))
             space = row_tokens
-        space -= wanted
-    if len(lengths):
-        row_offsets.append(len(lengths))
-    return np.arange(len(lengths)), lengths, np.array(row_offsets, dtype=np.int64)
+        placed = wanted if wanted < space else space
+        taken.append(placed)
+        space -= placed
+    if taken:
+        row_offsets.append(len(taken))
+    return np.arange(len(lengths)), np.array(taken, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
 
 
 def first_fit_decreasing(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
