@@ -12,7 +12,7 @@ chunk is kept. To resume late in a run, the loader packs all earlier chunks agai
 
 Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once. With masks it does not,
 because a tail may have no target. With masks, a BOS in mid-document is no target. A BOS that follows a part of
-a document that goes on elsewhere is never a target, because no document ended there.
+a document that continues elsewhere is never a target, because no document ended there.
 
 Pieces without a target are left out. The first segment of a row is never cut shorter than the row, so every
 row has a target, and so has every batch and micro-batch of every rank.
