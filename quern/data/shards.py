@@ -279,8 +279,8 @@ class Corpus:
         for file in entry["files"]:
             part = map_tokens(folder / file["name"], headerless=False)
             first = np.load(folder / file["starts"]["name"], allow_pickle=False)
-            ends = np.append(first[1:], len(part.tokens))
-            if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or (ends <= first).any():
+            rises = np.diff(first, append=len(part.tokens)) > 0
+            if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or not rises.all():
                 raise ValueError(f"{folder / file['name']} does not match its document starts; prepare it again")
             parts.append(part)
             firsts.append(first)
