@@ -1,14 +1,14 @@
-# Every target does the set-up it needs; the second time that costs nothing. POSIX sh, GNU or BSD-compatible make.
+# Every target first installs what it needs, once. POSIX sh, GNU or BSD-compatible make.
 #
-#   make quickstart   text → model → chat, then a report          make laws      the README's table of laws
+#   make quickstart   text → model → chat, then a report          make laws      measure the laws, write docs/laws.md
 #   make test         the whole suite                             make bench     throughput of every stage
 #   make check        lint, types, import layers                  make campaign  the slow, many-trial tests
-#   make clean        remove caches and .venv (never out/)
+#   make clean        remove caches and .venv, keep out/
 #
 # Variables:  PYTHON  the interpreter that makes .venv (3.11 or newer)
 #             TORCH   the torch version to install; a torch already in .venv is kept
 #             TRITON  the triton version for the tests' interpreter; one that came with torch's CUDA build is kept
-#             JOBS    test processes; each computes on one thread
+#             JOBS    number of test processes, of one thread each
 #             TESTS   what `make test` runs, for example TESTS=tests/text
 
 PYTHON ?= python3
@@ -31,7 +31,7 @@ help:
 
 setup: $(DEV)
 
-# torch goes first and by exact version: a range would let pip replace a local CPU build by the newest CUDA one.
+# Install torch first, by exact version: with a range, pip could replace a local CPU build by the newest CUDA build.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "quern needs Python 3.11 or newer; name one: make PYTHON=python3.12 quickstart"; exit 1; }
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e ".[serve]"
 	@touch $@
 
-# What tests and checks need besides. triton's annotations change with its version, and pyright reads them.
+# The extra packages of tests and checks. The triton version is fixed because pyright reads its annotations.
 $(DEV): $(STAMP)
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(sys.platform == "linux" and u.find_spec("triton") is None)' || \
 		$(BIN)/python -m pip install "triton==$(TRITON)"
@@ -60,7 +60,7 @@ quickstart: $(STAMP)
 test: $(DEV)
 	$(PYTEST) -n $(JOBS) -m "not campaign" --durations=15 $(TESTS)
 
-# Side by side: types take a core for most of the time.
+# In parallel, because pyright uses one core for most of the time.
 check: $(DEV)
 	@$(MAKE) --no-print-directory --output-sync --jobs 2 types lint layers
 
@@ -76,7 +76,7 @@ layers:
 
 laws: $(DEV)
 	$(PYTEST) -n $(JOBS) -m "not campaign" --laws-out $(LAWS) tests/laws
-	$(BIN)/python tests/laws/table.py $(LAWS) README.md
+	$(BIN)/python tests/laws/table.py $(LAWS) README.md docs/laws.md
 
 bench: $(STAMP)
 	$(BIN)/quern bench

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # modded-nanogpt's run of May 2025: 12 layers, 768 wide, 6 heads, 1,770 steps of 8 streams of 48k tokens of FineWeb.
-# Its goal is a validation loss of 3.28 on the first 10,485,760 tokens of its validation file (at four bytes a token,
-# as val-megabytes counts); ours leaves out the <|endoftext|> targets and reads each document from its beginning.
+# Its goal is a validation loss of 3.28 on the first 10,485,760 tokens of its validation file (val-megabytes counts four
+# bytes per token). Our validation omits the <|endoftext|> targets and reads each document from its beginning.
 #
 #   runs/speedrun.sh fineweb10B r50k_base.tiktoken --ranks 8 --train.fp8 head [more flags of `quern pretrain unet`]
 #
 # fineweb10B: a folder of its .bin files (fineweb_train_*.bin, fineweb_val_*.bin); r50k_base.tiktoken: GPT-2's vocabulary
-# as tiktoken keeps it. Eight GPUs read a stream each; with fewer ranks each reads several, one after the other.
+# as tiktoken stores it. Each of eight GPUs reads one stream; with fewer ranks, each rank reads several in sequence.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then

@@ -1,8 +1,6 @@
-"""Shared by every test: the recorder of the laws' deviations, reproducible hypothesis, no network, and a compiler
-that is switched as each test found it.
+"""Shared by every test: the `law` fixture, reproducible hypothesis, no network, and a restored compiler stance.
 
-`law(name, deviation, bar)` records what a law's test measured; it asserts nothing, the test does that itself.
-`pytest --laws-out FILE` writes the records of the tests that passed as JSON, also when xdist spreads them.
+`pytest --laws-out FILE` writes what the `law` fixture recorded in tests that passed as JSON, also under xdist.
 """
 
 import ipaddress
@@ -25,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class LawRecorder:
-    """Collects the `law` entries of passed tests on the controlling process and writes them at the end."""
+    """Collects the `law` records of passed tests in the controlling process and writes them at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,20 +41,26 @@ class LawRecorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--laws-out")
-    is_worker = hasattr(config, "workerinput")  # xdist's workers send their reports to the controller
+    is_worker = hasattr(config, "workerinput")  # xdist workers send their reports to the controller
     if path is not None and not is_worker:
         config.pluginmanager.register(LawRecorder(path), "law-recorder")
 
 
 @pytest.fixture
 def law(request: pytest.FixtureRequest) -> Callable[[str, float | int | str, str], None]:
-    """law(name, deviation, bar): record a measured deviation (a number, or words such as "equal")."""
+    """law(name, deviation, bar) records a measured deviation. It asserts nothing; the test does that itself.
+
+    Args of the returned function:
+        name: The law, the same in every case that shares a row of the table.
+        deviation: A number (also a NumPy or torch scalar), words such as "equal", or a bool: equal or not.
+        bar: What the deviation is compared with, and its unit.
+    """
 
     def record(name: str, deviation: float | int | str, bar: str) -> None:
         if isinstance(deviation, bool):
             deviation = "equal" if deviation else "differs"
         elif not isinstance(deviation, str):
-            deviation = float(deviation)  # also a NumPy or torch scalar, which a report could not carry
+            deviation = float(deviation)  # xdist cannot serialise a NumPy or torch scalar
         test = request.node.nodeid.split("::")[0]
         entry = {"law": name, "deviation": deviation, "bar": bar, "test": test}
         request.node.user_properties.append(("law", entry))
@@ -78,7 +82,7 @@ def _is_local(address: object) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network() -> Iterator[None]:
-    """Refuse every connection that leaves this machine: the suite needs nothing but the package index."""
+    """Refuse every connection to another machine."""
     connect = socket.socket.connect
 
     def guarded(self: socket.socket, address: Any) -> None:
@@ -93,7 +97,7 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiler_as_before() -> Iterator[None]:
-    """A command decides for its whole process whether anything is compiled; a test's, for that test."""
+    """Restore the compiler stance that a test changes: a command sets it for its whole process."""
 
     def stance() -> str:
         dynamo = sys.modules.get("torch._dynamo.eval_frame")  # most tests never load it

@@ -1,7 +1,4 @@
-"""The writer of the README's table: what it prints, what it refuses, and that it touches nothing else.
-
-And a check on the page itself: every test file that records a law stands in the table, and no other.
-"""
+"""The table of laws: what its writer prints, refuses and leaves unchanged; and that both pages are up to date."""
 
 import importlib.util
 import json
@@ -28,18 +25,18 @@ def record(law: str, deviation: float | str, bar: str = "≤ 1e-5", test: str = 
     return {"law": law, "deviation": deviation, "bar": bar, "test": test}
 
 
-def test_the_largest_deviation_of_a_law_stands_in_its_one_row() -> None:
+def test_a_law_has_one_row_with_its_largest_deviation() -> None:
     records = [
         record("a = b", 0.0),
         record("a = b", 3.26e-7),
         record("a = b", 1e-9),
         record("c | d", "equal", "bits"),
     ]
-    assert table.markdown(records).splitlines() == [
+    assert table.markdown(table.rows(records), "../").splitlines() == [
         "| law | bar | measured | test |",
         "|---|---|---|---|",
-        "| a = b | ≤ 1e-5 | 3.3e-07 | [test_a.py](tests/laws/test_a.py) |",
-        "| c \\| d | bits | equal | [test_a.py](tests/laws/test_a.py) |",
+        "| a = b | ≤ 1e-5 | 3.3e-07 | [test_a.py](../tests/laws/test_a.py) |",
+        "| c \\| d | bits | equal | [test_a.py](../tests/laws/test_a.py) |",
     ]
 
 
@@ -49,37 +46,45 @@ def test_zero_and_counts_are_shown_as_whole_numbers() -> None:
 
 def test_two_bars_for_one_law_and_an_empty_record_are_refused() -> None:
     with pytest.raises(ValueError, match="several bars"):
-        table.markdown([record("a", 1.0), record("a", 1.0, bar="≤ 1")])
+        table.rows([record("a", 1.0), record("a", 1.0, bar="≤ 1")])
     with pytest.raises(ValueError, match="no law was recorded"):
-        table.markdown([])
+        table.rows([])
 
 
-def test_only_what_stands_between_the_markers_changes(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text(f"before \\1\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
-    laws = tmp_path / "laws.json"
-    laws.write_text(json.dumps([record("a = b", 0.0)]), encoding="utf-8")
+def test_the_pages_are_written_and_the_rest_of_the_readme_stays(tmp_path: Path) -> None:
+    paths = records, page, laws = [tmp_path / name for name in ("laws.json", "README.md", "laws.md")]
+    page.write_text(f"before \\1\n{table.BEGIN}\nstale\n{table.END}\nafter\n", encoding="utf-8")
+    laws.write_text("stale", encoding="utf-8")
+    recorded = [record(law, 0.0) for law in ("another = law", *table.IN_README)]
+    records.write_text(json.dumps(recorded), encoding="utf-8")
     for _ in range(2):  # writing twice changes nothing more
-        assert table.main([str(laws), str(page)]) == 0
+        assert table.main(list(map(str, paths))) == 0
     text = page.read_text(encoding="utf-8")
     assert text.startswith(f"before \\1\n{table.BEGIN}\n| law |")
     assert text.endswith(f"| [test_a.py](tests/laws/test_a.py) |\n{table.END}\nafter\n")
-    assert "old" not in text
+    assert "stale" not in text and "another = law" not in text and text.count("test_a.py](") == len(table.IN_README)
+    whole = laws.read_text(encoding="utf-8")
+    assert whole.startswith("# The laws\n") and whole.count("](../tests/laws/test_a.py)") == len(table.IN_README) + 1
 
 
-def test_a_page_without_its_markers_is_refused() -> None:
+def test_a_page_without_its_markers_and_a_law_without_a_record_are_refused() -> None:
     with pytest.raises(ValueError, match="once each"):
         table.insert("no markers", "| law |")
+    with pytest.raises(ValueError, match="not recorded.*'c = d'"):
+        table.chosen(table.rows([record("a = b", 0.0)]), ["a = b", "c = d"])
 
 
-def test_the_readme_lists_every_law_file_and_no_other() -> None:
-    """`make laws` has been run since the last law was added."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    between = page.split(table.BEGIN)[1].split(table.END)[0]
-    listed = set(re.findall(r"\]\((tests/[^)]+)\)", between))
+def test_the_pages_list_every_law_file_and_no_other() -> None:
+    """`make laws` has been run since the last law was added, and README.md has the same rows."""
+    page = (ROOT / "docs" / "laws.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(\.\./(tests/[^)]+)\)", page))
     recording = {
         file.relative_to(ROOT).as_posix()
         for file in (ROOT / "tests" / "laws").rglob("test_*.py")
         if re.search(r"\blaw\(", file.read_text(encoding="utf-8"))
     }
     assert listed == recording, "run `make laws`"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").split(table.BEGIN)[1].split(table.END)[0]
+    shown = [line for line in readme.splitlines() if "](tests/laws/" in line]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in shown] == list(table.IN_README), "run `make laws`"
+    assert all(line.replace("](tests/", "](../tests/") in page.splitlines() for line in shown), "run `make laws`"

@@ -1,6 +1,6 @@
-"""What a training step reads: a batch, and what every source of batches can do.
+"""Batch: the tokens of one training step; Batches: the interface of every loader.
 
-A batch is a pure function of (seed, step), whatever the number of ranks and micro-batches that share it.
+A batch is a pure function of (seed, step), for any number of ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -12,18 +12,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quern.data.shards import Corpus
+
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens, targets: (B, T) int32. mask: (B, T) bool, which targets count. weight: (B, T) float32 or None.
+    """Rows of tokens with their targets.
 
-    targets[b, t] follows tokens[b, t]. Padding holds BOS and is never in the mask.
+    Args:
+        tokens: (B, T) int32. Padding is BOS.
+        targets: (B, T) int32; targets[b, t] is the token after tokens[b, t].
+        mask: (B, T) bool, True where the target counts. False at padding.
+        weight: (B, T) float32, or None for equal weights.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     mask: np.ndarray
     weight: np.ndarray | None = None
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray, mask: np.ndarray) -> Batch:
+        """A batch from rows of T + 1 tokens, (B, T + 1) int32, and the mask of the targets, (B, T) bool."""
+        return cls(*map(np.ascontiguousarray, (rows[:, :-1], rows[:, 1:], mask)))
 
     @property
     def rows(self) -> int:
@@ -40,10 +51,27 @@ class Batch:
 
 
 class Batches(ABC):
-    """Batches of `batch_rows` (all ranks together) rows of `context` targets, by step from 0."""
+    """Batches by step, from 0.
 
-    context: int
-    batch_rows: int
+    Args:
+        corpus: The documents.
+        context: Targets of a row.
+        batch_rows: Rows of a global batch, over all ranks.
+        seed: 0 to 2**63 - 1.
+        bos: The tokenizer's BOS, compared with the corpus; None skips the check.
+
+    Raises:
+        ValueError: A value is out of range, or the corpus has another BOS.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, bos: int | None = None) -> None:
+        if context < 1 or batch_rows < 1:
+            raise ValueError(f"context ({context}) and batch_rows ({batch_rows}) must be at least 1")
+        if not 0 <= seed < 1 << 63:
+            raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
+        if bos is not None and bos != corpus.bos:
+            raise ValueError(f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}")
+        self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
 
     @abstractmethod
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
@@ -51,16 +79,16 @@ class Batches(ABC):
 
     @abstractmethod
     def position(self, step: int) -> tuple[int, int]:
-        """(epoch, row within it) where the batch of `step` begins."""
+        """(epoch, row in that epoch) of the first row of the batch of `step`."""
 
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int:
-        """Steps that see every row of the first epoch."""
+        """Steps that read every row of the first epoch."""
 
     @abstractmethod
     def report(self) -> dict[str, float]:
-        """Counts and shares of what an epoch shows of the corpus."""
+        """Counts and shares of one epoch over the corpus."""
 
     def micro_batches(self, step: int, rows: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
         """The batch of (step, rank) in pieces of `rows` rows."""
@@ -75,11 +103,11 @@ class Batches(ABC):
         return digest.hexdigest()
 
     def _rows_of(self, step: int, rank: int, ranks: int) -> np.ndarray:
-        """Which rows of the endless sequence of rows rank `rank` of `ranks` reads at `step`."""
+        """Indices, over all epochs, of the rows that this rank reads at `step`."""
         if not 0 <= rank < ranks <= self.batch_rows:
             raise ValueError(
-                f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows: take fewer ranks, "
-                "or more tokens in a batch, a row for each rank at least"
+                f"rank {rank} of {ranks} cannot read a batch of {self.batch_rows} rows: use fewer ranks, "
+                "or more tokens in a batch (at least one row for each rank)"
             )
         return self._first_row(step) + np.arange(rank, self.batch_rows, ranks)
 
@@ -88,14 +116,7 @@ class Batches(ABC):
             raise ValueError(f"step {step} is negative; steps count from 0")
         return step * self.batch_rows
 
-
-def numbers(seed: int, epoch: int, use: int) -> np.random.Generator:
-    """A generator for one use in one epoch."""
-    # As spawn key and not as one list: SeedSequence([5]) equals SeedSequence([5, 0]), and [2**32, 0] equals
-    # [0, 1].
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, use))))
-
-
-def check_seed(seed: int) -> None:
-    if not 0 <= seed < 1 << 63:
-        raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
+    def _numbers(self, epoch: int, use: int) -> np.random.Generator:
+        """A generator for one use in one epoch."""
+        # A spawn key, not one list: SeedSequence([5]) equals SeedSequence([5, 0]), and [2**32, 0] equals [0, 1].
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch, use))))

@@ -1,22 +1,21 @@
-"""The loader: a batch is a pure function of (seed, step).
+"""Loader of packed rows, prefetch in a thread, and windows for validation.
 
-A document longer than a row of context + 1 tokens is cut into pieces, each BOS and up to `context` tokens; a
-shorter one is one piece. Pieces are places in the corpus, nothing is copied. Each epoch permutes all pieces
-by (seed, epoch), cuts the permutation into chunks, packs a chunk into rows and shuffles its rows. Rows of all
-epochs form one endless sequence, and step s takes rows s·batch_rows up to (s + 1)·batch_rows, so a batch may
-straddle epochs. Rank r of N reads rows r, r + N, … of that one global batch: neither the number of ranks nor
-accumulation changes what is trained on, and resuming needs no state.
+A document longer than a row (context + 1 tokens) is cut into pieces: each is BOS and up to `context` tokens. A
+shorter document is one piece. A piece is a position in the corpus; no token is copied. Each epoch permutes all
+pieces by (seed, epoch), cuts the permutation into chunks, packs each chunk into rows, and shuffles the rows of
+the chunk. The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to
+(s + 1)·batch_rows - 1, so a batch may span two epochs. Rank r of N reads rows r, r + N, … of the global batch.
+So neither the number of ranks nor accumulation changes the training data, and resuming needs no state.
 
-Packing runs lazily, a chunk at a time (about a million pieces a second), and only the rows per chunk are
-remembered. Start-up and memory stay bounded; to resume deep in a run, the chunks before it are packed again.
+Chunks are packed when they are first read (about a million pieces a second), and only the number of rows of each
+chunk is kept. To resume late in a run, the loader packs all earlier chunks again.
 
-Best-fit also keeps the tail of a piece it cuts to fill a row, so an epoch shows every token once. The BOS
-that starts a piece or a tail in mid-document is no target where masks say what to learn, and a BOS that
-follows a part of a document broken off before its end is never one: no document ended there.
+Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once. With masks it does not,
+because a tail may have no target. With masks, a BOS in mid-document is no target. A BOS that follows a part of
+a document that continues elsewhere is never a target, because no document ended there.
 
-Pieces without anything to learn are left out. A row's first segment is never cut shorter than the row, so
-every row, hence every batch and micro-batch of any rank, has a target. With masks tails are not kept, as they
-might have nothing to learn and begin a row.
+Pieces without a target are left out. The first segment of a row is never cut shorter than the row, so every
+row has a target, and so has every batch and micro-batch of every rank.
 """
 
 from __future__ import annotations
@@ -27,22 +26,30 @@ import threading
 from bisect import bisect_right
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from quern.data.batch import Batch, Batches, check_seed, numbers
-from quern.data.packing import METHODS, Packing, pack
+from quern.data.batch import Batch, Batches
+from quern.data.packing import Packing, pack, packer
 from quern.data.shards import Corpus
 
-CHUNKS_KEPT = 3  # a batch rarely touches more than two; the third lets a prefetch thread and a reader coexist
+CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
 TOO_LONG = ("split", "crop", "drop")
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A packed chunk. Of each segment: source, the place in the corpus of the token whose slot it begins with
-    (BOS takes it); resumed, it begins in mid-document; broken, it ends there. order: the rows, shuffled.
-    heads: how many pieces are a document's first."""
+    """A packed chunk.
+
+    Args:
+        packing: Its rows.
+        source: Position in the corpus of the token that the BOS of each segment replaces.
+        resumed: Whether a segment begins in mid-document.
+        broken: Whether a segment ends in mid-document.
+        order: The rows, shuffled.
+        heads: Number of pieces that begin a document.
+    """
 
     packing: Packing
     source: np.ndarray
@@ -53,13 +60,18 @@ class _Chunk:
 
 
 class Loader(Batches):
-    """Batches of `batch_rows` (all ranks together) rows of `context` targets.
+    """Batches of packed rows.
 
-    seed: ≥ 0. packing: one of packing.METHODS. too_long: what becomes of a document longer than context + 1
-    tokens. "split" cuts it into pieces that start with BOS, and best-fit keeps the tails it cuts off (unless
-    there are masks); "crop" keeps its head and "drop" leaves it out, and cut tails are discarded. `report`
-    counts all that. buffer: see packing. bos: checked against the corpus when given. chunk_documents: how
-    many pieces are packed at a time.
+    Args:
+        corpus, context, batch_rows, seed, bos: See `Batches`.
+        packing: A key of `packing.METHODS`.
+        too_long: What happens to a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
+            then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
+        buffer: See `pack`.
+        chunk_documents: Pieces that are packed together.
+
+    Raises:
+        ValueError: A value is out of range or unknown, or no document has a target.
     """
 
     def __init__(
@@ -75,17 +87,12 @@ class Loader(Batches):
         buffer: int = 1000,
         chunk_documents: int = 65536,
     ) -> None:
-        if context < 1 or batch_rows < 1 or chunk_documents < 1:
-            sizes = f"context ({context}), batch_rows ({batch_rows}), chunk_documents ({chunk_documents})"
-            raise ValueError(f"{sizes}: each must be at least 1")
-        check_seed(seed)
-        if packing not in METHODS:
-            raise ValueError(f"unknown packing {packing!r}; use one of: {', '.join(METHODS)}")
+        super().__init__(corpus, context, batch_rows, seed, bos)
+        packer(packing)  # an unknown name is refused here, not at the first batch
+        if chunk_documents < 1:
+            raise ValueError(f"chunk_documents ({chunk_documents}) must be at least 1")
         if too_long not in TOO_LONG:
             raise ValueError(f"unknown too_long {too_long!r}; use one of: {', '.join(TOO_LONG)}")
-        if bos is not None and bos != corpus.bos:
-            raise ValueError(f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}")
-        self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
         self.packing, self.too_long, self.buffer = packing, too_long, buffer
         self._row_tokens = context + 1
         self._keeps_tails = too_long == "split" and corpus.masks is None
@@ -99,7 +106,7 @@ class Loader(Batches):
                 f"{self._row_tokens:,} tokens ({int(long.sum()):,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )
-        # Of each piece its document, and the index there of the token whose place BOS takes (0: BOS itself).
+        # The document of each piece, and the index in it of the token that BOS replaces (0: BOS itself).
         self._document, self._offset = _narrow(document[kept]), _narrow(offset[kept])
         learning = np.bincount(document[learns], minlength=corpus.num_documents) > 0
         too_long_count = int((long & learning).sum())
@@ -115,30 +122,24 @@ class Loader(Batches):
         chunks = -(-len(self._document) // chunk_documents)
         self._bounds = np.arange(chunks + 1) * len(self._document) // chunks
         self._row_ends: list[int] = []  # rows up to the end of each chunk, over all epochs
-        self._chunks: dict[int, _Chunk] = {}  # most recently used last
-        self._permutation: tuple[int, np.ndarray] | None = None
+        self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
+        self._permutation = lru_cache(1)(self._make_permutation)
         self._lock = threading.Lock()
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """Rows rank, rank + ranks, … of the global batch of `step` (from 0)."""
         wanted = self._rows_of(step, rank, ranks)
         shape = (len(wanted), self._row_tokens)
         tokens = np.full(shape, self.corpus.bos, dtype=np.int32)
         mask = np.zeros(shape, dtype=bool)
         done = 0
         while done < len(wanted):
-            index, chunk, base, end = self._find(int(wanted[done]))
+            _, chunk, base, end = self._find(int(wanted[done]))
             here = int(np.searchsorted(wanted, end))
             self._fill(chunk, wanted[done:here] - base, tokens[done:here], mask[done:here])
             done = here
-        return Batch(
-            np.ascontiguousarray(tokens[:, :-1]),
-            np.ascontiguousarray(tokens[:, 1:]),
-            np.ascontiguousarray(mask[:, 1:]),
-        )
+        return Batch.of_rows(tokens, mask[:, 1:])
 
     def position(self, step: int) -> tuple[int, int]:
-        """(epoch, row within it) where the batch of `step` begins."""
         first = self._first_row(step)
         index, _, _, _ = self._find(first)
         epoch = index // self._chunks_per_epoch
@@ -147,20 +148,23 @@ class Loader(Batches):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that see every row of the first epoch (others differ by a few). Packs that whole epoch."""
+        """Steps that read every row of the first epoch; other epochs differ by a few. Packs the whole epoch."""
         with self._lock:
             while len(self._row_ends) < self._chunks_per_epoch:
                 self._append_chunk()
         return -(-self._row_ends[self._chunks_per_epoch - 1] // self.batch_rows)
 
     def report(self) -> dict[str, float]:
-        """Counts over the corpus, and the packing's shares over the first chunk of the first epoch.
+        """Measures the first epoch.
 
-        documents_too_long: longer than a row; documents_split: those of them that were cut. pieces: all that
-        an epoch packs, whole documents included. left_out_share: of the corpus's tokens but BOS, those in no
-        piece (without a target, or dropped). added_bos_share: of all row slots, those with a BOS beyond each
-        document's own, which cutting adds. The rest: Packing.report, whose cropped_share is of the tokens in
-        pieces, or with "crop" of whole documents.
+        Returns:
+            documents, documents_without_target: Counts over the corpus.
+            documents_too_long: Documents longer than a row; documents_split: those of them that were cut.
+            pieces: Pieces of an epoch, whole documents included.
+            left_out_share: Share of the corpus's tokens (without BOS) in no piece: no target, or dropped.
+            added_bos_share: Share of all slots with a BOS that cutting added.
+            The shares of `Packing.report` over the first chunk; cropped_share is of the tokens in pieces, or with
+            "crop" of whole documents.
         """
         _, chunk, _, _ = self._find(0)
         packed = chunk.packing.report()
@@ -172,39 +176,29 @@ class Loader(Batches):
         return len(self._bounds) - 1
 
     def _find(self, row: int) -> tuple[int, _Chunk, int, int]:
-        """The chunk that holds a row (counted over all epochs): its index, itself, its first row, its end."""
+        """The chunk of a row (an index over all epochs): its index, the chunk, its first row, its end."""
         with self._lock:
             while not self._row_ends or self._row_ends[-1] <= row:
                 self._append_chunk()
             index = bisect_right(self._row_ends, row)
-            chunk = self._chunks.pop(index, None) or self._make_chunk(index)
-            self._keep(index, chunk)
+            chunk = self._chunk(index)
             return index, chunk, self._row_ends[index] - len(chunk.order), self._row_ends[index]
 
     def _append_chunk(self) -> None:
-        index = len(self._row_ends)
-        chunk = self._make_chunk(index)
+        chunk = self._chunk(len(self._row_ends))
         self._row_ends.append((self._row_ends[-1] if self._row_ends else 0) + len(chunk.order))
-        self._keep(index, chunk)
-
-    def _keep(self, index: int, chunk: _Chunk) -> None:
-        self._chunks[index] = chunk
-        while len(self._chunks) > CHUNKS_KEPT:
-            del self._chunks[next(iter(self._chunks))]
 
     def _lengths(self, pieces: np.ndarray | slice) -> np.ndarray:
-        """Tokens of pieces, BOS included; with "crop" of whole documents, so that what is lost counts."""
+        """Tokens of pieces with BOS; with "crop", of whole documents, so that cropped tokens are counted."""
         rest = self.corpus.lengths[self._document[pieces]] - self._offset[pieces]
         return np.minimum(rest, self._row_tokens) if self.too_long == "split" else rest
 
+    def _make_permutation(self, epoch: int) -> np.ndarray:
+        return self._numbers(epoch, 0).permutation(_narrow(np.arange(len(self._document))))
+
     def _make_chunk(self, index: int) -> _Chunk:
         epoch, part = divmod(index, self._chunks_per_epoch)
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = (
-                epoch,
-                numbers(self.seed, epoch, 0).permutation(_narrow(np.arange(len(self._document)))),
-            )
-        piece = self._permutation[1][self._bounds[part] : self._bounds[part + 1]]
+        piece = self._permutation(epoch)[self._bounds[part] : self._bounds[part + 1]]
         packing = pack(self._lengths(piece), self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails)
         heads = int(np.count_nonzero(self._offset[piece] == 0))
         piece = piece[packing.document]
@@ -214,12 +208,12 @@ class Loader(Batches):
             source=self.corpus.starts[document] + start,
             resumed=start > 0,
             broken=start + packing.length < self.corpus.lengths[document],
-            order=numbers(self.seed, epoch, 1 + part).permutation(packing.rows),
+            order=self._numbers(epoch, 1 + part).permutation(packing.rows),
             heads=heads,
         )
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """Copies rows (indices into chunk.order) to tokens and mask: (rows, row_tokens), contiguous."""
+        """Copies rows (indices into chunk.order) to `tokens` and `mask`, (rows, row_tokens), contiguous."""
         packed = chunk.order[rows]
         first = chunk.packing.row_offsets[packed]
         counts = chunk.packing.row_offsets[packed + 1] - first
@@ -238,16 +232,15 @@ class Loader(Batches):
         else:
             for frm, to, count in zip(source.tolist(), at.tolist(), length.tolist(), strict=True):
                 flat_mask[to : to + count] = self.corpus.masks[frm : frm + count]
-            flat_mask[at[chunk.resumed[segment]]] = False  # here the mask is that of the token BOS replaced
+            flat_mask[at[chunk.resumed[segment]]] = False  # it has the mask of the token that BOS replaced
         following = (at + length)[chunk.broken[segment]]
         flat_mask[following[following % self._row_tokens > 0]] = False
 
 
 def _cut(corpus: Corpus, context: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(document, offset) of consecutive pieces of up to `context` tokens after their BOS, int64 each.
+    """(document, offset) of consecutive pieces, int64: piece = BOS and up to `context` tokens from offset + 1 on.
 
-    A piece holds the document's tokens from offset + 1 on. A document of nothing but BOS has none. With
-    `whole` each document is a single piece.
+    A document of BOS alone has no piece. With `whole`, each document is one piece.
     """
     counts = np.ones_like(corpus.lengths) if whole else -(-(corpus.lengths - 1) // context)
     document = np.repeat(np.arange(corpus.num_documents), counts)
@@ -255,7 +248,7 @@ def _cut(corpus: Corpus, context: int, whole: bool = False) -> tuple[np.ndarray,
 
 
 def _learns(corpus: Corpus, document: np.ndarray, offset: np.ndarray, row_tokens: int) -> np.ndarray:
-    """(pieces,) bool: whether a piece's first row_tokens tokens hold a target; its BOS is none."""
+    """(pieces,) bool: whether the first row_tokens tokens of a piece have a target. BOS is no target."""
     length = np.minimum(corpus.lengths[document] - offset, row_tokens)
     if corpus.masks is None:
         return length > 1
@@ -265,17 +258,23 @@ def _learns(corpus: Corpus, document: np.ndarray, offset: np.ndarray, row_tokens
 
 
 def _narrow(indices: np.ndarray) -> np.ndarray:
-    """As int32 where that is wide enough: there is one for each piece of the corpus."""
+    """The indices as int32 if they fit, to halve their memory: there is one for each piece of the corpus."""
     return indices.astype(np.int32 if not indices.size or indices.max() < 1 << 31 else np.int64)
 
 
 def prefetch(
     loader: Batches, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
-    """Batches of steps start … stop - 1 (endless without stop), made `depth` ahead in a thread.
+    """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
 
-    An error of the reader is raised here, in its turn. The thread ends when the iterator is closed or
-    dropped.
+    Args:
+        loader: The source.
+        start, stop: First step, and the step after the last; endless if stop is None.
+        depth: Batches that are read ahead.
+        rank, ranks: See `Batches.batch`.
+
+    Raises:
+        Exception: An error of the reader, when its batch is asked for.
     """
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, depth))
     closed = threading.Event()
@@ -294,7 +293,7 @@ def prefetch(
                     return
                 hand_over(loader.batch(step, rank, ranks))
             hand_over(None)
-        except BaseException as error:  # whatever it is, the consumer must hear of it rather than wait
+        except BaseException as error:  # the consumer must get any error instead of waiting
             hand_over(error)
 
     thread = threading.Thread(target=read, name="prefetch", daemon=True)
@@ -310,13 +309,20 @@ def prefetch(
 
 
 def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:
-    """Every document in consecutive windows, each token but the leading BOS a target exactly once.
+    """Cuts every document into consecutive windows; each token except the leading BOS is a target once.
 
-    A window is BOS and up to `context` tokens as targets: tokens [BOS, t1 … t(n-1)], targets [t1 … tn], n ≤
-    context. Windows of like length share a batch, longest first; T is the longest one, rounded up to
-    `multiple` (at most context), which bounds the number of shapes; set it to `context` for a single one.
-    Each batch has `rows` rows, those that are left over are all masked. This is the measure behind bits per
-    byte; it needs no seed.
+    A window has tokens [BOS, t1 … t(n-1)] and targets [t1 … tn], n ≤ context. Windows of similar length share a
+    batch, longest first. Bits per byte is measured on these windows; they need no seed.
+
+    Args:
+        corpus: The documents.
+        context: Most targets of a window.
+        rows: Rows of every batch; unused rows of the last batch are fully masked.
+        multiple: T is the longest window of the batch rounded up to this, at most `context`. It bounds the number
+            of shapes; `context` gives one shape.
+
+    Raises:
+        ValueError: A number is below 1, or no document has a token after BOS.
     """
     if context < 1 or rows < 1 or multiple < 1:
         raise ValueError(f"context ({context}), rows ({rows}) and multiple ({multiple}) must be at least 1")
@@ -336,4 +342,4 @@ def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) ->
         if corpus.masks is not None:
             for row, (frm, count) in enumerate(zip(source.tolist(), length[chosen].tolist(), strict=True)):
                 mask[row, :count] = corpus.masks[frm : frm + count]
-        yield Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), mask)
+        yield Batch.of_rows(tokens, mask)

@@ -1,43 +1,51 @@
-"""Packing: which documents share a row, decided from document lengths alone.
+"""Packing: chooses which documents share a row, from document lengths alone.
 
-A row holds `row_tokens` tokens (context + 1). Each document is placed as one segment, its head; when it is
-cropped the tail is discarded. Only best-fit can keep the tails instead (`keep_tails`): a tail goes back to
-the buffer as a document of its own, one token longer, as it too will start with BOS. Then nothing is lost.
+A row has `row_tokens` slots (context + 1). Each packer in `METHODS` is a plain function from lengths to rows:
 
-    best-fit              keep a buffer of documents, place the longest one that fits the space left; when
-                          none fits, cut the shortest to fill the row. Only the very last row is padded.
-    greedy-crop           documents in order, each cropped at the end of its row. Padded as above.
-    greedy-pad            documents in order, a new row when the next one does not fit, the rest padded.
-    first-fit-decreasing  longest first, each into the first row with room, the rest padded. Rows come out in
-                          order of falling length: shuffle them before training.
+    best-fit              Keep a buffer of documents; place the longest one that fits the remaining space. If
+                          none fits, cut the shortest to fill the row. Only the last row is padded.
+    greedy-crop           Documents in order, each cropped at the end of its row. Only the last row is padded.
+    greedy-pad            Documents in order; start a new row when the next document does not fit.
+    first-fit-decreasing  Longest first, each into the first row with room. Rows come out by falling length,
+                          so shuffle them before training.
 
-No method sees tokens, so packing is cheap enough to repeat on every resume. A document longer than a row
-counts as one of exactly row length: it then fits an empty row at once and can never clog the buffer. What it
-has beyond that is lost with every method, so cut long documents into pieces first, as the loader does.
+The tail of a cropped document is discarded. Only best-fit can keep it (`keep_tails`): the tail returns to the
+buffer as a document with its own BOS. A document longer than a row counts as one of row length and the rest is
+lost, so the loader cuts long documents into pieces first. Every resume packs again: a packer reads no tokens.
 
-Source: bin packing as in Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830),
-which too cuts long documents beforehand; its best-fit-decreasing pads where `best-fit` here cuts.
+Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). Their
+best-fit-decreasing pads a row where best-fit here cuts a document.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-METHODS = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing")
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(document, length, row_offsets): the fields of `Packing` with these names, int64."""
+Packer = Callable[[np.ndarray, int, int, bool], Rows]
+"""(lengths, row_tokens, buffer, keep_tails) → rows. Each length is at most row_tokens."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Segments in row order: row r holds segments row_offsets[r] up to row_offsets[r + 1].
+    """Segments in row order: row r holds segments row_offsets[r] to row_offsets[r + 1] - 1.
 
-    document, start, length: (segments,) int64; `document` indexes the lengths that were packed. A segment is
-    BOS and the document's tokens start + 1 … start + length - 1. At the head (start 0) that BOS is the
-    document's own; in a kept tail it stands in the place of the token before, the last of the part placed
-    earlier. row_offsets: (rows + 1,) int64. offered_documents: how many were packed; offered_tokens: theirs
-    before cropping, BOS apart.
+    A segment is BOS and the document's tokens start + 1 to start + length - 1. In a kept tail (start > 0), BOS
+    replaces the last token of the previous segment of that document.
+
+    Args:
+        row_tokens: Slots of a row.
+        document: (segments,) int64, indices into the lengths that were packed.
+        start: (segments,) int64, 0 at the head of a document.
+        length: (segments,) int64, tokens with BOS.
+        row_offsets: (rows + 1,) int64.
+        offered_documents: Number of documents that were packed.
+        offered_tokens: Their tokens before cropping, without BOS.
     """
 
     row_tokens: int
@@ -53,12 +61,13 @@ class Packing:
         return len(self.row_offsets) - 1
 
     def report(self) -> dict[str, float]:
-        """Shares of what was packed.
+        """Measures the packing.
 
-        utilisation, padding_share: of all row slots, those that hold a segment and those that hold none.
-        cropped_share: of all offered tokens but BOS, those in no segment. tails_kept: how often a document
-        was cut and its tail kept, each time at the cost of one slot for another BOS (where a row has just one
-        slot left that BOS stands alone in it, and the tail is all the rest).
+        Returns:
+            rows: Number of rows.
+            utilisation, padding_share: Shares of all slots that hold a segment, and that hold none.
+            cropped_share: Share of the offered tokens (without BOS) that are in no segment.
+            tails_kept: How often a document was cut and its tail kept; each costs one slot for a second BOS.
         """
         slots = self.rows * self.row_tokens
         filled = int(self.length.sum())
@@ -72,130 +81,73 @@ class Packing:
         }
 
 
-def pack(
-    lengths: np.ndarray,
-    row_tokens: int,
-    method: str = "best-fit",
-    buffer: int = 1000,
-    *,
-    keep_tails: bool = False,
-) -> Packing:
-    """Packs documents of these lengths (tokens with BOS, each ≥ 1), in this order, into rows of `row_tokens`.
-
-    `buffer` is the number of documents best-fit chooses from. `keep_tails` lets best-fit keep what it cuts
-    off; no other method heeds it. Raises ValueError on lengths below 1, an unknown method, or rows too short
-    to hold BOS and a token of a tail. Deterministic: equal arguments give equal rows.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if row_tokens < 1 or buffer < 1:
-        raise ValueError(f"row_tokens ({row_tokens}) and buffer ({buffer}) must be at least 1")
-    if lengths.ndim != 1 or (lengths.size and lengths.min() < 1):
-        raise ValueError("packing needs a flat list of document lengths, each at least 1 token")
-    if keep_tails and row_tokens < 2:
-        raise ValueError("keep_tails needs rows of at least 2 tokens: BOS and one token of a tail")
-    capped = np.minimum(lengths, row_tokens)
-    if method == "best-fit":
-        document, length, row_offsets = _best_fit(capped, row_tokens, buffer, keep_tails)
-    elif method == "greedy-crop":
-        document, length, row_offsets = _greedy_crop(capped, row_tokens)
-    elif method == "greedy-pad":
-        document, length, row_offsets = _greedy_pad(capped, row_tokens)
-    elif method == "first-fit-decreasing":
-        document, length, row_offsets = _first_fit_decreasing(capped, row_tokens)
-    else:
-        raise ValueError(f"unknown packing {method!r}; use one of: {', '.join(METHODS)}")
-    start = _starts(document, length) if keep_tails else np.zeros_like(document)
-    offered = len(lengths), int(lengths.sum()) - len(lengths)
-    return Packing(row_tokens, document, start, length, row_offsets, *offered)
-
-
-_Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # document, length, row_offsets
-
-
-def _starts(document: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Each segment's start: how many tokens, BOS apart, the same document's earlier segments hold."""
-    by_document = np.argsort(document, kind="stable")
-    held = length[by_document] - 1
-    before = np.cumsum(held) - held
-    first = np.diff(document[by_document], prepend=-1) != 0
-    start = np.empty_like(document)
-    start[by_document] = before - before[first][np.cumsum(first) - 1]
-    return start
-
-
-def _best_fit(capped: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool) -> _Rows:
-    count = len(capped)
-    # One integer per document, length above, reversed order below: a sorted list of them answers "the longest
-    # that fits" by bisection, and among equal lengths gives the earliest document.
+def best_fit(lengths: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool) -> Rows:
+    count = len(lengths)
+    # One integer per document: the length in the high bits, the reversed index in the low bits. Bisection in a
+    # sorted list of them finds the longest document that fits, and the earliest among equal lengths.
     bits = max(1, count.bit_length())
     reverse = np.arange(count - 1, -1, -1, dtype=np.int64)
-    keys: list[int] = ((capped << bits) | reverse).tolist()
+    keys: list[int] = ((lengths << bits) | reverse).tolist()
     waiting = sorted(keys[:buffer])
     incoming = iter(keys[buffer:])
     order: list[int] = []
-    length: list[int] = []
+    taken: list[int] = []
     row_offsets = [0]
     space = row_tokens
     while waiting:
+        if space == 0:
+            row_offsets.append(len(order))
+            space = row_tokens
         fits = bisect_left(waiting, (space + 1) << bits)
         key = waiting.pop(fits - 1 if fits else 0)
         order.append(key)
-        taken = key >> bits
-        # The tail of a cut document takes its place in the buffer: BOS and all that is not placed here.
-        cut = keep_tails and taken > space
+        wanted = key >> bits
+        placed = wanted if wanted < space else space
+        # The tail of a cut document returns to the buffer, with a BOS of its own.
+        cut = keep_tails and wanted > space
         following = key - ((space - 1) << bits) if cut else next(incoming, None)
-        if taken < space:
-            space -= taken
-        else:  # exactly full, or cut
-            taken = space
-            space = row_tokens
-            row_offsets.append(len(order))
-        length.append(taken)
         if following is not None:
             insort(waiting, following)
-    if row_offsets[-1] != len(order):
+        taken.append(placed)
+        space -= placed
+    if order:
         row_offsets.append(len(order))
     document = count - 1 - (np.array(order, dtype=np.int64) & ((1 << bits) - 1))
-    return document, np.array(length, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
+    return document, np.array(taken, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
 
 
-def _greedy_crop(capped: np.ndarray, row_tokens: int) -> _Rows:
-    length: list[int] = []
+def greedy_crop(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
+    return _greedy(lengths, row_tokens, crop=True)
+
+
+def greedy_pad(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
+    return _greedy(lengths, row_tokens, crop=False)
+
+
+def _greedy(lengths: np.ndarray, row_tokens: int, crop: bool) -> Rows:
+    taken: list[int] = []
     row_offsets = [0]
     space = row_tokens
-    for wanted in capped.tolist():
-        taken = wanted if wanted < space else space
-        length.append(taken)
-        space -= taken
-        if space == 0:
+    for wanted in lengths.tolist():
+        if space == 0 or (wanted > space and not crop):
+            row_offsets.append(len(taken))
             space = row_tokens
-            row_offsets.append(len(length))
-    if row_offsets[-1] != len(length):
-        row_offsets.append(len(length))
-    return np.arange(len(capped)), np.array(length, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
+        placed = wanted if wanted < space else space
+        taken.append(placed)
+        space -= placed
+    if taken:
+        row_offsets.append(len(taken))
+    return np.arange(len(lengths)), np.array(taken, dtype=np.int64), np.array(row_offsets, dtype=np.int64)
 
 
-def _greedy_pad(capped: np.ndarray, row_tokens: int) -> _Rows:
-    row_offsets = [0]
-    space = row_tokens
-    for index, wanted in enumerate(capped.tolist()):
-        if wanted > space:
-            row_offsets.append(index)
-            space = row_tokens
-        space -= wanted
-    if len(capped):
-        row_offsets.append(len(capped))
-    return np.arange(len(capped)), capped, np.array(row_offsets, dtype=np.int64)
-
-
-def _first_fit_decreasing(capped: np.ndarray, row_tokens: int) -> _Rows:
-    # Documents of equal length are placed together: the first rows with room take as many as fit each, which
-    # is what placing them one by one would do. There are at most row_tokens distinct lengths.
-    by_length = np.argsort(-capped, kind="stable")
-    row_of = np.empty(len(capped), dtype=np.int64)  # aligned with by_length
-    space = np.empty(len(capped), dtype=np.int64)
+def first_fit_decreasing(lengths: np.ndarray, row_tokens: int, *_: object) -> Rows:
+    # Place all documents of one length together: the first rows with room take as many as fit, as if they were
+    # placed one by one. There are at most row_tokens distinct lengths.
+    by_length = np.argsort(-lengths, kind="stable")
+    row_of = np.empty(len(lengths), dtype=np.int64)  # aligned with by_length
+    space = np.empty(len(lengths), dtype=np.int64)
     rows = done = 0
-    distinct, counts = np.unique(-capped, return_counts=True)
+    distinct, counts = np.unique(-lengths, return_counts=True)
     for wanted, count in zip((-distinct).tolist(), counts.tolist(), strict=True):
         roomy = np.flatnonzero(space[:rows] >= wanted)
         new_rows = max(0, -(-(count - int((space[roomy] // wanted).sum())) // (row_tokens // wanted)))
@@ -209,4 +161,59 @@ def _first_fit_decreasing(capped: np.ndarray, row_tokens: int) -> _Rows:
     by_row = np.argsort(row_of, kind="stable")
     document = by_length[by_row]
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))])
-    return document, capped[document], row_offsets.astype(np.int64)
+    return document, lengths[document], row_offsets.astype(np.int64)
+
+
+METHODS: dict[str, Packer] = {
+    "best-fit": best_fit,
+    "greedy-crop": greedy_crop,
+    "greedy-pad": greedy_pad,
+    "first-fit-decreasing": first_fit_decreasing,
+}
+"""The packers by the name that a recipe gives."""
+
+
+def pack(
+    lengths: np.ndarray, row_tokens: int, method: str = "best-fit", buffer: int = 1000, *, keep_tails: bool = False
+) -> Packing:
+    """Packs documents into rows. Deterministic.
+
+    Args:
+        lengths: (documents,) tokens of each document with BOS, at least 1, in order.
+        row_tokens: Slots of a row.
+        method: A key of `METHODS`.
+        buffer: Number of documents that best-fit chooses from.
+        keep_tails: Whether best-fit keeps the tails that it cuts off. Other packers ignore it.
+
+    Raises:
+        ValueError: A value is out of range, or the method is unknown.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if row_tokens < 1 or buffer < 1:
+        raise ValueError(f"row_tokens ({row_tokens}) and buffer ({buffer}) must be at least 1")
+    if lengths.ndim != 1 or (lengths.size and lengths.min() < 1):
+        raise ValueError("packing needs a flat list of document lengths, each at least 1 token")
+    if keep_tails and row_tokens < 2:
+        raise ValueError("keep_tails needs rows of at least 2 tokens: BOS and one token of a tail")
+    document, length, row_offsets = packer(method)(np.minimum(lengths, row_tokens), row_tokens, buffer, keep_tails)
+    start = _starts(document, length) if keep_tails else np.zeros_like(document)
+    offered = len(lengths), int(lengths.sum()) - len(lengths)
+    return Packing(row_tokens, document, start, length, row_offsets, *offered)
+
+
+def packer(method: str) -> Packer:
+    """The packer with this name in `METHODS`. Raises ValueError that lists the names."""
+    if method not in METHODS:
+        raise ValueError(f"unknown packing {method!r}; use one of: {', '.join(METHODS)}")
+    return METHODS[method]
+
+
+def _starts(document: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """The start of each segment: the tokens, without BOS, that earlier segments of its document hold."""
+    by_document = np.argsort(document, kind="stable")
+    held = length[by_document] - 1
+    before = np.cumsum(held) - held
+    first = np.diff(document[by_document], prepend=-1) != 0
+    start = np.empty_like(document)
+    start[by_document] = before - before[first][np.cumsum(first) - 1]
+    return start

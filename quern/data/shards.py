@@ -1,23 +1,18 @@
 """Token shards: documents as token ids on disk, and the Corpus that reads them.
 
-A folder holds, for each split, `<split>-00000.bin`, `<split>-00000.starts.npy`, …, and one `manifest.json`
-for all. A .bin file is 256 int32 (magic 20240520, version, token count) and then the tokens: uint16 (version
-1, the format of llm.c and modded-nanogpt) or uint32 (version 2, for vocabularies above 65,536). The sidecar
-holds the index of each document's first token in its file, int64. Documents never cross a file and always
-begin with BOS.
+A folder has, for each split, `<split>-00000.bin`, `<split>-00000.starts.npy`, …, and one `manifest.json` for all. A
+.bin file is 256 int32 (magic 20240520, version, token count), then the tokens: uint16 (version 1, the format of
+llm.c and modded-nanogpt) or uint32 (version 2, for vocabularies above 65,536). The .starts.npy file has the index
+of the first token of each document, int64. A document starts with BOS and is in one file.
 
-Writing is atomic: files are made in a temporary folder, synced and renamed, the manifest comes last. What a killed
-writer leaves is removed by the next one (temporaries.py). The manifest holds
-the size and SHA-256 of each file and a fingerprint of what the tokens were made from (tokenizer and source),
-by which `prepared` knows that nothing changed. Damage is reported with the name of the file.
-
-Not here: how documents are read or tokenized, nor which of them share a row.
+The writer makes files in a temporary folder, syncs and renames them, and writes the manifest last; temporaries.py
+removes what a killed writer leaves. The manifest has the size and SHA-256 of each file, and a fingerprint of the
+tokenizer and the source, by which `prepared` sees that nothing changed. Errors name the damaged file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -32,7 +27,6 @@ from quern.data.token_file import (
     HEADER_BYTES,
     HEADER_INTS,
     MAGIC,
-    MANIFEST,
     VERSIONS,
     TokenFile,
     check,
@@ -41,17 +35,17 @@ from quern.data.token_file import (
     map_tokens,
     read_manifest,
     split_files,
-    sync,
     sync_path,
+    write_manifest,
 )
 from quern.temporaries import TemporaryFolder, remove_abandoned
 
-# What one touch of a memory map may bring into memory: Linux maps up to a whole large folio.
 FAULT_BYTES = 2 << 20
+"""Memory that one access to a map may load at most: Linux maps up to one large folio."""
 
 
 def fingerprint(*parts: str) -> str:
-    """SHA-256 (hex) over strings, unambiguous where one ends and the next begins."""
+    """SHA-256 (hex) over strings; the length of each is hashed too, so ("ab", "c") differs from ("a", "bc")."""
     digest = hashlib.sha256()
     for part in parts:
         raw = part.encode("utf-8")
@@ -60,12 +54,12 @@ def fingerprint(*parts: str) -> str:
 
 
 def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("train", "val")) -> bool:
-    """True when `folder` holds these splits, made from exactly this, each file there and of its size."""
+    """Whether `folder` has these splits with this fingerprint, and every file with its size."""
     folder = Path(folder)
     try:
         manifest = read_manifest(folder)
     except (FileNotFoundError, ValueError):
-        return False  # absent or unreadable: preparing it again is the cure for both
+        return False  # absent or unreadable: in both cases prepare it again
     if manifest["fingerprint"] != fingerprint or not set(splits) <= set(manifest["splits"]):
         return False
     files = [file for split in splits for file in split_files(manifest["splits"][split])]
@@ -73,11 +67,19 @@ def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("tra
 
 
 class ShardWriter:
-    """Writes one split. Use it in a `with` block: an error inside leaves the folder as it was.
+    """Writes one split. Use it in a `with` block: an error in the block leaves the folder unchanged.
 
-    vocab_size: ids must lie below it. bos: the id every document starts with. fingerprint: see `fingerprint`.
-    dtype: uint16 or uint32; by default the smaller one that holds the vocabulary. A file is closed as soon as
-    it holds at least shard_tokens.
+    Args:
+        folder: The folder of the data; created if needed.
+        split: Its name, such as "train".
+        dtype: uint16 or uint32; None chooses the smaller one that fits the vocabulary.
+        shard_tokens: A file is closed as soon as it has this many tokens.
+        vocab_size: Ids must be below it.
+        bos: The id that every document starts with.
+        fingerprint: What the tokens are made from; see `fingerprint`.
+
+    Raises:
+        ValueError: A value is out of range.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class ShardWriter:
         self._files: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
         self._starts: list[int] = []
-        self._tokens = self._documents = self._total = 0
+        self._tokens = self._documents = 0
         self._closed = False
 
     def __enter__(self) -> ShardWriter:
@@ -125,7 +127,7 @@ class ShardWriter:
             self.abandon()
 
     def add(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Appends one document, BOS first. Raises ValueError when an id is not in the vocabulary."""
+        """Appends one document, BOS first. Raises ValueError if an id is not in the vocabulary."""
         wide = np.asarray(ids, dtype=np.int64)
         if wide.ndim != 1 or not wide.size or wide[0] != self.bos:
             raise ValueError(f"document {self._documents} of {self.split} must start with BOS (id {self.bos})")
@@ -143,7 +145,6 @@ class ShardWriter:
         self._starts.append(self._tokens)
         self._file.write(wide.astype(self.dtype).tobytes())
         self._tokens += wide.size
-        self._total += wide.size
         self._documents += 1
         if self._tokens >= self.shard_tokens:
             self._finish_file()
@@ -156,19 +157,18 @@ class ShardWriter:
         header[:3] = MAGIC, version, self._tokens
         self._file.seek(0)
         self._file.write(header.tobytes())
-        sync(self._file)
         self._file.close()
         path = Path(self._file.name)
         starts = path.with_suffix(".starts.npy")
-        with open(starts, "wb") as file:
-            np.save(file, np.array(self._starts, dtype="<i8"), allow_pickle=False)
-            sync(file)
+        np.save(starts, np.array(self._starts, dtype="<i8"), allow_pickle=False)
+        sync_path(path)
+        sync_path(starts)
         entry = describe(path) | {"tokens": self._tokens, "documents": len(self._starts)}
         self._files.append(entry | {"starts": describe(starts)})
         self._file, self._starts, self._tokens = None, [], 0
 
     def close(self) -> None:
-        """Puts the files in place and lists them in the manifest. Raises ValueError if nothing was added."""
+        """Moves the files into the folder and lists them in the manifest. Raises ValueError without documents."""
         if self._closed:
             return
         if not self._documents:
@@ -181,9 +181,8 @@ class ShardWriter:
             manifest = {}
         splits = manifest.get("splits", {}) if manifest.get("fingerprint") == self.fingerprint else {}
         splits.pop(self.split, None)
-        # A manifest never names files that are being replaced, so a crash from here on reads as "not
-        # prepared".
-        self._write_manifest(splits)
+        # The manifest must not list files while they are replaced: a crash here then reads as "not prepared".
+        write_manifest(self.folder, self.fingerprint, splits)
         for old in self.folder.glob(f"{self.split}-[0-9]*.*"):
             old.unlink()
         for entry in self._files:
@@ -194,39 +193,35 @@ class ShardWriter:
             "vocab_size": self.vocab_size,
             "bos": self.bos,
             "documents": self._documents,
-            "tokens": self._total,
+            "tokens": sum(file["tokens"] for file in self._files),
             "files": self._files,
         }
         sync_path(self.folder)
-        self._write_manifest(splits)
+        write_manifest(self.folder, self.fingerprint, splits)
         self.abandon()
 
-    def _write_manifest(self, splits: dict[str, Any]) -> None:
-        manifest = {"version": 1, "fingerprint": self.fingerprint, "splits": splits}
-        temporary = self._work / MANIFEST
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
-            sync(file)
-        os.replace(temporary, self.folder / MANIFEST)
-        sync_path(self.folder)
-
     def abandon(self) -> None:
-        """Removes what was written so far; the folder stays as it was."""
+        """Removes the files written so far and leaves the folder unchanged."""
         self._closed = True
         try:
             if self._file is not None:
-                self._file.close()  # writes what is buffered, which a full disk refuses once more
+                self._file.close()  # flushes the buffer, which fails again on a full disk
         finally:
             self._temporary.remove()
 
 
 class Corpus:
-    """Documents of token ids, by flat index over all files in order.
+    """Documents of token ids, with one index over all files in order.
 
-    starts, lengths: (num_documents,) int64. masks: (num_tokens,) bool, True where a token is to be learnt, or
-    None when all are. bos: the id every document starts with. fingerprint: of the shards, None for other
-    sources. skipped_tokens: leading tokens of foreign files that belong to no document. resident_bytes: how
-    much of the files may be mapped into memory at a time (estimated from above).
+    Args:
+        parts: The tokens of each file.
+        starts: (documents,) int64, index of the first token of each document.
+        lengths: (documents,) int64, tokens of each document with BOS.
+        bos: The id that every document starts with.
+        masks: (tokens,) bool, True where a token is to be learned, or None if all are.
+        fingerprint: Of the shards; None for other sources.
+        skipped_tokens: Leading tokens of foreign files that belong to no document.
+        resident_bytes: Most bytes of the files that stay mapped in memory (an upper estimate).
     """
 
     def __init__(
@@ -260,9 +255,14 @@ class Corpus:
     def open(cls, folder: str | Path, split: str, *, fingerprint: str | None = None, verify: bool = True) -> Corpus:
         """Opens a split of a prepared folder and checks it against the manifest.
 
-        verify=False checks sizes and headers only, not the hashes (about a second per GB). Raises
-        FileNotFoundError or ValueError, naming the file, when something is missing, damaged, or made from
-        something else.
+        Args:
+            folder, split: As given to `ShardWriter`.
+            fingerprint: The expected fingerprint; None accepts any.
+            verify: Whether to check the hash of each file (about a second per GB), not only size and header.
+
+        Raises:
+            FileNotFoundError, ValueError: A file is missing, damaged, or has another fingerprint; the message
+                names the file.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
@@ -275,42 +275,28 @@ class Corpus:
         for file in split_files(entry):
             check(folder / file["name"], file, verify)
         parts: list[TokenFile] = []
-        starts: list[np.ndarray] = []
-        lengths: list[np.ndarray] = []
-        base = 0
+        firsts: list[np.ndarray] = []
         for file in entry["files"]:
             part = map_tokens(folder / file["name"], headerless=False)
             first = np.load(folder / file["starts"]["name"], allow_pickle=False)
-            ends = np.append(first[1:], len(part.tokens))
-            if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or (ends <= first).any():
+            rises = np.diff(first, append=len(part.tokens)) > 0
+            if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or not rises.all():
                 raise ValueError(f"{folder / file['name']} does not match its document starts; prepare it again")
             parts.append(part)
-            starts.append(first + base)
-            lengths.append(ends - first)
-            base += len(part.tokens)
-        flat = np.concatenate(starts), np.concatenate(lengths)
-        return cls(parts, *flat, bos=entry["bos"], fingerprint=manifest["fingerprint"])
+            firsts.append(first)
+        return cls(parts, *_flat(parts, firsts), bos=entry["bos"], fingerprint=manifest["fingerprint"])
 
     @classmethod
     def from_file(cls, *paths: str | Path, bos: int = 50256) -> Corpus:
-        """Reads .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16), cut at each `bos`."""
-        parts: list[TokenFile] = []
-        starts: list[np.ndarray] = []
-        lengths: list[np.ndarray] = []
-        base = skipped = 0
-        for path in map(Path, paths):
-            part = map_tokens(path, headerless=True)
-            first = find(part.tokens, bos)
-            if not first.size:
-                raise ValueError(f"{path} never holds id {bos}, so no document starts in it; pass its own bos=…")
-            parts.append(part)
-            starts.append(first + base)
-            lengths.append(np.append(first[1:], len(part.tokens)) - first)
-            skipped += int(first[0])
-            base += len(part.tokens)
-        if not parts:
+        """Opens .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16); each `bos` starts a document."""
+        if not paths:
             raise ValueError("from_file needs at least one path")
-        return cls(parts, np.concatenate(starts), np.concatenate(lengths), bos, skipped_tokens=skipped)
+        parts = [map_tokens(Path(path), headerless=True) for path in paths]
+        firsts = [find(part.tokens, bos) for part in parts]
+        for path, first in zip(paths, firsts, strict=True):
+            if not first.size:
+                raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
+        return cls(parts, *_flat(parts, firsts), bos, skipped_tokens=sum(int(first[0]) for first in firsts))
 
     @classmethod
     def from_arrays(
@@ -318,7 +304,7 @@ class Corpus:
         ids: Sequence[np.ndarray | Sequence[int]],
         masks: Sequence[np.ndarray | Sequence[bool]] | None = None,
     ) -> Corpus:
-        """Documents in memory, each starting with the same BOS; `masks` marks the tokens to learn True."""
+        """A corpus in memory. Each document starts with the same BOS; `masks` is True at tokens to be learned."""
         if not len(ids) or any(len(document) == 0 for document in ids):
             raise ValueError("a corpus needs at least one document, and each needs at least its BOS")
         if masks is not None and [len(m) for m in masks] != [len(document) for document in ids]:
@@ -333,12 +319,12 @@ class Corpus:
         return cls([TokenFile(tokens)], np.cumsum(lengths) - lengths, lengths, bos, masks=flat_masks)
 
     def part(self, documents: np.ndarray) -> Corpus:
-        """A corpus of some of the documents, by index; the tokens are shared."""
+        """A corpus of the documents with these indices. It shares the tokens."""
         starts, lengths = self.starts[documents], self.lengths[documents]
         return Corpus(self._parts, starts, lengths, self.bos, self.masks, self.fingerprint, 0, self.resident_bytes)
 
     def gather(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens of one document from `start` on, int32; all of them without a length."""
+        """`length` tokens of one document from `start` on, int32; to its end without a length."""
         rest = int(self.lengths[document]) - start
         length = rest if length is None else length
         if start < 0 or not 0 <= length <= rest:
@@ -348,9 +334,11 @@ class Corpus:
         return out
 
     def copy(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
-        """Many slices at once: out[at:at + length] = tokens[source:source + length] for each triple.
+        """Copies many slices: out[at:at + length] = tokens[source:source + length] for each entry.
 
-        out: flat int32. source counts over all files; a slice must lie in one file, as every document does.
+        Args:
+            out: Flat int32.
+            at, source, length: (slices,) int64. `source` is an index over all files; a slice is in one file.
         """
         part = np.searchsorted(self._bases, source, side="right") - 1
         local = source - self._bases[part]
@@ -362,8 +350,16 @@ class Corpus:
             self.release()
 
     def release(self) -> None:
-        """Hands mapped pages back, so that a large corpus does not fill the memory; all stays readable."""
+        """Frees the mapped pages, so that a large corpus does not fill the memory. The corpus stays readable."""
         self._touched_bytes = 0
         for part in self._parts:
             if part.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
                 part.mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _flat(parts: Sequence[TokenFile], firsts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, lengths) over all files, from the index in each file of the first token of its documents."""
+    bases = np.cumsum([0] + [len(part.tokens) for part in parts])
+    starts = [first + base for first, base in zip(firsts, bases, strict=False)]
+    lengths = [np.diff(first, append=len(part.tokens)) for part, first in zip(parts, firsts, strict=True)]
+    return np.concatenate(starts), np.concatenate(lengths)

@@ -1,7 +1,6 @@
-"""What lies on disk: token files, and the manifest that vouches for them.
+"""Token files on disk and their manifest: how they are read, checked and synced. `shards.py` writes them.
 
-Reads and checks only; `shards` writes them. A damaged, truncated, missing, empty or swapped file raises
-FileNotFoundError or ValueError with its name.
+A damaged, truncated, missing, empty or swapped file raises FileNotFoundError or ValueError with its name.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from quern.temporaries import write_whole
+
 MAGIC = 20240520
 HEADER_INTS = 256
 HEADER_BYTES = HEADER_INTS * 4
@@ -25,14 +26,22 @@ MANIFEST = "manifest.json"
 
 @dataclass
 class TokenFile:
-    """A run of tokens: a piece of a memory-mapped file, or an array in memory (then `mapped` is None)."""
+    """Consecutive tokens: part of a memory-mapped file, or an array in memory (then `mapped` is None)."""
 
     tokens: np.ndarray
     mapped: mmap.mmap | None = None
 
 
 def map_tokens(path: Path, headerless: bool) -> TokenFile:
-    """Maps a .bin file; with `headerless`, one without our magic is taken as bare uint16."""
+    """Maps a .bin file into memory.
+
+    Args:
+        path: The file.
+        headerless: Whether a file without the magic number is read as bare uint16.
+
+    Raises:
+        FileNotFoundError, ValueError: The file is missing, empty or damaged.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     size = path.stat().st_size
@@ -57,16 +66,18 @@ def map_tokens(path: Path, headerless: bool) -> TokenFile:
 
 
 def find(tokens: np.ndarray, bos: int, step: int = 1 << 24) -> np.ndarray:
-    """Indices of `bos`, looked for piece by piece so that no mask of the whole file is made."""
+    """Indices of `bos`, int64. It reads `step` tokens at a time, so that no mask of the whole file is in memory."""
     pieces = [np.flatnonzero(tokens[at : at + step] == bos) + at for at in range(0, len(tokens), step)]
     return np.concatenate(pieces).astype(np.int64)
 
 
 def split_files(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """All files of one split of a manifest."""
     return [file for shard in entry["files"] for file in (shard, shard["starts"])]
 
 
 def describe(path: Path) -> dict[str, Any]:
+    """The manifest's entry of a file: name, size and SHA-256."""
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
@@ -76,6 +87,7 @@ def _sha256(path: Path) -> str:
 
 
 def check(path: Path, expected: dict[str, Any], verify: bool) -> None:
+    """Compares a file with its entry; the hash only with `verify`. Raises FileNotFoundError or ValueError."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; prepare the data again")
     if path.stat().st_size != expected["bytes"]:
@@ -86,6 +98,7 @@ def check(path: Path, expected: dict[str, Any], verify: bool) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder. Raises FileNotFoundError or ValueError."""
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the data was not prepared, or not to the end; prepare it again")
@@ -98,13 +111,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def write_manifest(folder: Path, fingerprint: str, splits: dict[str, Any]) -> None:
+    manifest = {"version": 1, "fingerprint": fingerprint, "splits": splits}
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1))
+    sync_path(folder)
 
 
 def sync_path(path: Path) -> None:
-    """A file, or a folder's list of its files."""
+    """Writes a file, or the list of files of a folder, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

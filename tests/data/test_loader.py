@@ -1,4 +1,4 @@
-"""The loader: rows, masks, refusals, SFT, windows for validation, prefetch."""
+"""The packed loader: rows, masks, refusals, windows for validation, prefetch."""
 
 import sys
 import threading
@@ -20,7 +20,7 @@ BOS = 0
 
 
 def document(index: int, length: int) -> list[int]:
-    """Every token tells its document and its place: 1000 · (index + 1) + place."""
+    """Each token identifies its document and its place: 1000 · (index + 1) + place."""
     return [BOS] + [1000 * (index + 1) + place for place in range(1, length)]
 
 
@@ -33,7 +33,7 @@ def random_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def rows(batch: Batch) -> list[list[int]]:
-    """The packed rows without their padding (in pretraining the mask covers all but that)."""
+    """The packed rows without padding: in pretraining the mask is True everywhere else."""
     full = np.concatenate([batch.tokens[:, :1], batch.targets], axis=1)
     return [row[: 1 + int(mask.sum())].tolist() for row, mask in zip(full, batch.mask, strict=True)]
 
@@ -69,13 +69,13 @@ def test_rows_are_heads_of_documents_and_each_appears_once_an_epoch(packing, chu
 
 
 def parts(row: list[int]) -> list[list[int]]:
-    """A row cut before each BOS."""
+    """The row split before each BOS."""
     starts = [i for i, token in enumerate(row) if token == BOS] + [len(row)]
     return [row[a:b] for a, b in zip(starts, starts[1:], strict=False)]
 
 
 def full_rows(loader: Loader, epoch: int = 0) -> list[tuple[list[int], list[bool]]]:
-    """An epoch's rows of context + 1 tokens with their mask (BOS first), for batches of one row."""
+    """The rows of an epoch, context + 1 tokens each, with their masks. The loader has batches of one row."""
     steps = [s for s in range(5000) if loader.position(s)[0] == epoch]
     batches = [loader.batch(s) for s in steps]
     return [([*b.tokens[0, :1].tolist(), *b.targets[0].tolist()], [False, *b.mask[0].tolist()]) for b in batches]
@@ -103,7 +103,7 @@ def test_split_shows_every_token_once_an_epoch(packing, chunk_documents):
                 at += len(part)
                 if at < len(row) and len(part) > 1 and any(row[at:]):
                     ended = part[-1] % 1000 == lengths[part[-1] // 1000 - 1] - 1
-                    assert mask[at] == ended, "BOS is to be predicted where a document ended, nowhere else"
+                    assert mask[at] == ended, "BOS is a target only where a document ended"
                     held_back += not ended
                 if packing != "best-fit" and len(part) > 1:
                     assert (part[1] % 1000 - 1) % 24 == 0, "pieces begin at multiples of the context"
@@ -115,7 +115,7 @@ def test_split_shows_every_token_once_an_epoch(packing, chunk_documents):
 @pytest.mark.parametrize("packing", METHODS)
 @pytest.mark.parametrize("too_long", ["split", "crop", "drop"])
 def test_the_report_is_what_the_batches_hold(packing, too_long):
-    """Counted from the tokens of a whole epoch, which is a single chunk here."""
+    """The expected counts come from the tokens of a whole epoch, which is one chunk here."""
     lengths = LONG_AND_SHORT
     loader = Loader(corpus_of(lengths), 24, 1, packing=packing, too_long=too_long, buffer=5)
     report = loader.report()
@@ -145,7 +145,7 @@ def test_the_report_is_what_the_batches_hold(packing, too_long):
 
 
 def test_a_book_is_read_in_rows_of_its_own():
-    """One document of a thousand rows: every row full, every token seen, in another order each epoch."""
+    """One document of a thousand rows: each row is full, each token is seen, and each epoch has another order."""
     loader = Loader(Corpus.from_arrays([[BOS, *range(1, 24_001)]]), 24, 1)
     epochs = [[row for row, _ in full_rows(loader, epoch)] for epoch in range(2)]
     for rows_ in epochs:
@@ -257,7 +257,7 @@ def test_the_mask_follows_its_tokens(packing, too_long):
 @pytest.mark.parametrize("packing", METHODS)
 @pytest.mark.parametrize("too_long", ["split", "crop", "drop"])
 def test_no_row_is_without_a_target(packing, too_long):
-    """Hence no batch, no micro-batch and no rank: a mean over no targets is NaN."""
+    """The mean over a batch, a micro-batch or a rank without targets would be NaN."""
     corpus, lengths, masks = conversations(200, seed=1)
     loader = Loader(corpus, 24, 6, packing=packing, too_long=too_long, chunk_documents=50)
     for step in range(80):
@@ -301,7 +301,7 @@ def test_a_corpus_without_a_target_is_refused():
 
 
 def test_oversized_conversations_do_not_starve_the_others():
-    """A packer that never takes what does not fit keeps such conversations in its buffer for ever."""
+    """A packer that never places a document that does not fit would keep these in its buffer forever."""
     lengths = [500] * 60 + [10] * 40
     masks = [[False] + [True] * (n - 1) for n in lengths]
     loader = Loader(corpus_of(lengths, masks), 31, 1, buffer=8)
@@ -389,7 +389,7 @@ def test_prefetch_equals_the_plain_loop(depth):
 
 
 @pytest.mark.timeout(30)
-def test_a_failing_reader_raises_in_the_consumer_in_its_turn():
+def test_a_failing_reader_raises_in_the_consumer_at_its_step():
     batches = prefetch(Breaking(corpus_of([9, 9]), 8, 2), 0, 9)
     began = time.monotonic()
     for _ in range(3):
@@ -420,7 +420,7 @@ def test_a_consumer_that_leaves_early_stops_the_thread():
 
 
 def test_one_loader_serves_several_threads():
-    """All threads reach for chunks that are not packed yet, again and again."""
+    """All threads repeatedly read chunks that are not packed yet."""
     corpus = corpus_of(random_lengths(300, 30))
     plain = Loader(corpus, 16, 4, chunk_documents=5)
     expected = [plain.token_hash(step) for step in range(60)]

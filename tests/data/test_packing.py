@@ -1,4 +1,4 @@
-"""Packing against naive packers that place one document after the other, as each definition reads."""
+"""Packing, compared with naive packers that follow each definition, one document at a time."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def naive_best_fit(lengths: list[int], row_tokens: int, buffer: int) -> list[lis
 
 
 def naive_keep_tails(lengths: list[int], row_tokens: int, buffer: int) -> list[list[tuple[int, list[int]]]]:
-    """Rows of (document, its places held), place 0 being BOS, which every segment repeats."""
+    """Rows of (document, places of its tokens in the row). Place 0 is BOS, which every segment repeats."""
     left = [list(range(min(n, row_tokens))) for n in lengths]
     waiting = list(range(len(lengths)))
     rows: list[list[tuple[int, list[int]]]] = []
@@ -121,7 +121,7 @@ def test_kept_tails_equal_the_naive_packer_and_lose_nothing(lengths, row_tokens,
         assert report["cropped_share"] == 0
 
 
-@given(LENGTHS, st.integers(2, 30), st.sampled_from(METHODS))
+@given(LENGTHS, st.integers(2, 30), st.sampled_from(list(METHODS)))
 def test_no_other_method_keeps_tails(lengths, row_tokens, method):
     array = np.array(lengths, dtype=np.int64)
     if method != "best-fit":
@@ -129,7 +129,7 @@ def test_no_other_method_keeps_tails(lengths, row_tokens, method):
         assert rows_of(keeping) == rows_of(pack(array, row_tokens, method)) and not keeping.start.any()
 
 
-@given(LENGTHS, st.integers(1, 30), st.sampled_from(METHODS))
+@given(LENGTHS, st.integers(1, 30), st.sampled_from(list(METHODS)))
 def test_every_document_once_heads_only_and_measured_shares(lengths, row_tokens, method):
     packing = pack(np.array(lengths, dtype=np.int64), row_tokens, method, buffer=7)
     rows = rows_of(packing)
@@ -157,7 +157,7 @@ def web_lengths(count: int = 20_000) -> np.ndarray:
 
 
 def test_the_methods_rank_as_published():
-    """As known from real corpora: best-fit crops less than greedy, first-fit pads next to nothing."""
+    """The published ranking: best-fit crops less than greedy; first-fit-decreasing pads almost nothing."""
     lengths = web_lengths()
     report = {method: pack(lengths, 2049, method).report() for method in METHODS}
     unavoidable = np.maximum(lengths - 2049, 0).sum() / (lengths - 1).sum()
@@ -169,7 +169,7 @@ def test_the_methods_rank_as_published():
 
 
 def test_documents_longer_than_a_row_never_clog_the_buffer():
-    """Were they to stay, the buffer would fill with them and the short ones would find no partner."""
+    """If they stayed, they would fill the buffer, and short documents would find no partner."""
     lengths = np.concatenate([np.full(500, 1000), web_lengths(2000) % 90 + 2])
     np.random.default_rng(1).shuffle(lengths)
     packing = pack(lengths, 101, "best-fit", buffer=20)

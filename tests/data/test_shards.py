@@ -1,4 +1,4 @@
-"""Shards: the bytes against the public format, what damage does, re-use, foreign files, memory."""
+"""Shards: the bytes of the public format, damage, re-use, killed writers, foreign files, memory."""
 
 import json
 import os
@@ -166,7 +166,7 @@ def test_an_interrupted_write_changes_nothing(folder):
 
 @pytest.mark.parametrize("failing", range(7))
 def test_a_write_that_dies_while_renaming_never_passes_as_prepared(folder, monkeypatch, failing):
-    """New tokens of the very same sizes, renamed up to any point: sizes alone would not tell."""
+    """The write stops at any rename, with new files of the old sizes: sizes alone would not show it."""
     replace, calls = os.replace, iter(range(100))
 
     def dying(source, target):
@@ -219,7 +219,7 @@ def temporaries(folder: Path) -> list[Path]:
     return sorted(folder.rglob(".*.tmp-*"))
 
 
-def test_what_a_killed_writer_left_goes_at_once_and_a_living_writers_stays(tmp_path):
+def test_files_of_a_killed_writer_are_removed_and_those_of_a_living_one_stay(tmp_path):
     with subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT, tmp_path], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout and process.stdout.readline() == b"writing\n"
@@ -235,7 +235,7 @@ def test_what_a_killed_writer_left_goes_at_once_and_a_living_writers_stays(tmp_p
 
 
 def test_a_full_disk_leaves_no_temporary_folder(tmp_path):
-    """Files may not grow beyond some bytes: a write then fails as on a full disk, and once more on closing."""
+    """A limit on file size makes a write fail as on a full disk, and the close fail again."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
@@ -279,7 +279,7 @@ def test_an_empty_split_and_wrong_settings_are_refused(tmp_path):
 
 
 def modded(path: Path, ids: list[int]) -> Path:
-    """As data/cached_fineweb of that project is laid out: 256 int32, then uint16."""
+    """The format of data/cached_fineweb in modded-nanogpt: 256 int32, then uint16."""
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, 1, len(ids)
     path.write_bytes(header.tobytes() + np.array(ids, dtype=np.uint16).tobytes())

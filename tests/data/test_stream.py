@@ -1,4 +1,4 @@
-"""The stream: every token once an epoch in whole documents, the same global batch for any ranks, any file format."""
+"""The stream loader: every token once per epoch in whole documents, and one global batch for any ranks and files."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
@@ -16,7 +16,7 @@ BOS = 0
 
 
 def document(index: int, length: int) -> list[int]:
-    """Every token tells its document and its place: 100 · (index + 1) + place."""
+    """Each token identifies its document and its place: 100 · (index + 1) + place."""
     return [BOS] + [100 * (index + 1) + place for place in range(1, length)]
 
 
@@ -30,7 +30,7 @@ def corpus_of(count: int, longest: int = 40) -> Corpus:
 
 
 def stream_of(loader: StreamLoader, tokens: int) -> list[int]:
-    """The stream's first tokens, row after row."""
+    """The first tokens of the stream, in row order."""
     found: list[int] = []
     for step in count():
         found += loader.batch(step).tokens.reshape(-1).tolist()
@@ -104,7 +104,7 @@ def test_positions_and_steps_per_epoch() -> None:
 
 
 def write_bin(path: Path, tokens: list[int]) -> Path:
-    """A file as modded-nanogpt writes it: 256 int32 (magic, version 1, count), then uint16."""
+    """A file in the format of modded-nanogpt: 256 int32 (magic, version 1, count), then uint16."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, len(tokens)
     path.write_bytes(header.tobytes() + np.array(tokens, dtype="<u2").tobytes())

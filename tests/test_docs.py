@@ -1,0 +1,86 @@
+"""The documents name only files, classes and pages that exist, and the table of layers is the enforced one."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import LAYERS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SOURCES = sorted(path for room in ("quern", "tests", "experiments") for path in (ROOT / room).rglob("*.py"))
+FILES = {"/" + path.relative_to(ROOT).as_posix() for path in SOURCES}
+CLASSES = {
+    node.name
+    for path in SOURCES
+    if path.is_relative_to(ROOT / "quern")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.ClassDef)
+}
+OF_OTHERS = {"LlamaForCausalLM"}
+"""Classes of other packages that the documents name."""
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def faults(page: str, folder: Path) -> Iterator[str]:
+    """What a page in this folder names that does not exist."""
+    for path in re.findall(r"(?<![\w/.>…])((?:[\w.-]+/)*[\w-]+\.py)\b", page):
+        if not path.startswith("path/to/") and not any(file.endswith(f"/{path.lstrip('./')}") for file in FILES):
+            yield f"no file {path}"
+    for name in re.findall(r"`((?=\w*[a-z])[A-Z]\w*[A-Z]\w*)[^`\n]*`", page):
+        if name not in CLASSES | OF_OTHERS:
+            yield f"no class {name}"
+    for link in re.findall(r"\]\(([^)\s]+)\)", page):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = folder / path if path else None
+        if target is not None and not target.exists():
+            yield f"no page {link}"
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8") if target else page):
+            yield f"no heading {link}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_page_names_what_exists(path: Path) -> None:
+    assert list(faults(path.read_text(encoding="utf-8"), path.parent)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("see `quern/model/gtp.py`", "no file quern/model/gtp.py"),
+        ("see `wtch.py`, and path/to/mine.py", "no file wtch.py"),
+        ("`CachedContext` attends", "no class CachedContext"),
+        ("`RunFolder.stage(name)`", "no class RunFolder"),
+        ("a `KVCaches`", "no class KVCaches"),
+        ("[here](docs/nothing.md)", "no page docs/nothing.md"),
+        ("[here](README.md#no-such-part)", "no heading README.md#no-such-part"),
+        ("## A part\n[here](#another-part)", "no heading #another-part"),
+    ],
+)
+def test_a_wrong_name_is_found(text: str, fault: str) -> None:
+    assert list(faults(text, ROOT)) == [fault]
+
+
+def test_right_names_are_no_faults() -> None:
+    text = (
+        "## A part\n`quern/model/gpt.py`, `gpt.py`, `RunDir.stage(name)`, `MEET`, [b](README.md#the-laws), [c](#a-part)"
+    )
+    assert list(faults(text, ROOT)) == []
+
+
+def test_the_documented_layers_are_the_enforced_ones() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    documented: dict[int, set[str]] = {}
+    for number, rooms in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE):
+        documented.setdefault(int(number), set()).update(re.findall(r"`([\w.]+)`", rooms))
+    assert documented == {number: set(rooms) for number, rooms in enumerate(LAYERS)}
