@@ -1,8 +1,8 @@
 """Hypothesis: an embedding of each pair of tokens spares the first layers the work of learning bigrams.
 
-Source: modded-nanogpt's bigram hash embedding. The table has 5 · V rows and starts at zero; every block gets 0.1 of it.
-Expected effect: fewer steps to the same loss. Verdict: not measured here; this file shows `context.previous_tokens`, the hook
-`before_block` and a new parameter that finds its optimizer group by itself.
+Source: modded-nanogpt's bigram hash embedding: a zero table of 5 · V rows, added to every block with 0.1.
+Expected effect: fewer steps to the same loss.
+Verdict: not measured. Shows `context.previous_tokens`, `before_block`, and a parameter that finds its optimizer group.
 """
 
 from dataclasses import replace

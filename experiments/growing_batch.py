@@ -1,7 +1,8 @@
-"""Hypothesis: a batch that grows 1 → 2 → 3 during training takes more steps early, where gradients agree, at equal tokens.
+"""Hypothesis: a batch that grows 1 → 2 → 3 during training takes more steps early, at equal tokens.
 
-Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489). Expected effect: lower loss at equal tokens.
-Verdict: not measured here; this file shows the seam `make_batches`. A batch stays a pure function of (seed, step).
+Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489).
+Expected effect: lower loss at equal tokens.
+Verdict: not measured. Shows the seam `make_batches`: a batch stays a pure function of (seed, step).
 """
 
 from dataclasses import replace

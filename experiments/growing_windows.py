@@ -1,7 +1,8 @@
 """Hypothesis: attention windows that start short and grow make early steps cheaper without a loss in the end.
 
-Source: modded-nanogpt grows its windows over the run. Expected effect: less time to the same loss. Verdict: not measured
-here; this file shows the seam `context` in `gpt`. Windows are tensors, so a compiled model does not compile again.
+Source: modded-nanogpt grows its windows over the run.
+Expected effect: less time to the same loss.
+Verdict: not measured. Shows the seam `context` in `gpt`: windows are tensors, so a compiled model compiles once.
 """
 
 import math

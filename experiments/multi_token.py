@@ -1,8 +1,8 @@
 """Hypothesis: predicting the next three tokens, then two, then one, teaches more per step early in training.
 
-Source: Gloeckle et al. 2024 (arXiv 2404.19737); the annealing 3 → 2 → 1 is modded-nanogpt's. Expected effect: lower loss at
-equal steps. Verdict: not measured here; this file shows the seam `LanguageModel.loss` and `context.progress`. Evaluation
-stays the loss of the next token.
+Source: Gloeckle et al. 2024 (arXiv 2404.19737); annealed 3 → 2 → 1 as in modded-nanogpt.
+Expected effect: lower loss at equal steps.
+Verdict: not measured. Shows the seam `LanguageModel.loss`; evaluation stays the loss of the next token.
 """
 
 from dataclasses import replace

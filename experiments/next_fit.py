@@ -1,7 +1,8 @@
 """Hypothesis: the simplest packer, which closes a row when the next document does not fit, is good enough.
 
-Source: next-fit bin packing. Expected effect: more padding than best-fit, no cropped documents. Verdict: not measured here;
-this file shows a packer as a function.
+Source: next-fit bin packing.
+Expected effect: more padding than best-fit, no cropped documents.
+Verdict: not measured. Shows a packer as a function.
 """
 
 from dataclasses import replace

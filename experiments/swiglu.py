@@ -1,7 +1,8 @@
 """Hypothesis: SwiGLU learns more per step than ReLU² at equal parameters.
 
-Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202). Expected effect: nanochat's log found it worse
-than ReLU² at equal FLOPs. Verdict: not measured here; this file shows the seam `GPT.make_mlp`.
+Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202).
+Expected effect: none or worse; nanochat's log found it worse than ReLU².
+Verdict: not measured. Shows the seam `GPT.make_mlp`.
 """
 
 import math

@@ -31,7 +31,7 @@ from functools import lru_cache
 import numpy as np
 
 from quern.data.batch import Batch, Batches
-from quern.data.packing import Packing, pack, packer
+from quern.data.packing import Packer, Packing, pack, packer
 from quern.data.shards import Corpus
 
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
@@ -64,7 +64,7 @@ class Loader(Batches):
 
     Args:
         corpus, context, batch_rows, seed, bos: See `Batches`.
-        packing: A key of `packing.METHODS`.
+        packing: A key of `packing.METHODS`, or a packer.
         too_long: What happens to a document longer than context + 1 tokens: "split" cuts it into pieces (best-fit
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
         buffer: See `pack`.
@@ -80,7 +80,7 @@ class Loader(Batches):
         context: int,
         batch_rows: int,
         seed: int = 0,
-        packing: str = "best-fit",
+        packing: str | Packer = "best-fit",
         bos: int | None = None,
         *,
         too_long: str = "split",

@@ -174,14 +174,19 @@ METHODS: dict[str, Packer] = {
 
 
 def pack(
-    lengths: np.ndarray, row_tokens: int, method: str = "best-fit", buffer: int = 1000, *, keep_tails: bool = False
+    lengths: np.ndarray,
+    row_tokens: int,
+    method: str | Packer = "best-fit",
+    buffer: int = 1000,
+    *,
+    keep_tails: bool = False,
 ) -> Packing:
     """Packs documents into rows. Deterministic.
 
     Args:
         lengths: (documents,) tokens of each document with BOS, at least 1, in order.
         row_tokens: Slots of a row.
-        method: A key of `METHODS`.
+        method: A key of `METHODS`, or a packer.
         buffer: Number of documents that best-fit chooses from.
         keep_tails: Whether best-fit keeps the tails that it cuts off. Other packers ignore it.
 
@@ -201,8 +206,10 @@ def pack(
     return Packing(row_tokens, document, start, length, row_offsets, *offered)
 
 
-def packer(method: str) -> Packer:
-    """The packer with this name in `METHODS`. Raises ValueError that lists the names."""
+def packer(method: str | Packer) -> Packer:
+    """The packer with this name in `METHODS`, or the given one. Raises ValueError that lists the names."""
+    if not isinstance(method, str):
+        return method
     if method not in METHODS:
         raise ValueError(f"unknown packing {method!r}; use one of: {', '.join(METHODS)}")
     return METHODS[method]

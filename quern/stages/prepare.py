@@ -7,9 +7,10 @@ Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,12 @@ def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda l
     """
     for folder in (out / "tokenizers", out / "data", *(out / "data").glob("*/")):
         remove_abandoned(folder)
-    return _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
+    source = _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
+    make = recipe.make_documents
+    if make is None:
+        return source
+    mark = fingerprint(source.fingerprint, inspect.getsource(make))  # another filter makes another text
+    return replace(source, fingerprint=mark, read=lambda split: iter(make(source.read(split), split)))
 
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:

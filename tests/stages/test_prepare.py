@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -50,6 +51,21 @@ def documents(count: int) -> list[str]:
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return path
+
+
+def only_odd(texts: Iterator[str], split: str) -> Iterator[str]:
+    """A filter as an idea would write it."""
+    return (text for text in texts if int(text.split(":")[0]) % 2)
+
+
+def test_a_recipe_filters_its_documents_and_makes_another_text(tmp_path: Path) -> None:
+    texts = documents(90)
+    plain = recipe_for(write_jsonl(tmp_path / "t.jsonl", texts))
+    everything, _ = made(plain, tmp_path / "out")
+    filtered, _ = made(replace(plain, make_documents=only_odd), tmp_path / "out")
+    found = [texts_of(corpus, filtered.tokenizer) for corpus in (filtered.train, filtered.val)]
+    assert sorted(found[0] + found[1]) == sorted(text for text in texts if int(text.split(":")[0]) % 2)
+    assert filtered.text != everything.text and filtered.folder != everything.folder
 
 
 def test_every_document_is_in_exactly_one_split(tmp_path: Path) -> None:
