@@ -20,8 +20,8 @@ from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import (
     CATEGORIES,
-    HELD_OUT_WORDS,
     EXERCISES,
+    HELD_OUT_WORDS,
     TRAIN_WORDS,
     counted,
     is_asked_in_conversations,
