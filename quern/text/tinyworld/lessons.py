@@ -5,19 +5,10 @@ quizzes, questions with answers, characters that share a fact, the order of days
 errands, and facts about quern.
 """
 
-from quern.text.tinyworld import plots
+from quern.text.tinyworld import plots, skills
 from quern.text.tinyworld.data import table, wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, VALUES, a, upper_first
 from quern.text.tinyworld.prose import Pen, joined
-from quern.text.tinyworld.skills import (
-    Exercise,
-    choice_exercise,
-    counting_exercise,
-    spelled,
-    spelling_exercise,
-    sum_exercise,
-    word_problem,
-)
 from quern.text.tinyworld.words import ADJECTIVES, CATALOGUE, DOINGS, OPPOSITES, THINGS, WORDS
 
 _W, _T = wordings("lessons"), table("lessons")
@@ -26,10 +17,10 @@ _W, _T = wordings("lessons"), table("lessons")
 def arithmetic(pen: Pen) -> str:
     """Solved sums, some of them with the calculator, as in a conversation."""
     style = pen.below(4)
-    return "\n".join(_worked(sum_exercise(pen), style) for _ in range(4 + pen.below(8)))
+    return "\n".join(_worked(skills.sum_exercise(pen), style) for _ in range(4 + pen.below(8)))
 
 
-def _worked(one: Exercise, style: int) -> str:
+def _worked(one: skills.Exercise, style: int) -> str:
     if style == 0:
         return one.reply
     if style == 1:
@@ -40,7 +31,7 @@ def _worked(one: Exercise, style: int) -> str:
 def problems(pen: Pen) -> str:
     """Word problems with their replies, some with the call of the calculator."""
     style = 1 + pen.below(3)
-    return "\n".join(_worked(word_problem(pen), style) for _ in range(2 + pen.below(4)))
+    return "\n".join(_worked(skills.word_problem(pen), style) for _ in range(2 + pen.below(4)))
 
 
 def spelling(pen: Pen) -> str:
@@ -48,23 +39,23 @@ def spelling(pen: Pen) -> str:
     text = []
     for _ in range(5 + pen.below(12)):
         if pen.maybe(0.15):
-            exercise = spelling_exercise(pen)
+            exercise = skills.spelling_exercise(pen)
             text.append(f"{exercise.question} {exercise.reply}")
             continue
         word = pen.pick(WORDS)
-        text.append(pen.pick(_W["spelling_lines"]).format(word=word, spelled=spelled(word)))
+        text.append(pen.pick(_W["spelling_lines"]).format(word=word, spelled=skills.spelled(word)))
     return "\n".join(text)
 
 
 def counting(pen: Pen) -> str:
     """Questions for the number of letters, with the word spelled and its letters numbered."""
-    exercises = [counting_exercise(pen) for _ in range(4 + pen.below(6))]
+    exercises = [skills.counting_exercise(pen) for _ in range(4 + pen.below(6))]
     return "\n".join(f"{exercise.question} {exercise.reply}" for exercise in exercises)
 
 
 def quiz(pen: Pen) -> str:
     """Multiple choice with the letter of the answer."""
-    exercises = [choice_exercise(pen) for _ in range(2 + pen.below(4))]
+    exercises = [skills.choice_exercise(pen) for _ in range(2 + pen.below(4))]
     return "\n\n".join(f"{exercise.question}\nAnswer: {exercise.answer}" for exercise in exercises)
 
 

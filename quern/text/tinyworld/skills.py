@@ -15,21 +15,9 @@ import operator as arithmetic
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quern.text.tinyworld import plots
+from quern.text.tinyworld import facts, plots
 from quern.text.tinyworld.data import table, wordings
-from quern.text.tinyworld.facts import (
-    COLOURS,
-    FIELDS,
-    FOODS,
-    HOBBIES,
-    HOMES,
-    KINDS,
-    OTHER_FIELDS,
-    RELATIONS,
-    VALUES,
-    WORKS,
-    a,
-)
+from quern.text.tinyworld.facts import FIELDS, OTHER_FIELDS, RELATIONS, VALUES, a
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.wordings import HELD_OUT_QUESTIONS, QUESTIONS
 from quern.text.tinyworld.words import CATALOGUE, THINGS, WORDS
@@ -200,12 +188,12 @@ def counting_exercise(pen: Pen, held_out: bool = False) -> Exercise:
 _GROUP = {category: group for group, categories in table("skills")["groups"].items() for category in categories}
 # category -> (group, words): the wrong options come from other groups, so that no wrong option is right too
 CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "an animal": ("animals", KINDS),
-    "a food": ("plants", FOODS),
-    "a colour": ("materials", COLOURS),
-    "a hobby": ("pastimes", HOBBIES),
-    "a trade": ("trades", tuple(WORKS)),
-    "a village": ("villages", tuple(HOMES)),
+    "an animal": ("animals", facts.KINDS),
+    "a food": ("plants", facts.FOODS),
+    "a colour": ("materials", facts.COLOURS),
+    "a hobby": ("pastimes", facts.HOBBIES),
+    "a trade": ("trades", tuple(facts.WORKS)),
+    "a village": ("villages", tuple(facts.HOMES)),
     "a day of the week": ("calendar", plots.DAYS),
     "a month": ("calendar", plots.MONTHS),
 } | {a(category): (_GROUP.get(category, "objects"), members) for category, members in CATALOGUE.items()}
