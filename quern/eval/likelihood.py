@@ -56,7 +56,7 @@ def continuation_nats(
 ) -> np.ndarray:
     """The loss in nats (float64, one per pair) of each (prompt, continuation), prompts not empty.
 
-    A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and the last ones stay.
+    A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and its end stay.
 
     Raises:
         ValueError: A continuation does not fit the context, or is empty.
