@@ -1,4 +1,4 @@
-"""Reads a recipe from a Python file that ends in `RECIPE = …`. The file's code is executed."""
+"""Reads a constant of a Python file: a recipe (`RECIPE = …`) or a task (`TASK = …`). Executes the file's code."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ import importlib.util
 import sys
 import traceback
 from pathlib import Path
+from typing import TypeVar
 
 from quern.recipe import Recipe
 
+T = TypeVar("T")
+
 
 def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
-    """Executes the file and returns its recipe.
+    """The RECIPE of a file, and the file's source (see `read_object`)."""
+    return read_object(path, "RECIPE", Recipe, name)
+
+
+def read_object(path: Path, constant: str, kind: type[T], name: str | None = None) -> tuple[T, str]:
+    """Executes a file and returns one of its constants.
 
     Args:
         path: A Python file.
+        constant: The constant's name.
+        kind: The constant's class.
         name: The module's name; by default that of the file without its ending.
 
     Returns:
-        The recipe, and the file's source.
+        The constant, and the file's source.
 
     Raises:
-        ValueError: The file fails (the message names the line), or defines no RECIPE.
+        ValueError: The file fails (the message names the line), or does not define the constant.
     """
     name = name or path.stem
     spec = importlib.util.spec_from_file_location(name, path)
@@ -32,14 +42,14 @@ def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the file's code can raise
         raise ValueError(f"{_place(path, error)}: {type(error).__name__}: {_reason(error)}") from error
-    recipe = getattr(module, "RECIPE", None)
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"{path} does not end in RECIPE = … (a quern.recipe.Recipe)")
-    return recipe, path.read_text(encoding="utf-8")
+    found = getattr(module, constant, None)
+    if not isinstance(found, kind):
+        raise ValueError(f"{path} does not end in {constant} = … (a {kind.__module__}.{kind.__name__})")
+    return found, path.read_text(encoding="utf-8")
 
 
 def _place(path: Path, error: Exception) -> str:
-    """The file and the line of it at which the error came about."""
+    """The file, and the line at which the error occurred."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == path.name]
     if isinstance(error, SyntaxError) and Path(error.filename or "").name == path.name:

@@ -114,6 +114,11 @@ class EvaluateOptions:
     where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     questions: int = 200
     """Held-out questions of each kind."""
+    tasks: tuple[str, ...] = ()
+    """Built-in tasks by name, or task files (.py). Default: the built-in tasks that suit the run's data. The base model
+    answers questions only with --tasks or --stage pretrain."""
+    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
+    """Evaluate only this stage. Default: the untrained model and every stage of the run."""
 
 
 @dataclass

@@ -177,7 +177,15 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     options, source = parse(verb, rest, EvaluateOptions)
     callables = options.recipe.callables() if source else None
     run_dir = run_dir_of(options.where)
-    evaluate.run(run_dir, options.where.machine(), questions=options.questions, log=log, callables=callables)
+    evaluate.run(
+        run_dir,
+        options.where.machine(),
+        questions=options.questions,
+        log=log,
+        callables=callables,
+        tasks=options.tasks,
+        stage=options.stage,
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Scores of a model: bits per byte, likelihoods of given answers, generated answers, and how they are summarised.
+"""Scores of a model: bits per byte, likelihoods of given answers, generated answers, and tasks that ask for them.
 
-Evaluators get a model and batches; they choose no data and write no files. Tasks are in tasks/.
+Evaluators take a model and batches or items; they choose no data and write no files. Built-in tasks are in tasks/.
 """

@@ -1,14 +1,14 @@
-"""Bits per byte: how well a model predicts text, in a unit no tokenizer can flatter.
+"""Bits per byte: how well a model predicts text, in a unit that does not depend on the tokenizer.
 
-What it is: the sum of the losses (nats) over the targets that count, divided by ln 2 and by the bytes those
-targets stand for. A target counts when its mask is True and it stands for at least one byte, so special
-tokens (the BOS before each document, the marks of a chat) enter neither the sum nor the bytes. Bytes come
-from a table of integers, one per token id, taken from the tokenizer's raw bytes: a token that is half a
-character counts what it holds, never the length of a replacement sign.
-What it is not: a choice of the text. The caller hands in batches; for the validation measure these are
-consecutive windows of each document, each starting at BOS, so that every byte is counted once.
+The measure is the sum of the losses (nats) over the targets that count, divided by ln 2 and by the bytes of these
+targets. A target counts if its mask is True and its token has at least one byte, so special tokens (the BOS before each
+document, the marks of a chat) add neither loss nor bytes. The bytes come from a table with one integer per token id,
+computed from the tokenizer's raw bytes: half a character counts its own bytes, not those of a replacement character.
+The caller chooses the text. For validation, the batches are consecutive windows of each document, each starting at
+BOS, so every byte is counted once.
+
 Units: nats, tokens, bytes, bits per byte.
-Source: the unit is that of The Pile (Gao et al., 2020, arXiv 2101.00027, section 3.1).
+Source: The Pile (Gao et al., 2020, arXiv 2101.00027, section 3.1).
 """
 
 import math
@@ -28,7 +28,7 @@ from quern.model.loss import token_losses
 
 @dataclass(frozen=True)
 class BitsPerByte:
-    """The measure and what it was made of; `tokens` and `bytes` are those of the targets that count."""
+    """The measure and its parts; `tokens` and `bytes` are those of the targets that count."""
 
     bpb: float
     nats_per_token: float
@@ -37,8 +37,10 @@ class BitsPerByte:
 
     @classmethod
     def of(cls, nats: float, tokens: int, num_bytes: int) -> "BitsPerByte":
-        """From sums (which may have been added over ranks). Raises ValueError when not a byte was
-        measured.
+        """Computes the measure from sums, which may be sums over ranks.
+
+        Raises:
+            ValueError: No byte was measured.
         """
         if num_bytes < 1 or tokens < 1:
             raise ValueError(
@@ -48,7 +50,7 @@ class BitsPerByte:
         return cls(nats / (math.log(2) * num_bytes), nats / tokens, tokens, num_bytes)
 
     def uniform_bpb(self, vocab_size: int) -> float:
-        """What guessing every token with equal probability would score on the same targets."""
+        """The score of a uniform guess over the vocabulary on the same targets."""
         return self.tokens * math.log2(vocab_size) / self.bytes
 
     def score(self, task: str, vocab_size: int) -> Score:
@@ -63,11 +65,16 @@ def bits_per_byte(
     machine: Machine,
     replicas: ProcessGroup | None = None,
 ) -> BitsPerByte:
-    """Measure `model` on `batches`; `token_bytes` (vocab_size,) says how many bytes each token id stands for.
+    """Measures a model, without gradients. The model does not change.
 
-    Losses are summed in float64, so that the number does not depend on how the rows were cut into batches.
-    replicas: those that measure other batches; the result is that of all. No gradient is kept, and nothing of the
-    model changes. Raises ValueError when no target counts.
+    Losses are summed in float64, so the result does not depend on how rows are grouped into batches.
+
+    Args:
+        token_bytes: The number of bytes of each token id, (vocab_size,).
+        replicas: The processes that measure other batches. The result covers all batches.
+
+    Raises:
+        ValueError: No target counts.
     """
     table = np.asarray(token_bytes, dtype=np.int64)
     nats, tokens, num_bytes = 0.0, 0, 0
@@ -90,7 +97,7 @@ def bits_per_byte(
 def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.ndarray, machine: Machine) -> np.ndarray:
     """The loss (nats, float64) of every target, without gradients; both arguments are integer arrays (B, T).
 
-    It runs eagerly: rows come in many lengths, and compiling for each would cost more than it saves.
+    It runs eagerly: rows have many lengths, and compiling for each would cost more than it saves.
     """
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)

@@ -1,11 +1,9 @@
-"""Multiple choice by likelihood: the model picks the continuation it finds least surprising.
+"""Multiple choice by likelihood: the model picks the continuation with the smallest loss.
 
-What it is: the summed loss (nats) of each continuation given its prompt, in batches of right-padded rows
-(nothing after a position changes what it predicts, so padding changes nothing), and the choice with the
-smallest loss, once divided by a length: none for letters, bytes or tokens for whole phrases, since a longer
-phrase always costs more.
-What it is not: generation; nothing is sampled and the tokenizer's special tokens have no part in it.
-Units: nats. Source: the scoring is that of GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
+The loss of a continuation is summed (nats) given its prompt, then divided by a length: 1 for letters, bytes or tokens
+for phrases, because a longer phrase always costs more. Rows are padded on the right, which changes no prediction.
+Nothing is sampled. Units: nats.
+Source: GPT-3 (Brown et al., 2020, arXiv 2005.14165, section 2.4).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ PAD_MULTIPLE = 32
 
 @dataclass(frozen=True)
 class MultipleChoice:
-    """A prompt (token ids), its continuations as text and as ids, and which of them is right."""
+    """A prompt (token ids), its continuations as text and as ids, and the index of the right one."""
 
     kind: str
     prompt: list[int]
@@ -44,7 +42,7 @@ def per_token(text: str, ids: Sequence[int]) -> float:
 
 
 def per_byte(text: str, ids: Sequence[int]) -> float:
-    """The loss per UTF-8 byte: does not depend on how the tokenizer cuts the phrase."""
+    """The loss per UTF-8 byte, which does not depend on how the tokenizer splits the phrase."""
     return float(len(text.encode("utf-8")))
 
 
@@ -58,8 +56,10 @@ def continuation_nats(
 ) -> np.ndarray:
     """The loss in nats (float64, one per pair) of each (prompt, continuation), prompts not empty.
 
-    A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and the
-    latest ones stay. Raises ValueError when a continuation does not fit, or is empty.
+    A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and its end stay.
+
+    Raises:
+        ValueError: A continuation does not fit the context, or is empty.
     """
     rows = [_fit(prompt, continuation, context) for prompt, continuation in pairs]
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
@@ -92,7 +92,7 @@ def multiple_choice(
     batch_rows: int = 32,
     shots: int = 0,
 ) -> tuple[Score, list[int]]:
-    """The accuracy, and the index picked for each question (the first of equals)."""
+    """The accuracy, and the index picked for each question (the first of equal ones)."""
     pairs = [(item.prompt, ids) for item in questions for ids in item.continuations]
     nats = continuation_nats(model, pairs, machine, context=context, batch_rows=batch_rows)
     picks, start = [], 0

@@ -1,4 +1,4 @@
-"""One evaluated number, with what is needed to trust and to repeat it: a line of evaluate.jsonl.
+"""A score, with the settings that reproduce it: a line of evaluate.jsonl.
 
 A score moves with the prompt's wording, the BOS, the number of shots and the number of questions, so each is
 written beside it. Intervals are Wilson's, which hold near 0% and 100% and at small counts, where the usual
@@ -44,9 +44,7 @@ class Score:
 
 
 def wilson(correct: int, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The interval (low, high) of a share of which `correct` of `count` were seen; (0, 1) when nothing was
-    asked.
-    """
+    """The Wilson interval (low, high) of the share `correct` / `count`; (0, 1) if count is 0."""
     if not 0 <= correct <= count:
         raise ValueError(f"correct must lie between 0 and count, got {correct} of {count}")
     if count == 0:
@@ -69,9 +67,7 @@ def accuracy(
     shots: int = 0,
     cropped: int = 0,
 ) -> Score:
-    """The share of `correct`, its 95% interval, the mean chance, and what identifies the prompts (token
-    ids).
-    """
+    """The share of `correct`, its 95% interval, the mean chance, and the hash of the prompts (token ids)."""
     if not correct:
         raise ValueError(f"{task}: no questions to score; ask for at least one")
     right, count = sum(map(bool, correct)), len(correct)
@@ -92,7 +88,7 @@ def accuracy(
 
 
 def none_asked(task: str, skipped: int) -> Score:
-    """The accuracy of a task none of whose questions could be asked."""
+    """The score of a task if no question fits the context."""
     return Score(task, "accuracy", None, None, None, 0, None, skipped=skipped)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a run's stages beside the untrained model: bits per byte, the built-in world's questions, samples."""
+"""Evaluates the stages of a run and the untrained model: bits per byte, the questions of tasks, samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
+from quern.eval.run_task import run_task
 from quern.eval.score import Score
-from quern.eval.tasks.tinyworld import tinyworld
+from quern.eval.task import Task
+from quern.eval.tasks import load_task, task_names
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.recipe import Recipe
@@ -45,20 +47,42 @@ def run(
     questions: int,
     log: Callable[[str], None],
     callables: Mapping[str, Callable[..., Any]] | None = None,
+    tasks: Sequence[str] = (),
+    stage: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Scores every stage the run has, prints a table, appends to evaluate.jsonl and samples.jsonl."""
+    """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
+
+    Args:
+        questions: The number of questions of each kind.
+        callables: The callables of the recipe, if the user named the recipe's file.
+        tasks: Names of built-in tasks, or paths of task files. Empty: the built-in tasks that suit the recipe.
+        stage: The only stage to evaluate. None: the untrained model and every stage of the run.
+
+    The base model (stage pretrain) answers questions only if `tasks` or `stage` names a task or the stage.
+
+    Returns:
+        The lines of evaluate.jsonl.
+
+    Raises:
+        FileNotFoundError: The run has no model to evaluate.
+        ValueError: A task does not exist, or its file fails.
+    """
     stages = [name for name in STAGES if checkpoint.steps(run_dir.checkpoints(name))]
     if not stages:
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
+    chosen = [load_task(name) for name in tasks]
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
-    for name in ["untrained", *stages]:
+    for name in [stage] if stage else ["untrained", *stages]:
         loaded = load(run_dir, machine, log, stages[0] if name == "untrained" else name, callables)
         prepared = prepared or data_of_run(loaded.recipe, run_dir, lambda line: None)
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
-        lines += _score(loaded, prepared, machine, run_dir, name, questions, log)
+        asked = chosen or [task for task in map(load_task, task_names()) if task.suits(loaded.recipe)]
+        if name == "pretrain" and not chosen and not stage:
+            asked = []  # a run should not take longer for scores of a model that was never taught to answer
+        lines += _score(loaded, prepared, machine, run_dir, name, asked, questions, log)
     run_dir.append("evaluate.jsonl", lines)
     return lines
 
@@ -69,6 +93,7 @@ def _score(
     machine: Machine,
     run_dir: RunDir,
     name: str,
+    tasks: Sequence[Task],
     questions: int,
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
@@ -76,29 +101,29 @@ def _score(
     assert context
     log(f"evaluating: {name}")
     scores = []
-    if name != "sft":  # of a chat model, bits per byte of plain text say little
+    if name != "sft":  # bits per byte of plain text say little about a chat model
         batches = windows(prepared.val, context, rows=rows)
         measured = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
         scores.append(measured.score("validation", loaded.tokenizer.vocab_size))
     engine = Engine(loaded.model, loaded.tokenizer, machine)
     samples: list[dict[str, Any]] = []
-    if name != "pretrain":
-        graded = tinyworld(engine, count=questions if name == "sft" else min(questions, UNTRAINED_QUESTIONS))
+    count = min(questions, UNTRAINED_QUESTIONS) if name == "untrained" else questions
+    for task in tasks:
+        graded = run_task(engine, task, count=count, base=name == "pretrain")
         scores += graded.scores
         if name == "sft":
-            shown = {reply.kind: reply for reply in graded.replies}
+            shown = {reply.item.kind: reply for reply in graded.replies}
             samples += [
-                {
-                    "stage": name,
-                    "kind": "chat",
-                    "messages": [*r.messages, {"role": "assistant", "content": r.parts}],
-                }
-                for r in shown.values()
+                _chat(name, [*r.item.messages, {"role": "assistant", "content": r.parts}]) for r in shown.values()
             ]
     run_dir.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
     for score in scores:
         log(f"  {score.task:28} {_shown(score, context)}")
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
+
+
+def _chat(name: str, messages: list[Message]) -> dict[str, Any]:
+    return {"stage": name, "kind": "chat", "messages": messages}
 
 
 def _shown(score: Score, context: int) -> str:
@@ -116,7 +141,7 @@ def _shown(score: Score, context: int) -> str:
 
 
 def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
-    """A few completions of a base model, or a few conversations with a chat model; of what fits the context."""
+    """Completions of a base model, or conversations with a chat model, for prompts that fit the context."""
     if name != "sft":
         ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
         prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
@@ -128,20 +153,20 @@ def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
             for prompt, row in zip(prompts, done, strict=True)
         ]
     talks = (converse(engine, chat) for chat in chats(recipe))
-    return [{"stage": name, "kind": "chat", "messages": messages} for messages in talks if messages]
+    return [_chat(name, messages) for messages in talks if messages]
 
 
 def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
-    """Questions to show: of the built-in world, or the openings of held-out conversations."""
+    """The user's turns of the shown conversations: of the built-in world, or first turns of held-out conversations."""
     if recipe.conversations is None or not Path(recipe.conversations).exists():
         return CHATS
-    first = islice(read_conversations(recipe.conversations), SHOWN_CHATS)  # held out (stages/sft.py)
+    first = islice(read_conversations(recipe.conversations), SHOWN_CHATS)  # stages/sft.py holds these out
     asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in first]
     return [(text,) for text in asked if isinstance(text, str)]
 
 
 def converse(engine: Engine, questions: tuple[str, ...]) -> list[Message]:
-    """Asks one question after the other, greedily, and returns the whole conversation, as far as the context goes."""
+    """Asks the questions one by one, greedily, and returns the conversation, cut where the context is full."""
     messages: list[Message] = []
     for question in questions:
         messages.append({"role": "user", "content": question})

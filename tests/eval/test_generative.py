@@ -1,16 +1,19 @@
-"""Generated answers and the built-in world's tasks, through the real engine with a small random model."""
+"""Generated answers and tasks, through the real engine with a small random model."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from quern.eval.generative import generative
 from quern.eval.likelihood import continuation_nats
-from quern.eval.tasks.tinyworld import by_letter, tinyworld
+from quern.eval.run_task import Graded, run_task
+from quern.eval.task import Item, Task, contains_answer, question, question_and_answer
+from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
 from quern.model.context import CausalContext
-from quern.text.chat import render_prompt
-from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, questions
+from quern.text.chat import render_prompt, render_text
+from quern.text.tinyworld.corpus import QUESTION_KINDS
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
 
 CONTEXT = 320
@@ -22,72 +25,131 @@ def engine() -> Engine:
     return Engine(tiny_model(tokenizer.vocab_size, CONTEXT), tokenizer, CPU)
 
 
-def short(question: Question, reply: str) -> bool:
-    """A check whose outcome depends on every character of the reply and on the question."""
-    return (sum(map(ord, reply)) + len(question.answer)) % 2 == 0
+def short(item: Item, reply: str) -> bool:
+    """A grade that depends on every character of the reply and on the item."""
+    return (sum(map(ord, reply)) + len(item.answer)) % 2 == 0
 
 
-def asked(count: int = 5) -> list[Question]:
-    return [question for kind in ("facts", "sums") for question in questions(3, kind, count)]
+def asked(count: int = 5, *kinds: str) -> list[Item]:
+    return [item for item in TASK.items(3, count) if item.kind in (kinds or ("facts", "sums"))]
 
 
-def test_scores_follow_the_check_and_the_kinds(engine):
-    graded = generative(engine, asked(), short, task="toy", max_tokens=12)
+def toy(items: list[Item], max_tokens: int = 12) -> Task:
+    return Task("toy", lambda seed, count: items, short, max_tokens=max_tokens)
+
+
+def test_scores_follow_the_grades_and_the_kinds(engine):
+    graded = run_task(engine, toy(asked()))
     assert [score.task for score in graded.scores] == ["toy/facts", "toy/sums"]
+    assert [reply.item for reply in graded.replies] == asked()
     for score, replies in zip(graded.scores, (graded.replies[:5], graded.replies[5:]), strict=True):
-        assert [reply.correct for reply in replies] == [
-            short(question, reply.text)
-            for question, reply in zip(asked()[:5] if score.task == "toy/facts" else asked()[5:], replies, strict=True)
-        ]
+        assert [reply.correct for reply in replies] == [short(reply.item, reply.text) for reply in replies]
         assert score.value == sum(reply.correct for reply in replies) / 5
         assert (score.count, score.bos, score.shots) == (5, True, 0)
         assert score.low is not None and score.value is not None and score.high is not None
         assert score.low <= score.value <= score.high
     assert graded.scores[0].prompt_hash != graded.scores[1].prompt_hash
-    assert graded.scores[0].chance == np.mean([question.chance for question in asked()[:5]])
+    assert graded.scores[0].chance == np.mean([item.chance for item in asked()[:5]])
     with pytest.raises(ValueError, match="no questions"):
-        generative(engine, [], short)
+        run_task(engine, toy([]))
 
 
-def test_replies_are_the_greedy_ones(engine):
-    """Against argmax over uncached logits, for the replies without special tokens."""
-    graded = generative(engine, asked(12), short, max_tokens=8)
+def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens by uncached logits."""
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = engine.model.logits(engine.model(torch.tensor([ids]), CausalContext()))
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_replies_are_the_greedy_ones(engine, base):
+    """For the replies without special tokens. A base model continues the base prompt up to a line break."""
+    graded = run_task(engine, toy(asked(12), max_tokens=8), base=base)
     compared = 0
-    for question, reply in zip(asked(12), graded.replies, strict=True):
-        ids = render_prompt(engine.tokenizer, question.messages)
-        start = len(ids)
-        for _ in range(8):
-            with torch.no_grad():
-                logits = engine.model.logits(engine.model(torch.tensor([ids]), CausalContext()))
-            ids.append(int(logits[0, -1].argmax()))
-        new = ids[start:]
+    for item, reply in zip(asked(12), graded.replies, strict=True):
+        prompt = f"Question: {item.messages[0]['content']}\nAnswer:"
+        ids = render_text(engine.tokenizer, prompt) if base else render_prompt(engine.tokenizer, item.messages)
+        new = greedy(engine, ids, 8)
         if any(token in engine.tokenizer.special_ids.values() for token in new):
             continue
         compared += 1
-        assert reply.text == engine.tokenizer.decode_bytes(new).decode("utf-8", errors="ignore")
+        text = engine.tokenizer.decode_bytes(new).decode("utf-8", errors="ignore")
+        assert reply.text == (text.partition("\n")[0] if base else text)
     assert compared >= 3
 
 
+def test_a_base_reply_ends_at_the_line_break():
+    """Swaps the output rows of the line break and of a generated token, so the model generates a line break there."""
+    tokenizer = tiny_tokenizer()
+    engine = Engine(tiny_model(tokenizer.vocab_size, CONTEXT), tokenizer, CPU)
+    (line_break,) = tokenizer.encode("\n")
+    for item in asked(12):
+        new = greedy(engine, render_text(tokenizer, question_and_answer(item)), 8)
+        end = next(index for index in range(2, 9) if index == 8 or new[index] not in new[:index])
+        text = tokenizer.decode_bytes(new[:end]).decode("utf-8", errors="ignore")
+        if end < 8 and text and not {line_break, *tokenizer.special_ids.values()} & set(new):
+            break
+    else:
+        pytest.fail("no item has a readable reply")
+    with torch.no_grad():
+        head = engine.model.head.weight
+        head[[line_break, new[end]]] = head[[new[end], line_break]]
+    (reply,) = run_task(engine, toy([item], max_tokens=8), base=True).replies
+    assert reply.text == text
+
+
 def test_tinyworld_asks_every_kind_the_same_way_every_time(engine):
-    one = tinyworld(engine, seed=1, count=4)
+    one = run_task(engine, TASK, seed=1, count=4)
     assert [score.task for score in one.scores] == [f"tinyworld/{kind}" for kind in QUESTION_KINDS]
     assert all(score.count == 4 and score.prompt_hash for score in one.scores)
-    again = tinyworld(engine, seed=1, count=4, batch_rows=1)
+    again = run_task(engine, TASK, seed=1, count=4, batch_rows=1)
     assert again == one
-    other = tinyworld(engine, seed=2, count=4, kinds=("facts",))
+    other = run_task(engine, toy(TASK.items(2, 4)[:4]))  # type: ignore[arg-type]
     assert other.scores[0].prompt_hash != one.scores[0].prompt_hash
 
 
-def test_the_letter_picked_is_the_likeliest(engine):
-    items = questions(5, "choice", 6)
-    graded = by_letter(engine, items)
+def assert_likeliest(engine: Engine, graded: Graded, base: bool) -> None:
+    for reply in graded.replies:
+        item = reply.item
+        assert item.choices is not None
+        prompt = (
+            render_text(engine.tokenizer, TASK.base_prompt(item))
+            if base
+            else render_prompt(engine.tokenizer, item.messages)
+        )
+        pairs = [(prompt, engine.tokenizer.encode(" " * base + choice)) for choice in item.choices]
+        nats = [continuation_nats(engine.model, [pair], CPU, context=CONTEXT)[0] for pair in pairs]
+        assert reply.text == item.choices[int(np.argmin(nats / np.array([len(c) for c in item.choices])))]
+        assert reply.correct == (reply.text == item.answer)
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_the_letter_picked_is_the_likeliest(engine, base):
+    items = asked(6, "choice")
+    graded = run_task(engine, replace(TASK, items=lambda seed, count: items), base=base)
     assert graded.scores[0].chance == pytest.approx(items[0].chance)
-    for question, reply in zip(items, graded.replies, strict=True):
-        assert question.choices is not None
-        prompt = render_prompt(engine.tokenizer, question.messages)
-        nats = [
-            continuation_nats(engine.model, [(prompt, engine.tokenizer.encode(letter))], CPU, context=CONTEXT)[0]
-            for letter in question.choices
-        ]
-        assert reply.text == question.choices[int(np.argmin(nats))]
-        assert reply.correct == (reply.text == question.answer)
+    assert_likeliest(engine, graded, base)
+
+
+def test_phrases_are_compared_by_their_loss_per_byte(engine):
+    phrases = ("corn", "the miller of the valley", "a")
+    items = [question(f"Which of the {number}?", "corn", phrases) for number in range(6)]
+    graded = run_task(engine, Task("toy", lambda seed, count: items))
+    assert_likeliest(engine, graded, False)
+    assert graded.scores[0].chance == pytest.approx(1 / 3)
+
+
+def test_items_that_contradict_each_other_are_refused(engine):
+    with pytest.raises(ValueError, match="give them different kinds"):
+        run_task(engine, toy([question("Who?", "a"), question("Who?", "a", ("a", "b"))]))
+    with pytest.raises(ValueError, match="'c' is not one of a, b"):
+        run_task(engine, toy([question("Who?", "c", ("a", "b"))]))
+
+
+def test_an_answer_is_found_as_whole_words():
+    paris = question("Where?", "Paris")
+    for reply, right in (("It is paris.", True), ("Parish", False), ("", False), ("St-Paris!", True)):
+        assert contains_answer(paris, reply) is right

@@ -1,4 +1,4 @@
-"""A context too short for some questions, or for all: what is left out is counted, and nothing dies of it."""
+"""A context too short for some questions, or for all: skipped questions are counted, and evaluation goes on."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from quern.cli import main
-from quern.eval.tasks.tinyworld import tinyworld
+from quern.eval.run_task import run_task
+from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
 from quern.text.chat import render_prompt
 from quern.text.tinyworld.corpus import QUESTION_KINDS, questions
@@ -24,13 +25,13 @@ def test_questions_that_do_not_fit_are_counted_and_the_others_scored() -> None:
     }
     context = sorted(lengths["facts"])[COUNT // 2]
     engine = Engine(tiny_model(tokenizer.vocab_size, context), tokenizer, CPU)
-    graded = tinyworld(engine, count=COUNT)
+    graded = run_task(engine, TASK, count=COUNT)
     assert [score.task for score in graded.scores] == [f"tinyworld/{kind}" for kind in QUESTION_KINDS]
     for kind, score in zip(QUESTION_KINDS, graded.scores, strict=True):
         fitting = sum(length + 1 <= context for length in lengths[kind])
         assert (score.count, score.skipped) == (fitting, COUNT - fitting), kind
         assert (score.value is None) == (fitting == 0)
-        assert sum(reply.kind == kind for reply in graded.replies) == fitting
+        assert sum(reply.item.kind == kind for reply in graded.replies) == fitting
     counts = {score.count for score in graded.scores}
     assert 0 in counts and len(counts) > 2  # some fit, none, all but a few
 

@@ -1,4 +1,4 @@
-"""Law: evaluation at batch 1 = at batch N, and scores = an independent scorer's.
+"""Law: scores at batch 1 = scores at batch N, and scores = those of an independent scorer.
 
 The independent scorer takes one window at a time, full logits, and NumPy in float64. Each law is
 shown able to fail: with the mean of the batches' means, with the bytes of printed tokens, and with padding on
@@ -7,6 +7,7 @@ the left instead of the right.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ import torch
 from quern.data.loader import Batch, windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte
-from quern.eval.generative import generative
 from quern.eval.likelihood import MultipleChoice, continuation_nats, multiple_choice
+from quern.eval.run_task import run_task
+from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
-from quern.text.tinyworld.corpus import check, questions
 from tests.support.tiny_model import CPU, TEXTS, plain_bits_per_byte, tiny_model, tiny_tokenizer
 
 CONTEXT = 24
@@ -106,10 +107,12 @@ def test_multiple_choice_can_fail(tokenizer, model):
 
 def test_generated_answers(tokenizer, law):
     engine = Engine(tiny_model(tokenizer.vocab_size, 256), tokenizer, CPU)
-    asked = [question for kind in ("facts", "counting") for question in questions(1, kind, 6)]
-    graded = [generative(engine, asked, check, max_tokens=24, batch_rows=rows) for rows in BATCHES]
-    equal = all(one == graded[0] for one in graded)
-    assert len({reply.text for reply in graded[0].replies}) > 1
+    asked = [item for item in TASK.items(1, 6) if item.kind in ("facts", "counting")]
+    task = replace(TASK, items=lambda seed, count: asked, max_tokens=24)
+    graded = [run_task(engine, task, base=base, batch_rows=rows) for rows in BATCHES for base in (False, True)]
+    graded, of_base = graded[0::2], graded[1::2]
+    equal = all(one == graded[0] for one in graded) and all(one == of_base[0] for one in of_base)
+    assert len({reply.text for reply in graded[0].replies}) > 1 and graded[0].replies != of_base[0].replies
     law("generated answers at batch 1 = at batch N", equal, "equal")
     assert equal
 

@@ -15,12 +15,13 @@ from quern.text.chat import validate
 from quern.text.tinyworld import corpus
 from quern.text.tinyworld.chat import EXCHANGES
 from quern.text.tinyworld.corpus import KINDS_OF_TEXT, QUESTION_KINDS, Question, check
-from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES, expand, lines
+from quern.text.tinyworld.data import expand, lines
+from quern.text.tinyworld.facts import CAST, CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import (
     CATEGORIES,
+    EXERCISES,
     HELD_OUT_WORDS,
-    TASKS,
     TRAIN_WORDS,
     counted,
     is_asked_in_conversations,
@@ -74,7 +75,7 @@ def questions() -> dict[str, list[Question]]:
 
 def test_same_arguments_same_bytes_whatever_the_hash_seed():
     code = (
-        "import hashlib; from quern.text import tinyworld as w; h = hashlib.sha256(); "
+        "import hashlib; from quern.text.tinyworld import corpus as w; h = hashlib.sha256(); "
         "[h.update(d.encode()) for d in w.documents(7, 0.2)]; "
         "h.update(repr(list(w.conversations(7, 200))).encode()); "
         "h.update(repr([w.questions(7, k, 20) for k in w.QUESTION_KINDS]).encode()); print(h.hexdigest())"
@@ -282,7 +283,7 @@ def test_a_quarter_of_the_facts_is_never_asked_in_conversations(conversations):
 
 
 def test_the_replies_of_training_are_judged_right_and_others_wrong():
-    for kind, make in TASKS.items():
+    for kind, make in EXERCISES.items():
         for index in range(200):
             task = make(Pen(f"judge:{index}"))
             question = Question(kind, [{"role": "user", "content": task.question}], task.answer, task.choices, 0.0)
@@ -366,7 +367,7 @@ def test_the_stated_chance_is_that_of_the_best_blind_guess():
 
 def test_templates():
     assert expand("[a|b] c[ d|]") == ["a c d", "a c", "b c d", "b c"]
-    assert lines("\n  one\n    more\n  two\n") == ("one more", "two")
+    assert lines("\none [or|and] more\n\ntwo\n") == ("one or more", "one and more", "two")
     assert counted("berry", "r") == "b-e-r1-r2-y" and counted("bee", None) == "b1-e2-e3"
 
 

@@ -1,16 +1,15 @@
-"""The built-in corpus: a little world of animals in a valley, generated from a seed, with its own held-out
-questions.
+"""The built-in corpus: a world of animals in a valley, generated from a seed, with its own held-out questions.
 
-What it is: `documents` for pretraining, `conversations` for fine-tuning, `questions` and `check` for
-evaluation. The world's facts are constant (facts.py); a seed decides which stories are told.
-Everything is a pure function of its arguments, the same bytes on any machine: document i depends on (split,
-seed, i) alone, so a larger corpus begins with the smaller one. What it is not: natural text; a model
-trained on it knows this valley only.
+`documents` are for pretraining, `conversations` for fine-tuning, `questions` and `check` for evaluation. The facts of
+the world are constant (facts.py). The seed decides which stories are told. Every function depends only on its
+arguments and returns the same bytes on any machine. Document i depends on (split, seed, i) only, so a larger corpus
+begins with the smaller one. The text is not natural: a model trained on it knows only this valley.
 
-Never in training: the wordings of the evaluation's fact and choice questions, its operands, and its (word,
-question) pairs; skills.py says how each is held out. Splits differ in their seeds and share the
-world's facts. Method: facts told in many wordings are what makes them retrievable by a question (Allen-Zhu
-and Li, "Physics of Language Models: Part 3.1", 2023).
+No training text contains the wordings of the evaluation's fact and choice questions, its operands, or its (word,
+question) pairs; skills.py describes how each is held out. The splits share the facts and differ in their seeds.
+
+Source: a model can retrieve facts by a question when many wordings tell them (Allen-Zhu and Li, "Physics of Language
+Models: Part 3.1", 2023).
 """
 
 import re
@@ -29,7 +28,7 @@ QUESTION_KINDS = ("facts", "sums", "word_problems", "spelling", "counting", "cho
 
 Maker = Callable[[Pen], str]
 
-# How many in a hundred documents are of each kind; a kind of text for reports, and its maker
+# The percentage of documents of each kind, the kind of text for reports, and the function that makes one
 DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
     (19, "stories", prose.story),
     (10, "biographies", prose.biography),
@@ -60,26 +59,25 @@ def _check_split(split: str) -> None:
         raise ValueError(f"no split {split!r}: use one of {', '.join(SPLITS)}")
 
 
-def _document(pen: Pen) -> str:
-    left = pen.below(100)
-    for share, _, make in DOCUMENTS:
-        left -= share
-        if left < 0:
-            return upper_first(make(pen))
-    raise AssertionError("the shares of DOCUMENTS do not add up to 100")
-
-
 def documents(seed: int, megabytes: float, split: str = "train") -> Iterator[str]:
-    """Documents of at least `megabytes` (10^6 UTF-8 bytes) in all, of about 100 to 2,000 bytes each.
+    """Yields documents of about 100 to 2,000 bytes.
 
-    One text in eight, by its hash, is for validation: no seed puts a validation text into training.
+    The hash of a text assigns one text in eight to validation, so no seed puts a validation text into training.
+
+    Args:
+        megabytes: The least total size, in 10^6 UTF-8 bytes.
+        split: "train" or "val".
+
+    Raises:
+        ValueError: The split is unknown, or megabytes is not positive.
     """
     _check_split(split)
     if megabytes <= 0:
         raise ValueError(f"megabytes is {megabytes}: ask for more than 0")
     left, index = megabytes * 1e6, 0
     while left > 0:
-        text = _document(Pen(f"documents:{split}:{seed}:{index}"))
+        pen = Pen(f"documents:{split}:{seed}:{index}")
+        text = upper_first(pen.pick_by_share(DOCUMENTS)[-1](pen))
         index += 1
         if (skills.bucket(text, 8) == 0) == (split == "val"):
             yield text
@@ -87,7 +85,7 @@ def documents(seed: int, megabytes: float, split: str = "train") -> Iterator[str
 
 
 def conversations(seed: int, count: int, split: str = "train") -> Iterator[list[Message]]:
-    """Conversations for fine-tuning, each a list of messages that chat.render takes."""
+    """Yields `count` conversations for fine-tuning, each a list of messages for chat.render."""
     _check_split(split)
     for index in range(count):
         yield conversation(Pen(f"conversations:{split}:{seed}:{index}"))
@@ -109,7 +107,7 @@ def kinds_of_text(seed: int = 0, bytes_per_kind: int = 50_000) -> dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out question: prompt, answer, the letters of a multiple choice, a blind guess's chance."""
+    """A held-out question: prompt, answer, the letters of a multiple choice, and the chance of a blind guess."""
 
     kind: str
     messages: list[Message]
@@ -125,7 +123,11 @@ def _fact_question(pen: Pen) -> Question:
 
 
 def questions(seed: int, kind: str, count: int) -> list[Question]:
-    """`count` different questions of a kind, none of which training contains (see the opening docstring)."""
+    """`count` different questions of a kind, none of which is in a training text.
+
+    Raises:
+        ValueError: The kind is unknown, or has fewer questions.
+    """
     if kind not in QUESTION_KINDS:
         raise ValueError(f"no kind of question {kind!r}: use one of {', '.join(QUESTION_KINDS)}")
     found: dict[str, Question] = {}
@@ -135,9 +137,9 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
         if kind == "facts":
             question = _fact_question(pen)
         else:
-            task = skills.TASKS[kind](pen, held_out=True)
-            prompt: list[Message] = [{"role": "user", "content": task.question}]
-            question = Question(kind, prompt, task.answer, task.choices, task.chance)
+            exercise = skills.EXERCISES[kind](pen, held_out=True)
+            prompt: list[Message] = [{"role": "user", "content": exercise.question}]
+            question = Question(kind, prompt, exercise.answer, exercise.choices, exercise.chance)
         text = str(question.messages[-1]["content"])
         if text not in found:
             found[text], last_new = question, index
@@ -148,14 +150,14 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
 
 
 _WORD = re.compile(r"[a-z]+")
-_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")  # the minus of "9-4" is no sign
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")  # the minus of "9-4" is not a sign
 _SPELLED = re.compile(r"[a-z](?:-[a-z])+")
 _LETTER = re.compile(r"\W*([A-Da-d])\b(?! [a-z])")  # "B", "(b)", "B) Larkmoor", but not "A fox"
 _RELATION_OF = {value.lower(): relation for relation in RELATIONS for value in VALUES[relation]}
 
 
 def _check_fact(question: Question, reply: str) -> bool:
-    """The answer is a word of the reply; no other value of its relation is (names of the question aside)."""
+    """The reply contains the answer and no other value of the relation, except for names in the question."""
     words = set(_WORD.findall(reply.lower()))
     asked = set(_WORD.findall(str(question.messages[-1]["content"]).lower()))
     answer = question.answer.lower()
@@ -167,10 +169,10 @@ def _check_fact(question: Question, reply: str) -> bool:
 
 
 def check(question: Question, reply: str) -> bool:
-    """Whether a reply (text, the assistant's whole turn) is right; case and punctuation do not matter.
+    """Whether a reply (the text of the assistant's whole turn) is right. Case and punctuation are ignored.
 
-    facts: see _check_fact. sums, word problems, counting: the last number. spelling: the last
-    spelled-out word (r-i-v-e-r). choice: the reply begins with the option's letter.
+    What must equal the answer depends on the kind. facts: see _check_fact. sums, word problems, counting: the last
+    number. spelling: the last spelled word (r-i-v-e-r). choice: the letter at the start of the reply.
     """
     if question.kind == "facts":
         return _check_fact(question, reply)

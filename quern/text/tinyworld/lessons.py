@@ -1,81 +1,66 @@
-"""The tinyworld's schoolroom: documents that teach the skills of skills.py and the names of things.
+"""The tinyworld's lessons: documents that teach the skills of skills.py and the names of things.
 
-Each maker takes a Pen and returns one document: sums worked out, word problems, words spelled and letters
-counted, quizzes, questions with answers, who shares a fact, the order of days and numbers, categories,
-opposites, errands, and who quern is.
+Each function takes a Pen and returns one document: solved sums and word problems, spelled words, counted letters,
+quizzes, questions with answers, characters that share a fact, the order of days and numbers, categories, opposites,
+errands, and facts about quern.
 """
 
-from quern.text.tinyworld import plots
-from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, VALUES, a, lines, upper_first
+from quern.text.tinyworld import plots, skills
+from quern.text.tinyworld.data import table, wordings
+from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, VALUES, a, upper_first
 from quern.text.tinyworld.prose import Pen, joined
-from quern.text.tinyworld.skills import (
-    Task,
-    choice_task,
-    counting_task,
-    spelled,
-    spelling_task,
-    sum_task,
-    word_problem,
-)
 from quern.text.tinyworld.words import ADJECTIVES, CATALOGUE, DOINGS, OPPOSITES, THINGS, WORDS
+
+_W, _T = wordings("lessons"), table("lessons")
 
 
 def arithmetic(pen: Pen) -> str:
-    """Sums worked out, some of them with the calculator, as in a conversation."""
+    """Solved sums, some of them with the calculator, as in a conversation."""
     style = pen.below(4)
-    return "\n".join(_worked(sum_task(pen), style) for _ in range(4 + pen.below(8)))
+    return "\n".join(_worked(skills.sum_exercise(pen), style) for _ in range(4 + pen.below(8)))
 
 
-def _worked(task: Task, style: int) -> str:
+def _worked(one: skills.Exercise, style: int) -> str:
     if style == 0:
-        return task.reply
+        return one.reply
     if style == 1:
-        return f"{task.question} {task.reply}"
-    return f"Question: {task.question}\nCalculator: {task.call}\nResult: {task.answer}\nAnswer: {task.reply}"
+        return f"{one.question} {one.reply}"
+    return f"Question: {one.question}\nCalculator: {one.call}\nResult: {one.answer}\nAnswer: {one.reply}"
 
 
 def problems(pen: Pen) -> str:
-    """Word problems with the call of the calculator written out."""
+    """Word problems with their replies, some with the call of the calculator."""
     style = 1 + pen.below(3)
-    return "\n".join(_worked(word_problem(pen), style) for _ in range(2 + pen.below(4)))
-
-
-SPELLING_LINES = lines("""
-    The word {word} is spelled {spelled}.
-    {word}: {spelled}
-    {spelled} spells {word}.
-    To write {word}, write {spelled}.
-    {word} is spelled {spelled}.
-    """)
+    return "\n".join(_worked(skills.word_problem(pen), style) for _ in range(2 + pen.below(4)))
 
 
 def spelling(pen: Pen) -> str:
-    """Words spelled out. Every word may come: those of the evaluation are spelled here too, as statements."""
+    """Spelled words. The words of the evaluation are spelled here too, as statements."""
     text = []
     for _ in range(5 + pen.below(12)):
         if pen.maybe(0.15):
-            task = spelling_task(pen)
-            text.append(f"{task.question} {task.reply}")
+            exercise = skills.spelling_exercise(pen)
+            text.append(f"{exercise.question} {exercise.reply}")
             continue
         word = pen.pick(WORDS)
-        text.append(pen.pick(SPELLING_LINES).format(word=word, spelled=spelled(word)))
+        text.append(pen.pick(_W["spelling_lines"]).format(word=word, spelled=skills.spelled(word)))
     return "\n".join(text)
 
 
 def counting(pen: Pen) -> str:
-    """Letters counted: questions with the word spelled and its letters numbered."""
-    tasks = [counting_task(pen) for _ in range(4 + pen.below(6))]
-    return "\n".join(f"{task.question} {task.reply}" for task in tasks)
+    """Questions for the number of letters, with the word spelled and its letters numbered."""
+    exercises = [skills.counting_exercise(pen) for _ in range(4 + pen.below(6))]
+    return "\n".join(f"{exercise.question} {exercise.reply}" for exercise in exercises)
 
 
 def quiz(pen: Pen) -> str:
     """Multiple choice with the letter of the answer."""
-    tasks = [choice_task(pen) for _ in range(2 + pen.below(4))]
-    return "\n\n".join(f"{task.question}\nAnswer: {task.answer}" for task in tasks)
+    exercises = [skills.choice_exercise(pen) for _ in range(2 + pen.below(4))]
+    return "\n\n".join(f"{exercise.question}\nAnswer: {exercise.answer}" for exercise in exercises)
 
 
 def questions_and_answers(pen: Pen) -> str:
-    """Questions in the wordings of training, each with its answer; about one character or several."""
+    """Questions with answers about one character or several, in the wordings of training."""
     character = pen.someone()
     several = pen.maybe(0.5)
     label = pen.pick((("Question: ", "Answer: "), ("Q: ", "A: "), ("", ""), ("- ", "  ")))
@@ -88,26 +73,15 @@ def questions_and_answers(pen: Pen) -> str:
     return "\n".join(text)
 
 
-ROLL_TITLES = {
-    "kind": "Who is {a_value}?",
-    "home": "Who lives in {value}?",
-    "work": "Who works as {a_value}?",
-    "food": "Who likes to eat {value}?",
-    "colour": "Whose favourite colour is {value}?",
-    "hobby": "Who loves {value}?",
-    "treasure": "Who keeps {a_value} as a treasure?",
-}
-
-
 def roll(pen: Pen) -> str:
-    """Who lives where, who likes what: the characters that share a value."""
+    """The characters that share a value: who lives where, who likes what."""
     blocks = []
     for _ in range(2 + pen.below(2)):
-        relation = pen.pick(tuple(ROLL_TITLES))
+        relation = pen.pick(tuple(_T["roll_titles"]))
         value = pen.pick(VALUES[relation])
         names = [character.name for character in CAST if character.fact(relation) == value]
         pen.rng.shuffle(names)
-        title = ROLL_TITLES[relation].format(value=value, a_value=a(value))
+        title = _T["roll_titles"][relation].format(value=value, a_value=a(value))
         if pen.maybe(0.5):
             blocks.append(f"{title} {joined(names)}.")
         else:
@@ -136,54 +110,35 @@ def order(pen: Pen) -> str:
 
 
 CATALOGUE_NAMES = tuple(CATALOGUE)
-PLURALS = {
-    "fish": "fish",
-    "piece of clothing": "clothes",
-    "piece of furniture": "furniture",
-    "part of the body": "parts of the body",
-    "kind of weather": "kinds of weather",
-}
-WITHOUT_ARTICLE = {"metal", "spice", "kind of weather", "feeling", "game", "drink"}
-
-
-def plural(category: str) -> str:
-    return PLURALS.get(category, category + "s")
 
 
 def catalogue(pen: Pen) -> str:
-    """What belongs to which category, as lists or sentences."""
+    """The words of some categories, as lists or sentences."""
     style = pen.below(3)
     text = []
     for category in pen.rng.sample(CATALOGUE_NAMES, 2 + pen.below(4)):
         words = pen.rng.sample(CATALOGUE[category], 3 + pen.below(4))
-        title = upper_first(plural(category))
+        title = upper_first(_T["plurals"].get(category, f"{category}s"))
         if style == 0:
             text.append("\n".join([f"{title}:", *(f"- {word}" for word in words)]))
         elif style == 1:
             text.append(f"{title}: {joined(words)}.")
         else:
-            bare = category in WITHOUT_ARTICLE
+            bare = category in _T["without_article"]
             text.append(" ".join(f"{upper_first(word if bare else a(word))} is {a(category)}." for word in words[:3]))
     return ("\n\n" if style == 0 else "\n").join(text)
-
-
-OPPOSITE_LINES = lines("""
-    The opposite of {left} is {right}.
-    What is the opposite of {left}? It is {right}.
-    {left} and {right} are opposites.
-    """)
 
 
 def opposites(pen: Pen) -> str:
     text = []
     for pair in pen.rng.sample(OPPOSITES, 4 + pen.below(6)):
         left, right = pair if pen.maybe(0.5) else pair[::-1]
-        text.append(upper_first(pen.pick(OPPOSITE_LINES).format(left=left, right=right)))
+        text.append(upper_first(pen.pick(_W["opposite_lines"]).format(left=left, right=right)))
     return ("\n" if pen.maybe(0.5) else " ").join(text)
 
 
 def errands(pen: Pen) -> str:
-    """A shopping list, or a week of small doings."""
+    """A shopping list, or a week of short activities."""
     character = pen.someone()
     words = {**FIELDS[character.name], **pen.chance_fields()}
     if pen.maybe(0.5):
@@ -199,22 +154,9 @@ def errands(pen: Pen) -> str:
     return title.format_map(words) + ("\n" if pen.maybe(0.5) else " ") + " ".join(days)
 
 
-ABOUT_QUERN = lines("""
-    quern is a small language model.
-    quern was [made|trained] from scratch.
-    A quern is [a little hand mill|an old hand mill for grain], and quern the language model grinds text.
-    quern knows the animals of the valley and their villages.
-    quern can tell stories, spell words and count letters.
-    quern does sums with a calculator.
-    When somebody asks who it is, it says: I am quern, a small language model.
-    quern is not an animal and not a person: it is a language model.
-    quern is small and makes mistakes, and it says so.
-    """)
-
-
 def about_quern(pen: Pen) -> str:
-    """Who quern is, and what there is in the valley."""
-    text = pen.rng.sample(ABOUT_QUERN, 3 + pen.below(4))
+    """Facts about quern, and the villages of the valley."""
+    text = pen.rng.sample(_W["about_quern"], 3 + pen.below(4))
     homes = pen.rng.sample(tuple(HOMES), 3)
     if pen.maybe(0.5):
         text.append(f"In the valley lie the villages {joined(homes)}, and many more.")

@@ -1,40 +1,24 @@
 """The tinyworld's prose: stories, biographies, dialogues, letters, diaries, comparisons and lists.
 
-Each maker takes a Pen (a seeded source of chance) and returns one document as plain text. All facts are
-those of tinyworld_facts; chance decides who appears, what happens and how it is told.
+Each function takes a Pen (a seeded random generator) and returns one document as plain text. The facts are those of
+facts.py. Who appears, what happens and how it is told is random.
 """
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quern.text.tinyworld import plots
-from quern.text.tinyworld.facts import (
-    CAST,
-    CHARACTERS,
-    FIELDS,
-    HOMES,
-    OTHER_FIELDS,
-    RELATIONS,
-    Character,
-    a,
-    lines,
-)
-from quern.text.tinyworld.wordings import (
-    ANSWERS,
-    DIRECT_QUESTIONS,
-    QUESTIONS,
-    SELF_STATEMENTS,
-    STATEMENTS,
-    TAILS,
-)
+from quern.text.tinyworld.data import table, wordings
+from quern.text.tinyworld.facts import CAST, CHARACTERS, FIELDS, HOMES, OTHER_FIELDS, RELATIONS, Character, a
+from quern.text.tinyworld.wordings import ANSWERS, DIRECT_QUESTIONS, QUESTIONS, SELF_STATEMENTS, STATEMENTS, TAILS
 from quern.text.tinyworld.words import ADJECTIVES, MOODS
 
-NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_W = wordings("prose")
 
 
 def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
-    """The statements that begin with the name and use it once, told with a pronoun instead."""
+    """The statements that begin with the name and use it once, with a pronoun instead of the name."""
     once = [template for template in templates if template.count("{name}") == 1]
     told = [t.replace("{name}'s", "{His}") for t in once if t.startswith("{name}'s")]
     return tuple(told + [t.replace("{name}", "{He}") for t in once if t.startswith("{name} ") and " and {" not in t])
@@ -43,30 +27,40 @@ def _with_pronoun(templates: Sequence[str]) -> tuple[str, ...]:
 PRONOUN_STATEMENTS = {relation: _with_pronoun(STATEMENTS[relation]) for relation in RELATIONS}
 
 T = TypeVar("T")
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class Pen:
-    """A seeded hand: everything that a document owes to chance comes from here."""
+    """The source of every random choice of one document."""
 
     def __init__(self, seed: str) -> None:
         self.rng = random.Random(seed)
         self._uniform = self.rng.random
 
     def pick(self, options: Sequence[T]) -> T:
-        """Uniform choice, faster than rng.choice; it depends on rng.random() alone."""
+        """Uniform choice. Faster than rng.choice, and depends only on rng.random()."""
         return options[int(self._uniform() * len(options))]
 
+    def pick_by_share(self, rows: Sequence[Row]) -> Row:
+        """A row of a table whose first column is the row's share in percent."""
+        left = self.below(100)
+        for row in rows:
+            left -= row[0]
+            if left < 0:
+                return row
+        raise ValueError("the shares of a table add up to less than 100")
+
     def below(self, bound: int) -> int:
-        return int(self.rng.random() * bound)
+        return int(self._uniform() * bound)
 
     def maybe(self, chance: float) -> bool:
-        return self.rng.random() < chance
+        return self._uniform() < chance
 
     def someone(self) -> Character:
-        return CAST[self.below(len(CAST))]
+        return self.pick(CAST)
 
     def other(self, character: Character) -> Character:
-        """A second character: half of the time the best friend."""
+        """A second character, with probability 0.5 the best friend."""
         if self.maybe(0.5):
             return CHARACTERS[character.friend]
         while True:
@@ -92,14 +86,14 @@ class Pen:
             "spot": pick(plots.SPOTS),
             "small": pick(plots.SMALL),
             "thing": pick(plots.THINGS),
-            "number": pick(NUMBER_WORDS),
+            "number": pick(plots.NUMBERS),
             "month": pick(plots.MONTHS),
         }
 
     def tell(self, character: Character, relation: str, pronoun: float = 0.0) -> str:
-        """One fact in one sentence, with a pronoun in the given share of the cases."""
-        wordings = PRONOUN_STATEMENTS if self.maybe(pronoun) else STATEMENTS
-        return self.pick(wordings[relation] or STATEMENTS[relation]).format_map(FIELDS[character.name])
+        """One fact in one sentence. `pronoun` is the probability of a pronoun in place of the name."""
+        told = PRONOUN_STATEMENTS if self.maybe(pronoun) else STATEMENTS
+        return self.pick(told[relation] or STATEMENTS[relation]).format_map(FIELDS[character.name])
 
     def ask(self, character: Character, relation: str) -> str:
         return self.pick(QUESTIONS[relation]).format_map(FIELDS[character.name])
@@ -117,7 +111,7 @@ def joined(words: Sequence[str]) -> str:
 
 
 def _fits(scenes: str, hero: Character, other: Character) -> bool:
-    """Whether a plot makes sense with these two: no contrast of equals, no absent friend who is there."""
+    """Whether a plot fits these two: no contrast of equal values, and the other is not the absent friend."""
     if "{friend" in scenes and other.name == hero.friend:
         return False
     return not any(
@@ -127,7 +121,7 @@ def _fits(scenes: str, hero: Character, other: Character) -> bool:
 
 
 def _adventure(pen: Pen, hero: Character) -> tuple[list[str], Mapping[str, str], Character]:
-    """The scenes of one plot, the words they were told with, and the other character in them."""
+    """The scenes of one plot, the fields of their templates, and the other character."""
     templates = [pen.pick(scene) for scene in pen.pick(plots.PLOTS)]
     other = pen.other(hero)
     while not _fits(" ".join(templates), hero, other):
@@ -137,7 +131,7 @@ def _adventure(pen: Pen, hero: Character) -> tuple[list[str], Mapping[str, str],
 
 
 def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
-    """A story of one plot, sometimes of two, with a few facts about the hero told on the way."""
+    """A story of one plot, sometimes two, with a few facts about the hero."""
     hero = hero or pen.someone()
     scenes, words, other = _adventure(pen, hero)
     told = [pen.pick(plots.OPENINGS).format_map(words)]
@@ -157,19 +151,11 @@ def story(pen: Pen, hero: Character | None = None, short: bool = False) -> str:
         more, words, _ = _adventure(pen, hero)
         paragraphs.append(pen.pick(plots.BRIDGES).format_map(words) + " " + " ".join(more))
     text = "\n\n".join(paragraphs) + ("\n\n" if pen.maybe(0.3) else " ") + ending
-    return pen.pick(TITLES).format_map(words) + "\n\n" + text if pen.maybe(0.3) else text
-
-
-TITLES = lines("""
-    [The Story of|A Tale of|The Adventure of] {name} the {kind}
-    {name} and {o_name}
-    [A Day in|News from] {home}
-    {name}, the {work} of {home}
-    """)
+    return pen.pick(_W["titles"]).format_map(words) + "\n\n" + text if pen.maybe(0.3) else text
 
 
 def biography(pen: Pen) -> str:
-    """Almost everything there is to know about one character, or two, in any order and many ways."""
+    """Most facts about one character or two, in random order."""
     character = pen.someone()
     text = _life(pen, character)
     if pen.maybe(0.4):
@@ -193,32 +179,15 @@ def _life(pen: Pen, character: Character) -> str:
 
 
 def profile(pen: Pen) -> str:
-    """A card with one fact a line."""
+    """A card with one fact on each line."""
     character = pen.someone()
-    labels = {"kind": "Animal", "home": "Village", "work": "Work", "friend": "Best friend"}
-    labels |= {
-        "food": "Favourite food",
-        "colour": "Favourite colour",
-        "hobby": "Hobby",
-        "treasure": "Treasure",
-    }
+    labels = table("prose")["labels"]
     order = pen.relations(5 + pen.below(4))
     return "\n".join([f"Name: {character.name}", *(f"{labels[r]}: {character.fact(r)}" for r in order)])
 
 
-GREETINGS = ("Good morning!", "Good evening!", "Hello there!", "What a fine day!", "How nice to see you!")
-SAID = ("asked", "asked", "wondered", "inquired")
-REPLIED = ("said", "answered", "replied", "said")
-FAREWELLS = lines("""
-    "I must go now," said {name}. "[See you on {day}|Goodbye|Until {day}]!"
-    "Come and visit me in {home}," said {name}.
-    Then they [shook hands|waved|smiled] and went their ways.
-    "It was good to talk to you, {o_name}," said {name}.
-    """)
-
-
 def quoted(sentence: str, verb: str, speaker: Character) -> str:
-    """Direct speech: the sentence's full stop becomes a comma before who said it."""
+    """Direct speech: a comma before the speaker replaces the full stop of the sentence."""
     return f'"{sentence.removesuffix(".")}," {verb} {speaker.name}.'
 
 
@@ -230,7 +199,7 @@ def dialogue(pen: Pen) -> str:
     script = pen.maybe(0.4)
     text = [] if script else ["On a {weather} {time} {name} the {kind} met {o_name} at {spot}.".format_map(words)]
     if pen.maybe(0.6):
-        greeting = pen.pick(GREETINGS)
+        greeting = pen.pick(_W["greetings"])
         text.append(f"{asker.name}: {greeting}" if script else f'"{greeting}" said {asker.name}.')
     for relation in pen.relations(3 + pen.below(4)):
         question, reply = pen.pick(DIRECT_QUESTIONS[relation]), pen.own(teller, relation)
@@ -239,12 +208,12 @@ def dialogue(pen: Pen) -> str:
             if pen.maybe(0.4):
                 text.append(f"{asker.name}: {pen.own(asker, relation)}")
             continue
-        answer = quoted(reply, pen.pick(REPLIED), teller)
-        text.append(f'"{question}" {pen.pick(SAID)} {asker.name}. {answer}')
+        answer = quoted(reply, pen.pick(_W["replied"]), teller)
+        text.append(f'"{question}" {pen.pick(_W["said"])} {asker.name}. {answer}')
         if pen.maybe(0.4):
             text.append(quoted(pen.own(asker, relation), "said", asker))
     if not script:
-        text.append(pen.pick(FAREWELLS).format_map(words))
+        text.append(pen.pick(_W["farewells"]).format_map(words))
     return "\n".join(text)
 
 
@@ -253,37 +222,16 @@ def letter(pen: Pen) -> str:
     writer = pen.someone()
     reader = CHARACTERS[writer.friend] if pen.maybe(0.6) else pen.other(writer)
     words = {**FIELDS[writer.name], **OTHER_FIELDS[reader.name], **pen.chance_fields()}
-    body = [pen.pick(LETTER_OPENINGS).format_map(words)]
+    body = [pen.pick(_W["letter_openings"]).format_map(words)]
     told = [relation for relation in pen.relations(2 + pen.below(3)) if writer.fact(relation) != reader.name]
     body += [pen.own(writer, relation) for relation in told]
     third = pen.other(reader)
     if third is not writer:
-        body.append(pen.pick(LETTER_NEWS).format_map({**words, **FIELDS[third.name]}))
+        body.append(pen.pick(_W["letter_news"]).format_map({**words, **FIELDS[third.name]}))
         body += [pen.tell(third, relation, 0.3) for relation in pen.relations(1 + pen.below(2))]
-    body.append(pen.pick(LETTER_ENDINGS).format_map(words))
-    close = pen.pick(("Your", "Yours,", "With love,", "Warm wishes from"))
+    body.append(pen.pick(_W["letter_endings"]).format_map(words))
+    close = pen.pick(_W["letter_closes"])
     return f"Dear {reader.name},\n\n{' '.join(body)}\n\n{close}\n{writer.name} the {writer.kind}"
-
-
-LETTER_OPENINGS = lines("""
-    It is a {weather} {day} here in {home}, and I am thinking of you.
-    How are you, and how is {o_home}?
-    Thank you for the {thing} and for the {o_food}, which I know you love.
-    I am writing to you from {home}, {lies}.
-    In your last letter you asked me about myself, so here I am.
-    """)
-LETTER_NEWS = lines("""
-    [Yesterday|On {day}|Last {day}] I met {name} the {kind}.
-    Do you know {name} from {home}?
-    There is also news about {name}, the {work}.
-    """)
-LETTER_ENDINGS = lines("""
-    Come and see me soon, and bring your {o_treasure} with you, for I know it is your treasure.
-    I hope that you have time for {o_hobby}, which you enjoy so much.
-    Please write back before {month}.
-    I will cook {o_food} when you come, because you like that best.
-    Say hello to everyone in {o_home}.
-    """)
 
 
 def diary(pen: Pen) -> str:
@@ -294,24 +242,11 @@ def diary(pen: Pen) -> str:
     for day in range(2 + pen.below(3)):
         friend = CHARACTERS[writer.friend]
         words = {**FIELDS[writer.name], **OTHER_FIELDS[friend.name], **pen.chance_fields()}
-        text = [pen.pick(DIARY).format_map(words), pen.own(writer, pen.pick(RELATIONS))]
+        text = [pen.pick(_W["diary"]).format_map(words), pen.own(writer, pen.pick(RELATIONS))]
         if pen.maybe(0.6):
             text.append(pen.tell(pen.other(writer), pen.pick(RELATIONS)))
         entries.append(f"{plots.DAYS[(first + day) % 7]}. {' '.join(text)}")
     return f"The diary of {writer.name}, {a(writer.kind)} from {writer.home}\n\n" + "\n\n".join(entries)
-
-
-DIARY = lines("""
-    Today was {weather}, and I spent the {time} {hobby}.
-    I got up early and walked to {spot}, where I saw a {small}.
-    I had {food} for breakfast, and then I had some more {food}.
-    {o_name} came to visit me, as best friends do.
-    There was much to do with the {things} today.
-    Somebody left a {thing} at my door here in {home}, and I wonder who it was.
-    I polished my {treasure} until it shone.
-    Nothing happened today, and it was lovely.
-    I bought something {colour}, because I can never have enough of that colour.
-    """)
 
 
 def comparison(pen: Pen) -> str:
@@ -335,7 +270,7 @@ def comparison(pen: Pen) -> str:
 
 
 def village(pen: Pen) -> str:
-    """A village, what it is known for, and some who live there."""
+    """A village, what it is known for, and some of its inhabitants."""
     home = pen.pick(tuple(HOMES))
     lies, known = HOMES[home]
     people = [character for character in CAST if character.home == home]

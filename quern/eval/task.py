@@ -1,0 +1,78 @@
+"""An evaluation task: its questions, how a model is asked, and which replies are right.
+
+A new evaluation is one Python file that ends in `TASK = Task(…)`; experiments/task_capitals.py is an example.
+`quern evaluate --tasks FILE` runs it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quern.eval.likelihood import per_byte
+from quern.recipe import Recipe
+from quern.text.chat import Message
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question.
+
+    Args:
+        kind: Items of one kind share a score, which is named "<task>/<kind>".
+        messages: The conversation so far. It ends in the user's question.
+        answer: The reference answer. With `choices`, it is one of them.
+        choices: The options, of which the model picks the likeliest. None: the model answers in its own words.
+        chance: The accuracy of the best blind guess. With `choices`, the score uses 1 / len(choices) instead.
+    """
+
+    kind: str
+    messages: list[Message]
+    answer: str
+    choices: tuple[str, ...] | None = None
+    chance: float = 0.0
+
+    @property
+    def question(self) -> str:
+        """The text of the last message."""
+        return str(self.messages[-1]["content"])
+
+
+def question(text: str, answer: str, choices: tuple[str, ...] | None = None, kind: str = "questions") -> Item:
+    """An item with a single user message."""
+    return Item(kind, [{"role": "user", "content": text}], answer, choices)
+
+
+def contains_answer(item: Item, reply: str) -> bool:
+    """Whether the reply contains the reference answer as whole words. Case is ignored."""
+    return re.search(rf"(?<!\w){re.escape(item.answer)}(?!\w)", reply, re.IGNORECASE) is not None
+
+
+def question_and_answer(item: Item) -> str:
+    return f"Question: {item.question}\nAnswer:"
+
+
+def any_recipe(recipe: Recipe) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Task:
+    """An evaluation.
+
+    Args:
+        name: The first part of the names of its scores.
+        items: (seed, count) → the items, at most `count` of each kind. A kind has choices in all its items or in none.
+        grade: (item, reply) → whether the text of a reply is right. Not used for items with choices.
+        base_prompt: The text that a base model continues to answer the item. The reply ends at the first line break.
+        length: (text, token ids) → the number that the loss of a choice is divided by (see quern.eval.likelihood).
+        max_tokens: The largest number of tokens of a reply.
+        suits: Whether `quern evaluate` asks a model of this recipe by default. Built-in tasks only.
+    """
+
+    name: str
+    items: Callable[[int, int], Sequence[Item]]
+    grade: Callable[[Item, str], bool] = contains_answer
+    base_prompt: Callable[[Item], str] = question_and_answer
+    length: Callable[[str, Sequence[int]], float] = per_byte
+    max_tokens: int = 96
+    suits: Callable[[Recipe], bool] = any_recipe

@@ -1,0 +1,81 @@
+"""Task files through the real evaluate stage, with a small random model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quern.cli import main
+from quern.eval.tasks import load_task
+from tests.support.llama_run import llama_recipe, write_run
+
+CAPITALS = Path(__file__).parents[2] / "experiments" / "task_capitals.py"
+PLAIN = "--no-compile --dtype fp32 --threads 1 --device cpu".split()
+
+
+def evaluate(out: Path, *flags: str) -> list[dict]:
+    """The lines that a call adds to evaluate.jsonl."""
+    path = out / "runs/first/evaluate.jsonl"
+    before = len(path.read_text("utf-8").splitlines()) if path.exists() else 0
+    assert main.main(["evaluate", "--out", str(out), *PLAIN, *flags]) == 0
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()[before:]]
+
+
+def test_a_task_file_scores_the_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, llama_recipe(context=128))
+    lines = evaluate(tmp_path, "--stage", "pretrain", "--questions", "5", "--tasks", str(CAPITALS))
+    assert [(line["stage"], line["task"]) for line in lines] == [
+        ("pretrain", "validation"),
+        ("pretrain", "capitals/named"),
+        ("pretrain", "capitals/chosen"),
+    ]
+    assert [(line["count"], line["chance"], line["skipped"]) for line in lines[1:]] == [(5, 0.0, 0), (5, 0.25, 0)]
+    assert "  capitals/chosen              accuracy 0." in capsys.readouterr().out
+    assert main.main(["report", "--out", str(tmp_path)]) == 0
+    assert "capitals/chosen" in (tmp_path / "runs/first/report.md").read_text("utf-8")
+
+
+def test_several_tasks_of_every_model(tmp_path: Path) -> None:
+    write_run(tmp_path, llama_recipe(context=128))
+    lines = evaluate(tmp_path, "--questions", "2", "--tasks", "tinyworld", str(CAPITALS))
+    kinds = ["facts", "sums", "word_problems", "spelling", "counting", "choice"]
+    named = ["validation", *(f"tinyworld/{kind}" for kind in kinds), "capitals/named", "capitals/chosen"]
+    assert [(line["stage"], line["task"]) for line in lines] == [
+        (s, t) for s in ("untrained", "pretrain") for t in named
+    ]
+    hashes = {
+        stage: [line["prompt_hash"] for line in lines[1:] if line["stage"] == stage]
+        for stage in ("untrained", "pretrain")
+    }
+    assert not set(hashes["untrained"]) & set(hashes["pretrain"]) - {None}  # a chat prompt is not a base prompt
+
+
+def test_by_default_the_base_model_answers_no_questions(tmp_path: Path) -> None:
+    write_run(tmp_path, llama_recipe(context=128))
+    lines = evaluate(tmp_path, "--questions", "1")
+    assert [line["task"] for line in lines if line["stage"] == "pretrain"] == ["validation"]
+    assert sum(line["task"].startswith("tinyworld/") for line in lines) == 6
+    only = evaluate(tmp_path, "--questions", "1", "--stage", "pretrain")
+    assert {line["stage"] for line in only} == {"pretrain"} and len(only) == 7
+
+
+def test_a_default_task_suits_the_data() -> None:
+    task = load_task("tinyworld")
+    own = {"data": "texts/", "conversations": "talk.jsonl"}
+    for changes, suits in (({}, True), ({"data": "texts/"}, True), (own, False)):
+        assert task.suits(llama_recipe().__class__(**{**vars(llama_recipe()), **changes})) is suits
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("riddles", "there is no task 'riddles': use tinyworld, or the path of a .py file"),
+        ("{}/broken.py", "broken.py, line 2: ZeroDivisionError"),
+        ("{}/empty.py", "does not end in TASK = … \\(a quern.eval.task.Task\\)"),
+    ],
+)
+def test_a_task_that_cannot_be_read_is_named(tmp_path: Path, tasks: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text("x = 1\nx / 0\n", encoding="utf-8")
+    (tmp_path / "empty.py").write_text("x = 1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_task(tasks.format(tmp_path))
