@@ -15,10 +15,10 @@ def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
 
     Args:
         path: A Python file.
-        name: The module's name; by default that of the file without its ending.
+        name: The module's name; by default the file name without its extension.
 
     Returns:
-        The recipe, and the file's source.
+        The recipe and the text of the file.
 
     Raises:
         ValueError: The file fails (the message names the line), or defines no RECIPE.
@@ -30,7 +30,7 @@ def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file's code can raise
+    except Exception as error:  # the file's code can raise anything
         raise ValueError(f"{_place(path, error)}: {type(error).__name__}: {_reason(error)}") from error
     recipe = getattr(module, "RECIPE", None)
     if not isinstance(recipe, Recipe):
@@ -39,7 +39,7 @@ def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
 
 
 def _place(path: Path, error: Exception) -> str:
-    """The file and the line of it at which the error came about."""
+    """The file and the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == path.name]
     if isinstance(error, SyntaxError) and Path(error.filename or "").name == path.name:
