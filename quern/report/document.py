@@ -1,6 +1,6 @@
-"""The report as data: sections of titled groups of blocks. The templates for Markdown and HTML render it.
+"""The report as data: sections of titled groups of blocks. markdown.py and report.html.jinja render it.
 
-A block is a dataclass; its `kind` names the macro that renders it. Parts without records are left out.
+A block is a dataclass; the template has a macro with the same name. Parts without records are left out.
 """
 
 import statistics

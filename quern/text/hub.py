@@ -48,7 +48,6 @@ def prefetch(
     *,
     shards: int = 8,
     base_url: str | None = None,
-    tries: int = 5,
     pause_seconds: float = 1.0,
     log: Callable[[str], None] | None = None,
 ) -> Path:
@@ -62,7 +61,6 @@ def prefetch(
         progress: Called as bytes arrive.
         shards: The number of training files.
         base_url: The address of a mirror, instead of the set's own.
-        tries: Consecutive failures without progress after which a file is given up.
         pause_seconds: The pause before the second try; doubled after each failure.
         log: Called with a line when this process waits for another.
 
@@ -76,7 +74,7 @@ def prefetch(
     if name not in DATASETS:
         raise ValueError(f"no data set {name!r}; there are {', '.join(DATASETS)}")
     folder = Path(out, name)
-    fetch(DATASETS[name], folder, progress, shards, base_url, tries, pause_seconds, log)
+    fetch(DATASETS[name], folder, progress, shards, base_url, pause_seconds, log)
     return folder
 
 
@@ -86,7 +84,6 @@ def fetch(
     progress: Progress | None = None,
     shards: int = 8,
     base_url: str | None = None,
-    tries: int = 5,
     pause_seconds: float = 1.0,
     log: Callable[[str], None] | None = None,
 ) -> None:
@@ -103,7 +100,7 @@ def fetch(
             expected = dataset.sha256.get(file)
             record = path.with_name(path.name + ".sha256.json")
             if not _is_done(path, record, expected):
-                download(f"{base}/{file}", path, expected, progress, tries, pause_seconds)
+                download(f"{base}/{file}", path, expected, progress, pause_seconds=pause_seconds)
                 done = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
                 record.write_text(json.dumps(done), encoding="utf-8")
 
@@ -133,7 +130,16 @@ def download(
     tries: int = 5,
     pause_seconds: float = 1.0,
 ) -> None:
-    """Downloads one file and checks it before it appears at `path`. Arguments and errors as in `prefetch`."""
+    """Downloads one file and checks it before it appears at `path`. Errors as in `prefetch`.
+
+    Args:
+        url: The address.
+        path: The final path; its folder exists.
+        sha256: The expected SHA-256 (hex); None for the one that the server states, if any.
+        progress: Called as bytes arrive.
+        tries: Consecutive failures without progress after which the file is given up.
+        pause_seconds: The pause before the second try; doubled after each failure.
+    """
     part = path.with_name(path.name + ".part")
     failures, farthest = 0, 0
     while True:

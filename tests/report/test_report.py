@@ -5,6 +5,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -154,10 +155,11 @@ def test_chats_printed_after_a_run_cannot_steer_the_terminal(tmp_path):
 
 def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):
     """The test above can fail: without the escape the same run carries a script into the page."""
-    environment = jinja2.Environment
-    monkeypatch.setattr(
-        "quern.report.build.Environment", lambda **options: environment(**options | {"autoescape": False})
-    )
+
+    def unescaped(**options: Any) -> jinja2.Environment:
+        return jinja2.Environment(**{**options, "autoescape": False})
+
+    monkeypatch.setattr("quern.report.build.Environment", unescaped)
     build(hostile_run(tmp_path))
     assert "<script>alert(1)" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
