@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quern.report.document import Block, Command, Continuation, Conversation, Curves, Document, Facts
+from quern.report.numbers import number
 from quern.report.scores import Score, ScoreTable
 from quern.report.values import Pairs
 
@@ -62,8 +63,9 @@ def _block(block: Block) -> str:
         )
         return fenced("\n".join(turns))
     if isinstance(block, Curves):
-        rows = {f"{p.title}, {p.unit}": [p.first, sparkline(p.ys), p.last] for p in block.panels}  # each metric once
-        return _table(["curve", "first", "over the steps", "last"], ([name, *row] for name, row in rows.items()))
+        series = {f"{panel.curve.title}, {panel.curve.unit}": panel.ys for panel in block.panels}  # each metric once
+        rows = ([name, number(ys[0]), sparkline(ys), number(ys[-1])] for name, ys in series.items())
+        return _table(["curve", "first", "over the steps", "last"], rows)
     if isinstance(block, ScoreTable):
         rows = ([row.task, row.detail, *map(_score, row.scores)] for row in block.rows)
         table = _table([block.title.lower(), "questions and guessing", *block.stages], rows)

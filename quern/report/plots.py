@@ -52,20 +52,6 @@ STEPS_OF_A_CURVE = 800
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One curve: its words, its values (first, last: as text), and the drawing (an <svg> element)."""
-
-    title: str
-    unit: str
-    against: str
-    reading: str
-    first: str
-    last: str
-    ys: list[float]
-    svg: str
-
-
-@dataclass(frozen=True)
 class Curve:
     """What to draw. points: mark each measurement; smooth: draw a running mean; median: report it, not the last."""
 
@@ -78,6 +64,16 @@ class Curve:
     log: bool = False
     share: bool = False
     median: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A drawn curve. reading: its typical or last value as text; ys: its values; svg: the drawing, an <svg> element."""
+
+    curve: Curve
+    reading: str
+    ys: list[float]
+    svg: str
 
 
 CURVES = (
@@ -101,10 +97,7 @@ def panels(stage: StageRecords) -> list[Panel]:
             continue
         name, value = ("median", statistics.median(ys)) if curve.median else ("last", ys[-1])
         text = percent(value) if curve.share else human(value) if value >= 1000 else f"{value:.4g}"
-        svg = draw(curve, xs, ys, stage, f"{stage.name}-{index}")
-        against = {"seconds": "time"}.get(curve.against, curve.against)
-        reading = f"{name} {text}"
-        found.append(Panel(curve.title, curve.unit, against, reading, number(ys[0]), number(ys[-1]), ys, svg))
+        found.append(Panel(curve, f"{name} {text}", ys, draw(curve, xs, ys, stage, f"{stage.name}-{index}")))
     return found
 
 
