@@ -40,7 +40,7 @@ def read_object(path: Path, constant: str, kind: type[T], name: str | None = Non
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file's code can raise
+    except Exception as error:  # the file's code can raise anything
         raise ValueError(f"{_place(path, error)}: {type(error).__name__}: {_reason(error)}") from error
     found = getattr(module, constant, None)
     if not isinstance(found, kind):

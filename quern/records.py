@@ -1,10 +1,9 @@
-"""Records: what happened in one stage of a run, as lines of JSON that reports and plots read.
+"""Records of one stage of a run: JSON lines, which reports and plots read.
 
-A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step,
-nothing but what the caller gives) and `events.jsonl` (what happened when, with UTC time). Lines are strict
-JSON: a number that is not finite becomes null, and an event names it. A line counts once its newline is
-there; a crash can tear only the last one, which is dropped on reopening. Nothing here prints or needs torch:
-trackers are imported when asked for.
+A stage folder holds `recipe.json` (and `recipe_source.py`), `metrics.jsonl` (one line per logging step, with the
+caller's fields only) and `events.jsonl` (events with UTC times). Lines are strict JSON: a number that is not finite
+becomes null, and an event names it. A line is complete when it ends with a newline; a crash can tear only the last
+line, which is dropped when the folder is opened again. Trackers are imported on demand.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ EVENTS = "events.jsonl"
 
 
 class Tracker(Protocol):
-    """Where metrics also go, beside the folder."""
+    """A further destination of metrics, such as TensorBoard."""
 
     def log(self, metrics: dict[str, Any], step: int) -> None: ...
 
@@ -34,7 +33,7 @@ class Tracker(Protocol):
 
 
 class Records(Protocol):
-    """Where a stage's numbers go: a `StageFolder`, or nowhere (`Nowhere`) on ranks that don't write."""
+    """The destination of a stage's numbers: a `StageFolder` on rank 0, `Nowhere` on other ranks."""
 
     path: Path
 
@@ -46,7 +45,7 @@ class Records(Protocol):
 
 
 class Nowhere:
-    """The records of a rank other than 0, which writes none. path: the folder that rank 0 writes to."""
+    """Discards records, for ranks other than 0. path: the folder that rank 0 writes to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +61,7 @@ class Nowhere:
 
 
 class StageFolder:
-    """One stage's folder, open for writing. One process at a time; use it in a `with` or call close()."""
+    """A stage folder open for writing, by one process at a time. Use it in a `with` block or call close()."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
         self.path = Path(path)
@@ -74,7 +73,7 @@ class StageFolder:
         self._events = (self.path / EVENTS).open("a", encoding="utf-8")
 
     def metric(self, **fields: Any) -> None:
-        """Append one line of metrics and hand it to the trackers (those need a `step` among the fields)."""
+        """Appends one line of metrics; passes it to the trackers if `step` is among the fields."""
         bad: list[str] = []
         clean = {name: _strict(value, name, bad) for name, value in fields.items()}
         _append(self._metrics, clean)
@@ -85,20 +84,20 @@ class StageFolder:
                 tracker.log(clean, fields["step"])
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append one event: its kind, UTC time, and the fields."""
+        """Appends one event: its kind, the UTC time, and the fields."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"kind": kind, "time": now} | {name: _strict(value, name, []) for name, value in fields.items()}
         _append(self._events, line)
 
     def write_recipe(self, recipe_json: dict[str, Any], source: str | None) -> None:
-        """Write recipe.json and, where the recipe came from a file, that file's text as recipe_source.py."""
+        """Writes recipe.json, and recipe_source.py if the recipe has a file. source: the text of that file."""
         text = json.dumps(recipe_json, indent=2, allow_nan=False)
         write_whole(self.path / "recipe.json", text + "\n")
         if source is not None:
             write_whole(self.path / "recipe_source.py", source)
 
     def rewind(self, step: int) -> None:
-        """Drop metric lines of steps after `step`, all at once: a resumed run writes them again."""
+        """Removes metric lines after `step`, atomically: a resumed run writes them again."""
         path = self.path / METRICS
         kept = [fields for fields in _read(path) if fields.get("step") is None or fields["step"] <= step]
         self._metrics.close()
@@ -121,17 +120,17 @@ class StageFolder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a stage folder (or of the file itself), a torn last line left out; empty if none."""
+    """The metrics in a stage folder or a file, without a torn last line; empty if there is no file."""
     return _read(path / METRICS if path.is_dir() else path)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a stage folder (or of the file itself), a torn last line left out; empty if none."""
+    """The events in a stage folder or a file, without a torn last line; empty if there is no file."""
     return _read(path / EVENTS if path.is_dir() else path)
 
 
 def git_hash(path: Path) -> str | None:
-    """Short hash of the commit checked out at `path`, "-dirty" if tracked files differ; None outside git."""
+    """Short hash of the commit at `path`, with "-dirty" if tracked files differ; None outside a git repository."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -139,7 +138,7 @@ def git_hash(path: Path) -> str | None:
                 ["git", "-C", str(path), *arguments], capture_output=True, text=True, timeout=10, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
-            return None  # no git here: a run does without
+            return None  # git is not installed or does not answer
         return done.stdout.strip() if done.returncode == 0 else None
 
     commit = git("rev-parse", "--short", "HEAD")
@@ -152,7 +151,7 @@ def git_hash(path: Path) -> str | None:
 
 
 class TensorBoardTracker:
-    """Numbers to TensorBoard's event files under `folder`."""
+    """Writes numbers to TensorBoard's event files in `folder`."""
 
     def __init__(self, folder: Path):
         try:
@@ -172,7 +171,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Numbers to Weights & Biases; the same `run` name goes on where it stopped."""
+    """Sends numbers to Weights & Biases; the same `run` name resumes."""
 
     def __init__(self, project: str, run: str, folder: Path, recipe_json: dict[str, Any]):
         try:
@@ -203,11 +202,11 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 def _append(stream: Any, fields: dict[str, Any]) -> None:
     stream.write(json.dumps(fields, allow_nan=False) + "\n")
-    stream.flush()  # survives the death of this process; an fsync against a power cut would stall every step
+    stream.flush()  # survives a crash of this process; an fsync would stall every step
 
 
 def _strict(value: Any, name: str, bad: list[str]) -> Any:
-    """`value` as strict JSON: what is not finite becomes None, and its name is added to `bad`."""
+    """The value as strict JSON: numbers that are not finite become None, their names are added to `bad`."""
     if isinstance(value, dict):
         return {str(key): _strict(item, f"{name}.{key}", bad) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -232,7 +231,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """The whole lines of `file`, each with its newline; what follows the last newline is left out."""
+    """The complete lines of `file`, with their newlines."""
     if not file.exists():
         return []
     return [line.decode("utf-8") for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

@@ -1,8 +1,8 @@
-"""Temporary files and folders that a killed process cannot leave behind for ever.
+"""Temporary files and folders, which are removed even if the process that made them is killed.
 
-A temporary name is `.<final name>.tmp-<id>`. Its owner holds an flock on it (on the file `lock` in a folder) for as
-long as it lives, and the kernel releases that lock however the owner ends. So a temporary that can be locked belongs to
-nobody, and `remove_abandoned` deletes it at once, while those of living processes stay.
+A temporary name is `.<final name>.tmp-<id>`. The owner holds an flock on it (on the file `lock` in a folder) until it
+exits, and the kernel releases the lock in any case. A temporary that can be locked therefore has no owner, and
+`remove_abandoned` deletes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TemporaryFolder:
     """A new, locked folder beside `final`; `remove` deletes it and releases the lock.
 
     Args:
-        final: The path that the contents are for; its parent exists.
+        final: The final path of the contents; its parent exists.
     """
 
     def __init__(self, final: Path) -> None:
@@ -32,7 +32,7 @@ class TemporaryFolder:
                 self._lock = _locked(self.path / LOCK)
                 return
             except FileNotFoundError:
-                continue  # `remove_abandoned` of another process was quicker than the lock
+                continue  # `remove_abandoned` of another process ran before the lock
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -40,14 +40,14 @@ class TemporaryFolder:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a UTF-8 file that appears whole or not at all, and removes what killed writers of it left.
+    """Writes a UTF-8 file atomically, and removes temporaries of killed writers of the same file.
 
     Args:
-        path: The file; its folder is created.
+        path: The file; its folder is created if needed.
         text: The contents.
 
     Raises:
-        OSError: The file cannot be written; the previous one, if any, is still there.
+        OSError: The file cannot be written; the previous version is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent, path.name)
@@ -69,11 +69,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def remove_abandoned(folder: Path, name: str = "*") -> None:
-    """Removes the temporaries in a folder whose owners have ended.
+    """Removes the temporaries in a folder whose owners have exited.
 
     Args:
-        folder: Where to look; subfolders are left alone. It need not exist.
-        name: The final name, or a pattern of it.
+        folder: The folder, without its subfolders. It may be missing.
+        name: The final name, or a glob pattern.
     """
     for path in folder.glob(f".{name}.tmp-*"):
         try:
@@ -84,7 +84,7 @@ def remove_abandoned(folder: Path, name: str = "*") -> None:
                 else:
                     path.unlink(missing_ok=True)
         except (BlockingIOError, FileNotFoundError, PermissionError):
-            continue  # its owner is alive, it has gone meanwhile, or it is another user's
+            continue  # owned by a live process, already removed, or another user's
 
 
 def _temporary_name(final: Path) -> Path:
@@ -92,7 +92,7 @@ def _temporary_name(final: Path) -> Path:
 
 
 def _locked(path: Path) -> TextIO:
-    """A new file, locked. FileNotFoundError where it was removed between its creation and the lock."""
+    """Creates and locks a file. Raises FileNotFoundError if it was removed before the lock was taken."""
     file = open(path, "w", encoding="utf-8")  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX)
     if not path.exists():

@@ -1,5 +1,4 @@
-"""What a terminal shows: the progress of anything over two seconds (plain lines where there is no terminal), durations,
-tables."""
+"""Output for the terminal: progress of work over two seconds (plain lines without a terminal), durations, tables."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ PLAIN_LINE_SECONDS = 5.0
 
 
 def duration(seconds: float) -> str:
-    """A length of time in words, in the largest unit that leaves at least two."""
+    """A duration in words, in the largest unit that gives at least two."""
     for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
@@ -23,10 +22,10 @@ def duration(seconds: float) -> str:
 
 
 class Meter:
-    """`with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`; total None when unknown."""
+    """A progress bar: `with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`."""
 
     def __init__(self, title: str, total: float | None, unit: str, silent: bool = False) -> None:
-        """silent: say nothing, as ranks other than 0."""
+        """total: None if unknown; silent: print nothing, as on ranks other than 0."""
         self.title, self.total, self.unit = title, total, unit
         self.console = Console(highlight=False, quiet=silent)
         self.started = self.last_line = time.monotonic()
@@ -37,7 +36,7 @@ class Meter:
         return self
 
     def at(self, done: float, note: str = "") -> None:
-        """Says how far things are, as often as the caller likes."""
+        """Reports progress; can be called at any rate."""
         now = time.monotonic()
         self._first = self._first or (done, now)
         if now - self.started < PATIENCE_SECONDS:
@@ -51,7 +50,7 @@ class Meter:
             self.last_line = now
 
     def _left(self, done: float, now: float) -> str:
-        """The time left, by the speed since the first call."""
+        """The estimated time left, from the speed since the first call."""
         assert self._first is not None
         first, since = self._first
         if self.total is None or done <= first:
@@ -59,7 +58,7 @@ class Meter:
         return f"{duration((self.total - done) * (now - since) / (done - first))} left"
 
     def log(self, line: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         (self.bar.console if self.bar else self.console).print(line, soft_wrap=True, markup=False)
 
     def _draw(self, done: float, note: str) -> None:
@@ -73,7 +72,7 @@ class Meter:
             self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
             self.bar.add_task(f"{self.title} ({self.unit})", total=self.total, note=note)
         self.bar.update(self.bar.tasks[0].id, completed=done, note=note)
-        self.bar.start()  # once is enough; before the update it would show a bar at nothing
+        self.bar.start()  # starting before the update would show an empty bar
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -83,7 +82,7 @@ class Meter:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, right-aligned."""
+    """Lines of a table with right-aligned columns."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]

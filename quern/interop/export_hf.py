@@ -1,7 +1,7 @@
-"""`quern export`: a run's model as a folder that other programs read. It is written whole or not at all.
+"""`quern export`: writes a run's model as a folder for other programs, atomically.
 
-`--to hf`: a Llama as Hugging Face writes it: weights in safetensors, configuration, tokenizer, chat template. Read by
-`transformers.LlamaForCausalLM`, and back by `quern import`.
+`--to hf`: Hugging Face's Llama format: weights in safetensors, configuration, tokenizer, chat template.
+`transformers.LlamaForCausalLM` and `quern import` read it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class ExportOptions:
     """Flags of `quern export`."""
 
     dir: Path
-    """The folder to write; it must not hold anything yet."""
+    """The folder to write; it must be empty or missing."""
     to: Literal["hf"] = "hf"
-    """hf: Hugging Face's Llama."""
+    """hf: Hugging Face's Llama format."""
     run: str = "first"
     """The run's name."""
     out: Path = Path("out")
-    """The folder that everything of quern's lies under."""
+    """The output folder that holds the run."""
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
-    """Default: the last one the run has."""
+    """Default: the run's last stage."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32 is exact; bf16 is half the size."""
+    """fp32 is exact; bf16 has half the size."""
 
 
 def main(arguments: list[str], log: Callable[[str], None], description: str = "") -> int:
@@ -57,9 +57,12 @@ def main(arguments: list[str], log: Callable[[str], None], description: str = ""
 
 
 def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype, log: Callable[[str], None]) -> None:
-    """Writes the newest good checkpoint of a stage (None: of the last there is) to `folder`.
+    """Writes the newest intact checkpoint of a stage (None: the last stage) to `folder`.
 
-    Raises FileNotFoundError without a run, ValueError where `folder` holds something or the model is no Llama.
+    Raises:
+        FileNotFoundError: There is no such run.
+        ValueError: `folder` is not empty, or the model is not a Llama.
+        ImportError: `tokenizers` is not installed.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")
@@ -78,11 +81,11 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
         save_file(with_dtype, temporary / "model.safetensors", metadata={"format": "pt"})
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        # safetensors makes its file readable by the owner alone; the others follow the umask.
+        # safetensors makes its file readable by the owner only; the other files follow the umask.
         (temporary / "model.safetensors").chmod((temporary / "config.json").stat().st_mode)
         for path in (*temporary.iterdir(), temporary):
             sync_path(path)
-        os.rename(temporary, folder)  # onto an empty folder or none
+        os.rename(temporary, folder)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -92,7 +95,7 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
 
 
 def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:
-    """Every file but the weights, by name."""
+    """File name → text, for every file except the weights."""
     tokenizer, shape = loaded.tokenizer, loaded.recipe.model
     assert shape.context
     bodies: dict[str, Any] = {
@@ -109,7 +112,7 @@ def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) 
 
 
 def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """As `quern chat` samples. A document ends where the next one's BOS begins, so that ends a text too."""
+    """The sampling settings of `quern chat`. BOS also ends a text, because it begins the next document."""
     return {
         "bos_token_id": tokenizer.bos,
         "eos_token_id": [tokenizer.special("<|assistant_end|>"), tokenizer.bos],

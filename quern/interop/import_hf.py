@@ -1,7 +1,7 @@
-"""`quern import`: a Llama in Hugging Face's format becomes a run that can be evaluated, fine-tuned and talked to.
+"""`quern import`: turns a Llama in Hugging Face's format into a run, for evaluation, fine-tuning and chat.
 
-The folder may come from `quern export` or from anyone: config.json, weights in safetensors (one file or several, never
-a pickle), and a tokenizer.json that is quern's own, which may also be given beside it.
+The folder holds config.json, weights in safetensors (one file or several, never a pickle), and a tokenizer.json in
+quern's form, which can also be given separately.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class ImportOptions:
     """Flags of `quern import`."""
 
     folder: tyro.conf.Positional[Path]
-    """What to read: config.json, *.safetensors and tokenizer.json."""
+    """The folder to read: config.json, *.safetensors and tokenizer.json."""
     run: str
     """The new run's name."""
     out: Path = Path("out")
-    """The folder that everything of quern's lies under."""
+    """The output folder for the run."""
     stage: Literal["pretrain", "sft"] = "pretrain"
-    """What it counts as: a base model, or one that has learned to answer."""
+    """pretrain: a base model; sft: a chat model."""
     tokenizer: Annotated[Path | None, UNSAID] = None
-    """A tokenizer.json of quern's, where the folder has none."""
+    """A tokenizer.json of quern, if the folder has none."""
     data: str = "tinyworld"
-    """Text to evaluate on."""
+    """The text for evaluation."""
 
 
 def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str = "") -> int:
-    """recipe: of the architecture; what the folder says goes into it."""
+    """recipe: the recipe of the architecture; the folder determines its shape."""
     options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
     run(
         options.folder,
@@ -68,9 +68,19 @@ def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, descr
 def run(
     folder: Path, run_dir: RunDir, recipe: Recipe, *, stage: str, tokenizer: Path | None, log: Callable[[str], None]
 ) -> None:
-    """Makes the run, its fp32 masters equal to the weights in the folder. recipe: unresolved, of the architecture.
+    """Creates the run. Its fp32 masters equal the weights in the folder.
 
-    Raises FileNotFoundError or ValueError, saying what is missing or stands in the way; then there is no such run.
+    Args:
+        folder: The model in Hugging Face's format.
+        run_dir: The new run.
+        recipe: The unresolved recipe of the architecture.
+        stage: The stage that gets the checkpoint.
+        tokenizer: A tokenizer.json of quern; None for the one in the folder.
+        log: Called with lines for the user.
+
+    Raises:
+        FileNotFoundError: A file is missing. No run is created.
+        ValueError: The folder holds another kind of model, or the run exists.
     """
     if run_dir.folder.exists():
         raise ValueError(f"there is a run '{run_dir.run}' already: name another one with --run")
@@ -108,7 +118,7 @@ def _write(
     state: TrainState,
     folder: Path,
 ) -> None:
-    """The checkpoint comes last: without it there is nothing to load."""
+    """Writes the checkpoint last: a run without one counts as untrained."""
     run_dir.folder.mkdir(parents=True)
     tokenizer.save(run_dir.folder / "tokenizer.json")
     describe_run(
@@ -134,11 +144,11 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     try:
         return read_tokenizer(body)
     except ValueError as error:
-        raise ValueError(f"{path} is not a tokenizer that quern can take over: {error}") from error
+        raise ValueError(f"{path} is not a tokenizer that quern can import: {error}") from error
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in fp32, from one file or from the several that an index names."""
+    """Every tensor in fp32, from one file or from the files that an index names."""
     index = folder / "model.safetensors.index.json"
     names = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
     found: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
-"""How Hugging Face writes a Llama down: its configuration and the names of its weights. Both ways, without its library.
+"""Hugging Face's Llama format: the configuration and the names of the weights, in both directions.
 
-A weight is the same numbers under another name; gate and up are one parameter here and two there. Nothing is computed,
-so a round trip is exact in whatever dtype the weights have.
+Weights are renamed; gate and up are one parameter in quern and two in Hugging Face. Nothing is computed, so a
+round trip is exact in every dtype.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ IN_BLOCK = {
     "mlp.down.weight": "mlp.down_proj.weight",
 }
 MERGED = ("mlp.gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight")
-"""Ours, and the two that it is a stack of."""
+"""quern's parameter, and the two of Hugging Face that it stacks."""
 
 
 def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """Our weights under their names. Raises KeyError for a weight that is missing."""
+    """quern's weights with Hugging Face's names. Raises KeyError if a weight is missing."""
     found = {theirs: weights[ours] for ours, theirs in OUTSIDE.items()}
     for layer in range(depth):
         before, after = f"blocks.{layer}.", f"model.layers.{layer}."
@@ -46,9 +46,15 @@ def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 
 def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> dict[str, Tensor]:
-    """Their weights under our names; a tied head becomes a matrix of its own, equal to the embedding.
+    """Hugging Face's weights with quern's names.
 
-    Raises ValueError naming weights that are missing, or left over and hence part of another architecture.
+    Args:
+        weights: Name → tensor.
+        depth: The number of layers.
+        tied: Whether the head is the embedding; quern gets a copy.
+
+    Raises:
+        ValueError: Weights are missing, or belong to another architecture; the message names them.
     """
     left = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     if tied:
@@ -74,7 +80,7 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
 
 
 def config_to(shape: ModelRecipe, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
-    """The body of config.json. Raises ValueError for what their Llama cannot be."""
+    """The body of config.json. Raises ValueError for a model that Hugging Face's Llama cannot represent."""
     assert shape.width and shape.heads and shape.head_dim
     if any(window is not None for window in shape.window_sizes()):
         raise ValueError(
@@ -99,7 +105,7 @@ def config_to(shape: ModelRecipe, tokenizer: Tokenizer, dtype: torch.dtype) -> d
         "hidden_act": "silu",
         "max_position_embeddings": shape.context,
         "rms_norm_eps": shape.norm_eps or NORM_EPS,
-        # Both spellings: transformers from 5 on reads the second, earlier ones and most other programs the first.
+        # transformers 5 reads rope_parameters; earlier versions and most other programs read rope_theta.
         "rope_theta": shape.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base},
         "attention_bias": False,
@@ -115,11 +121,10 @@ def config_to(shape: ModelRecipe, tokenizer: Tokenizer, dtype: torch.dtype) -> d
 
 
 def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
-    """The shape that a config.json describes. Raises ValueError for another architecture, or a kind of Llama that
-    this one is not, naming what stands in the way."""
+    """The shape that a config.json describes. Raises ValueError for another architecture or an unsupported Llama."""
     if config.get("model_type") != "llama":
         raise ValueError(f"it holds a model of type {config.get('model_type')!r}: only llama can be imported")
-    # Since version 5 both stand in rope_parameters; before it, the base stood alone and the rest in rope_scaling.
+    # transformers 5 has both in rope_parameters; earlier versions have rope_theta and rope_scaling.
     rope = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {})}
     rope |= config.get("rope_parameters") or {}
     found = {

@@ -1,4 +1,4 @@
-"""Numbers as people read them. Decimal units throughout: 1 kB is 1,000 bytes."""
+"""Numbers as text for readers. Units are decimal: 1 kB is 1,000 bytes."""
 
 
 def number(value: float) -> str:
@@ -10,33 +10,18 @@ def number(value: float) -> str:
 
 def human(value: float) -> str:
     """1234567 → 1.23M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+    return _scaled(value, ("T", "B", "M", "K")) or f"{value:.3g}"
 
 
 def human_bytes(value: float) -> str:
-    """Decimal units: 24,000,000 → 24 MB."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} bytes"
+    """24,000,000 → 24 MB."""
+    return _scaled(value, (" TB", " GB", " MB", " kB")) or f"{value:.0f} bytes"
 
 
 def human_flops(value: float) -> str:
-    """4.7e14 → 471 TFLOP."""
-    for size, unit in (
-        (1e21, "ZFLOP"),
-        (1e18, "EFLOP"),
-        (1e15, "PFLOP"),
-        (1e12, "TFLOP"),
-        (1e9, "GFLOP"),
-        (1e6, "MFLOP"),
-    ):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,.0f} FLOP"
+    """4.7e14 → 470 TFLOP."""
+    prefixes = "ZEPTGM"
+    return _scaled(value, [f" {prefix}FLOP" for prefix in prefixes], smallest=1e6) or f"{value:,.0f} FLOP"
 
 
 def duration(seconds: float) -> str:
@@ -49,6 +34,16 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """0.8333 → 83%; below 10% and close to 100% one decimal is kept."""
+    """0.8333 → 83%; one decimal below 10% and above 99%."""
     value = 100 * share
     return f"{value:.1f}%" if 0 < abs(value) < 9.95 or 99 < value < 99.95 else f"{value:.0f}%"
+
+
+def _scaled(value: float, units: list[str] | tuple[str, ...], smallest: float = 1e3) -> str:
+    """The value in the largest unit that fits (units: largest first, a factor of 1,000 apart); "" if none fits."""
+    size = smallest * 1000 ** (len(units) - 1)
+    for unit in units:
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g}{unit}"
+        size /= 1000
+    return ""

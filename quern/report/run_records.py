@@ -1,11 +1,9 @@
-"""What a run's folder says about the run: its JSON and JSON-lines records, read once and put in order.
+"""Reads the records of a run folder for the report: JSON files and JSON-lines files. No model, no checkpoint.
 
-Every record is optional, since a run may have stopped anywhere: a missing file is an empty one, a line torn
-by a kill is left out and mentioned in `notes`. Nothing here computes a model or opens a checkpoint.
-Folder: run.json, evaluate.jsonl and samples.jsonl beside one folder per stage (pretrain, sft) that holds
-recipe.json, metrics.jsonl and events.jsonl.
-Units: seconds are those spent in training steps, `flops` and `tokens` are counted from the start of the
-stage.
+The folder holds run.json, evaluate.jsonl and samples.jsonl, and one folder per stage (pretrain, sft) with recipe.json,
+metrics.jsonl and events.jsonl. Every file is optional, because a run can stop at any time. A line torn by a kill is
+skipped and reported in `RunRecords.notes`. `seconds` counts time in training steps; `seconds`, `flops` and `tokens`
+start at zero with the stage.
 """
 
 import json
@@ -14,15 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 STAGE_TITLES = {"untrained": "Untrained", "pretrain": "Pretraining", "sft": "Fine-tuning"}
 EVENT_TIMES = ("time", "utc", "at")
+"""Keys that can hold the time of an event."""
 
 
 @dataclass(frozen=True)
 class StageRecords:
-    """`metrics` are the lines of training steps, `validations` those of evaluators; both in the order of
-    steps.
-    """
+    """The records of one stage. metrics: lines of training steps; validations: lines of evaluators; both by step."""
 
     name: str
     recipe: dict[str, Any]
@@ -35,19 +34,24 @@ class StageRecords:
         return STAGE_TITLES.get(self.name, self.name)
 
     def last(self, key: str) -> float | None:
-        """The latest finite value of a metric; validations carry their own keys."""
+        """The latest finite value of a metric."""
         values = self.column(key)[1]
         return values[-1] if values else None
 
     def column(self, key: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """(x, y) of the lines that have a finite `key`. Where a line has no `against`, it follows from its
-        step.
+        """The values of one metric.
+
+        Args:
+            key: The metric; names that start with `val_` are read from the validations.
+            against: The metric for x. A validation line without it gets the value interpolated at its step.
+
+        Returns:
+            (x, y) of the lines in which `key` is finite.
         """
         xs: list[float] = []
         ys: list[float] = []
         for line in self.validations if key.startswith("val_") else self.metrics:
-            y = finite(line.get(key))
-            x = finite(line.get(against))
+            x, y = finite(line.get(against)), finite(line.get(key))
             if x is None:
                 x = self._at_step(against, finite(line.get("step")))
             if x is not None and y is not None:
@@ -56,21 +60,13 @@ class StageRecords:
         return xs, ys
 
     def _at_step(self, key: str, step: float | None) -> float | None:
-        """Linear between the training lines around `step`, from zero at step zero; at the last line's value
-        after.
-        """
-        if step is None:
+        """Linear interpolation between training lines, from zero at step zero; constant after the last line."""
+        known = [(finite(line.get("step")), finite(line.get(key))) for line in self.metrics]
+        points = [(0.0, 0.0), *((at, value) for at, value in known if at is not None and value is not None)]
+        if step is None or not points[1:]:
             return None
-        before = (0.0, 0.0)
-        for line in self.metrics:
-            at, value = finite(line.get("step")), finite(line.get(key))
-            if at is None or value is None:
-                continue
-            if at >= step:
-                share = (step - before[0]) / (at - before[0]) if at > before[0] else 1.0
-                return before[1] + share * (value - before[1])
-            before = (at, value)
-        return before[1] if before != (0.0, 0.0) else None
+        steps, values = zip(*points, strict=True)
+        return float(np.interp(step, steps, values))
 
     def steps_of(self, kind: str) -> list[float]:
         """The steps at which events of a kind happened."""
@@ -78,17 +74,16 @@ class StageRecords:
         return [step for step in steps if step is not None]
 
     def resumed_at(self) -> list[float]:
-        """The steps at which training went on; resuming what was finished already trains nothing."""
+        """The steps at which training resumed. Resuming a finished stage trains nothing and does not count."""
         end = self.last("step") or 0.0
         return [step for step in self.steps_of("resume") if step < end]
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """`scores` keeps the latest line of each stage, task and metric, `samples` the latest of each prompt."""
+    """scores: the latest line of each (stage, task, metric); samples: the latest line of each (stage, prompt)."""
 
     name: str
-    folder: Path
     run: dict[str, Any]
     recipe: dict[str, Any]
     stages: list[StageRecords]
@@ -99,9 +94,23 @@ class RunRecords:
     def stage(self, name: str) -> StageRecords | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
+    @property
+    def main_stage(self) -> StageRecords | None:
+        """Pretraining, or else the first stage."""
+        return self.stage("pretrain") or (self.stages[0] if self.stages else None)
+
+    def part(self, key: str) -> dict[str, Any]:
+        """An object in run.json; a string becomes its name."""
+        return {"name": value} if isinstance(value := self.run.get(key), str) else as_object(value)
+
+    def parameters(self, key: str) -> float | None:
+        """A parameter count in run.json, where `parameters` is one number (the total) or a table of counts."""
+        counts = self.part("model").get("parameters")
+        return finite(counts.get(key) if isinstance(counts, dict) else counts if key == "total" else None)
+
 
 def read_run(folder: Path) -> RunRecords:
-    """Read every record of a run. Raises FileNotFoundError when the folder holds none."""
+    """Reads every record of a run. Raises FileNotFoundError when the folder holds none."""
     notes: list[str] = []
     stages = [_read_stage(path, folder, notes) for path in _stage_folders(folder)]
     run = _read_object(folder / "run.json", folder, notes)
@@ -112,17 +121,13 @@ def read_run(folder: Path) -> RunRecords:
             f"{folder} holds no records of a run; give a run's folder such as out/runs/NAME, "
             "or train one first with `quern run`"
         )
-    recipe = _read_object(folder / "recipe.json", folder, notes)
-    recipe = recipe or next((stage.recipe for stage in stages if stage.recipe), {})
-    latest = {(line.get("stage"), line.get("task"), line.get("metric")): line for line in scores}
     return RunRecords(
         name=folder.resolve().name,
-        folder=folder,
         run=run,
-        recipe=recipe,
+        recipe=next((stage.recipe for stage in stages if stage.recipe), {}),
         stages=stages,
-        scores=list(latest.values()),
-        samples=_latest(samples),
+        scores=list({(line.get("stage"), line.get("task"), line.get("metric")): line for line in scores}.values()),
+        samples=list({_question(sample): sample for sample in samples}.values()),
         notes=notes,
     )
 
@@ -137,35 +142,29 @@ def finite(value: Any) -> float | None:
         return None
 
 
+def as_object(value: Any) -> dict[str, Any]:
+    """The value if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def event_time(event: dict[str, Any]) -> str:
-    """The event's time as text, to the second, or nothing."""
+    """The event's time as text, to the second; "" when it has none."""
     text = next((str(event[key]) for key in EVENT_TIMES if event.get(key)), "")
     return text.replace("T", " ")[:19]
 
 
-def _latest(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last answer of each stage to each prompt: a run may be evaluated more than once."""
-    found: dict[str, dict[str, Any]] = {}
-    for sample in samples:
-        messages = sample.get("messages")
-        asked = messages
-        if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-            asked = [message for message in messages if message.get("role") != "assistant"]
-        key = json.dumps([sample.get("stage"), sample.get("kind"), sample.get("prompt"), asked])
-        found[key] = sample
-    return list(found.values())
+def _question(sample: dict[str, Any]) -> str:
+    """Identifies the prompt of a sample: a run can be evaluated more than once."""
+    asked = sample.get("messages")
+    if isinstance(asked, list) and all(isinstance(message, dict) for message in asked):
+        asked = [message for message in asked if message.get("role") != "assistant"]
+    return json.dumps([sample.get("stage"), sample.get("kind"), sample.get("prompt"), asked])
 
 
 def _stage_folders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
     known = list(STAGE_TITLES)
-    found = [path for path in folder.iterdir() if path.is_dir() and _is_stage(path)]
+    found = {path.parent for name in ("metrics", "events") for path in folder.glob(f"*/{name}.jsonl")}
     return sorted(found, key=lambda path: (known.index(path.name) if path.name in known else len(known), path.name))
-
-
-def _is_stage(path: Path) -> bool:
-    return (path / "metrics.jsonl").exists() or (path / "events.jsonl").exists()
 
 
 def _read_stage(path: Path, folder: Path, notes: list[str]) -> StageRecords:
@@ -184,34 +183,27 @@ def _read_stage(path: Path, folder: Path, notes: list[str]) -> StageRecords:
 def _read_object(path: Path, folder: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        notes.append(f"{path.relative_to(folder)} is not a JSON object and was left out.")
-        return {}
-    return found
+    found = _parse(path.read_text(encoding="utf-8", errors="replace"))
+    if found is None:
+        notes.append(f"{path.relative_to(folder)} is not a JSON object and was skipped.")
+    return found or {}
 
 
 def _read_lines(path: Path, folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = []
-    unread = 0
-    # Only "\n" ends a record: str.splitlines would also cut at separators inside a sample's text.
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if isinstance(line, dict):
-            found.append(line)
-        else:
-            unread += 1
-    if unread:
-        plural = "s" if unread > 1 else ""
-        notes.append(f"{unread} line{plural} of {path.relative_to(folder)} could not be read and left out.")
-    return found
+    # Split at "\n" only: str.splitlines would also cut at separators inside a sample's text.
+    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = [_parse(text) for text in texts if text.strip()]
+    if torn := lines.count(None):
+        plural = "s" if torn > 1 else ""
+        notes.append(f"{torn} line{plural} of {path.relative_to(folder)} could not be read (skipped).")
+    return [line for line in lines if line is not None]
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

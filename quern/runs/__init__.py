@@ -1,4 +1,1 @@
-"""A run on disk: its folder, its lock, its saved recipe, what it was made from, and how its model is loaded.
-
-Stages, interop, serving and reports all find a run through this room.
-"""
+"""A run on disk: its folder, lock, saved recipe, origin, and model. Stages, interop and serving use it."""

@@ -1,4 +1,4 @@
-"""Loads a trained model of a run, for evaluation, chat, the server and export."""
+"""Loads the trained model of a run for evaluation, chat, the server and export."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from quern.machine import Machine
 from quern.recipe import Recipe
-from quern.runs.origin import Origin, read_origin, require_tokenizer
+from quern.runs.origin import require_tokenizer
 from quern.runs.run_dir import STAGES, RunDir
+from quern.runs.saved import open_checkpoint
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
@@ -32,25 +33,28 @@ def load(
     stage: str | None = None,
     callables: Mapping[str, Callable[..., Any]] | None = None,
 ) -> LoadedModel:
-    """The newest good checkpoint of a stage (by default of the last stage there is).
+    """Loads the newest intact checkpoint.
 
-    callables: those of the recipe (`Recipe.callables`), where the user named its file; by default the file that the run
-    keeps is used. Raises
-    FileNotFoundError, saying what to run first, when there is no checkpoint, CheckpointError when none is good.
+    Args:
+        run_dir: The run.
+        machine: The device and dtype of the model.
+        log: Called with lines for the user.
+        stage: The stage to load; by default the last one that has an intact checkpoint.
+        callables: The recipe's code (`Recipe.callables`); by default the file saved with the run is used.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint; the message names the command to run first.
+        CheckpointError: All checkpoints are damaged.
     """
     tokenizer = run_dir.tokenizer()
-    damaged = [name for name in ([stage] if stage else STAGES) if checkpoint.steps(run_dir.checkpoints(name))]
-    for name in reversed(damaged):
-        found = checkpoint.latest(run_dir.checkpoints(name), log)
-        if found is None:
-            continue
-        tensors, meta = checkpoint.load(found[0])
-        origin = read_origin(run_dir.stage(name)) or Origin(meta["tokenizer"])
-        recipe = run_dir.read_recipe(meta["recipe"], name, origin.source, callables)
-        require_tokenizer(run_dir, tokenizer, replace(origin, tokenizer=meta["tokenizer"]))
-        model = build_model(recipe, machine, None)
-        model.load_state_dict(weights_of(tensors))
-        return LoadedModel(model.eval(), tokenizer, recipe, name, meta["state"]["step"])
-    if damaged:
-        raise CheckpointError(run_dir.no_good_checkpoint(damaged[-1]))
+    trained = [name for name in ([stage] if stage else STAGES) if run_dir.has_trained(name)]
+    for name in reversed(trained):
+        if found := checkpoint.latest(run_dir.checkpoints(name), log):
+            start = open_checkpoint(run_dir, name, found[0], callables)
+            require_tokenizer(run_dir, tokenizer, replace(start.origin, tokenizer=start.meta["tokenizer"]))
+            model = build_model(start.recipe, machine, None)
+            model.load_state_dict(weights_of(start.tensors))
+            return LoadedModel(model.eval(), tokenizer, start.recipe, name, start.meta["state"]["step"])
+    if trained:
+        raise CheckpointError(run_dir.no_good_checkpoint(trained[-1]))
     raise FileNotFoundError(run_dir.has_no(f"stage '{stage}'" if stage else "model", stage or "run"))

@@ -1,8 +1,8 @@
-"""What a stage was made from: `origin.json`, written once when the stage begins and checked whenever it goes on.
+"""The inputs of a stage: `origin.json`, written when the stage begins and checked when it is resumed.
 
-It names the run's tokenizer, the content of the text, the token shards and the conversations by fingerprint. A stage
-that is resumed uses the shards it began with. Text, conversations or a tokenizer that are no longer the same are
-refused with both fingerprints: training would go on, and be wrong.
+The file names the tokenizer, the text, the token shards and the conversations by fingerprint. A resumed stage uses the
+shards that it began with. If text, conversations or tokenizer have changed, the stage refuses to resume and names both
+fingerprints, because training on other data would silently be wrong.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from quern.train.manifest import CheckpointError, read_manifest
 
 FILE = "origin.json"
 SHOWN = 16
-"""Digits of a fingerprint in messages."""
+"""Number of digits of a fingerprint in messages."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Fingerprints (hex) and places of what a stage was made from; None where it has no such thing.
+    """Fingerprints (hex) and locations of a stage's inputs; None for an input that the stage does not have.
 
-    tokenizer: of the run's tokenizer; text: of the content that was tokenized; tokens: of the shards; shards: their
-    folder, relative to the output folder where it is inside it; conversations: of the token ids to fine-tune on;
-    source: of the recipe's own Python file; base: the model that the first weights are of (run, None for the same run;
-    stage, step, tokens).
+    Attributes:
+        tokenizer: Fingerprint of the run's tokenizer.
+        text: Fingerprint of the tokenized text.
+        tokens: Fingerprint of the token shards.
+        shards: Folder of the shards, relative to the output folder if inside it.
+        conversations: Fingerprint of the token ids for fine-tuning.
+        source: SHA-256 of the recipe's Python file.
+        base: The model that provided the initial weights: run (None for the same run), stage, step, tokens.
     """
 
     tokenizer: str
@@ -54,9 +58,10 @@ def source_digest(source: str | None) -> str | None:
 
 
 def read_origin(stage: Path) -> Origin | None:
-    """The origin of the stage in this folder; None where nothing was trained with one, as after `quern import`.
+    """Reads origin.json of a stage folder, or its copy in the newest checkpoint if the file is missing.
 
-    Where the file is missing, the newest checkpoint has it too.
+    Returns:
+        The origin; None for a stage without one, such as an imported model.
 
     Raises:
         ValueError: The file is damaged.
@@ -74,7 +79,7 @@ def read_origin(stage: Path) -> Origin | None:
 
 
 def newest_meta(stage: Path) -> dict[str, Any]:
-    """The facts beside the state in the newest checkpoint of a stage; empty where there is none that can be read."""
+    """The metadata of the newest readable checkpoint of a stage; empty if there is none."""
     for step in reversed(checkpoint.steps(stage / "checkpoints")):
         with suppress(CheckpointError):
             return read_manifest(checkpoint.path_of(stage / "checkpoints", step))["meta"]
@@ -82,7 +87,7 @@ def newest_meta(stage: Path) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with the full path of each file and folder that it names, so that it means the same elsewhere."""
+    """The recipe with absolute paths, so that it is valid in every working directory."""
 
     def full(name: str | None) -> str | None:
         return name if name is None or name == "tinyworld" or not Path(name).exists() else str(Path(name).absolute())
@@ -93,7 +98,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def require_tokenizer(run_dir: RunDir, tokenizer: Tokenizer, origin: Origin) -> None:
-    """Raises ValueError where the run's tokenizer.json is not the one that a stage was trained with."""
+    """Raises ValueError if the run's tokenizer.json differs from the tokenizer that a stage was trained with."""
     if tokenizer.fingerprint == origin.tokenizer:
         return
     raise ValueError(
@@ -103,7 +108,7 @@ def require_tokenizer(run_dir: RunDir, tokenizer: Tokenizer, origin: Origin) -> 
 
 
 def refuse_second_tokenizer(run_dir: RunDir, tokenizer: Tokenizer) -> None:
-    """Raises ValueError where models of the run, of any stage, were trained with another tokenizer."""
+    """Raises ValueError if any stage of the run was trained with another tokenizer."""
     path = run_dir.folder / "tokenizer.json"
     trained = sorted(path.parent.name for path in run_dir.folder.glob("*/checkpoints") if checkpoint.steps(path))
     if not trained or not path.exists():
@@ -117,12 +122,12 @@ def refuse_second_tokenizer(run_dir: RunDir, tokenizer: Tokenizer) -> None:
 
 
 def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
-    """Raises CheckpointError where a checkpoint was made from something else than the stage says.
+    """Raises CheckpointError if a checkpoint was trained on other inputs.
 
     Args:
-        meta: The checkpoint's own facts.
-        origin: What the stage goes on with.
-        path: Where the checkpoint is, for the message.
+        meta: The checkpoint's metadata.
+        origin: The inputs of the resumed stage.
+        path: The checkpoint, for the message.
     """
     found = meta.get("origin", {})
     for name, what in (("tokenizer", "tokenizer"), ("tokens", "text"), ("conversations", "set of conversations")):
@@ -135,7 +140,7 @@ def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
 
 
 def refuse_other_conversations(run_dir: RunDir, origin: Origin, found: str) -> None:
-    """Raises ValueError where the conversations are not those that fine-tuning began with."""
+    """Raises ValueError if the conversations differ from those that fine-tuning began with."""
     if origin.conversations is not None and origin.conversations != found:
         raise ValueError(
             f"the conversations have changed since run '{run_dir.run}' was fine-tuned on them (fingerprint "
@@ -145,7 +150,7 @@ def refuse_other_conversations(run_dir: RunDir, origin: Origin, found: str) -> N
 
 
 def corpus_fingerprint(*corpora: Corpus) -> str:
-    """SHA-256 (hex) over documents in memory: token ids, lengths and masks."""
+    """SHA-256 (hex) of documents in memory: token ids, lengths and masks."""
     digest = hashlib.sha256()
     for corpus in corpora:
         digest.update(corpus.lengths.tobytes())

@@ -1,4 +1,4 @@
-"""Where a run's files lie: everything under one output folder, `out/` unless `--out` says otherwise.
+"""The paths of a run. All of them are inside one output folder: `out/`, or the one that `--out` names.
 
 out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/
 out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html
@@ -41,12 +41,12 @@ INSTEAD = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-"""What to do about an error of the operating system."""
+"""The advice for each error of the operating system."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """out: the output folder; run: the run's name, letters, digits, dots, dashes and underscores."""
+    """out: the output folder; run: the run's name (letters, digits, dots, dashes, underscores)."""
 
     out: Path
     run: str
@@ -61,7 +61,7 @@ class RunDir:
 
     @property
     def flags(self) -> str:
-        """What names the run on the command line."""
+        """The command-line flags that name the run."""
         return shlex.join(["--run", self.run, *([] if self.out == Path("out") else ["--out", str(self.out)])])
 
     def stage(self, name: str) -> Path:
@@ -74,34 +74,43 @@ class RunDir:
         """Whether a stage has saved a checkpoint, good or damaged."""
         return bool(checkpoint.steps(self.checkpoints(stage)))
 
+    def facts(self) -> dict[str, Any]:
+        """The contents of run.json; empty if there is none."""
+        path = self.folder / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer. Raises FileNotFoundError naming the runs that there are, ValueError where it is damaged,
-        naming the copy of it that there is."""
-        path, facts = self.folder / "tokenizer.json", self.folder / "run.json"
-        known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
-        mark = known.get("tokenizer", {}).get("fingerprint")
-        if not path.exists():
-            if not any(self.checkpoints(stage).is_dir() for stage in STAGES):
-                raise FileNotFoundError(self.has_no("model"))
-            raise FileNotFoundError(f"{path} is missing. The run's model knows no other: {self.tokenizer_copy(mark)}")
+        """The run's tokenizer.
+
+        Raises:
+            FileNotFoundError: There is no such run or no tokenizer; the message names the existing runs or a copy.
+            ValueError: The file is damaged; the message names a copy.
+        """
+        path = self.folder / "tokenizer.json"
+        if not path.exists() and not any(self.checkpoints(stage).is_dir() for stage in STAGES):
+            raise FileNotFoundError(self.has_no("model"))
+        mark = self.facts().get("tokenizer", {}).get("fingerprint")
         try:
+            if not path.exists():
+                raise FileNotFoundError(f"{path} is missing")
             return Tokenizer.load(path)
-        except ValueError as error:
-            raise ValueError(f"{error}. The run's model knows no other: {self.tokenizer_copy(mark)}") from error
+        except (FileNotFoundError, ValueError) as error:
+            message = f"{error}. The run's model needs this tokenizer: {self.tokenizer_copy(mark)}"
+            raise type(error)(message) from error
 
     def tokenizer_copy(self, mark: str | None) -> str:
-        """Where another copy of the run's tokenizer is, for messages. mark: the first digits of its fingerprint."""
+        """The location of another copy of the run's tokenizer, for messages. mark: the start of its fingerprint."""
         for copy in sorted((self.out / "tokenizers").glob("*.json")):
             try:
                 found = Tokenizer.load(copy).fingerprint
             except ValueError:
                 continue  # damaged as well
             if mark is not None and found.startswith(mark):
-                return f"a sound copy is there, `cp {copy} {self.folder / 'tokenizer.json'}`"
-        return f"put back a copy of it (fingerprint {mark or 'unknown'}); under {self.out / 'tokenizers'} there is none"
+                return f"restore it with `cp {copy} {self.folder / 'tokenizer.json'}`"
+        return f"put back a copy of it (fingerprint {mark or 'unknown'}); {self.out / 'tokenizers'} has none"
 
     def known(self) -> str:
-        """What runs there are, for messages."""
+        """The existing runs, newest first, as advice for messages."""
         runs = [path for path in (self.out / "runs").glob("*") if path.is_dir()]
         runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         names = ", ".join(path.name for path in runs[:SHOWN_RUNS])
@@ -109,13 +118,13 @@ class RunDir:
         return f"name one of {names}{more} with --run" if runs else "make one with `quern run`"
 
     def has_no(self, what: str, verb: str = "run") -> str:
-        """What to say where something of the run is missing, or the whole run. verb: what makes it."""
+        """The message for a missing part of the run, or a missing run. verb: the command that makes the part."""
         if not self.folder.is_dir():
             return f"there is no run '{self.run}' under {self.out}: {self.known()}"
         return f"run '{self.run}' has no {what} yet: `quern {verb} {self.flags}` makes one"
 
     def refuse_damaged_recipes(self) -> None:
-        """Raises ValueError naming a recipe.json of the run that is none."""
+        """Raises ValueError if a recipe.json of the run is damaged; the message names it."""
         for path in sorted(self.folder.glob("*/recipe.json")):
             try:
                 check_body(json.loads(path.read_text(encoding="utf-8")))
@@ -132,7 +141,7 @@ class RunDir:
         digest: str | None = None,
         callables: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Recipe:
-        """The recipe in a checkpoint of a stage.
+        """Builds the recipe that a stage or a checkpoint saved.
 
         Args:
             body: The recipe as JSON.
@@ -141,7 +150,7 @@ class RunDir:
             callables: The recipe's code, where the user named its file.
 
         Raises:
-            ValueError: The recipe's own code is not there, or is not the same.
+            ValueError: The recipe's code is missing or has changed.
         """
         names = [value for name, value in body.items() if name.startswith("make_") and isinstance(value, str)]
         foreign = [name for name in names if not name.startswith("quern.")]
@@ -163,14 +172,14 @@ class RunDir:
         return Recipe.from_json(body, **(callables or {}))
 
     def no_good_checkpoint(self, stage: str) -> str:
-        """What to say of a stage all of whose checkpoints are damaged."""
+        """The message for a stage whose checkpoints are all damaged."""
         return (
             f"none of the checkpoints under {self.checkpoints(stage)} is good: put back a copy of one, or remove the "
             f"folder {self.stage(stage)} and run `quern {stage} {self.flags}` again"
         )
 
     def write(self, name: str, body: dict[str, Any]) -> None:
-        """Writes a JSON file of the run's folder, whole or not at all."""
+        """Writes a JSON file of the run's folder atomically."""
         with naming(self.folder / name):
             write_whole(self.folder / name, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
 
@@ -182,7 +191,7 @@ class RunDir:
 
 
 def refuse_unwritable(out: Path) -> None:
-    """Raises OSError naming --out where nothing could be written under it."""
+    """Raises OSError if no file can be created under the output folder; the message names --out."""
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists() or path.is_symlink())
     if not nearest.is_dir():
         raise NotADirectoryError(f"--out {out}: {nearest} is no folder, choose another one")
@@ -194,7 +203,7 @@ def refuse_unwritable(out: Path) -> None:
 
 
 def plainly(error: BaseException) -> str:
-    """An error's message; of one of the operating system's ([Errno 30] …) the path, the reason and what to do."""
+    """An error's message. For an OSError ([Errno 30] …): the path, the reason and the advice."""
     if not isinstance(error, OSError) or error.strerror is None or error.errno is None:
         return str(error)
     where = f"{error.filename}: " if error.filename is not None else ""
@@ -203,7 +212,7 @@ def plainly(error: BaseException) -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names the path in an OSError that has none, as that of a full disk."""
+    """Adds the path to an OSError that has none, such as the error of a full disk."""
     try:
         yield
     except OSError as error:

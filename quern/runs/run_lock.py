@@ -1,8 +1,8 @@
 """One process at a time writes to a run: an exclusive lock on the run's folder.
 
-The kernel holds the lock (flock) and releases it when the process ends, however it ends, so no stale lock is ever left.
-The lock file says who holds it. Readers (chat, serve, report, evaluate) take no lock. On several ranks, rank 0 takes
-it. A network file system must support flock.
+The kernel holds the lock (flock) and releases it when the process ends for any reason, so no lock is ever stale. The
+lock file names the holder. Readers (chat, serve, report, evaluate) take no lock. With several ranks, rank 0 takes it. A
+network file system must support flock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = ".lock"
 
 
 class RunInUseError(ValueError):
-    """Another process writes to the run; the message says which."""
+    """Another process writes to the run; the message names it."""
 
 
 @contextmanager
@@ -32,8 +32,8 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
 
     Args:
         run_dir: The run.
-        command: What this process does with the run, for the message that another process gets.
-        mesh: With several ranks, rank 0 alone takes the lock.
+        command: The command of this process, for the message that another process gets.
+        mesh: With several ranks, only rank 0 takes the lock.
 
     Raises:
         RunInUseError: Another process holds the lock.
@@ -51,16 +51,16 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
         os.pwrite(held, json.dumps(holder).encode("utf-8"), 0)
         yield
     finally:
-        if os.listdir(path.parent) == [NAME]:  # refused before it wrote anything: leave no empty run behind
+        if os.listdir(path.parent) == [NAME]:  # the body wrote nothing: leave no empty run
             path.unlink()
-            with suppress(OSError):  # another process may just have begun to use one of them
+            with suppress(OSError):  # another process may already use one of them
                 for folder in folders:
                     folder.rmdir()
         os.close(held)
 
 
 def _acquire(path: Path, run: str) -> int:
-    """Opens and locks the file. A file that was removed in between is opened again."""
+    """Opens and locks the file. Opens it again if another process removed it before the lock was taken."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def _acquire(path: Path, run: str) -> int:
         except (FileNotFoundError, FileExistsError):
             if path.parent.exists() and not path.parent.is_dir():
                 raise
-            continue  # another process has just removed the folder
+            continue  # another process removed the folder
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -87,5 +87,5 @@ def _describe(content: bytes) -> str:
     try:
         holder = json.loads(content)
     except ValueError:
-        return "another process"  # it has the lock, and has not yet written who it is
+        return "another process"  # the holder has not written its name yet
     return f"process {holder['process']} on {holder['host']} since {holder['since']} (`{holder['command']}`)"

@@ -1,13 +1,13 @@
-"""A run's saved recipe: what a resumed or continued run starts from, and which of its fields may change.
+"""The saved recipe of a run: what a resumed or continued run starts from, and which fields may change.
 
-`--resume` goes on with the recipe that the stage saved; fields that the command names change it, where that is safe.
-`--from` takes the recipe of another run for a new one.
+`--resume` continues with the recipe that the stage saved; fields named in the command change it where that is safe.
+`--from` starts a new run with the recipe and a checkpoint of another run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,20 @@ CHANGEABLE = OPERATIONAL | {
     "sft.lr_share",
     "sft.warmdown_share",
 }
-"""Fields that may change when a run is resumed, with every field of `optim`: they leave what was learned as it is."""
+"""Fields that may change when a run is resumed, besides every field of `optim`."""
 BY_CONTENT = ("data", "val", "conversations", "text.tokenizer")
-"""Fields that are not compared here: what they name is, by its content (origin.py)."""
+"""Fields that are not compared here: origin.py compares the contents of the files that they name."""
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 
 
 def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., Any]] | None = None) -> Recipe | None:
-    """The recipe that a stage saved, with its code; None where the stage has not begun.
+    """Reads recipe.json of a stage, or its copy in the newest checkpoint if the file is missing.
 
-    Where recipe.json is missing, the newest checkpoint has it too.
+    Returns:
+        The recipe with its code; None if the stage has not begun.
 
     Raises:
-        ValueError: recipe.json is damaged, or the code of a recipe of its own is not there.
+        ValueError: recipe.json is damaged, or the recipe's code is missing.
     """
     path = run_dir.stage(stage) / "recipe.json"
     run_dir.refuse_damaged_recipes()
@@ -60,22 +61,22 @@ def changes(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> list[s
     """Compares a recipe with the one that the stage in `folder` saved.
 
     Args:
-        recipe: The recipe to go on with, resolved.
+        recipe: The recipe to continue with, resolved.
         folder: The stage's folder.
-        besides: Parts and fields that do not matter here.
+        besides: Parts and fields to ignore.
 
     Returns:
-        One line "field old → new" for each field that differs and may.
+        One line "field old → new" for each changed field.
 
     Raises:
-        ValueError: A field differs that may not; the message holds old and new values.
+        ValueError: A field changed that must not change; the message holds the old and new values.
     """
     path = folder / "recipe.json"
     if not path.exists():
         return []
     old, new = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(recipe.to_json())
     prefixes = tuple(f"{name}." for name in (*besides, *BY_CONTENT))
-    known = old.keys() & new.keys()  # not fields that came later
+    known = old.keys() & new.keys()  # ignores fields that an older version did not save
     names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
     lines = {name: f"{flag(name)} {_shown(old[name])} → {_shown(new[name])}" for name in names}
     refused = [line for name, line in lines.items() if not _changeable(name, new[name])]
@@ -105,44 +106,44 @@ def _flat(body: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def find_saved(
     verb: str, arguments: Sequence[str], recipe: Recipe, source: str | None, chosen: bool
 ) -> tuple[Recipe, str | None] | None:
-    """Finds the recipe that a command goes on with.
+    """Finds the saved recipe that a command continues with.
 
     Args:
         verb: The command.
         arguments: Its flags.
-        recipe: The recipe that the command would begin with.
-        source: The text of its file, if it came from one.
+        recipe: The recipe for a new run.
+        source: The text of that recipe's file, if it has one.
         chosen: Whether the user named that recipe.
 
     Returns:
-        The saved recipe, with room for what the flags name, and the source of its own file. None where the command
-        begins a run, or goes on with another version of the run's file, which the stage then compares.
+        The saved recipe, prepared for the fields that the flags name, and the source of its file. None if the command
+        begins a new run, or names another version of the recipe's file, which the stage compares.
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: There is nothing to go on with, or the saved recipe cannot be read.
+        ValueError: There is no stage to continue, or the saved recipe cannot be read.
     """
     begins_with = value_of(arguments, "from") if verb != "run" else None
     resume = "--resume" in arguments
     own = RunDir(Path(value_of(arguments, "out") or "out"), value_of(arguments, "run") or "first")
     if resume and own.has_trained("sft" if verb == "sft" else "pretrain"):
-        begins_with = None  # it has begun already
+        begins_with = None  # the new run has already begun
     run_dir = RunDir(own.out, begins_with) if begins_with else own
     stage = "sft" if verb == "sft" else "pretrain"
     if verb not in ("pretrain", "sft", "run"):
         return None
     run_dir.refuse_damaged_recipes()
     if verb == "sft" and not resume:
-        return None  # of fine-tuning, the base model's recipe decides the rest (stages/sft.py)
+        return None  # the stage reads the base model's recipe (stages/sft.py)
     if not (resume or begins_with or (verb == "run" and run_dir.has_trained(stage))):
         return None
     body = read_saved(run_dir, stage, recipe.callables() if chosen and source else None)
     fields = set(named(arguments))
     if body is None:
         if (chosen or fields & set(field_names(recipe))) and not begins_with:
-            return None  # it ended before it had begun the stage, and the command says what to train
+            return None  # the stage never began, and the command says what to train
         if not run_dir.folder.exists():
-            raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
+            raise FileNotFoundError(run_dir.has_no("model"))
         others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
         instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
         raise ValueError(f"run '{run_dir.run}' has no stage {stage} to go on with: {instead}")
@@ -155,11 +156,8 @@ def find_saved(
     return to_continue(body, fields, value_of(arguments, "from-step") == BEFORE_WARMDOWN), code
 
 
-# What the command line starts from ----------------------------------------------------------------------------
-
-
 def to_resume(saved: Recipe, named: Collection[str]) -> Recipe:
-    """The saved recipe with room for the fields that a command names: what contradicts them is unset."""
+    """The saved recipe without the fields that contradict those named in the command."""
     if "train.steps" in named:
         saved = replace(saved, train=replace(saved.train, minutes=None))
     if "sft.epochs" in named:
@@ -168,7 +166,7 @@ def to_resume(saved: Recipe, named: Collection[str]) -> Recipe:
 
 
 def overlay(saved: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
-    """The saved recipe with the values that a command gave for the fields that it names."""
+    """The saved recipe with the values of `given` for the fields named in the command."""
     saved = to_resume(saved, named)
     for name in named:
         part, _, field = name.rpartition(".")
@@ -180,15 +178,15 @@ def overlay(saved: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
 
 
 def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) -> Recipe:
-    """The recipe for a new run that goes on from a finished one.
+    """The recipe for a new run that continues a finished one.
 
-    Its length, batch and rates are the finished run's, its documents come in another order. What follows from a field
-    that the command names is derived again.
+    Length, batch and learning rates are those of the finished run; the order of the documents is new. Fields that
+    depend on a named field are derived again.
 
     Args:
         saved: The finished run's recipe, resolved.
-        named: The fields that the command names.
-        at_peak: It goes on from where the rates were at their peak, so they are not warmed up again.
+        named: The fields named in the command.
+        at_peak: Whether the checkpoint was saved at the peak learning rate, so that no warm-up is needed.
     """
     assert saved.data_seed is not None
     length = {"train.steps", "train.minutes", "train.horizon_ratio", "train.batch_tokens"} & set(named)
@@ -202,16 +200,13 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
         optim = replace(optim, lr_scale=None)
     if length:
         optim = replace(optim, decay_scale=None)
-    val = None if "data" in named else saved.val  # that of another text
+    val = None if "data" in named else saved.val  # the saved validation files belong to another text
     return replace(saved, train=train, optim=optim, val=val, data_seed=saved.data_seed + 1)
-
-
-# What a new run starts from -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint of a run, to begin another run or stage with. tensors: fp32 masters and moments, whole."""
+    """A loaded checkpoint. tensors: the fp32 masters and moments, unsharded."""
 
     run_dir: RunDir
     stage: str
@@ -222,7 +217,7 @@ class Start:
 
     @property
     def base(self) -> dict[str, Any]:
-        """For the record: where the first weights come from."""
+        """The origin of the initial weights, for origin.json."""
         state = self.meta["state"]
         before = (self.origin.base or {}).get("tokens", 0) if self.stage == "pretrain" else 0
         return {
@@ -233,9 +228,8 @@ class Start:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What the run's record says of its text and tokenizer, for that of a run without a text of its own."""
-        path = self.run_dir.folder / "run.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        """The text and tokenizer of run.json, for a run that prepares no text itself."""
+        known = self.run_dir.facts()
         return {name: known[name] for name in ("data", "tokenizer", "packing") if name in known}
 
 
@@ -246,30 +240,31 @@ def read_start(
     log: Callable[[str], None],
     callables: dict[str, Callable[..., Any]] | None = None,
 ) -> Start:
-    """Loads the checkpoint that another run or stage begins with.
+    """Loads the checkpoint that another run or stage starts from.
 
     Args:
-        run_dir: The run that has it.
-        stages: Stages to look in; the first that has checkpoints counts.
-        at: NEWEST, BEFORE_WARMDOWN (the one that is kept from before the rates fell), or a step.
-        log: Takes lines for the user.
-        callables: The recipe's code, where the user named its file.
+        run_dir: The run of the checkpoint.
+        stages: The stages to search; the first one with checkpoints is used.
+        at: NEWEST, BEFORE_WARMDOWN (kept from before the learning rates fell), or a step.
+        log: Called with lines for the user.
+        callables: The recipe's code, if the user named its file.
 
     Raises:
         FileNotFoundError: There is no such run, or no checkpoint.
         CheckpointError: The checkpoint is damaged.
         ValueError: `at` names no checkpoint.
     """
-    stage = next((name for name in stages if checkpoint.steps(run_dir.checkpoints(name))), None)
+    stage = next((name for name in stages if run_dir.has_trained(name)), None)
     if stage is None:
-        if not run_dir.folder.exists():
-            raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
-        raise FileNotFoundError(
-            f"run '{run_dir.run}' has no base model: make one with `quern pretrain {run_dir.flags}`"
-            if "pretrain" in stages
-            else f"run '{run_dir.run}' has no {stages[0]} stage to start from"
-        )
-    path = _pick(run_dir, stage, at, log)
+        what, verb = ("base model", "pretrain") if "pretrain" in stages else (f"stage '{stages[0]}'", stages[0])
+        raise FileNotFoundError(run_dir.has_no(what, verb))
+    return open_checkpoint(run_dir, stage, _pick(run_dir, stage, at, log), callables)
+
+
+def open_checkpoint(
+    run_dir: RunDir, stage: str, path: Path, callables: Mapping[str, Callable[..., Any]] | None = None
+) -> Start:
+    """Loads a checkpoint with its recipe and origin. Raises as `checkpoint.load` and `RunDir.read_recipe`."""
     tensors, meta = checkpoint.load(path)
     origin = read_origin(run_dir.stage(stage)) or Origin(meta["tokenizer"])
     recipe = run_dir.read_recipe(meta["recipe"], stage, origin.source, callables)
@@ -297,6 +292,6 @@ def _pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> P
 
 
 def warmdown_start(steps: int | None, share: float) -> int | None:
-    """The step at which the rates begin to fall; None where there is no such step between the first and the last."""
+    """The step at which the learning rates begin to fall; None if no step between the first and the last is."""
     step = round((1 - share) * (steps or 0))
     return step if 0 < step < (steps or 0) else None

@@ -4,13 +4,11 @@
     <|user_start|> … <|user_end|> <|assistant_start|> … <|assistant_end|>   (repeated)
 
 Inside an assistant's turn, <|tool_start|>expression<|tool_end|> calls the calculator and
-<|output_start|>result<|output_end|> is what it answered. Only this file places special tokens: all content
-goes through `Tokenizer.encode`, so text that spells a special token stays text in every role. It neither runs
-tools nor samples (generate/).
+<|output_start|>result<|output_end|> holds its output. Only this file inserts special tokens: content goes through
+`Tokenizer.encode`, so text that spells a special token stays text in every role. Tools run in generate/.
 
-The mask is True on the tokens the model has to produce itself: the assistant's text, its tool calls with both
-of their marks, and the end of its turn. What others write (system, user, the tool's output and its marks) is
-False.
+The mask is True on the tokens that the model produces: the assistant's text, its tool calls including their special
+tokens, and the end of its turn. It is False on system and user messages and on tool outputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +38,7 @@ PART_TYPES = ("text", "tool", "output")
 
 
 def validate(messages: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError, with what to do, unless: an optional system message, then user and assistant in turn."""
+    """Raises ValueError unless the messages are an optional system message, then alternate user and assistant."""
     if not messages:
         raise ValueError("the conversation is empty: give at least one user message")
     turns = 0
@@ -87,7 +85,7 @@ def _validate_content(content: object, role: str, where: str) -> None:
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32 (T,), mask bool (T,)) of a whole conversation, BOS first; the mask as said above."""
+    """Encodes a whole conversation. Returns ids int32 (T,), starting with BOS, and the mask bool (T,)."""
     validate(messages)
     ids: list[int] = [tokenizer.bos]
     mask: list[bool] = [False]
@@ -116,7 +114,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarra
 
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Ids up to and including <|assistant_start|>, where the model goes on. The last word is the user's."""
+    """Encodes a conversation that ends with a user message, up to <|assistant_start|>, where the model continues."""
     validate(messages)
     if messages[-1]["role"] != "user":
         raise ValueError("the last message must be the user's: the assistant answers it")
@@ -125,15 +123,7 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
 
 
 def render_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text that a base model continues: BOS, then the text, without the chat format.
-
-    Args:
-        tokenizer: the model's.
-        text: the beginning of a document; empty for BOS alone.
-
-    Returns:
-        The ids. Text that spells a special token stays text.
-    """
+    """Encodes the beginning of a document for a base model: BOS, then the text, without the chat format."""
     return [tokenizer.bos, *tokenizer.encode(text)]
 
 

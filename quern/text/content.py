@@ -1,8 +1,7 @@
-"""Fingerprints of files by their content, and the cache that spares hashing them on every start.
+"""Content fingerprints of files, with a cache of their hashes.
 
-The cache is one JSON file: absolute path → size, times of the last change (of contents and of the entry, ns), SHA-256.
-A file is hashed again when one of the first three differs. A damaged or missing cache is rebuilt; files that are gone
-are dropped from it.
+The cache is one JSON file: absolute path → size in bytes, mtime and ctime in ns, SHA-256. A file is hashed again when
+its size or a time differs. A damaged or missing cache is rebuilt; deleted files are dropped from it.
 """
 
 import hashlib
@@ -17,12 +16,12 @@ CHUNK_BYTES = 1 << 20
 
 
 def content_fingerprint(paths: Iterable[Path], cache: Path, progress: Callable[[int], None] | None = None) -> str:
-    """Hashes files in this order; names, places and times have no part in the result.
+    """Hashes the contents of files in the given order; names, paths and times do not matter.
 
     Args:
         paths: The files.
-        cache: The JSON file of the digests known so far; created, or replaced as a whole, when something changed.
-        progress: Called with the bytes hashed so far.
+        cache: The JSON file of known digests; written when something changed.
+        progress: Called with the number of bytes hashed so far.
 
     Returns:
         SHA-256 (hex) over the SHA-256 of each file.

@@ -1,12 +1,12 @@
-"""Conversations as other projects write them, in quern's own format (chat.py).
+"""Converts conversations of other projects to quern's format (chat.py).
 
     quern, OpenAI   {"messages": [{"role": "user", "content": "…"}, …]}, or the list alone
     ShareGPT        {"conversations": [{"from": "human", "value": "…"}, …]}
     Alpaca          {"instruction": "…", "input": "…", "output": "…"}
 
-OpenAI's `tool_calls` and `tool` messages become parts of the assistant's turn: call, its output, the text that follows,
-although they are several messages there. A call of the function `calculator` becomes its expression, which is what
-quern's tool takes; any other becomes {"name": …, "arguments": …}. Nothing is read from files here (documents.py).
+OpenAI's `tool_calls` and `tool` messages become parts of one assistant turn: the call, its output, the text that
+follows. A call of the function `calculator` becomes its expression, which is the input of quern's tool; any other call
+becomes {"name": …, "arguments": …}. documents.py reads the files.
 """
 
 import json
@@ -17,22 +17,16 @@ from typing import Any, cast
 from quern.text.chat import ContentPart, Message, validate
 
 KEYS = ("messages", "conversations", "instruction", "input", "output", "system")
-"""The keys of a record that matter."""
+"""The keys that are read from a record."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 CALCULATOR = "calculator"
 
 
 def to_messages(record: Any) -> list[Message]:
-    """Converts a record.
-
-    Args:
-        record: A JSON value in one of the shapes above.
-
-    Returns:
-        The messages, valid as `chat.validate` says.
+    """Converts a JSON value in one of the shapes above to messages that pass `chat.validate`.
 
     Raises:
-        ValueError: The record has no such shape, or is not a valid conversation.
+        ValueError: The record has another shape or is not a valid conversation.
     """
     if isinstance(record, Mapping):
         turns = next((record[key] for key in ("messages", "conversations") if record.get(key) is not None), None)
@@ -44,12 +38,12 @@ def to_messages(record: Any) -> list[Message]:
         raise ValueError(no_shape(record.keys() if isinstance(record, Mapping) else ()))
     messages = _join_tools(_of_sharegpt(turn, index) for index, turn in enumerate(turns))
     validate(messages)
-    # Data sets carry other keys along (ids, sources); only what is rendered is kept.
+    # Drop other keys of data sets, such as ids and sources.
     return [cast(Message, {"role": message["role"], "content": message["content"]}) for message in messages]
 
 
 def no_shape(names: Iterable[str]) -> str:
-    """What to say of a record with these keys, none of which makes a conversation."""
+    """The message for a record with these keys that is not a conversation."""
     there_are = ", ".join(map(repr, list(names)[:12]))
     return (
         f"{f'it has only {there_are}' if there_are else 'it is no object and no list of messages'}: a conversation is "
@@ -65,7 +59,7 @@ def _of_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_sharegpt(turn: Any, index: int) -> Any:
-    """{"from", "value"} as {"role", "content"}; anything else as it is."""
+    """{"from", "value"} as {"role", "content"}; other turns unchanged."""
     if not isinstance(turn, Mapping) or "from" not in turn:
         return turn
     if turn["from"] not in SHAREGPT:
@@ -74,10 +68,10 @@ def _of_sharegpt(turn: Any, index: int) -> Any:
 
 
 def _join_tools(turns: Iterable[Any]) -> list[Any]:
-    """The turns with tool calls, their outputs and the text after them joined into one assistant's turn."""
+    """Joins tool calls, their outputs and the text after them into one assistant turn."""
     messages: list[Any] = []
-    parts: list[ContentPart] | None = None  # of the assistant's turn that called a tool, while it goes on
-    waiting: list[tuple[str | None, ContentPart]] = []  # its calls without an output, with their ids
+    parts: list[ContentPart] | None = None  # of the current assistant turn with tool calls
+    waiting: list[tuple[str | None, ContentPart]] = []  # (id, call) without an output yet
     for index, turn in enumerate(turns):
         role = turn.get("role") if isinstance(turn, Mapping) else None
         if role == "tool":
@@ -108,10 +102,10 @@ def _parts(turn: Mapping[str, Any]) -> list[ContentPart]:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """The text of a call: {"function": {"name": …, "arguments": …}}, where the arguments may be JSON in a string."""
+    """The text of a call {"function": {"name": …, "arguments": …}}; the arguments may be a string of JSON."""
     name, arguments = call["function"]["name"], call["function"].get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):  # what is not JSON is itself the argument
+        with suppress(ValueError):  # a string that is not JSON is the argument itself
             arguments = json.loads(arguments)
     values = list(arguments.values()) if isinstance(arguments, Mapping) else [arguments]
     if name == CALCULATOR and len(values) == 1 and isinstance(values[0], str):

@@ -1,4 +1,4 @@
-"""The public data sets that quern knows by name: where their files are, and what is known of each file."""
+"""The public data sets that quern knows by name: the locations and hashes of their files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ HUB = "https://huggingface.co/datasets"
 
 @dataclass(frozen=True)
 class DataSet:
-    """Where a data set's files are. `kind` says which reader they are for."""
+    """The files of a data set, relative to `base`. kind: the reader for them; sha256: file name → hex digest."""
 
     about: str
     base: str

@@ -1,14 +1,13 @@
-"""Documents and conversations from files.
+"""Reads documents and conversations from files.
 
-Documents come as an iterator of (text, position), where the position names the next document to read. A source is a
-file or a folder (sources.py) of
+Documents are an iterator of (text, position of the next document). A source is a file or a folder (sources.py) of
 
-    .txt .md            a document; a long one becomes several
-    .csv .tsv .parquet  a document a row, in the column "text" or another one that is named
-    .jsonl .json        a document a line or an element, {"text": "…"}; in a .json also a plain string;
-                        or a conversation, in one of the shapes of conversations.py
+    .txt .md            one document; a long file becomes several
+    .csv .tsv .parquet  one document per row, in the column "text" or another one
+    .jsonl .json        one document per line or element, {"text": "…"} (a .json can also hold strings),
+                        or one conversation, in one of the shapes of conversations.py
 
-Empty documents are skipped. It downloads nothing (hub.py) and knows no tokens (tokenizer.py).
+Empty documents are skipped. hub.py downloads, tokenizer.py encodes.
 """
 
 import json
@@ -39,12 +38,12 @@ START = Position(0, 0)
 
 
 def read(source: str | Path, start: Position = START, column: str = "text") -> Iterator[tuple[str, Position]]:
-    """Reads documents; resuming at a position equals never having stopped.
+    """Reads documents, starting at any position.
 
     Args:
         source: A file or a folder.
         start: The first document to read.
-        column: The column (.parquet, .csv, .tsv) or the key (.jsonl, .json) that holds the text.
+        column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
 
     Yields:
         (text, position of the next document).
@@ -85,7 +84,7 @@ def _text(value: Any, path: Path, record: int, column: str) -> str:
 
 
 def _refuse_surrogates(text: str, path: Path, record: int) -> None:
-    r"""JSON can spell "\ud800", half of a pair: no character, and no encoding of Unicode can hold it."""
+    r"""Refuses "\ud800" from JSON, half of a surrogate pair, which no Unicode encoding can represent."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -96,17 +95,17 @@ def _refuse_surrogates(text: str, path: Path, record: int) -> None:
 
 
 def read_conversations(source: str | Path, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
-    """Reads conversations, each checked and in quern's own format. One without an assistant's turn is skipped.
+    """Reads conversations in quern's format, validated. Skips those without an assistant turn.
 
     Args:
         source: A file or a folder of .jsonl, .json and .parquet files.
-        log: Called with lines on what is read, ignored and skipped.
+        log: Called with lines about read, ignored and skipped files and records.
 
     Yields:
         The messages of a conversation.
 
     Raises:
-        ValueError: A record is not a conversation, or none of them has an assistant's turn; the message names the file
+        ValueError: A record is not a conversation, or no conversation has an assistant turn; the message names the file
             and the record.
         OSError: A file is missing or cut short.
     """
@@ -133,7 +132,7 @@ def read_conversations(source: str | Path, log: Callable[[str], None] | None = N
 
 
 def _conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
-    """(messages, place) of every conversation in a file."""
+    """(messages, file and record for messages) of every conversation in a file."""
     try:
         for value, record in records(path, 0, KEYS):
             try:

@@ -1,14 +1,14 @@
-"""The records of one file, whatever its format.
+"""Reads the records of one file.
 
     .txt .md      text; a file longer than TEXT_PIECE_CHARACTERS becomes several records, cut at line ends
-    .jsonl        a JSON value a line
-    .json         an array of JSON values, or one object; it is read at once, so at most JSON_BYTES
-    .csv .tsv     a row, quoted as RFC 4180 says, the first of which names the columns
-    .parquet      a row, read one row group at a time
+    .jsonl        one JSON value per line
+    .json         an array of JSON values, or one object; read at once, so at most JSON_BYTES
+    .csv .tsv     one row, quoted as in RFC 4180; the first row names the columns
+    .parquet      one row, read one row group at a time
 
-All but .parquet may also be compressed (.gz, .zst). Text is UTF-8 and nothing else: a wrong byte stops the reading with
-file and line, since replaced characters would be trained on unseen. What a record means is not known here
-(documents.py, conversations.py).
+All formats except .parquet can be compressed (.gz, .zst). Text must be UTF-8: an invalid byte raises an error with file
+and line, because replacement characters would be trained on unnoticed. documents.py and conversations.py interpret the
+records.
 """
 
 import csv
@@ -43,16 +43,16 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
     Args:
         path: A file with one of `sources.FORMATS`.
         first: The first record to read, from 0.
-        wanted: The columns to read of a table.
+        wanted: The columns to read from a table.
 
     Yields:
-        (value, number of the record). A value is text (.txt, .md), a JSON value, or an object with those of the wanted
-        columns that there are (.csv, .tsv, .parquet).
+        (value, number of the record). A value is text (.txt, .md), a JSON value (.jsonl, .json), or an object with the
+        wanted columns that exist (.csv, .tsv, .parquet).
 
     Raises:
         ValueError: The file is damaged or not UTF-8; the message names the file and the line or the record.
         OSError: The file cannot be read to its end.
-        MissingColumns: A table has none of the columns.
+        MissingColumns: The table has none of the columns.
     """
     readers = {
         ".txt": _text_pieces,
@@ -67,12 +67,12 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
 
 
 def place(path: Path, record: int) -> str:
-    """The record for messages, counted from 1."""
+    """The file and the record, counted from 1, for messages."""
     return f"{path}, {'line' if format_of(path) == '.jsonl' else 'record'} {record + 1}"
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The raw lines of a file, decompressed as its name says, one at a time."""
+    """The raw lines of a file, decompressed according to its name."""
     try:
         with _open(path) as stream:
             yield from stream
@@ -93,9 +93,9 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _decode(raw: bytes, path: Path, line: int) -> str:
-    """The text of line number `line`, from 0, and of those that follow it in `raw`."""
+    """Decodes lines; line: the number of the first one, from 0."""
     try:
-        return raw.decode("utf-8-sig" if line == 0 else "utf-8")  # the first line may carry a byte order mark
+        return raw.decode("utf-8-sig" if line == 0 else "utf-8")  # the first line can start with a byte order mark
     except UnicodeDecodeError as error:
         before = raw[: error.start].split(b"\n")
         raise ValueError(
@@ -156,7 +156,7 @@ def _json_values(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tupl
 
 
 def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, str], int]]:
-    csv.field_size_limit(CSV_FIELD_CHARACTERS)  # of the whole process; by default a text of 128 KiB is refused
+    csv.field_size_limit(CSV_FIELD_CHARACTERS)  # process-wide; the default limit is 128 KiB
     lines = (_decode(raw, path, line) for line, raw in enumerate(_lines(path)))
     reader = csv.reader(lines, delimiter="\t" if format_of(path) == ".tsv" else ",", strict=True)
     try:

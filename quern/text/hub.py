@@ -1,11 +1,10 @@
-"""Public data sets, fetched ahead of time: the only file of the project that touches the network.
+"""Downloads public data sets. This is the only file of the project that opens outgoing connections.
 
-`prefetch` puts a data set under `<out>/<name>/{train,val}/`. The validation files are fixed, however many
-training shards are asked for, so scores stay comparable. A file gets its final name only when it is whole:
-its length is the one the server stated, its SHA-256 the one published (where known: below, or in Hugging
-Face's X-Linked-Etag), and its first and last bytes are those of its format. Until then it is `<name>.part`,
-continued by a Range request after a broken connection or in a later call. Sizes are in bytes. Nothing here
-reads documents (documents.py).
+`prefetch` stores a data set under `<out>/<name>/{train,val}/`. The validation files do not depend on the number of
+training shards, so scores stay comparable. A file gets its final name only after these checks: its length is the one
+that the server states, its SHA-256 is the published one (if known from data_sets.py or Hugging Face's X-Linked-Etag),
+and its first and last bytes match its format. Until then it is `<name>.part`, which a Range request continues after a
+broken connection or in a later call. Sizes are in bytes.
 """
 
 import fcntl
@@ -31,11 +30,11 @@ LONGEST_PAUSE_SECONDS = 60.0
 RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
 Progress = Callable[[str, int, int], None]
-"""(file name, bytes so far, bytes in all), called as they come in."""
+"""(file name, bytes so far, total bytes), called as bytes arrive."""
 
 
 class Interrupted(Exception):
-    """A transfer failed in a way that another try may mend."""
+    """A transfer failed in a way that another try may fix."""
 
     def __init__(self, reason: str, pause_seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -49,35 +48,33 @@ def prefetch(
     *,
     shards: int = 8,
     base_url: str | None = None,
-    tries: int = 5,
     pause_seconds: float = 1.0,
     log: Callable[[str], None] | None = None,
 ) -> Path:
-    """Fetch a data set's first `shards` training files and all its validation files.
+    """Downloads the first `shards` training files of a data set and all its validation files.
 
-    What is there already is not fetched again. Where another process fetches the same set, this one waits for it.
+    Complete files are not downloaded again. If another process downloads the same set, this one waits for it.
 
     Args:
         name: One of `DATASETS`.
-        out: The folder that the set's folder is in.
-        progress: Called as bytes come in.
-        shards: How many training files.
-        base_url: Takes the place of the set's own (a mirror).
-        tries: Failures in a row, without a byte of progress, after which a file is given up.
-        pause_seconds: Before the second try; twice as long after each failure.
-        log: Called with a line when there is another process to wait for.
+        out: The parent of the set's folder.
+        progress: Called as bytes arrive.
+        shards: The number of training files.
+        base_url: The address of a mirror, instead of the set's own.
+        pause_seconds: The pause before the second try; doubled after each failure.
+        log: Called with a line when this process waits for another.
 
     Returns:
         The set's folder.
 
     Raises:
         ValueError: There is no such set, or `shards` is below 1.
-        OSError: A file cannot be had; the message says what to do.
+        OSError: A file cannot be downloaded; the message says what to do.
     """
     if name not in DATASETS:
         raise ValueError(f"no data set {name!r}; there are {', '.join(DATASETS)}")
     folder = Path(out, name)
-    fetch(DATASETS[name], folder, progress, shards, base_url, tries, pause_seconds, log)
+    fetch(DATASETS[name], folder, progress, shards, base_url, pause_seconds, log)
     return folder
 
 
@@ -87,11 +84,10 @@ def fetch(
     progress: Progress | None = None,
     shards: int = 8,
     base_url: str | None = None,
-    tries: int = 5,
     pause_seconds: float = 1.0,
     log: Callable[[str], None] | None = None,
 ) -> None:
-    """`prefetch` for a data set of one's own. OSError, with what to do, when a file cannot be had."""
+    """Downloads a data set that is not in `DATASETS`; arguments and errors as in `prefetch`."""
     if shards < 1:
         raise ValueError(f"shards is {shards}: ask for at least one")
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,14 +100,14 @@ def fetch(
             expected = dataset.sha256.get(file)
             record = path.with_name(path.name + ".sha256.json")
             if not _is_done(path, record, expected):
-                download(f"{base}/{file}", path, expected, progress, tries, pause_seconds)
+                download(f"{base}/{file}", path, expected, progress, pause_seconds=pause_seconds)
                 done = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
                 record.write_text(json.dumps(done), encoding="utf-8")
 
 
 @contextmanager
 def _alone_in(folder: Path, log: Callable[[str], None] | None) -> Iterator[None]:
-    """Waits until no other process fetches into the folder. The kernel releases the lock of one that dies."""
+    """Waits until no other process downloads into the folder. The kernel releases the lock of a dead process."""
     with open(folder / ".lock", "a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,9 +130,15 @@ def download(
     tries: int = 5,
     pause_seconds: float = 1.0,
 ) -> None:
-    """Fetch one file; it appears at `path` whole and checked, or not at all.
+    """Downloads one file and checks it before it appears at `path`. Errors as in `prefetch`.
 
-    Gives up after `tries` failures in a row without a byte of progress, pausing twice as long after each.
+    Args:
+        url: The address.
+        path: The final path; its folder exists.
+        sha256: The expected SHA-256 (hex); None for the one that the server states, if any.
+        progress: Called as bytes arrive.
+        tries: Consecutive failures without progress after which the file is given up.
+        pause_seconds: The pause before the second try; doubled after each failure.
     """
     part = path.with_name(path.name + ".part")
     failures, farthest = 0, 0
@@ -165,7 +167,7 @@ def download(
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Remembers the file's SHA-256: Hugging Face states it only on the answer that redirects."""
+    """Stores the file's SHA-256, which Hugging Face sends only with the redirect."""
 
     linked_etag: str | None = None
 
@@ -175,10 +177,10 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _transfer(url: str, part: Path, progress: Progress | None) -> str | None:
-    """Bring `part` to its full length from where it stands. Returns the SHA-256 the server stated, if any."""
+    """Downloads the missing bytes of `part`. Returns the SHA-256 that the server stated, if any."""
     state = _read_state(part)
     if not state:
-        part.unlink(missing_ok=True)  # of unknown origin
+        part.unlink(missing_ok=True)  # of unknown origin, so not continued
     have = part.stat().st_size if part.exists() else 0
     if have and have == state["bytes"]:
         return state["sha256"]
@@ -213,7 +215,7 @@ def _transfer(url: str, part: Path, progress: Progress | None) -> str | None:
 
 
 def _refusal(url: str, part: Path, error: urllib.error.HTTPError) -> Exception:
-    if error.code == 416:  # the server has no bytes after those we hold
+    if error.code == 416:  # the server has no more bytes
         _discard(part)
         return Interrupted("the file changed its length")
     if error.code in RETRIED_STATUS:
@@ -223,7 +225,7 @@ def _refusal(url: str, part: Path, error: urllib.error.HTTPError) -> Exception:
 
 
 def _extent(response: http.client.HTTPResponse, part: Path, have: int) -> tuple[int, int]:
-    """(where the body begins in the file, length of the file)."""
+    """(offset of the body in the file, length of the file)."""
     if response.status == 206:
         match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
         if match and int(match[1]) == have and int(match[2]) + 1 == int(match[3]):
@@ -273,7 +275,7 @@ def _check(part: Path, path: Path, sha256: str | None) -> None:
 
 
 def _wrong_format(path: Path, suffix: str) -> str | None:
-    """What is wrong with the first or last bytes of a file, such as a log-in page under its name."""
+    """The fault in the first or last bytes of a file, such as a log-in page instead of it; None if there is none."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(12)
@@ -289,7 +291,7 @@ def _wrong_format(path: Path, suffix: str) -> str | None:
 
 
 def _is_done(path: Path, record: Path, sha256: str | None) -> bool:
-    """Whether the file is there as it was fetched (by its size), or was put there by hand and is sound."""
+    """Whether the file exists with its recorded size, or was copied there by hand and passes the checks."""
     if not path.exists():
         return False
     if record.exists():
@@ -308,7 +310,7 @@ def _state_path(part: Path) -> Path:
 
 
 def _read_state(part: Path) -> dict:
-    """What is known of a started file: its length, SHA-256 and ETag; empty where nothing is."""
+    """The length, SHA-256 and ETag of a partial file; empty if unknown."""
     try:
         state = json.loads(_state_path(part).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,29 +1,31 @@
-"""The tokenizer and the chat format as Hugging Face's files: `tokenizer.json`, its settings, a template; and back.
+"""Hugging Face's files of the tokenizer and the chat format: tokenizer.json, its settings, the template; both ways.
 
-Written by hand, without their libraries. The same ids for any text, because the three things that decide them carry
-over: the split pattern (Oniguruma's dialect there), the rule that a piece which is a token as a whole is not merged,
-and the merges. Here a pair is merged by the rank of the bytes it spells, there only if it is listed; but of all pairs
-that spell a token only one can ever meet, the last of the token's own derivation, so one pair for each token is enough.
+The ids of any text are equal, because three things carry over: the split pattern (in Oniguruma's dialect), the rule
+that a piece which is a whole token is not merged, and the merges. tiktoken merges a pair by the rank of the bytes that
+it spells, `tokenizers` merges only listed pairs. One pair per token is enough: the last pair of the token's own
+derivation is the only one that can occur.
 
-What differs is special tokens in text: ours never come from text, theirs do, unless the tokenizer is called with
-`split_special_tokens=True`. Their chat template relies on it, so there what a user writes can end a turn.
+Special tokens in text differ: quern never reads them from text, Hugging Face does unless it is called with
+`split_special_tokens=True`. Its chat template relies on this, so a user's message can end a turn there.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
 from quern.text.tokenizer import GPT2_SPLIT_PATTERN, SPLIT_PATTERN, Tokenizer
+from quern.validate import install
 
-# Two things mean something else in Oniguruma: a counted repetition with a + behind it, which is left out there because
-# nothing follows that it could give back to; and $, the end of any line there, in a case that the next one covers.
+# Oniguruma reads two things differently. A + after a counted repetition is left out, because nothing follows that could
+# take characters back. $ matches at the end of any line, so its case is left out; the next case covers it.
 DIALECT = {
     **{SPLIT_PATTERN.replace("{1,2}", f"{{1,{n}}}"): SPLIT_PATTERN.replace("{1,2}+", f"{{1,{n}}}") for n in (1, 2, 3)},
     GPT2_SPLIT_PATTERN: GPT2_SPLIT_PATTERN.replace(r"|\s++$", ""),
 }
-"""Our split patterns, and how they are written there."""
+"""quern's split patterns, and the same patterns in Oniguruma's dialect."""
 
 CHAT_TEMPLATE = (
     "{{- '<|bos|>' -}}"
@@ -41,62 +43,46 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant_start|>' -}}{%- endif -%}"
 )
-"""What `chat.render` does, in Jinja; with add_generation_prompt, `chat.render_prompt`."""
+"""`chat.render` as a Jinja template; with add_generation_prompt, `chat.render_prompt`."""
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The body of tokenizer.json. Ids are ours; encoding puts BOS first unless add_special_tokens is False.
+    """The body of tokenizer.json, with the same ids. Encoding puts BOS first unless add_special_tokens is False.
 
-    Raises ValueError for a split pattern that is not one of ours, whose meaning there is unknown.
+    Raises:
+        ValueError: The split pattern is not one of quern's, so its meaning in Oniguruma is unknown.
+        ImportError: `tokenizers` is not installed.
     """
     if tokenizer.pattern not in DIALECT:
         raise ValueError("the tokenizer splits text by a pattern of its own, which may mean something else there")
-    spelled = _alphabet()
-    tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
-    ranks = {token: rank for rank, token in enumerate(tokens)}
+    hf, character = _library(), _alphabet()
 
     def spell(token: bytes) -> str:
-        return "".join(spelled[byte] for byte in token)
+        return "".join(character[byte] for byte in token)
 
-    pairs = (_last_pair(token, ranks) for token in tokenizer.merges)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": id_,
-                "content": name,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for name, id_ in tokenizer.special_ids.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_split(tokenizer.pattern), byte_level]},
-        "post_processor": _begin_with("<|bos|>", tokenizer.bos),
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {spell(token): rank for token, rank in ranks.items()},
-            "merges": [[spell(left), spell(right)] for left, right in filter(None, pairs)],
-        },
-    }
+    tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    pairs = filter(None, (_last_pair(token, ranks) for token in tokenizer.merges))
+    made = hf.Tokenizer(
+        hf.models.BPE(
+            {spell(token): rank for token, rank in ranks.items()},
+            [(spell(left), spell(right)) for left, right in pairs],
+            ignore_merges=True,
+        )
+    )
+    split = hf.pre_tokenizers.Split(hf.Regex(DIALECT[tokenizer.pattern]), "isolated")
+    byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = hf.pre_tokenizers.Sequence([split, byte_level])
+    made.decoder = hf.decoders.ByteLevel()
+    made.post_processor = hf.processors.TemplateProcessing(
+        single="<|bos|> $A", pair="<|bos|> $A $B:1", special_tokens=[("<|bos|>", tokenizer.bos)]
+    )
+    made.add_special_tokens([hf.AddedToken(name, normalized=False) for name in tokenizer.special_tokens])
+    return json.loads(made.to_str())
 
 
 def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
-    """The body of tokenizer_config.json. context: tokens that the model reads."""
+    """The body of tokenizer_config.json. context: the model's longest input, in tokens."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|bos|>",
@@ -107,31 +93,32 @@ def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
 
 
 def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
-    """Our tokenizer from the body of a tokenizer.json that is one of ours, whoever wrote the file.
+    """A quern tokenizer from the body of a tokenizer.json in quern's form, whichever program wrote the file.
 
-    Raises ValueError where ours would encode differently: single bytes must be ids 0 to 255, merges follow, special
-    tokens come last, BOS among them.
+    Raises:
+        ValueError: The quern tokenizer would encode differently. Single bytes must have ids 0 to 255, followed by the
+            merges and then the special tokens, which include BOS.
+        ImportError: `tokenizers` is not installed.
     """
+    byte_of = {character: byte for byte, character in enumerate(_alphabet())}
+    ours_of = {theirs: ours for ours, theirs in DIALECT.items()}
     try:
-        byte_of = {character: byte for byte, character in enumerate(_alphabet())}
-        by_id = sorted(body["model"]["vocab"].items(), key=lambda entry: entry[1])
-        tokens = [bytes(byte_of[character] for character in token) for token, _ in by_id]
         special = [entry["content"] for entry in sorted(body["added_tokens"], key=lambda entry: entry["id"])]
-        pattern = body["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        tokens = [token for token, (name, _) in zip(tokens, by_id, strict=True) if name not in special]
-        ours = {theirs: ours for ours, theirs in DIALECT.items()}[pattern]
-        tokenizer = Tokenizer(tokens[256:], ours, special, single_bytes=b"".join(tokens[:256]))
-        written = tokenizer_json(tokenizer)
+        by_id = sorted(body["model"]["vocab"].items(), key=lambda entry: entry[1])
+        tokens = [bytes(byte_of[character] for character in name) for name, _ in by_id if name not in special]
+        pattern = ours_of[body["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]]
+        tokenizer = Tokenizer(tokens[256:], pattern, special, single_bytes=b"".join(tokens[:256]))
+        now, before = _deciding(tokenizer_json(tokenizer)), _deciding(body)
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"it is not a byte-level BPE as quern writes it ({error!r} is missing or foreign)") from error
-    differing = [name for name, now in _deciding(written).items() if now != _deciding(body)[name]]
+        raise ValueError(f"it is not a byte-level BPE in quern's form ({error!r} is missing or unknown)") from error
+    differing = [name for name, value in now.items() if value != before[name]]
     if differing:
         raise ValueError(f"quern's tokenizer would encode differently: its {', '.join(differing)} cannot be kept")
     return tokenizer
 
 
 def _deciding(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a tokenizer.json decides the ids of a text."""
+    """The parts of a tokenizer.json that decide the ids of a text."""
     model = body["model"]
     split, byte_level = body["pre_tokenizer"]["pretokenizers"]
     special = {entry["content"]: entry["id"] for entry in body["added_tokens"]}
@@ -147,30 +134,25 @@ def _deciding(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": DIALECT[pattern]}, "behavior": "Isolated", "invert": False}
-
-
-def _begin_with(name: str, id_: int) -> dict[str, Any]:
-    first = {"SpecialToken": {"id": name, "type_id": 0}}
-    a, b = ({"Sequence": {"id": text, "type_id": type_id}} for text, type_id in (("A", 0), ("B", 1)))
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, a],
-        "pair": [first, a, b],
-        "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]}},
-    }
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            f"Hugging Face's tokenizer.json needs an extra package ({error}): {install('export')}"
+        ) from error
+    return tokenizers
 
 
 def _alphabet() -> list[str]:
-    """The character that stands for each byte in their files: itself where it can be seen, else one past 255."""
+    """The character for each byte in tokenizer.json: the byte itself if printable, else the next one above 255."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = count(256)
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two parts that merging by rank makes of a token before the token itself; None where it never gets there."""
+    """The last pair that merging by rank joins to form a token; None if merging never forms it."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         found = [(ranks[joined], i) for i in range(len(parts) - 1) if (joined := parts[i] + parts[i + 1]) in ranks]

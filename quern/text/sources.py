@@ -1,8 +1,8 @@
-"""Which files of a source are read, in which order, and which are ignored.
+"""Lists the files of a source: which are read, in which order, and which are ignored.
 
-A source is a file, or a folder with all its subfolders. Names that begin with a dot are skipped. Links are followed,
-and no file or folder is read twice: neither through two links, nor through a link to a folder that contains the source.
-Sizes are in bytes, as on disk. Nothing is opened here (formats.py).
+A source is a file, or a folder with all its subfolders. Names that begin with a dot are skipped. Links are followed. No
+file or folder is listed twice, even if several links lead to it or a link leads to a parent of the source. Sizes are in
+bytes on disk. formats.py opens the files.
 """
 
 import os
@@ -19,7 +19,7 @@ KINDS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, its size in bytes, and the kind that it is counted under (its ending)."""
+    """A file, its size in bytes, and its kind (the extension)."""
 
     path: Path
     size: int
@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source in reading order, and the others."""
+    """The files of a source in reading order, and the ignored files."""
 
     read: tuple[Entry, ...]
     ignored: tuple[Entry, ...]
@@ -38,7 +38,7 @@ class Listing:
         return [entry.path for entry in self.read]
 
     def lines(self, what: str) -> list[str]:
-        """What is read and what is ignored, in one or two lines; `what` comes first."""
+        """Lines for the user about read and ignored files, each starting with `what`."""
         lines = [f"{what}: reading {_counts(self.read)}"]
         return [*lines, f"{what}: ignoring {_counts(self.ignored)}"] if self.ignored else lines
 
@@ -48,13 +48,13 @@ def list_source(source: str | Path, formats: Sequence[str] = FORMATS) -> Listing
 
     Args:
         source: A file or a folder.
-        formats: The endings to read, without that of a compression.
+        formats: The extensions to read, without that of a compression.
 
     Returns:
         The files to read, sorted by their path in the source, and the ignored ones.
 
     Raises:
-        FileNotFoundError: There is no such file or folder, or nothing in it has one of the formats.
+        FileNotFoundError: There is no such file or folder, or it has no file of these formats.
         ValueError: The source is a file of another format.
     """
     source = Path(source)
@@ -80,7 +80,7 @@ def files(source: str | Path) -> list[Path]:
 
 
 def format_of(path: Path) -> str:
-    """The ending without that of a compression, such as .txt; "" where the format is never compressed from outside."""
+    """The extension without that of a compression, such as .txt; "" for a compressed file of another format."""
     name = path.name.lower()
     plain = name
     for compressed in COMPRESSED:
@@ -94,7 +94,7 @@ def _is_readable(entry: Entry, formats: Sequence[str]) -> bool:
 
 
 def _walk(root: Path) -> Iterator[Entry]:
-    """Every file below `root` once: links come last, so that a file is found under its own name if that is there."""
+    """Every file below `root` once. Links come last, so that a file is listed under its own name if possible."""
     seen = {_identity(folder.stat()) for folder in root.resolve().parents}
     folders, links = [root], []
     while folders or links:
@@ -144,7 +144,7 @@ def _counts(entries: Iterable[Entry]) -> str:
 
 
 def human_size(size: float) -> str:
-    """Bytes in the unit that leaves a number below 1,000, such as 1.2 MB."""
+    """Bytes in the largest unit that fits, such as 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"

@@ -1,13 +1,11 @@
 """Byte-level BPE tokenizer: text to token ids and back.
 
-rustbpe trains the merges, tiktoken encodes with them, a JSON file keeps them (base64, no pickle). Ids: 0..255
-are the single bytes, then the merges in rank order, then the special tokens. GPT-2's vocabulary can be taken over from
-tiktoken's file of it, for data that was made with it. This file knows no chat format
-(chat.py) and no file formats of data (documents.py). Sizes are in bytes of UTF-8 unless a name says
-otherwise.
+rustbpe trains the merges, tiktoken encodes with them, and a JSON file stores them (base64, no pickle). Ids 0 to 255 are
+the single bytes, then come the merges in rank order, then the special tokens. GPT-2's vocabulary can be read from
+tiktoken's file, for data that was tokenized with it. Sizes are in bytes of UTF-8 unless a name says otherwise.
 
-Source: byte-level BPE as in GPT-2 (Radford et al., 2019); the split pattern follows GPT-4's published one and
-differs as said at SPLIT_PATTERN.
+Source: byte-level BPE as in GPT-2 (Radford et al., 2019); the split pattern follows GPT-4's published one, with the
+differences listed at SPLIT_PATTERN.
 """
 
 import base64
@@ -23,10 +21,10 @@ import tiktoken
 
 from quern.temporaries import write_whole
 
-# GPT-4's split with three differences. Digits go in groups of at most two: better than three at the
-# vocabularies of small models. Combining marks (\p{M}) belong to the word they stand in, or vowel signs would
-# split every Hindi, Bengali or vocalised Arabic word. Runs of white space are bounded, since the regex engine
-# backtracks over them and a run of a million spaces would overflow its stack.
+# GPT-4's split with three differences. Digits form groups of at most two, which is better than three for the
+# vocabularies of small models. Combining marks (\p{M}) belong to their word; otherwise vowel signs would split Hindi,
+# Bengali and vocalised Arabic words. Runs of white space are bounded, because the regex engine backtracks over them and
+# a run of a million spaces would overflow its stack.
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)"
     r"|[^\r\n\p{L}\p{M}\p{N}]?+[\p{L}\p{M}]++"
@@ -35,7 +33,7 @@ SPLIT_PATTERN = (
     r"|\s{0,255}[\r\n]|\s{1,256}(?!\S)|\s"
 )
 
-# GPT-2's own (Radford et al., 2019), for its vocabulary.
+# GPT-2's split (Radford et al., 2019), for its vocabulary.
 GPT2_SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 SPECIAL_TOKENS = (
@@ -55,15 +53,20 @@ SPECIAL_TOKENS = (
 FILE_FORMAT = "quern-tokenizer-1"
 FILE_KEYS = ("format", "fingerprint", "pattern", "special_tokens", "merges")
 IN_ORDER = bytes(range(256))
-TRAINING_PIECE_CHARACTERS = 65_536  # the trainer is fed pieces of at most this length ...
-TRAINING_BUFFER_PIECES = 256  # ... and holds this many at a time, so a huge document needs no more memory
+# The trainer reads pieces of at most this length and buffers this many, which bounds its memory.
+TRAINING_PIECE_CHARACTERS = 65_536
+TRAINING_BUFFER_PIECES = 256
 
 
 class Tokenizer:
-    """An immutable vocabulary. `merges` are the byte strings of ids 256 and up, in rank order.
+    """An immutable vocabulary.
 
-    `single_bytes` are those of ids 0 to 255, in order. `notes` says what the caller should tell the user (a corpus too
-    small for the vocabulary asked for).
+    Args:
+        merges: The byte strings of ids 256 and up, in rank order.
+        pattern: The regular expression that splits text into pieces.
+        special_tokens: The names of the last ids; they include <|bos|>.
+        notes: Lines for the user, such as a corpus too small for the vocabulary.
+        single_bytes: The bytes of ids 0 to 255, in order.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Tokenizer:
         ranks = {bytes([byte]): i for i, byte in enumerate(single_bytes)}
         for token in merges:
             if len(token) < 2 or token in ranks:
-                raise ValueError(f"merge {token!r} is a single byte or stands there twice")
+                raise ValueError(f"merge {token!r} is a single byte or a duplicate")
             ranks[token] = len(ranks)
         if len(set(special_tokens)) != len(special_tokens) or "<|bos|>" not in special_tokens:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
@@ -107,11 +110,14 @@ class Tokenizer:
         *,
         max_bytes: int = 2_000_000_000,
     ) -> "Tokenizer":
-        """Learn merges from a stream of texts, of which at most `max_bytes` bytes are read.
+        """Learns merges from a stream of texts. Memory grows with the number of different words, not of texts.
 
-        `vocab_size` counts the special tokens, which take the last ids. Memory grows with the number of
-        different words, not with the length of the stream. A corpus with too few pairs to merge gives a
-        smaller vocabulary and says so in `notes`.
+        Args:
+            texts: The corpus.
+            vocab_size: The number of ids, including the special tokens. A corpus with too few pairs to merge gives a
+                smaller vocabulary and a line in `notes`.
+            pattern: The split pattern.
+            max_bytes: The number of bytes to read at most.
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
@@ -119,7 +125,7 @@ class Tokenizer:
                 f"vocab_size {vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens "
                 f"need at least {smallest}"
             )
-        import rustbpe  # only training needs it: text can be read and encoded where it is not installed
+        import rustbpe  # only training needs it
 
         trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)
         pieces = _training_pieces(texts, max_bytes)
@@ -127,7 +133,7 @@ class Tokenizer:
             pieces, vocab_size - len(SPECIAL_TOKENS), buffer_size=TRAINING_BUFFER_PIECES, pattern=pattern
         )
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1])
-        # Two pairs can spell the same bytes. Encoding ranks by bytes, so the earlier of them is what counts.
+        # Two pairs can spell the same bytes. Encoding ranks by bytes, so only the earlier pair counts.
         merges = list(dict.fromkeys(bytes(token) for token, rank in ranked if rank >= 256))
         reached = len(merges) + smallest
         notes = []
@@ -147,7 +153,7 @@ class Tokenizer:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write the tokenizer as JSON; the file appears whole or not at all."""
+        """Writes the tokenizer as JSON, atomically."""
         path = Path(path)
         contents = {"format": FILE_FORMAT, "fingerprint": self.fingerprint, **self._contents()}
         write_whole(path, json.dumps(contents, indent=1))
@@ -155,8 +161,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a file that `save` wrote. ValueError where it is damaged or something else; it says no remedy, which
-        depends on what the tokenizer is for."""
+        """Reads a file that `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file is damaged or has another format. The caller adds the remedy.
+        """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}: train one with `quern tokenizer`")
@@ -178,10 +188,12 @@ class Tokenizer:
 
     @classmethod
     def from_tiktoken(cls, path: str | Path, pattern: str = GPT2_SPLIT_PATTERN) -> "Tokenizer":
-        """A vocabulary from tiktoken's file of it: a line for each token, its bytes in base64 and its id.
+        """Reads tiktoken's vocabulary file: one line per token, its bytes in base64 and its id.
 
-        Special tokens take the ids after the last one; BOS the first of them, which in GPT-2 is <|endoftext|>.
-        ValueError where the file is something else.
+        Special tokens get the ids after the last one. BOS comes first; in GPT-2 that id is <|endoftext|>.
+
+        Raises:
+            ValueError: The file has another format.
         """
         path = Path(path)
         try:
@@ -203,7 +215,7 @@ class Tokenizer:
         return self.special_ids[name]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text; never a special token, whatever the text spells. Lone surrogates become U+FFFD."""
+        """Ids of the text, never special tokens. Lone surrogates become U+FFFD."""
         return self._encoding.encode_ordinary(well_formed(text))
 
     def encode_batch(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
@@ -211,7 +223,7 @@ class Tokenizer:
         return self._encoding.encode_ordinary_batch([well_formed(text) for text in texts], num_threads=threads)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes the ids stand for, joined; a special token stands for its name."""
+        """The bytes of the ids, joined; a special token gives its name."""
         table = self._bytes
         pieces = []
         for token in ids:
@@ -225,10 +237,10 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """int32 (vocab_size,): bytes of text each token stands for, 0 for special tokens.
+        """int32 (vocab_size,): the number of bytes of each token, 0 for special tokens.
 
-        Counted on the raw bytes: a token that holds half of a character counts its own bytes, not those of
-        the replacement character it would be printed as. Bits per byte divides by the sum of these.
+        A token that holds a part of a character counts its raw bytes, not those of a replacement character. Bits per
+        byte divides by the sum of these.
         """
         sizes = np.array([len(token) for token in self._bytes], dtype=np.int32)
         sizes[self._first_special :] = 0
@@ -236,23 +248,23 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids one at a time; holds back the bytes of a character until it is complete."""
+    """Decodes ids one at a time; buffers the bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that has become certain with this token; often one token's, sometimes empty."""
+        """The text that this token completes; "" inside a character."""
         return self._decoder.decode(self._tokenizer.decode_bytes([token]))
 
     def flush(self) -> str:
-        """What is still held back at the end: U+FFFD for a character cut short, else nothing."""
+        """The rest at the end of the text: U+FFFD for an incomplete character, else ""."""
         return self._decoder.decode(b"", final=True)
 
 
 def compression_report(tokenizer: Tokenizer, samples: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One row for each kind of text: kind, bytes, tokens, bytes_per_token."""
+    """One row per kind of text: kind, bytes, tokens, bytes_per_token."""
     rows = []
     for kind, text in samples.items():
         size, tokens = len(well_formed(text).encode("utf-8")), len(tokenizer.encode(text))
@@ -261,7 +273,7 @@ def compression_report(tokenizer: Tokenizer, samples: Mapping[str, str]) -> list
 
 
 def well_formed(text: str) -> str:
-    """The text itself, or, where it holds surrogates, the text with pairs joined and lone ones as U+FFFD."""
+    """The text with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -282,7 +294,7 @@ def _training_pieces(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
             if left <= 0:
                 return
             end = min(len(text), start + TRAINING_PIECE_CHARACTERS)
-            if end < len(text):  # rather between two words than inside one
+            if end < len(text):  # cut between two words
                 space = text.rfind(" ", start + 1, end)
                 end = space if space > 0 else end
             piece = text[start:end]

@@ -4,6 +4,7 @@ That the numbers agree with another implementation is a law of its own (tests/la
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -253,10 +254,10 @@ def other_words(folder: Path) -> None:
         (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),
         (pickled, "weights are read from safetensors only, which transformers writes with save_pretrained"),
         (torn, "model.safetensors is damaged"),
-        (other_words, "tokenizer.json is not a tokenizer that quern can take over: single_bytes must hold each"),
+        (other_words, "tokenizer.json is not a tokenizer that quern can import: single_bytes must hold each"),
         (
             lambda f: (f / "tokenizer.json").write_text("{}", encoding="utf-8"),
-            "not a byte-level BPE as quern writes it",
+            "not a byte-level BPE in quern's form",
         ),
     ],
 )
@@ -293,6 +294,12 @@ def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
     expected = model_of(llama_recipe()).state_dict()
     assert masters.keys() == expected.keys() and all(torch.equal(masters[n], expected[n]) for n in masters)
     assert all((t == 0).all() for name, t in tensors.items() if not name.startswith("master."))
+
+
+def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"tokenizer.json needs an extra package .*pip install -e '\.\[export\]'"):
+        tokenizer_json(toy_tokenizer())
 
 
 # The tokenizer's file ---------------------------------------------------------------------------------------

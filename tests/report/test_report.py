@@ -5,10 +5,13 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import pytest
 
-from quern.report.build import build, fenced, inline, sparkline
+from quern.report.build import build
+from quern.report.markdown import fenced, inline, sparkline
 from quern.report.numbers import duration, human, human_bytes, human_flops, number, percent
 from quern.report.plots import running_mean, thin
 from quern.report.run_records import read_run
@@ -53,7 +56,7 @@ class Page(HTMLParser):
 def report(folder: Path) -> tuple[str, Page]:
     markdown, html = build(folder)
     assert (markdown, html) == (folder / "report.md", folder / "report.html")
-    assert not list(folder.glob("*.tmp"))
+    assert not list(folder.glob(".*.tmp-*"))
     return markdown.read_text(encoding="utf-8"), Page(html.read_text(encoding="utf-8"))
 
 
@@ -70,7 +73,7 @@ def test_everything_is_there(tmp_path):
         ):  # fmt: skip
             assert expected in text, expected
     assert page.tags.count("svg") == 8 + 6
-    row = "| tinyworld/facts, accuracy | 200 | 8.0% | 0% (0%–0.9%) | 21% (15%–27%) | 91% (87%–95%) |"
+    row = "| tinyworld/facts | 200 questions · guessing 8.0% | 0% (0–1) | 21% (15–27) | 91% (87–95) |"
     assert row in markdown.replace("\\", "")
     widths = [value for _, name, value in page.attributes if name == "style" and value.startswith("width:")]
     assert "width:91.00%" in widths and "width:21.00%" in widths
@@ -152,7 +155,11 @@ def test_chats_printed_after_a_run_cannot_steer_the_terminal(tmp_path):
 
 def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):
     """The test above can fail: without the escape the same run carries a script into the page."""
-    monkeypatch.setattr("quern.report.page.esc", str)
+
+    def unescaped(**options: Any) -> jinja2.Environment:
+        return jinja2.Environment(**{**options, "autoescape": False})
+
+    monkeypatch.setattr("quern.report.build.Environment", unescaped)
     build(hostile_run(tmp_path))
     assert "<script>alert(1)" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -168,8 +175,8 @@ def test_escaping_is_what_makes_it_safe(tmp_path, monkeypatch):
 )
 def test_a_run_that_stopped_on_the_way(tmp_path, parts):
     markdown, page = report(write_run(tmp_path, **parts))
-    assert ("What it can do" in page.text) == ("## What it can do" in markdown) == parts.get("scores", True)
-    assert ("What it says" in page.text) == ("## What it says" in markdown) == parts.get("samples", True)
+    assert ("Evaluation" in page.text) == ("## Evaluation" in markdown) == parts.get("scores", True)
+    assert ("Samples" in page.text) == ("## Samples" in markdown) == parts.get("samples", True)
     assert ("Fine-tuning" in page.text) == parts.get("sft", True)
 
 
@@ -261,7 +268,8 @@ def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path
     lines(folder / "sft" / "events.jsonl", [{"kind": "data", **data}])
     markdown, page = report(folder)
     # 3 steps of 8 rows with 2 conversations each, of the 200 that can be learned from
-    for fact in ("tokens per parameter of matrices and head: **0.04**", "seen, about: **48**", "epochs: **0.24**"):
+    per_parameter = "tokens per parameter of matrices and head: **0.04**"
+    for fact in (per_parameter, "conversations, about: **48**", "epochs: **0.24**"):
         assert fact in markdown
     assert "epochs0.24" in page.text and "0.04" in page.text
     assert "**12**" not in markdown and "**2**" not in re.sub("(?s).*### Fine-tuning", "", markdown, count=1)[:200]
@@ -301,7 +309,7 @@ def test_a_stage_without_questions_gets_no_column_of_dashes(tmp_path):
     bpb = {"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.5, "count": 10}
     lines(tmp_path / "evaluate.jsonl", [bpb, score, score | {"stage": "untrained", "count": 50}])
     _, page = report(tmp_path)
-    assert "–" not in page.text[page.text.index("Task") : page.text.index("How it was asked")]
+    assert "–" not in page.text[page.text.index("Task") : page.text.index("Evaluation settings")]
     assert "of 50" in page.text
 
 
@@ -322,7 +330,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp
     (folder / "report.html").mkdir()
     with pytest.raises(OSError, match="cannot write .*report.html"):
         build(folder)
-    assert not list(folder.glob("*.tmp")) and (folder / "report.md").read_bytes() == before
+    assert not list(folder.glob(".*.tmp-*")) and (folder / "report.md").read_bytes() == before
 
 
 def test_a_long_run_makes_a_light_page(tmp_path):

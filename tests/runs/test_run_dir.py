@@ -1,4 +1,4 @@
-"""What is said when a run's folder holds something damaged, or what cannot be written: the run, and the way out."""
+"""Messages for damaged files and unwritable folders of a run: they name the file and the remedy."""
 
 import errno
 import json
@@ -58,7 +58,7 @@ def test_a_damaged_tokenizer_names_its_copy(run_dir: RunDir, damage: str) -> Non
     with pytest.raises(ValueError) as refused:
         run_dir.tokenizer()
     copy = run_dir.out / "tokenizers" / "copy-1.json"
-    assert str(refused.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
+    assert str(refused.value).endswith(f"The run's model needs this tokenizer: restore it with `cp {copy} {path}`")
     shutil.copy(copy, path)
     assert run_dir.tokenizer().merges == (b"ab", b"cd")
 
@@ -81,7 +81,7 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
     with pytest.raises(FileNotFoundError) as lost:
         run_dir.tokenizer()
     copy = run_dir.out / "tokenizers" / "copy-1.json"
-    assert str(lost.value).endswith(f"The run's model knows no other: a sound copy is there, `cp {copy} {path}`")
+    assert str(lost.value).endswith(f"The run's model needs this tokenizer: restore it with `cp {copy} {path}`")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,7 @@ def test_a_damaged_tokenizer_without_a_copy_says_which_one_is_missing(run_dir: R
     (run_dir.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     (run_dir.out / "tokenizers" / "copy-1.json").unlink()
     mark = json.loads((run_dir.folder / "run.json").read_text(encoding="utf-8"))["tokenizer"]["fingerprint"]
-    with pytest.raises(
-        ValueError, match=f"put back a copy of it .fingerprint {mark}.; under .*tokenizers there is none"
-    ):
+    with pytest.raises(ValueError, match=f"put back a copy of it .fingerprint {mark}.; .*tokenizers has none"):
         run_dir.tokenizer()
 
 

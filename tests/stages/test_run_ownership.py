@@ -151,7 +151,7 @@ def test_another_tokenizer_is_refused(folder: Path, capsys: pytest.CaptureFixtur
     for verb, flags in (("pretrain", ["--resume"]), ("sft", ["--resume"]), ("chat", ["-p", "Hi"])):
         assert quern(folder, verb, *flags) == 1
         said = capsys.readouterr().err
-        assert "is another tokenizer (" in said and own[:16] in said and "a sound copy is there, `cp " in said
+        assert "is another tokenizer (" in said and own[:16] in said and "restore it with `cp " in said
         assert files(folder) == before
     path.write_bytes(sound)
     assert quern(folder, "pretrain", "--resume") == 0

@@ -289,7 +289,7 @@ from pathlib import Path
 from quern.text.hub import DataSet, fetch
 dataset = DataSet("", "", ("t0.parquet", "t1.parquet"), ("v.parquet",))
 fetch(dataset, Path(sys.argv[1]), lambda *progress: print("bytes", flush=True), base_url=sys.argv[2],
-      pause_seconds=0.0, say=lambda line: print(line, flush=True))
+      pause_seconds=0.0, log=lambda line: print(line, flush=True))
 """
 
 

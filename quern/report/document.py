@@ -1,0 +1,247 @@
+"""The report as data: sections of titled groups of blocks. markdown.py and report.html.jinja render it.
+
+A block is a dataclass; the template has a macro with the same name. Parts without records are left out.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from quern.report.numbers import duration, human, human_flops, number, percent
+from quern.report.plots import Panel, panels
+from quern.report.run_records import STAGE_TITLES, RunRecords, StageRecords, as_object, event_time, finite
+from quern.report.scores import ScoreTable, score_settings, score_tables
+from quern.report.summary import summary
+from quern.report.values import Pairs, Table, flatten, plain, tables
+
+EVENT_HEADER = ["time (UTC)", "event", "step", "details"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Labelled values."""
+
+    pairs: Pairs
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The curves of a stage; legend: the marks in them."""
+
+    panels: list[Panel]
+    legend: list[str]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """turns: (role, parts) with parts (type, text); the types are those of `text/chat.py`."""
+
+    turns: list[tuple[str, list[tuple[str, str]]]]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A text that the model continued."""
+
+    prompt: str
+    text: str
+
+
+Block = Facts | Table | Command | Curves | ScoreTable | Conversation | Continuation
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks under one title. folded: the page shows the title alone until the reader opens the group."""
+
+    title: str
+    blocks: Sequence[Block]
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """key: the anchor of the section in the page."""
+
+    key: str
+    title: str
+    groups: list[Group]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Everything that the report says. tiles: the most important figures; notes: records that could not be read."""
+
+    name: str
+    summary: str
+    tiles: Pairs
+    notes: list[str]
+    sections: list[Section]
+
+
+def document(run: RunRecords) -> Document:
+    """The report of a run."""
+    sections = (
+        ("training", "Model and training", _training(run)),
+        ("data", "Data", _data(run)),
+        ("curves", "Training curves", _curves(run)),
+        ("evaluation", "Evaluation", _evaluation(run)),
+        ("samples", "Samples", _samples(run)),
+        ("events", "Events", [Group(s.title, [Table(EVENT_HEADER, _events(s))]) for s in run.stages if s.events]),
+        ("reproduction", "Reproduction", _reproduction(run)),
+    )
+    found = [Section(key, title, list(groups)) for key, title, groups in sections]
+    return Document(run.name, summary(run), _tiles(run), run.notes, [section for section in found if section.groups])
+
+
+def _tiles(run: RunRecords) -> Pairs:
+    stage, tiles = run.main_stage, [("parameters", run.parameters("total"), human)]
+    if stage is not None:
+        tiles += [
+            ("pretraining steps" if stage.name == "pretrain" else "steps", stage.last("step"), number),
+            ("training tokens", stage.last("tokens"), human),
+            ("compute", stage.last("flops"), human_flops),
+            ("time in training steps", stage.last("seconds"), duration),
+            ("tokens per second", _median(stage, "tokens_per_second"), human),
+            ("model FLOPs utilisation", _median(stage, "mfu"), percent),
+            ("bits per byte, held out", stage.last("val_bpb"), "{:.3f}".format),
+        ]
+    return [(label, show(value)) for label, value, show in tiles if value is not None]
+
+
+def _median(stage: StageRecords, key: str) -> float | None:
+    """A slow first step or a pause does not move the median."""
+    values = stage.column(key)[1]
+    return statistics.median(values) if values else None
+
+
+def _facts(title: str, pairs: Pairs) -> list[Group]:
+    return [Group(title, [Facts(pairs)])] if pairs else []
+
+
+def _training(run: RunRecords) -> Iterable[Group]:
+    made_by = run.recipe.get("make_model")
+    model: Pairs = [("architecture", made_by.rpartition(":")[2])] if isinstance(made_by, str) else []
+    yield from _facts("", [*model, *flatten(as_object(run.recipe.get("model"))), *flatten(run.part("model"))])
+    for stage in run.stages:
+        asked = as_object(stage.recipe.get("train" if stage.name == "pretrain" else stage.name))
+        done = (
+            ("steps", stage.last("step"), number),
+            ("tokens", stage.last("tokens"), number),
+            ("FLOPs", stage.last("flops"), human_flops),
+            ("last loss", stage.last("loss"), number),
+            ("time in training steps", stage.last("seconds"), duration),
+        )
+        pairs = [(label, show(value)) for label, value, show in done if value is not None]
+        # The length is reported as trained, not as planned.
+        planned = {key: value for key, value in asked.items() if key not in ("horizon_ratio", "epochs")}
+        yield from _facts(stage.title, [*pairs, *_length(run, stage, asked), *flatten(planned)])
+
+
+def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pairs:
+    """Tokens per parameter (of the matrices and the head), or epochs of conversations."""
+    if stage.name != "sft":
+        tokens, counted = stage.last("tokens"), run.parameters("kaplan")
+        return [("tokens per parameter of matrices and head", number(tokens / counted))] if tokens and counted else []
+    data = next((event for event in reversed(stage.events) if event.get("kind") == "data"), {})
+    known = {**asked, **as_object(stage.recipe.get("model")), **data}
+    names = ("batch_tokens", "context", "pieces", "rows", "documents", "documents_without_target", "documents_too_long")
+    batch, context, pieces, rows, documents, empty, long = (finite(known.get(name)) or 0.0 for name in names)
+    usable = documents - empty - (long if known.get("too_long") == "drop" else 0)
+    if not (context and rows and usable > 0):
+        return []
+    # `pieces` conversations fill `rows` rows in the part of the data that is packed first.
+    seen = (stage.last("step") or 0.0) * batch / context * pieces / rows
+    return [("conversations, about", f"{seen:,.0f}"), ("epochs", f"{seen / usable:.2g}")]
+
+
+def _data(run: RunRecords) -> Iterable[Group]:
+    data, tokenizer, source = run.part("data"), run.part("tokenizer"), run.recipe.get("data")
+    pairs: Pairs = [("source", source)] if isinstance(source, str) and "source" not in data else []
+    others = [
+        key for key in run.run if key not in ("command", "git", "machine", "versions", "model", "data", "tokenizer")
+    ]
+    packing = [pair for key in others for pair in flatten(run.part(key), key.replace("_", " "))]
+    yield from _facts("", [*pairs, *flatten(data), *packing, *flatten(tokenizer, "tokenizer")])
+    for title, table in (*tables(data), *tables(tokenizer, "tokenizer")):
+        yield Group(title, [table])
+
+
+def _curves(run: RunRecords) -> Iterable[Group]:
+    for stage in run.stages:
+        marks = (("resumed", stage.resumed_at()), ("skipped step", stage.steps_of("skip")))
+        if drawn := panels(stage):
+            yield Group(stage.title, [Curves(drawn, [mark for mark, steps in marks if steps])])
+
+
+def _evaluation(run: RunRecords) -> list[Group]:
+    found = score_tables(run)
+    return [Group("", found), Group("Evaluation settings", [score_settings(run)], folded=True)] if found else []
+
+
+def _samples(run: RunRecords) -> Iterable[Group]:
+    """The latest stage first. Samples of the untrained model are folded beside those of another stage."""
+    stages = list(dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples))[::-1]
+    for stage in stages:
+        own = [sample for sample in run.samples if str(sample.get("stage", "")) == stage]
+        talks: list[Block] = [_conversation(sample) for sample in own if sample.get("kind") == "chat"]
+        texts: list[Block] = [
+            Continuation(str(sample.get("prompt", "")), str(sample.get("text", "")))
+            for sample in own
+            if sample.get("kind") != "chat"
+        ]
+        for name, blocks in (("conversations", talks), ("continuations", texts)):
+            if blocks:
+                title = f"{STAGE_TITLES.get(stage, stage)}: {name}"
+                yield Group(title, blocks, folded=stage == "untrained" and len(stages) > 1)
+
+
+def _conversation(sample: dict[str, Any]) -> Conversation:
+    messages = sample.get("messages")
+    turns = [turn for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
+    turns.append({"role": "assistant", "content": sample.get("parts") or sample.get("text")})
+    return Conversation([(str(turn.get("role")), _parts(turn["content"])) for turn in turns if turn.get("content")])
+
+
+def _parts(content: Any) -> list[tuple[str, str]]:
+    if not isinstance(content, list):
+        return [("text", str(content))]
+    return [(str(part.get("type")), str(part.get("text", ""))) for part in content if isinstance(part, dict)]
+
+
+def _events(stage: StageRecords) -> list[list[str]]:
+    """One row per event. Consecutive events of one kind, such as saves, share a row."""
+    rows = []
+    for kind, events in groupby(stage.events, lambda event: str(event.get("kind", "event"))):
+        group = list(events)
+        steps = filter(None, (plain(event.get("step")) for event in (group[0], group[-1])))
+        details = {key: value for key, value in group[-1].items() if key not in ("kind", "step", "time", "utc", "at")}
+        rows.append(
+            [
+                event_time(group[0]),
+                f"{kind} ×{len(group)}" if len(group) > 1 else kind,
+                "–".join(dict.fromkeys(steps)),
+                ", ".join(f"{label}: {value}" for label, value in flatten(details)),
+            ]
+        )
+    return rows
+
+
+def _reproduction(run: RunRecords) -> list[Group]:
+    command = run.run.get("command", "")
+    text = " ".join(map(str, command)) if isinstance(command, list) else str(command)
+    pairs = [("commit", run.run.get("git")), ("seed", run.recipe.get("seed"))]
+    machine, versions = run.part("machine"), run.part("versions")
+    facts = {**machine, **{key: value for key, value in versions.items() if key not in machine}}
+    found = [(label, str(value)) for label, value in pairs if value not in (None, "")] + flatten(facts)
+    blocks: list[Block] = [Command(text)] if text else []
+    return [Group("", [*blocks, Facts(found)])] if blocks or found else []

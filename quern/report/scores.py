@@ -1,0 +1,120 @@
+"""The scores of a run as tables: one row per task and metric, one column per evaluated stage."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quern.report.numbers import number, percent
+from quern.report.run_records import STAGE_TITLES, RunRecords, finite
+from quern.report.values import Table, plain
+
+INTRODUCTION = (
+    "Share of held-out questions answered correctly, with 95% confidence intervals (Wilson). In a chart, the line on a "
+    "bar is the interval and the vertical tick is the share that guessing reaches."
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One score as a number and as text. interval (low, high) and chance are None where they are not recorded."""
+
+    value: float
+    text: str
+    detail: str
+    interval: tuple[float, float] | None
+    chance: float | None
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """A task and its score for each stage of the table; None where a stage was not evaluated."""
+
+    task: str
+    metric: str
+    detail: str
+    scores: list[Score | None]
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """chart: whether the scores are shares between 0 and 1, which the page draws as bars."""
+
+    title: str
+    introduction: str
+    stages: list[str]
+    rows: list[ScoreRow]
+    chart: bool
+
+
+def score_stages(run: RunRecords) -> list[str]:
+    """The evaluated stages, in the order of training."""
+    order = list(STAGE_TITLES)
+    found = {str(line.get("stage", "")) for line in run.scores}
+    return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def _evaluated(run: RunRecords) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """(task, metric) → stage → record, without tasks that no trained stage was asked."""
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for line in run.scores:
+        key = (str(line.get("task", "")), str(line.get("metric", "")))
+        groups.setdefault(key, {})[str(line.get("stage", ""))] = line
+    alone = len(score_stages(run)) == 1
+    return {key: lines for key, lines in groups.items() if alone or lines.keys() != {"untrained"}}
+
+
+def score_rows(run: RunRecords) -> list[ScoreRow]:
+    """One row per task and metric, in the order of the records; each has a score for every `score_stages`."""
+    stages, rows = score_stages(run), []
+    for (task, metric), lines in _evaluated(run).items():
+        last = next(lines[name] for name in reversed(stages) if name in lines)
+        count, chance = finite(last.get("count")), finite(last.get("chance"))
+        unit = {"accuracy": " questions", "bpb": " bytes"}.get(metric, "")
+        details = [f"{count:,.0f}{unit}" if count is not None else ""]
+        if chance is not None:
+            details.append(f"guessing {percent(chance) if metric == 'accuracy' else number(chance)}")
+        scores = [_score(lines.get(name, {}), metric, count, chance) for name in stages]
+        name = task if metric == "accuracy" else f"{task}, {'bits per byte' if metric == 'bpb' else metric}"
+        rows.append(ScoreRow(name, metric, " · ".join(filter(None, details)), scores))
+    return rows
+
+
+def score_tables(run: RunRecords) -> list[ScoreTable]:
+    """The accuracies, then the other measures. Stages without a score in a table get no column."""
+    stages, found = score_stages(run), []
+    for title, introduction, chart in (("Task", INTRODUCTION, True), ("Measure", "", False)):
+        rows = [row for row in score_rows(run) if (row.metric == "accuracy") == chart]
+        shown = [i for i in range(len(stages)) if any(row.scores[i] for row in rows)]
+        titles = [STAGE_TITLES.get(stages[i], stages[i]) for i in shown]
+        rows = [replace(row, scores=[row.scores[i] for i in shown]) for row in rows]
+        if rows:
+            found.append(ScoreTable(title, introduction, titles, rows, chart))
+    return found
+
+
+def score_settings(run: RunRecords) -> Table:
+    """The settings of each evaluation. skipped: questions longer than the context."""
+    rows = [
+        [
+            str(line.get("stage", "")),
+            str(line.get("task", "")),
+            plain(line.get("count")),
+            str(line.get("prompt_hash") or "–"),
+            {"True": "yes", "False": "no"}.get(str(line.get("bos")), "–"),
+            plain(line.get("shots")) or "0",
+            plain(line.get("skipped")) or "0",
+        ]
+        for lines in _evaluated(run).values()
+        for line in lines.values()
+    ]
+    return Table(["stage", "task", "count", "prompts", "BOS", "shots", "skipped"], rows)
+
+
+def _score(line: dict[str, Any], metric: str, usual_count: float | None, chance: float | None) -> Score | None:
+    value, low, high, count = (finite(line.get(key)) for key in ("value", "low", "high", "count"))
+    if value is None:
+        return None
+    interval = (low, high) if low is not None and high is not None else None
+    details = [f"{100 * interval[0]:.0f}–{100 * interval[1]:.0f}"] if interval else []
+    details += [f"of {count:,.0f}"] if count not in (None, usual_count) else []
+    text = percent(value) if metric == "accuracy" else f"{value:.4g}"
+    return Score(value, text, " ".join(details), interval, chance)
