@@ -14,7 +14,7 @@ from quern.bench import command
 from quern.bench.data import shards
 from quern.bench.material import left_to_itself, pair_tokenizer, random_batch, reference, talking_model
 from quern.bench.record import Measure, alternate, number, ratios
-from quern.bench.start import first_step
+from quern.bench.train import first_step
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.model.context import CausalContext
@@ -65,7 +65,15 @@ def test_a_measure_says_median_and_spread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(14210.4, "14,210"), (123.45, "123.5"), (12.345, "12.35"), (0.01234, "0.012")]
+    ("value", "text"),
+    [
+        (14210.4, "14,210"),
+        (123.45, "123.5"),
+        (12.345, "12.35"),
+        (0.01234, "0.012"),
+        (0.0, "0.000"),
+        (0.00012, "1.2e-04"),
+    ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
     assert number(value) == text
