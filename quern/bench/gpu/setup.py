@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,9 +114,8 @@ def call_seconds(call: Callable[[], object], machine: Machine, graph: bool = Fal
         return Timer("call()", globals={"call": call}, num_threads=machine.threads).timeit(1).median
     from triton.testing import do_bench, do_bench_cudagraph
 
-    if graph:
-        return do_bench_cudagraph(call, rep=MEASURED_MS, return_mode="median") / 1e3
-    return do_bench(call, warmup=WARM_UP_MS, rep=MEASURED_MS, return_mode="median") / 1e3
+    timer: Any = do_bench_cudagraph if graph else partial(do_bench, warmup=WARM_UP_MS)
+    return timer(call, rep=MEASURED_MS, return_mode="median") / 1e3
 
 
 def measure_limits(machine: Machine, quick: bool) -> Limits:
