@@ -1,4 +1,4 @@
-"""What the benchmarks measure on: text, the reference model, random batches, and a model whose replies never end early.
+"""Inputs of the benchmarks: text, the reference model, random batches, and a model whose replies never end early.
 
 The text is the built-in world or the documents of `--data`. The reference model is the `gpt` recipe with 4 layers,
 width 256, vocabulary 8,192, context 512 and full windows.

@@ -1,4 +1,4 @@
-"""What every benchmark shares: rounds of measurements, figures with their spread, the printed table, the JSON record.
+"""Shared by all benchmarks: rounds of measurements, figures with their spread, the printed table, the JSON record.
 
 Wall-clock timings on a shared machine are noisy. So the jobs of a comparison alternate (`alternate`), a figure is the
 median of its rounds with the lowest and the highest value, and a ratio is the median of the ratios of the rounds.

@@ -1,4 +1,4 @@
-"""`quern bench gpu` where there is no GPU: every section runs at tiny sizes, fails alone, and is recorded."""
+"""`quern bench gpu` without a GPU: every section runs at tiny sizes, fails alone, and is recorded."""
 
 import json
 import math
@@ -162,7 +162,7 @@ def test_limits_are_measured_and_data_sheets_known() -> None:
     assert data_sheet(CPU) is None
 
 
-def test_the_depth_12_model_is_the_one_that_is_aimed_at() -> None:
+def test_the_depth_12_model_has_the_sizes_of_the_aims() -> None:
     recipe = recipe_of(Bench(CPU, False, 0, None, None, Limits(1, 1, 1), 0.0), 100)
     shape, train = recipe.model, recipe.train
     assert (shape.depth, shape.width, shape.heads, shape.head_dim) == (12, 768, 6, 128)

@@ -1,4 +1,4 @@
-"""`quern bench grug`: both trainers in one run, JAX in a process of its own."""
+"""`quern bench grug`: both trainers in one run, JAX in its own process."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`quern bench ranks`: real processes take turns on the same global batches; never how fast they are."""
+"""`quern bench ranks`: real processes that alternate on the same global batches; no speed."""
 
 import json
 import math

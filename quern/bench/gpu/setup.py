@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from quern.bench.record import alternate
-from quern.machine import Machine
+from quern.machine import Machine, measure_peak_flops
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 WARM_UP_MS, MEASURED_MS = 5, 20
@@ -121,12 +121,10 @@ def call_seconds(call: Callable[[], object], machine: Machine, graph: bool = Fal
 def measure_limits(machine: Machine, quick: bool) -> Limits:
     """Measures the device on random numbers: on zeros a GPU draws less power and runs faster than on data."""
     size, copied = (256, 2**20) if quick else (8192, 2**31)
-    a = torch.randn((size, size), device=machine.device).to(machine.dtype)
     x = torch.randint(0, 100, (copied,), device=machine.device, dtype=torch.int8)
     y = torch.empty_like(x)
-    jobs = (lambda: torch.mm(a, a), lambda: y.copy_(x))
-    product, copy = (min(call_seconds(job, machine) for _ in range(3)) for job in jobs)
-    return Limits(2 * size**3 / product, 2 * copied / copy, data_sheet(machine))
+    copy = min(call_seconds(lambda: y.copy_(x), machine) for _ in range(3))
+    return Limits(measure_peak_flops(machine, size), 2 * copied / copy, data_sheet(machine))
 
 
 def data_sheet(machine: Machine) -> float | None:
