@@ -110,16 +110,15 @@ def test_deadlines_are_kept() -> None:
 
 
 class Slow(torch.autograd.Function):
-    """Doubles x; the forward pass takes 10 ms, the backward pass 30 ms."""
+    """Doubles x; the forward pass takes 0.1 s."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01)
+        time.sleep(0.1)
         return 2 * x
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.03)
         return 2 * grads[0]
 
 
@@ -127,8 +126,7 @@ def test_the_backward_pass_is_timed_without_the_forward_pass() -> None:
     bench, x = a_bench(), torch.ones(2, requires_grad=True)
     taken = bench.passes({"a": lambda: Slow.apply(x), "broken": lambda: [][1]}, [x], torch.ones(2))
     assert list(taken) == ["a forward", "a backward"]
-    assert all(0.01 <= one < 0.02 for one in taken["a forward"])
-    assert all(0.02 < one < 0.05 for one in taken["a backward"])
+    assert all(one >= 0.1 for one in taken["a forward"]) and all(one < 0.1 for one in taken["a backward"])
     assert bench.problems[-1] == "broken: IndexError: list index out of range"
 
 
@@ -138,6 +136,7 @@ def test_the_error_is_the_worst_of_output_and_gradients() -> None:
     # The value is right, the gradient is 3 instead of 2.
     wrong = lambda x: 3 * x - x.detach()  # noqa: E731
     assert worst_error(wrong, lambda x: 2 * x, [x], grad) == pytest.approx(0.5)
+    assert worst_error(lambda x: 2 * x + 1, lambda x: 2 * x, [x], grad) == pytest.approx(2**0.5 / 10)
     assert worst_error(lambda x: x / 0, lambda x: 2 * x, [x], grad) == math.inf
 
 
