@@ -1,5 +1,4 @@
-"""Speed on this machine: what `quern bench` measures, one file for each subject, and the records it writes.
+"""`quern bench`: speed of each part on this machine, one file per subject, and the records of what was measured.
 
-A leaf: only the command line imports it. Timings are taken in alternation and reported with their spread; kernels that
-only a GPU runs are measured in gpu/.
+Only the command line imports this folder. gpu/ measures what only a GPU runs.
 """

@@ -1,15 +1,13 @@
-"""`quern bench`: how fast each part of the mill is on this machine, and how good a model some minutes make.
+"""`quern bench`: how fast each part of quern is on this machine, and how good a model some minutes of training make.
 
-Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. How each
-is measured is said at the head of its file, bench_*.py. Without a name all the quick ones run. `quern bench gpu`
-is a program of its own: gpu/command.py.
+Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. The docstring of its
+file says how each figure is measured. `quern bench gpu` is a program with flags of its own: gpu/command.py.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,34 +29,12 @@ from quern.flags.check_flags import UNSAID
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 
-What = Literal[
-    "tokenizer",
-    "encode",
-    "packing",
-    "loading",
-    "train",
-    "prefill",
-    "decode",
-    "attention",
-    "windows",
-    "cross-entropy",
-    "ranks",
-    "grug",
-    "quality",
-]
+What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
+               "cross-entropy", "ranks", "grug", "quality"]  # fmt: skip
 
-BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {
-    "tokenizer": tokenizer,
-    "encode": encode,
-    "packing": packing,
-    "loading": loading,
-    "train": train,
-    "prefill": prefill,
-    "decode": decode,
-    "attention": attention,
-    "windows": windows,
-    "cross-entropy": cross_entropy,
-}
+QUICK = tokenizer, encode, packing, loading, train, prefill, decode, attention, windows, cross_entropy
+BENCHMARKS: dict[str, Callable[[Setup], Outcome]] = {run.__name__.replace("_", "-"): run for run in QUICK}
+"""The benchmarks that run when no name is given."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +49,20 @@ class BenchOptions:
     """
 
     what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
-    """What to measure; all but ranks, grug and quality when nothing is named."""
+    """What to measure. Default: all except ranks, grug and quality."""
     out: Path = Path("out")
-    """The folder that records go under, in bench/."""
+    """The folder of the records, which are written to bench/ in it."""
     rounds: int = 5
-    """How often each figure is taken."""
+    """How often each figure is measured."""
     seed: int = 0
     batch_tokens: int = MICRO_BATCH_TOKENS
-    """`train`: tokens of one optimizer step, in micro-batches of 4,096."""
+    """`train`, `ranks`, `grug`: tokens of one optimizer step, in micro-batches of at most 4,096."""
     start: bool = True
-    """`train`: also the start-up time and peak memory of fresh processes, which takes longest."""
+    """`train`: also measure start-up time and peak memory of new processes, which takes longest."""
     data: Annotated[Path | None, UNSAID] = None
     """Text for tokenizer, encode and packing: a file or a folder. Default: the built-in world."""
     megabytes: float = 8.0
-    """How much of that text."""
+    """How much of that text to use."""
     train: Annotated[Path | None, UNSAID] = None
     """`quality`: the training text, a file or a folder."""
     val: Annotated[Path | None, UNSAID] = None
@@ -94,11 +70,11 @@ class BenchOptions:
     minutes: float = 10.0
     """`quality`: minutes of training, counted in steps only."""
     depth: int = 4
-    """`quality`: the recipe's dial."""
+    """`quality`: the depth of the recipe."""
     quick: bool = False
-    """Tiny sizes, to see that everything runs; the figures mean nothing."""
+    """Use tiny sizes, to see that everything runs; the figures mean nothing."""
     device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
-    """Default: the best there is."""
+    """Default: the fastest device of the machine."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 where it is measured to be faster."""
     threads: Annotated[int | None, UNSAID] = None
@@ -108,26 +84,32 @@ class BenchOptions:
 
 
 def main(arguments: list[str], log: Callable[[str], None]) -> int:
-    """Runs what is asked for; returns the exit code. Raises ValueError for a mistyped name."""
+    """Runs the named benchmarks and returns the exit code. Raises ValueError for a wrong name or flag."""
     options = check_flags.read(BenchOptions, arguments, prog="quern bench")
-    refuse(options)
-    setup = prepare(options, log)
-    introduce(setup)
+    validate(options)
+    machine = select_attention(detect(options.device, options.dtype, options.compile, options.threads))
+    megabytes, vocab_size = (0.2, 512) if options.quick else (options.megabytes, 8192)
+    material = Material(options.seed, megabytes, vocab_size, options.data)
+    sizes = options.rounds, options.quick, options.batch_tokens, options.start
+    setup = Setup(machine, options.seed, *sizes, material, log)
+    for line in (*machine.notes, *introduction(setup)):
+        log(line)
     for what in dict.fromkeys(options.what or BENCHMARKS):
         load, start = load_average(), time.monotonic()
-        with steady(setup):
-            outcome = measure(what, options, setup)
+        # Each benchmark starts with the same random numbers and threads, whichever ran before it.
+        torch.manual_seed(setup.seed)
+        torch.set_num_threads(machine.threads)
+        outcome = measure(what, options, setup)
         body = record(what, outcome, setup, time.monotonic() - start, load)
         path = options.out / "bench" / f"{what}.json"
         write(path, body)
-        for line in render(what, outcome, body["seconds"], load):
+        for line in (*render(what, outcome, body["seconds"], load), f"  record: {path}"):
             log(line)
-        log(f"  record: {path}")
     return 0
 
 
-def refuse(options: BenchOptions) -> None:
-    """Raises ValueError or FileNotFoundError, before anything is measured, saying what to give instead."""
+def validate(options: BenchOptions) -> None:
+    """Raises ValueError or FileNotFoundError, before anything is measured, with the value to give instead."""
     if options.batch_tokens % 512:
         raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {options.batch_tokens}")
     if "quality" in options.what and (options.train is None or options.val is None):
@@ -137,41 +119,21 @@ def refuse(options: BenchOptions) -> None:
             raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
 
 
-def prepare(options: BenchOptions, log: Callable[[str], None]) -> Setup:
-    machine = select_attention(detect(options.device, options.dtype, options.compile, options.threads))
-    for note in machine.notes:
-        log(note)
-    megabytes, vocab_size = (0.2, 512) if options.quick else (options.megabytes, 8192)
-    material = Material(options.seed, megabytes, vocab_size, options.data)
-    return Setup(
-        machine,
-        options.seed,
-        options.rounds,
-        options.quick,
-        options.batch_tokens,
-        options.start,
-        material,
-        log,
-    )
-
-
-def introduce(setup: Setup) -> None:
-    """What the figures hold for."""
-    found = setup.machine.describe()
-    log, compiled = setup.log, "compiled" if setup.machine.compile else "eager"
-    log(f"machine   {found['processor']}")
-    parts = found["device"], found["dtype"], f"{found['threads']} threads", compiled, found["system"]
-    log(f"          {', '.join(map(str, parts))}")
-    log(f"versions  {', '.join(f'{name} {text}' for name, text in versions().items())}")
-    log(f"figures   median of {setup.rounds} rounds (lowest .. highest), seed {setup.seed}")
+def introduction(setup: Setup) -> Iterator[str]:
+    """Yields the lines that name machine, versions and settings."""
+    found, compiled = setup.machine.describe(), "compiled" if setup.machine.compile else "eager"
+    yield f"machine   {found['processor']}"
+    yield f"          {found['device']}, {found['dtype']}, {found['threads']} threads, {compiled}, {found['system']}"
+    yield f"versions  {', '.join(f'{name} {text}' for name, text in versions().items())}"
+    yield f"figures   median of {setup.rounds} rounds (lowest .. highest), seed {setup.seed}"
     if setup.quick:
-        log("          --quick: tiny sizes, the figures mean nothing")
+        yield "          --quick: tiny sizes, the figures mean nothing"
 
 
 def measure(what: str, options: BenchOptions, setup: Setup) -> Outcome:
     if what == "ranks":
         return ranks(setup)
-    if what == "grug":  # needs packages that the others do without
+    if what == "grug":  # needs packages that no other benchmark needs
         from quern.bench.jax import grug
 
         return grug(setup)
@@ -191,23 +153,11 @@ def measure(what: str, options: BenchOptions, setup: Setup) -> Outcome:
 
 
 def render(what: str, outcome: Outcome, seconds: float, load: float | None) -> Iterator[str]:
+    """Yields the lines of one benchmark: title, settings, figures."""
     busy = f", load average before {load:.1f}" if load is not None else ""
     yield f"\n{what}  ({seconds:.0f} s{busy})"
     simple = {name: value for name, value in outcome.settings.items() if not isinstance(value, dict)}
     if simple:
-        yield "  " + ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in simple.items())
+        shown = ((name, f"{value:,}" if isinstance(value, int) else value) for name, value in simple.items())
+        yield "  " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown)
     yield from outcome.lines or table(outcome.measures)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-@contextmanager
-def steady(setup: Setup) -> Iterator[None]:
-    """The same random numbers and number of threads for each benchmark, whichever ran before it."""
-    torch.manual_seed(setup.seed)
-    torch.set_num_threads(setup.machine.threads)
-    yield

@@ -1,9 +1,7 @@
-"""Benchmarks of generation with the reference model: reading prompts (prefill) and writing replies
-(decode).
+"""Benchmarks of generation with the reference model: reading prompts (prefill) and writing replies (decode).
 
-All through the engine, so that what is timed is what a chat gets: cache, sampling, replies and tools
-included. Rows never end early (see `talking_model`). Decoding's time is that of a long reply less that of a
-reply of one token.
+Both go through the engine, so the time includes cache, sampling, replies and tools, as in a chat. No row ends early
+(see `talking_model`). The time of decoding is that of a long reply less that of a reply of one token.
 """
 
 from __future__ import annotations
@@ -22,38 +20,31 @@ PROMPT_TOKENS, REPLY_TOKENS = 64, 192
 
 
 def prefill(setup: Setup) -> Outcome:
-    """Prompts read, up to the first token of each reply; tokens of prompts per second."""
+    """Prompt tokens per second, up to the first token of each reply."""
     length = 16 if setup.quick else PREFILL_PROMPT_TOKENS
     engine = _engine(setup)
-    jobs: dict[str, Callable[[], float]] = {str(rows): _reply_job(engine, setup, rows, length, 1, 1.0) for rows in ROWS}
-    taken = alternate(setup.rounds, jobs)
+    taken = alternate(setup.rounds, {str(rows): _reply_job(engine, setup, rows, length, 1, 1.0) for rows in ROWS})
     measures = [Measure(f"prefill, batch {rows}", "tokens/s", rates(rows * length, taken[str(rows)])) for rows in ROWS]
     return Outcome(measures, {"prompt_tokens": length})
 
 
 def decode(setup: Setup) -> Outcome:
-    """Tokens of replies per second: as a chat begins, and warmed up, as a server is, where the machine
-    compiles."""
+    """Reply tokens per second: eager, as a chat begins, and after `warm_up`, where the machine compiles."""
     length, reply = (8, 12) if setup.quick else (PROMPT_TOKENS, REPLY_TOKENS)
     engines, measures = {"eager": _engine(setup)}, []
     if setup.machine.compile:
         engines["warmed up"] = _engine(setup)
         warming = seconds_of(lambda: engines["warmed up"].warm_up(ROWS), setup.machine)
         measures.append(Measure("warm-up, once", "s", (warming,), f"batch {', '.join(map(str, ROWS))}"))
+    faster = list(engines)[-1]
     for rows in ROWS:
-        jobs: dict[str, Callable[[], float]] = {
-            name: _decode_job(engine, setup, rows, length, reply, 1.0) for name, engine in engines.items()
-        }
-        # What sampling costs shows on the faster engine.
-        faster = list(engines)[-1]
+        jobs = {name: _decode_job(engine, setup, rows, length, reply, 1.0) for name, engine in engines.items()}
         jobs[f"{faster}, greedy"] = _decode_job(engines[faster], setup, rows, length, reply, 0.0)
-        taken = alternate(setup.rounds, jobs)
-        speeds = {name: rates(rows * (reply - 1), seconds) for name, seconds in taken.items()}
+        speeds = {k: rates(rows * (reply - 1), seconds) for k, seconds in alternate(setup.rounds, jobs).items()}
         measures += [Measure(f"batch {rows}, {name}", "tokens/s", speeds[name]) for name in jobs]
-        if len(engines) > 1:
-            measures.append(
-                Measure(f"batch {rows}, warmed up / eager", "×", ratios(speeds["warmed up"], speeds["eager"]))
-            )
+        if setup.machine.compile:
+            ratio = ratios(speeds["warmed up"], speeds["eager"])
+            measures.append(Measure(f"batch {rows}, warmed up / eager", "×", ratio))
     return Outcome(measures, {"prompt_tokens": length, "reply_tokens": reply, "temperature": "1, greedy: 0"})
 
 
@@ -64,25 +55,21 @@ def _engine(setup: Setup) -> Engine:
     return Engine(talking_model(recipe, tokenizer, setup.machine), tokenizer, setup.machine)
 
 
-def _prompts(engine: Engine, rows: int, length: int, seed: int) -> list[list[int]]:
-    """Random prompts without special tokens but the leading BOS."""
-    ordinary = engine.tokenizer.vocab_size - len(engine.tokenizer.special_ids)
-    numbers = torch.Generator().manual_seed(seed)
-    ids = torch.randint(ordinary, (rows, length - 1), generator=numbers)
-    return [[engine.tokenizer.bos, *row] for row in ids.tolist()]
-
-
 def _reply_job(
     engine: Engine, setup: Setup, rows: int, length: int, reply: int, temperature: float
 ) -> Callable[[], float]:
-    """Seconds until every row has said `reply` tokens. Raises RuntimeError when one stopped before that."""
-    prompts = _prompts(engine, rows, length, setup.seed)
+    """Returns a function that times replies of `reply` tokens to random prompts of `length` tokens.
+
+    The function raises RuntimeError if a reply is shorter.
+    """
+    ordinary = engine.tokenizer.vocab_size - len(engine.tokenizer.special_ids)
+    ids = torch.randint(ordinary, (rows, length - 1), generator=torch.Generator().manual_seed(setup.seed))
+    prompts = [[engine.tokenizer.bos, *row] for row in ids.tolist()]
 
     def job() -> float:
         done = []
         seconds = seconds_of(
-            lambda: done.extend(engine.generate(prompts, max_tokens=reply, temperature=temperature)),
-            setup.machine,
+            lambda: done.extend(engine.generate(prompts, max_tokens=reply, temperature=temperature)), setup.machine
         )
         said = {len(row[0].ids) for row in done}
         if said != {reply}:
@@ -95,7 +82,7 @@ def _reply_job(
 def _decode_job(
     engine: Engine, setup: Setup, rows: int, length: int, reply: int, temperature: float
 ) -> Callable[[], float]:
-    """Seconds of all tokens after each row's first."""
+    """Returns a function that times all tokens after the first one of each row."""
     whole = _reply_job(engine, setup, rows, length, reply, temperature)
     first = _reply_job(engine, setup, rows, length, 1, temperature)
     return lambda: max(whole() - first(), 1e-9)

@@ -1,58 +1,39 @@
-"""JAX's half of `quern bench grug`, a process of its own: it steps when it is asked to, and idles otherwise.
+"""The JAX process of `quern bench grug`: it trains some steps on request and is idle otherwise.
 
-`python -m quern.bench.jax_child FOLDER` reads order.json and the batches 0.npz, 1.npz, … there, compiles, and
-answers each line of its input with a JSON line:
+It compiles at its start, then answers the requests (child.py):
 
     "facts"             → {"dtype": …, "default": "whole" or "blocks", "block_tokens": …, "jax": version}
     "whole", "blocks"   → {"seconds": the median of STEPS training steps with that loss}
 
-An error is answered with {"error": …} and ends it, as the end of its input does. It imports no torch: JAX is measured
-as `quern grug train` runs it, with memory that is kept from the start on.
+It imports no torch: JAX is measured as `quern grug train` runs it, with freed memory kept from the start.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from quern.bench.child import serve
 from quern.grug.mesh import keep_freed_memory
 
 STEPS = 4
 
 
-def answers(folder: Path, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """One for each request, in order."""
+def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str, Any]]:
     keep_freed_memory()
-    order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
-    _confine(order["threads"])
-    import jax
-
-    if order["device"] == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    facts, jobs = _prepare(order, folder)
-    for request in requests:
-        name = request.strip()
-        yield facts if name == "facts" else {"seconds": jobs[name]()}
-
-
-def _confine(threads: int) -> None:
-    """XLA takes a thread for each processor that it may run on."""
-    if sys.platform == "linux":
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-
-
-def _prepare(order: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Callable[[], float]]]:
-    from dataclasses import replace
-
+    if sys.platform == "linux":  # XLA takes a thread for each processor that it may run on
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["threads"]])
     import jax
     import numpy as np
 
+    if order["device"] == "cpu":
+        jax.config.update("jax_platforms", "cpu")
     from quern.data.batch import Batch
     from quern.grug.dtype import choose_dtype
     from quern.grug.loss import BLOCK_TOKENS
@@ -62,20 +43,22 @@ def _prepare(order: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[
     recipe, dtype = from_torch_json(order["recipe"]), choose_dtype(None)
     cfg = step_config(recipe, dtype)
     batches = []
-    for path in sorted(folder.glob("*.npz")):
+    for path in sorted(Path(order["folder"]).glob("*.npz")):
         with np.load(path) as file:
             batches.append(Batch(file["tokens"], file["targets"], file["mask"]))
     sizes = {"whole": None, "blocks": order["block_tokens"] or BLOCK_TOKENS}
-    jobs = {
-        name: _job(recipe.seed, replace(cfg, block_tokens=size), batches, order["rows"]) for name, size in sizes.items()
-    }
+    jobs = {k: _job(recipe.seed, replace(cfg, block_tokens=v), batches, order["rows"]) for k, v in sizes.items()}
     default = "whole" if cfg.block_tokens is None else "blocks"
     facts = {"dtype": dtype, "default": default, "block_tokens": sizes["blocks"], "jax": jax.__version__}
-    return facts, jobs
+    for request in requests:
+        yield facts if request == "facts" else {"seconds": jobs[request]()}
 
 
 def _job(seed: int, cfg: Any, batches: list[Any], rows: int) -> Callable[[], float]:
-    """→ the median seconds of a step on one device, its batch already placed, as training's prefetch does."""
+    """Returns a function that takes some steps on one device and returns their median seconds.
+
+    The batches are on the device already, as the prefetch of training leaves them.
+    """
     import jax
 
     from quern.grug.mesh import make_mesh
@@ -95,22 +78,9 @@ def _job(seed: int, cfg: Any, batches: list[Any], rows: int) -> Callable[[], flo
             float(metrics["loss"])
         return time.perf_counter() - start
 
-    seconds(0)
+    seconds(0)  # compiles
     return lambda: median(seconds(n) for n in range(STEPS))
 
 
-def main(folder: Path) -> int:
-    """Answers until the input ends; returns the exit code."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else is printed is not an answer
-    try:
-        for reply in answers(folder, iter(sys.stdin)):
-            print(json.dumps(reply), file=replies, flush=True)
-    except Exception as error:  # the parent raises it
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    serve(answers)

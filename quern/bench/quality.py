@@ -1,25 +1,23 @@
-"""Benchmark of quality per minute: train for so many minutes by the recipe's own defaults, then score bits
-per byte.
+"""Benchmark of quality per minute: train for some minutes by the recipe's defaults, then score bits per byte.
 
-Minutes count the time in steps only: neither compilation nor validation, saving or preparing the text. The
-measure: each validation document cut into consecutive windows of 512 tokens, each starting at BOS, every
-byte counted once; the number of bytes counted is printed beside the size of the text itself.
+The minutes count the time in steps only, not compilation, validation, saving or preparing the text. Each validation
+document is cut into consecutive windows of 512 tokens, each of which starts at BOS; every byte counts once. The record
+holds the number of bytes counted and the size of the text.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from quern.bench.record import Measure, Outcome
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
-from quern.model.gpt import GPT
-from quern.optim.groups import table
-from quern.optim.schedule import warmup_stable_decay
-from quern.recipe import Recipe, TrainRecipe
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE
 from quern.records import read_metrics
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
@@ -43,30 +41,22 @@ def quality(
     seed: int,
     log: Callable[[str], None],
 ) -> Outcome:
-    """Trains a run of its own under `out`. Raises RuntimeError when training did not end well."""
+    """Trains a new run under `out` and scores its last checkpoint.
+
+    Raises:
+        RuntimeError: Training ended with an error.
+    """
     run_dir = RunDir(out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-    recipe = Recipe(
-        make_model=GPT,
-        make_rules=table,
-        make_schedule=warmup_stable_decay,
-        depth=depth,
-        data=str(train),
-        val=str(val),
-        seed=seed,
-        train=TrainRecipe(minutes=minutes),
-    )
+    recipe = replace(RECIPE, depth=depth, data=str(train), val=str(val), seed=seed, train=TrainRecipe(minutes=minutes))
     command = f"quern bench quality --train {train} --val {val} --minutes {minutes:g} --depth {depth} --seed {seed}"
     code = pretrain.run(recipe, Session(stage="pretrain", machine=machine, run_dir=run_dir, command=command, log=log))
     if code:
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
     loaded = load(run_dir, machine, log, "pretrain")
-    prepared = data_of_run(loaded.recipe, run_dir, log)
-    rows = loaded.recipe.micro_batch_rows
-    batches = windows(prepared.val, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
+    val_corpus, rows = data_of_run(loaded.recipe, run_dir, log).val, loaded.recipe.micro_batch_rows
+    batches = windows(val_corpus, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
     score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
-    text_bytes = sum(len(well_formed(text).encode("utf-8")) for text, _ in read(val))
     lines = read_metrics(run_dir.stage("pretrain") / "metrics.jsonl")
-    spent = max(line.get("seconds", 0.0) for line in lines)
     settings = {
         "run": run_dir.run,
         "depth": depth,
@@ -76,10 +66,10 @@ def quality(
         "batch_tokens": loaded.recipe.train.batch_tokens,
         "steps": loaded.step,
         "validation_bytes_counted": score.bytes,
-        "validation_bytes_of_text": text_bytes,
+        "validation_bytes_of_text": sum(len(well_formed(text).encode("utf-8")) for text, _ in read(val)),
         "validation_tokens": score.tokens,
     }
-    tokens = max(line.get("tokens", 0) for line in lines)
+    spent, tokens = (max(line.get(key, 0) for line in lines) for key in ("seconds", "tokens"))
     measures = [
         Measure("validation", "bits/byte", (score.bpb,), f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes"),
         Measure("validation", "nats/token", (score.nats_per_token,)),

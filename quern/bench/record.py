@@ -1,8 +1,7 @@
-"""What every benchmark shares: repeated measures with their spread, the printed table, the JSON record.
+"""Shared by all benchmarks: rounds of measurements, figures with their spread, the printed table, the JSON record.
 
-Wall-clock timings on a shared machine are noisy. So things that are compared are measured in turns
-(`alternate`), a figure is the median of its rounds with the lowest and the highest beside it, and a
-comparison is the median of the rounds' own ratios. It measures nothing itself.
+Wall-clock timings on a shared machine are noisy. So the jobs of a comparison alternate (`alternate`), a figure is the
+median of its rounds with the lowest and the highest value, and a ratio is the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import quern
 from quern.machine import Machine
 from quern.records import git_hash
+from quern.temporaries import write_whole
 
 if TYPE_CHECKING:
     from quern.bench.material import Material
@@ -31,9 +30,17 @@ PACKAGES = ("torch", "numpy", "tiktoken", "rustbpe")
 
 @dataclass(frozen=True)
 class Setup:
-    """machine: what computes; rounds: how often each figure is taken; quick: tiny sizes, whose figures mean
-    nothing; batch_tokens: tokens of one optimizer step in `train`; start: whether `train` also measures
-    starts; say: takes lines for the user.
+    """Settings of a benchmark.
+
+    Attributes:
+        machine: The machine to measure.
+        seed: Seed of all random numbers.
+        rounds: Values of each figure.
+        quick: Use tiny sizes, whose figures mean nothing.
+        batch_tokens: Tokens of an optimizer step, for `train`, `ranks` and `grug`.
+        start: Measure start-up too, for `train`.
+        material: The text to measure on.
+        log: Takes lines for the user.
     """
 
     machine: Machine
@@ -44,6 +51,10 @@ class Setup:
     start: bool
     material: Material
     log: Callable[[str], None]
+
+    def seconds(self, jobs: Mapping[str, Callable[[], object]]) -> dict[str, tuple[float, ...]]:
+        """Returns the seconds of each job in each round; the jobs alternate."""
+        return alternate(self.rounds, {k: lambda job=job: seconds_of(job, self.machine) for k, job in jobs.items()})
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """measures: all figures; settings: the sizes they hold for; lines: a table of its own instead of the
-    usual one."""
+    """Result of a benchmark: its figures, the sizes used, and lines to print instead of the usual table."""
 
     measures: Sequence[Measure]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -76,10 +86,10 @@ class Outcome:
 
 
 def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]]) -> dict[str, tuple[float, ...]]:
-    """Runs the jobs in turns and returns what each gave in each round.
+    """Runs each job once per round and returns the values by job.
 
-    A first pass is not counted, it warms caches; every other round goes backwards, so that no job always
-    follows the same one.
+    A first pass warms caches and is not counted. Every other round runs in reverse order, so that no job always follows
+    the same job.
     """
     taken: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(rounds + 1):
@@ -91,7 +101,7 @@ def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]]) -> dict[str,
 
 
 def seconds_of(job: Callable[[], object], machine: Machine | None = None) -> float:
-    """Wall-clock seconds of one call, the device's work included."""
+    """Returns the wall-clock seconds of one call, with the work of the machine's device included."""
     if machine is not None:
         machine.synchronize()
     start = time.perf_counter()
@@ -102,35 +112,39 @@ def seconds_of(job: Callable[[], object], machine: Machine | None = None) -> flo
 
 
 def rates(amount: float, seconds: Sequence[float]) -> tuple[float, ...]:
-    """Amounts per second."""
+    """Returns the amount per second of each round."""
     return tuple(amount / one for one in seconds)
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
-    """Round by round, so that what slows both down falls out."""
+    """Returns the ratio of each round, in which a slowdown of both sides cancels out."""
     return tuple(a / b for a, b in zip(above, below, strict=True))
 
 
+def scaled(factor: float, values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(factor * value for value in values)
+
+
 def number(value: float) -> str:
-    """Three or more digits that count, never an exponent."""
+    """Formats a value with three or more digits, or one below 0.01 with an exponent."""
+    if 0 < abs(value) < 0.01:
+        return f"{value:.1e}"
     digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
     return f"{value:,.{digits}f}"
 
 
 def table(measures: Sequence[Measure]) -> list[str]:
-    """A line for each figure: name, median, unit, spread, note."""
+    """Returns one line for each figure: name, median, unit, spread, note."""
     rows = [
         (m.name, number(m.median), m.unit, f"{number(min(m.values))} .. {number(max(m.values))}", m.note)
         for m in measures
     ]
     name, median, unit, spread = (max((len(row[i]) for row in rows), default=0) for i in range(4))
-    return [
-        f"  {row[0]:{name}}  {row[1]:>{median}} {row[2]:{unit}}  {row[3]:>{spread}}  {row[4]}".rstrip() for row in rows
-    ]
+    return [f"  {a:{name}}  {b:>{median}} {c:{unit}}  {d:>{spread}}  {e}".rstrip() for a, b, c, d, e in rows]
 
 
 def versions() -> dict[str, str]:
-    """Of quern, its source, Python and the packages whose speed is measured."""
+    """Returns the versions of quern, its source, Python and the measured packages."""
     found = {"quern": quern.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -142,25 +156,31 @@ def versions() -> dict[str, str]:
 
 
 def load_average() -> float | None:
-    """Processes that wanted to run during the last minute, where the system says so: what a timing competes
-    with."""
+    """Returns the mean number of runnable processes in the last minute, or None if the system has no such number."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
         return None
 
 
-def record(what: str, outcome: Outcome, setup: Setup, seconds: float, load: float | None) -> dict[str, Any]:
-    """The JSON body of out/bench/<what>.json."""
+def head(what: str, machine: Machine, seed: int, quick: bool, load: float | None) -> dict[str, Any]:
+    """Returns the fields that all records begin with."""
     return {
         "what": what,
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": setup.machine.describe(),
+        "machine": machine.describe(),
         "versions": versions(),
-        "seed": setup.seed,
-        "rounds": setup.rounds,
-        "quick": setup.quick,
+        "seed": seed,
+        "quick": quick,
         "load_average_before": load,
+    }
+
+
+def record(what: str, outcome: Outcome, setup: Setup, seconds: float, load: float | None) -> dict[str, Any]:
+    """Returns the JSON body of out/bench/<what>.json."""
+    return {
+        **head(what, setup.machine, setup.seed, setup.quick, load),
+        "rounds": setup.rounds,
         "seconds": round(seconds, 2),
         "settings": dict(outcome.settings),
         "measures": [measure.to_json() for measure in outcome.measures],
@@ -168,13 +188,4 @@ def record(what: str, outcome: Outcome, setup: Setup, seconds: float, load: floa
 
 
 def write(path: Path, body: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".tmp-{os.getpid()}")
-    temporary.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def repeated(items: Sequence[Any], count: int) -> list[Any]:
-    """The first `count` of the items repeated without end."""
-    return list(islice((item for _ in range(count // max(1, len(items)) + 1) for item in items), count))
+    write_whole(path, json.dumps(body, indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""What a run would take on given hardware: time, memory and traffic, before it starts (`quern lab plan`).
+"""`quern lab plan`: time, memory and traffic of a training run on given hardware, before it starts.
 
-A leaf: only the command line imports it. It measures nothing but this machine's matrix products.
+Only the command line imports this folder. It measures nothing except the matrix products of this machine.
 """

@@ -1,14 +1,15 @@
-"""`quern lab plan`: what training a recipe on some GPUs will take, before anyone rents them.
+"""`quern lab plan`: the time, memory and cost of training a recipe on some GPUs, before anyone rents them.
 
-For each way to lay the ranks out as replicas by shards (dp × tp): memory of one GPU by category, bytes sent per step by
-collective, the step's time by part, MFU, days and cost to the recipe's horizon; the best, and why the others lose.
-Counted or traced are memory (parallel/memory.py) and bytes (parallel/traffic.py); time is a model (predict.py) of
-tabulated hardware (hardware.py) and no measurement. Bytes are shown in GB of 10⁹, a GPU's memory too.
+For each layout of the ranks as replicas by shards (dp × tp): memory of one GPU by category, bytes sent per step by
+collective, the step's time by part, MFU, and days and cost of the whole run; then the best layout and why the others
+lose. Memory (parallel/memory.py) and bytes (parallel/traffic.py) are counted or traced. Time is a model (predict.py) of
+tabulated hardware (hardware.py), not a measurement. GB are 10⁹ bytes, for a GPU's memory too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import tyro
 
 from quern import machine as machines
-from quern.estimate.hardware import NETWORKS, PROCESSORS, Processor, processors_like_this
+from quern.estimate.hardware import NETWORKS, PROCESSORS, cpu_rank
 from quern.estimate.predict import Cluster, Step, predict
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import parse
@@ -38,11 +39,11 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Flags of `quern lab plan`: the recipe's fields, and on what it would run."""
+    """Flags of `quern lab plan`: the fields of the recipe, and the hardware."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     gpus: int = 8
-    """How many, in all; ranks, for --gpu cpu."""
+    """Number of GPUs in all; of ranks, for --gpu cpu."""
     gpu: Literal["a100", "h100", "h200", "b200", "l40s", "rtx4090", "cpu"] = "h100"
     """cpu: ranks that share this machine, whose matrix products are measured."""
     network: Literal["ib-xdr", "ib-ndr", "ib-hdr", "ethernet-400g", "ethernet-100g", "ethernet-25g", "ethernet-10g"] = (
@@ -50,21 +51,24 @@ class PlanOptions:
     )
     """Between machines; ib: an adapter for each GPU, ethernet: one for each machine."""
     per_machine: Annotated[int | None, UNSAID] = None
-    """GPUs in one machine. Default: as they are usually sold."""
+    """GPUs in one machine. Default: as machines are usually sold."""
     matmul_tflops: Annotated[float | None, UNSAID] = None
     """Measured rate of one GPU's large matrix products (`quern bench train`), instead of 70 % of its peak."""
     dollars_per_hour: Annotated[float | None, UNSAID] = None
-    """What one GPU costs."""
+    """Rent of one GPU."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = True
     """--no-compile: memory of an eager run."""
     json: Annotated[Path | None, UNSAID] = None
-    """Also write everything here."""
+    """Also write the plan to this JSON file."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was looked at. step is None where it cannot be; refusal says why."""
+    """One layout. `step` is None for an impossible one, with the reason in `refusal`.
+
+    `share` is the bytes of the parameters over those of their padded buffers.
+    """
 
     dp: int
     tp: int
@@ -73,15 +77,18 @@ class Candidate:
     step: Annotated[Step | None, UNSAID] = None
     refusal: str = ""
     share: float = 1.0
-    """Bytes of the parameters over those of the buffers they lie in: what padding leaves."""
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds if self.step else math.inf
 
 
 def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
-    """Returns the exit code: 1 when nothing fits."""
+    """Prints the plan and returns the exit code: 1 if no layout fits."""
     depth = {"model.depth": "follows from --depth"}
     options = parse(PlanOptions, recipe, arguments, prog="quern lab plan", without=depth, description=description)
     cluster = cluster_of(options)
-    found = sorted(candidates(options, cluster), key=lambda one: one.step.seconds if one.step else float("inf"))
+    found = sorted(candidates(options, cluster), key=lambda one: one.seconds)
     for line in report(options, cluster, found):
         log(line)
     if options.json is not None:
@@ -93,19 +100,20 @@ def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, descr
 def cluster_of(options: PlanOptions) -> Cluster:
     if options.gpu == "cpu":
         machine = machines.detect("cpu", options.dtype, compile=False)
-        chip: Processor = processors_like_this(measure_peak_flops(machine), machine_memory(), options.gpus)
+        chip = cpu_rank(measure_peak_flops(machine), machine_memory(), options.gpus)
     else:
         chip = PROCESSORS[options.gpu]
     if options.matmul_tflops is not None:
-        chip = replace(chip, peak_flops=max(chip.peak_flops, options.matmul_tflops * 1e12))
-        chip = replace(chip, attained=options.matmul_tflops * 1e12 / chip.peak_flops)
+        rate = options.matmul_tflops * 1e12
+        peak = max(chip.peak_flops, rate)
+        chip = replace(chip, peak_flops=peak, attained=rate / peak)
     if options.dollars_per_hour is not None:
         chip = replace(chip, dollars_per_hour=options.dollars_per_hour)
     return Cluster(chip, NETWORKS[options.network], options.gpus, options.per_machine or chip.per_machine)
 
 
 def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
-    """Every number of shards that divides the ranks and stays within a machine."""
+    """Returns a candidate for each number of shards that divides the ranks and fits into a machine."""
     recipe = resolve(options.recipe)
     sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
     return [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
@@ -131,11 +139,11 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, dp: int, 
             break
         step = predict(sized, needed, cluster, flops)
         found.append(Candidate(dp, tp, tokens, needed, step, "", share))
-    return min(found, key=lambda one: one.step.seconds if one.step else float("inf"))
+    return min(found, key=lambda one: one.seconds)
 
 
 def _sized(layout: Layout, fixed: bool) -> list[Layout]:
-    """With micro-batches of one row, two, four, … up to all that a replica has, unless the recipe says how many."""
+    """Returns the layout with micro-batches of 1, 2, 4, … and all rows of a replica, or the recipe's (`fixed`)."""
     if fixed:
         return [layout]
     context, rows = layout.recipe.model.context, layout.rows
@@ -145,11 +153,11 @@ def _sized(layout: Layout, fixed: bool) -> list[Layout]:
     return [replace(layout, recipe=replace(layout.recipe, train=train)) for train in trains]
 
 
-# What is shown ----------------------------------------------------------------------------------------------
+# Output -----------------------------------------------------------------------------------------------------
 
 
 def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> list[str]:
-    """Lines for a terminal. found: the best first."""
+    """Returns lines for a terminal. found: the candidates, the best first."""
     recipe, chip = resolve(options.recipe), cluster.processor
     train = recipe.train
     assert train.steps and train.batch_tokens
@@ -168,8 +176,11 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     lines += grid(HEAD, [_row(one, options, cluster, train.steps) for one in found])
     best = found[0]
     if best.step is None or best.memory is None:
-        return [*lines, "", f"Nothing fits: {_smaller(options, cluster)}"]
-    lines += ["", f"best: {_settings(best)}", ""]
+        more = f"use more GPUs (--gpus {2 * options.gpus})," if options.gpu != "cpu" else "use"
+        smaller = f"a smaller --depth, or --train.micro-batch-tokens {recipe.model.context}"
+        return [*lines, "", f"Nothing fits: {more} {smaller}"]
+    flags = f"--tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
+    lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}", ""]
     lines += ["memory of one GPU" if options.gpu != "cpu" else "memory of one rank (the interpreter comes on top)"]
     lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
     lines += ["", "one GPU sends per step"]
@@ -182,9 +193,9 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
 HEAD = ("dp", "tp", "micro-batch", "memory GB", "products", "pointwise", "update", "model", "data", "step ms",
         "tokens/s", "MFU %", "days", "dollars")  # fmt: skip
 ASSUMED = (
-    "The columns from products to data are ms of a step: tensor parallelism's collectives under model, those that",
-    "nothing hides under data. Memory and bytes are counted; times are a model, without kernel launches, stragglers",
-    "and waiting for data: a measured run has the last word (docs/parallelism.md).",
+    "The columns from products to data are ms of a step. model: collectives of tensor parallelism; data: collectives",
+    "of data parallelism that nothing hides. Memory and bytes are counted. Times are a model without kernel launches,",
+    "stragglers and waiting for data: trust a measured run more (docs/parallelism.md).",
 )
 
 
@@ -196,21 +207,14 @@ def _row(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -> 
         return (*head, *["-"] * (len(HEAD) - len(head)))
     step = one.step
     parts = (step.products, step.pointwise, step.update, step.model, step.data, step.seconds)
-    facts = totals(one, options, cluster, steps)
-    cost = f"{facts['dollars']:,.0f}" if facts["dollars"] is not None else "-"
-    days = facts["days"]
-    return (
-        *head,
-        *(f"{1e3 * part:,.2f}" for part in parts),
-        f"{facts['tokens_per_second']:,.0f}",
-        f"{100 * facts['mfu']:.1f}",
-        f"{days:,.2f}" if days >= 0.1 else f"{days:.4f}",
-        cost,
-    )
+    speed, mfu, days, dollars = totals(one, options, cluster, steps).values()
+    shown_days = f"{days:,.2f}" if days >= 0.1 else f"{days:.4f}"
+    cost = "-" if dollars is None else f"{dollars:,.0f}"
+    return (*head, *(f"{1e3 * part:,.2f}" for part in parts), f"{speed:,.0f}", f"{100 * mfu:.1f}", shown_days, cost)
 
 
 def totals(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -> dict[str, Any]:
-    """What follows from the step's time. days and dollars: to the horizon."""
+    """Returns the figures that follow from the step's time; days and dollars of the whole run."""
     assert one.step is not None
     chip, batch_tokens = cluster.processor, resolve(options.recipe).train.batch_tokens
     assert batch_tokens
@@ -224,12 +228,8 @@ def totals(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -
     }
 
 
-def _settings(best: Candidate) -> str:
-    return f"dp {best.dp:,} × tp {best.tp}: --tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
-
-
 def _categories(one: Memory) -> list[tuple[str, int, str]]:
-    rows = [
+    return [
         ("parameters", one.parameters, ""),
         ("gradients", one.gradients, ""),
         ("fp32 masters", one.masters, "" if one.masters else "parameters are their own"),
@@ -238,8 +238,8 @@ def _categories(one: Memory) -> list[tuple[str, int, str]]:
         ("loss", one.loss, "a chunk of logits, gradients of head and hidden states"),
         ("gradients in flight", one.in_flight, "" if one.accumulates else "when activations are gone"),
         ("update", one.update, "when activations are gone"),
+        ("peak", one.peak, ""),
     ]
-    return [*rows, ("peak", one.peak, "")]
 
 
 def _why(one: Candidate, best: Candidate) -> str:
@@ -258,13 +258,8 @@ def _why(one: Candidate, best: Candidate) -> str:
     return f"{slower:.1f} % slower, most of it {worst} (+{1e3 * parts[worst]:,.2f} ms)"
 
 
-def _smaller(options: PlanOptions, cluster: Cluster) -> str:
-    kind = "ranks share this machine's memory" if options.gpu == "cpu" else f"more of them (--gpus {2 * options.gpus})"
-    return f"{kind}; use a smaller --depth, or --train.micro-batch-tokens {resolve(options.recipe).model.context}"
-
-
 def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> dict[str, Any]:
-    """Everything that the report shows, and what it was computed from; bytes and seconds."""
+    """Returns everything that the report shows, and its inputs, in bytes and seconds."""
     recipe = resolve(options.recipe)
     assert recipe.train.steps
     body = []

@@ -1,17 +1,17 @@
-"""The time of one training step on a layout: matrix products, memory traffic, and what communication is not hidden.
+"""The time of one training step on a layout: matrix products, memory traffic, and communication that nothing hides.
 
-A model, with these parts, in seconds of one rank:
+A model with these parts, in seconds of one rank:
 
 - products: FLOPs of its tokens (model/count.py) and of its share of the update, at the rate of large matrix products;
-- pointwise: what lies between them, bound by memory: what autograd keeps is written and read in the forward pass, read
-  again in the backward pass and met by a gradient, four passes; of the optimizer's buffers each is read and written;
-- model: tensor parallelism's collectives, which nothing hides;
-- data: gradients, of which the backward pass of the last micro-batch hides what it lasts, but never the last bucket;
-  parameters, hidden behind the update in the same way; and matrices on the way to their owners and back, not hidden.
+- pointwise: the operations between products, bound by memory. The forward pass writes and reads what autograd keeps,
+  the backward pass reads it and writes its gradient: four passes. Each optimizer buffer is read and written;
+- model: the collectives of tensor parallelism, which nothing hides;
+- data: gradients, hidden behind the backward pass of the last micro-batch except for the last bucket; parameters,
+  hidden behind the update in the same way; and matrices on the way to their owners and back, not hidden.
 
 Links follow the α-β model (Hockney, 1994): a ring of n ranks takes (n - 1) hops of α each, twice for an all-reduce,
-and its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
-part: the adapters of the members that it has in each. Kernel launches, waiting for data and stragglers are not in it.
+plus its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
+part: the adapters of its members in each machine. Kernel launches, waiting for data and stragglers are left out.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from quern.parallel.memory import Memory, owned_counts, run_update
 from quern.parallel.traffic import bytes_per_step
 
 BACKWARD_SHARE = 2 / 3
-"""Of a micro-batch's time."""
+"""Share of the backward pass in the time of a micro-batch."""
 PASSES = 4
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """ranks: processes in all, `per_machine` of them in each machine."""
+    """Hardware of a run: `ranks` processors in all, `per_machine` of them in each machine."""
 
     processor: Processor
     network: Network
@@ -40,7 +40,15 @@ class Cluster:
     per_machine: int
 
     def ring_seconds(self, ranks: int, stride: int, sent: float, calls: int, hops_each: int) -> float:
-        """Of `calls` collectives that send `sent` bytes in all, over `ranks` ranks that lie `stride` apart."""
+        """Returns the seconds of some collectives over a ring of ranks.
+
+        Args:
+            ranks: Members of the ring.
+            stride: Distance between the ranks of neighbours.
+            sent: Bytes that one rank sends in all calls.
+            calls: Number of collectives.
+            hops_each: Trips around the ring of one collective: 2 for an all-reduce, else 1.
+        """
         if ranks == 1 or not calls:
             return 0.0
         members = max(1, min(ranks, self.per_machine // stride))  # in each machine
@@ -56,7 +64,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step by part; `data` is what is not hidden of it. flops: of the model, over all ranks."""
+    """Seconds of one step by part; `data` is the part of its communication that nothing hides, `hidden` the rest.
+
+    `flops` are those of the model over all ranks; `traffic` is the bytes that a rank sends, by collective.
+    """
 
     products: float
     pointwise: float
@@ -73,7 +84,7 @@ class Step:
 
 
 def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: float) -> Step:
-    """flops_per_token: of training, of the whole model."""
+    """Predicts a step of a layout whose memory is known; flops_per_token: of training the whole model."""
     chip, context, batch_tokens = cluster.processor, layout.recipe.model.context, layout.recipe.train.batch_tokens
     assert context and batch_tokens
     rate, bandwidth = chip.peak_flops * chip.attained, chip.memory_bandwidth * ATTAINED_BANDWIDTH
@@ -83,7 +94,8 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     update = _update_flops(layout) / rate + 2 * (memory.masters + memory.moments) / bandwidth
     traffic = bytes_per_step(layout)
     cut = sum(not bucket.small for bucket in layout.buckets)
-    there, back = _data_seconds(layout, cluster, traffic, cut)
+    kinds = "data/reduce_scatter", "data/all_gather"  # gradients there, parameters back
+    there, back = (cluster.ring_seconds(layout.dp, layout.tp, traffic.get(kind, 0), cut, 1) for kind in kinds)
     last = (products + pointwise) * layout.micro_batches[-1] / layout.rows * BACKWARD_SHARE
     exposed = max(there / max(1, cut), there - last) + max(back / max(1, cut), back - update)
     moved = _moving_seconds(layout, cluster, traffic)
@@ -101,21 +113,15 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     )
 
 
-def _data_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int], buckets: int) -> tuple[float, float]:
-    """Gradients there, parameters back."""
-    kinds = "data/reduce_scatter", "data/all_gather"
-    there, back = (cluster.ring_seconds(layout.dp, layout.tp, traffic.get(kind, 0), buckets, 1) for kind in kinds)
-    return there, back
-
-
 def _moving_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) -> float:
-    """Parts of matrices go from few ranks to few: to another machine, where there are several."""
+    """Returns the seconds of moving matrices to their owners and back: to another machine, if there are several."""
     calls = 2 * sum(bucket.moves for bucket in layout.buckets)
     apart = layout.tp if layout.dp * layout.tp <= cluster.per_machine else cluster.per_machine
     return cluster.ring_seconds(min(2, layout.dp), apart, traffic.get("data/all_to_all", 0), calls, 1)
 
 
 def _model_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) -> float:
+    """Returns the seconds of the collectives of tensor parallelism."""
     if layout.tp == 1:
         return 0.0
     micro_batches, context, width = len(layout.micro_batches), layout.recipe.model.context, layout.recipe.model.width
@@ -132,7 +138,7 @@ def _model_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) ->
 
 
 def _update_flops(layout: Layout) -> float:
-    """Of the matrix products in the update, on the rank that has most of them."""
+    """Returns the FLOPs of the update's matrix products on the rank with the most of them."""
     totals = [0] * (layout.dp * layout.tp)
     for bucket in layout.buckets:
         if bucket.rule.stacked:

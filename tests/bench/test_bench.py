@@ -1,4 +1,4 @@
-"""The benchmarks: what they count, how they take turns, what they write and refuse; never how fast it is."""
+"""The benchmarks: their counts, order of jobs, records and refusals, but no speed."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from quern.bench import command
 from quern.bench.data import shards
 from quern.bench.material import left_to_itself, pair_tokenizer, random_batch, reference, talking_model
 from quern.bench.record import Measure, alternate, number, ratios
-from quern.bench.start import first_step
+from quern.bench.train import first_step
 from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.model.context import CausalContext
@@ -36,7 +36,7 @@ def records(out: Path) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (out / "bench").iterdir()}
 
 
-def test_jobs_take_turns_and_the_first_pass_does_not_count() -> None:
+def test_jobs_alternate_and_the_first_pass_does_not_count() -> None:
     calls: list[str] = []
     clock = iter(range(100))
 
@@ -65,7 +65,15 @@ def test_a_measure_says_median_and_spread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(14210.4, "14,210"), (123.45, "123.5"), (12.345, "12.35"), (0.01234, "0.012")]
+    ("value", "text"),
+    [
+        (14210.4, "14,210"),
+        (123.45, "123.5"),
+        (12.345, "12.35"),
+        (0.01234, "0.012"),
+        (0.0, "0.000"),
+        (0.00012, "1.2e-04"),
+    ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
     assert number(value) == text
@@ -160,7 +168,7 @@ print(peak_bytes(job, Machine(torch.device("cpu"), torch.float32, compile=False,
 
 
 def test_the_peak_of_a_call_is_what_it_holds_at_once() -> None:
-    """Not what it holds at the end, nor all that it ever asked for, nor what was there before."""
+    """Not the bytes held at its end, not the sum of all allocations, not the bytes held before it."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, encoding="utf-8", check=True)
     assert float(done.stdout) == pytest.approx(1, rel=0.05)
 
@@ -259,7 +267,7 @@ def test_nonsense_is_refused_before_anything_is_measured(
     assert said == [] and list(tmp_path.iterdir()) == []
 
 
-def test_text_of_ones_own(tmp_path: Path, said: list[str]) -> None:
+def test_text_from_a_file(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "own.txt").write_text("the cat sat on the mat, the dog did not. " * 200, encoding="utf-8")
     arguments = ["encode", "--data", str(tmp_path / "own.txt"), *QUICK, "--out", str(tmp_path)]
     assert command.main(arguments, said.append) == 0

@@ -1,10 +1,11 @@
-"""`quern bench gpu` where there is no GPU: every section runs at tiny sizes, fails alone, and is recorded."""
+"""`quern bench gpu` without a GPU: every section runs at tiny sizes, fails alone, and is recorded."""
 
 import json
 import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ import torch
 from quern.bench.gpu import command
 from quern.bench.gpu.attention import pairs
 from quern.bench.gpu.decode import bytes_of_a_step
-from quern.bench.gpu.kernels import _with
-from quern.bench.gpu.setup import Bench, Limits, OutOfTime, Timed, data_sheet, measure_limits
-from quern.bench.gpu.table import AIMS, UNMEASURED, page, shown
+from quern.bench.gpu.kernels import iterate
+from quern.bench.gpu.setup import Bench, Limits, OutOfTime, data_sheet, measure_limits, worst_error
+from quern.bench.gpu.table import AIMS, UNMEASURED, page, verdict
 from quern.bench.gpu.train import kind_of_kernel, recipe_of
 from quern.bench.record import Measure
 from quern.kernels.attention.attend import MaskSpec, visible
@@ -56,7 +57,7 @@ def test_every_section_runs_and_is_recorded(tmp_path: Path) -> None:
         for measure in section["measures"]:
             assert all(math.isfinite(value) and value >= 0 for value in measure["values"]), measure
     found = {(s, m["name"]): m["median"] for s, part in body["sections"].items() for m in part["measures"]}
-    assert found["exactness", "blocked, fp32, head dim 16: error"] < 1e-5
+    assert found["exactness", "blocked, float32, head dim 16: error"] < 1e-5
     assert found["loss", "loss, TanhCap(limit=15.0): error"] < 2e-2
     assert found["muon", "attention's matrices: error, symmetric"] < 2e-2
     assert found["training", "graphs: compiled after the fourth step"] == 0
@@ -68,7 +69,9 @@ def test_every_section_runs_and_is_recorded(tmp_path: Path) -> None:
     assert all(f"## {name}\n" in written for name in body["sections"])
 
 
-def test_a_section_that_fails_or_runs_out_of_time_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_fails_or_runs_out_of_time_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(bench: Bench) -> Iterator[Measure]:
         yield Measure("before: it", "s", (1.0,))
         raise RuntimeError("no kernel image\nis available")
@@ -78,10 +81,10 @@ def test_a_section_that_fails_or_runs_out_of_time_stands_alone(tmp_path: Path, m
         raise OutOfTime
 
     def goes_on(bench: Bench) -> Iterator[Measure]:
-        bench.works("a path", Timed(lambda _: [][1]))
+        bench.seconds({"a path": lambda: [][1]})
         yield Measure("after: all", "s", (3.0,))
 
-    sections = {name: command.Section(job, 5) for name, job in [("a", fails), ("b", runs_out), ("c", goes_on)]}
+    sections = {name: (job, 5) for name, job in [("a", fails), ("b", runs_out), ("c", goes_on)]}
     monkeypatch.setattr(command, "SECTIONS", sections)
     assert command.main([*QUICK, "--out", str(tmp_path)], lambda line: None) == 0
     a, b, c = body_of(tmp_path)["sections"].values()
@@ -93,22 +96,48 @@ def test_a_section_that_fails_or_runs_out_of_time_stands_alone(tmp_path: Path, m
     assert "- RuntimeError: no kernel image" in written and "- a path: IndexError" in written
 
 
-def test_sections_left_no_time_for_are_named(tmp_path: Path) -> None:
+def test_sections_without_time_are_named(tmp_path: Path) -> None:
     arguments = [*QUICK, "--sections", "rope", "muon", "--minutes", "1e-9", "--out", str(tmp_path)]
     assert command.main(arguments, lambda line: None) == 0
-    assert [part["error"] for part in body_of(tmp_path)["sections"].values()] == ["left out: no time"] * 2
+    sections = body_of(tmp_path)["sections"]
+    assert list(sections) == ["rope", "muon"]
+    assert all(part["error"].startswith("out of time") and not part["measures"] for part in sections.values())
 
 
 def test_deadlines_are_kept() -> None:
     with pytest.raises(OutOfTime):
-        a_bench(seconds=-1).rounds({"job": Timed(lambda _: None)})
-    assert a_bench(seconds=-1).seconds_left == 0
+        a_bench(seconds=-1).seconds({"job": lambda: None})
 
 
-def test_a_call_is_timed_without_what_comes_before_it() -> None:
-    calls: list[str] = []
-    job = Timed(lambda x: calls.append(x), before=lambda: time.sleep(0.02) or "made")
-    assert job.seconds(3, CPU) < 0.01 and calls == ["made"] * 3
+class Slow(torch.autograd.Function):
+    """Doubles x; the forward pass takes 0.1 s."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * grads[0]
+
+
+def test_the_backward_pass_is_timed_without_the_forward_pass() -> None:
+    bench, x = a_bench(), torch.ones(2, requires_grad=True)
+    taken = bench.passes({"a": lambda: Slow.apply(x), "broken": lambda: [][1]}, [x], torch.ones(2))
+    assert list(taken) == ["a forward", "a backward"]
+    assert all(one >= 0.1 for one in taken["a forward"]) and all(one < 0.1 for one in taken["a backward"])
+    assert bench.problems[-1] == "broken: IndexError: list index out of range"
+
+
+def test_the_error_is_the_worst_of_output_and_gradients() -> None:
+    x, grad = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    assert worst_error(lambda x: 2 * x, lambda x: 2 * x, [x], grad) == 0
+    # The value is right, the gradient is 3 instead of 2.
+    wrong = lambda x: 3 * x - x.detach()  # noqa: E731
+    assert worst_error(wrong, lambda x: 2 * x, [x], grad) == pytest.approx(0.5)
+    assert worst_error(lambda x: 2 * x + 1, lambda x: 2 * x, [x], grad) == pytest.approx(2**0.5 / 10)
+    assert worst_error(lambda x: x / 0, lambda x: 2 * x, [x], grad) == math.inf
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
@@ -132,8 +161,8 @@ def test_limits_are_measured_and_data_sheets_known() -> None:
     assert data_sheet(CPU) is None
 
 
-def test_the_depth_12_model_is_the_one_that_is_aimed_at() -> None:
-    recipe = recipe_of(Bench(CPU, False, 0, None, None, Limits(1, 1, 1), 0.0), 32_768, 100)
+def test_the_depth_12_model_has_the_sizes_of_the_aims() -> None:
+    recipe = recipe_of(Bench(CPU, False, 0, None, None, Limits(1, 1, 1), 0.0), 100)
     shape, train = recipe.model, recipe.train
     assert (shape.depth, shape.width, shape.heads, shape.head_dim) == (12, 768, 6, 128)
     assert (shape.context, shape.vocab_size, shape.windows) == (2048, 32_768, "SSSL")
@@ -144,7 +173,7 @@ def test_a_decoding_step_reads_weights_once_and_what_each_row_sees() -> None:
     from quern.generate.cache import KVCache
     from quern.train.state import build_model
 
-    recipe = recipe_of(a_bench(), 512, 1)
+    recipe = recipe_of(a_bench(), 1)
     model = build_model(recipe, CPU, 0)
     cache = KVCache.for_model(model, 3, 64)
     multiplied = sum(p.numel() for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2)
@@ -174,14 +203,19 @@ def test_the_iteration_with_symmetric_products_is_muons() -> None:
     from quern.optim.muon import polar_express
 
     x = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(0))
-    assert (_with(symmetric_product)(x) - polar_express(x)).abs().max() <= 1e-5
+    assert (iterate(x, symmetric_product) - polar_express(x)).abs().max() <= 1e-5
 
 
 def test_aims_are_met_or_missed_or_not_yet_measured() -> None:
     empty = page({})
     assert empty.count(UNMEASURED) == len(AIMS) and "≥ 400 TFLOP/s" in empty and "≤ 34 GB" in empty
-    assert AIMS[0].met(400) and not AIMS[0].met(399) and AIMS[5].met(34) and not AIMS[5].met(35)
-    assert (shown(0.0), shown(0.00012), shown(12.345)) == ("0.000", "1.2e-04", "12.35")
+    least, most = ([verdict(value, sign, 34) for value in (33, 34, 35)] for sign in ("≥", "≤"))
+    assert least == ["missed", "met", "met"] and most == ["met", "met", "missed"]
+    section = {"measures": [Measure("memory: at most", "GB", (35.0,)).to_json()], "problems": [], "error": None}
+    body = {key: {"processor": "x", "dtype": "x", "attention": "x", "torch": "x", "quern": "x", "git": "x"}
+            for key in ("machine", "versions")}  # fmt: skip
+    body |= {"utc": "", "seconds": 1.0, "quick": False, "notes": [], "sections": {"training": section}}
+    assert "| ≤ 34 GB | 35.00 GB | missed |" in page(body) and page(body).count(UNMEASURED) == len(AIMS) - 1
 
 
 def test_the_page_in_the_documentation_is_that_of_the_record_there() -> None:

@@ -1,4 +1,4 @@
-"""`quern bench ranks`: real processes take turns on the same global batches; never how fast they are."""
+"""`quern bench ranks`: real processes that alternate on the same global batches; no speed."""
 
 import json
 import math
@@ -17,4 +17,4 @@ def test_two_processes_against_one(tmp_path: Path) -> None:
     assert all(len(values) == 2 and all(map(math.isfinite, values)) for values in found.values())
     one, two = found["one process, two threads"], found["two processes, one thread each"]
     assert found["two processes over one"] == pytest.approx([100 * b / a for a, b in zip(one, two, strict=True)])
-    assert all(seconds > 0 for seconds in found["standing for gradients, none leave early"])
+    assert all(seconds > 0 for seconds in found["waiting for gradients, none leave early"])

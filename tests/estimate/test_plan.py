@@ -1,4 +1,4 @@
-"""`quern lab plan`: what it ranks, refuses and writes; its model of links against numbers worked out by hand."""
+"""`quern lab plan`: its ranking, refusals and JSON; its model of links against numbers worked out by hand."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def planned(tmp_path: Path, *flags: str, code: int = 0) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_every_layout_is_tried_and_the_best_stands_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_layout_is_tried_and_the_best_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(tmp_path, "--gpus", "16", "--gpu", "h100", "--network", "ethernet-10g")["candidates"]
     assert sorted((one["dp"], one["tp"]) for one in found) == [(2, 8), (4, 4), (8, 2), (16, 1)]
     seconds = [one["step"]["seconds"] for one in found if one["step"]]
@@ -30,11 +30,11 @@ def test_every_layout_is_tried_and_the_best_stands_first(tmp_path: Path, capsys:
     assert "best: dp" in shown and "why not the others" in shown and "dp 2 × tp 8: 8 shards cannot share" in shown
 
 
-def test_what_does_not_fit_is_said_with_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--gpus", "1", "--gpu", "rtx4090", "--model.width", "16384", "--model.head-dim", "128")
     (only,) = planned(tmp_path, *flags, code=1)["candidates"]
     assert only["step"] is None and "GB of the 22.0 GB" in only["refusal"]
-    assert "Nothing fits" in capsys.readouterr().out
+    assert "Nothing fits: use more GPUs (--gpus 2), a smaller --depth" in capsys.readouterr().out
 
 
 def test_cost_and_days_follow_from_the_step(tmp_path: Path) -> None:
@@ -69,6 +69,6 @@ def test_a_ring_by_hand() -> None:
     assert ethernet.ring_seconds(1, 8, 4e9, 1, 1) == 0.0
 
 
-def test_without_a_part_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_of_lab_names_the_known_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["lab", "guess"]) == 1
     assert "quern lab plan" in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""`quern bench gpu`: exactness and speed of what only a GPU shows, in sections that fail independently.
+"""`quern bench gpu`: the measurements that need a GPU, one file per subject.
 
-Everything also runs at a tiny size on a CPU, so that the suite covers the code. docs/benchmarks/gpu.md shows the last
-records.
+Only the command line imports this folder.
 """

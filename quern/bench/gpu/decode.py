@@ -1,20 +1,20 @@
-"""Section of `quern bench gpu` about decoding: tokens/s, and the share of the memory's bandwidth that a step uses.
+"""Section of `quern bench gpu` about decoding: tokens/s, and the share of the memory bandwidth that a step uses.
 
-A step of decoding must read every weight of the matrices and the head once, and the keys and values of every row; that
-over the bandwidth of a large copy is the least time it can take. The model is the one that training is measured on,
-with random weights, after prompts of 512 tokens. Two ways: the compiled step as the engine calls it, and the same step
-captured as a CUDA graph, which leaves out what launching its kernels costs. Sampling is left out.
+A decoding step must read each weight of the matrices and the head once, and the keys and values of each row. Its least
+time is these bytes over the bandwidth of a large copy. The model is that of the training section, with random weights,
+after prompts of 512 tokens. Two ways: the compiled step as the engine calls it, and the same step as a CUDA graph.
+Sampling is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from quern.bench.gpu.setup import Bench, timed
+from quern.bench.gpu.setup import Bench
 from quern.bench.gpu.train import recipe_of
 from quern.bench.record import Measure, rates
 from quern.generate.cache import KVCache, decode
@@ -26,74 +26,52 @@ from quern.train.state import build_model
 ROWS = (1, 8, 64)
 PROMPT_TOKENS = 512
 
-Step = Callable[[], object]
 
-
+@torch.inference_mode()
 def decoding(bench: Bench) -> Iterator[Measure]:
-    """At batch 1, 8 and 64."""
-    recipe = recipe_of(bench, 512 if bench.quick else 32_768, 1)
-    model = build_model(recipe, bench.machine, recipe.seed).eval()
+    """Speed and share of the bandwidth at batch 1, 8 and 64."""
+    recipe, machine, prompt = recipe_of(bench, 1), bench.machine, 16 if bench.quick else PROMPT_TOKENS
+    model = build_model(recipe, machine, recipe.seed).eval()
     assert recipe.model.context
-    compiled = CompiledDecode(model, recipe.model.context) if bench.machine.compile else None
+    step, capacity, way = partial(decode, model), recipe.model.context, "eager"
+    if machine.compile:
+        step = compiled = CompiledDecode(model, capacity)
+        capacity, way = compiled.max_tokens, "compiled"
     for rows in ROWS[:2] if bench.quick else ROWS:
         bench.check_time()
-        with torch.inference_mode():
-            yield from _at(bench, recipe, model, compiled, rows)
+        if machine.compile:
+            compiled.warm_up(rows)
+        cache = KVCache.for_model(model, rows, capacity)
+        numbers = torch.Generator().manual_seed(bench.seed)
+        tokens = torch.randint(model.embedding.num_embeddings, (rows, prompt), generator=numbers).to(machine.device)
+        cache.prefill(model, tokens, torch.full((rows,), prompt, device=machine.device), machine.attention)
+        slots_S = torch.arange(min(capacity, prompt + SPAN), device=machine.device)
+        job, place = _one_token(step, cache, tokens[:, 0].contiguous(), slots_S), f"batch {rows}, {way}"
+        taken = bench.seconds({place: job})
+        if bench.on_gpu:
+            taken |= bench.seconds({f"{place}, CUDA graph": job}, graph=True)
+        moved = bytes_of_a_step(recipe, cache, rows, prompt + 1)
+        for name, seconds in taken.items():
+            share = rates(100 * moved / bench.limits.bytes_per_second, seconds)
+            yield Measure(f"{name}: speed", "tokens/s", rates(rows, seconds))
+            yield Measure(f"{name}: of the bandwidth", "%", share, f"{moved / 1e6:,.0f} MB a step")
 
 
-def _at(bench: Bench, recipe: Recipe, model: Any, compiled: CompiledDecode | None, rows: int) -> Iterator[Measure]:
-    prompt = 16 if bench.quick else PROMPT_TOKENS
-    if compiled is not None:
-        compiled.warm_up(rows)
-    capacity = (recipe.model.context or 0) if compiled is None else compiled.max_tokens
-    cache = KVCache.for_model(model, rows, capacity)
-    device = bench.machine.device
-    numbers = torch.Generator().manual_seed(bench.seed)
-    tokens = torch.randint(model.embedding.num_embeddings, (rows, prompt), generator=numbers).to(device)
-    cache.prefill(model, tokens, torch.full((rows,), prompt, device=device), bench.machine.attention)
-    slots_S = torch.arange(min(capacity, prompt + SPAN), device=device)
-    fixed = cache.positions_B.clone()  # each step starts from here: what it costs doesn't drift
-    tokens_B = tokens[:, 0].contiguous()
+def _one_token(step: Callable[..., Any], cache: KVCache, *arguments: torch.Tensor) -> Callable[[], object]:
+    """Returns a function that decodes a token from the same positions at each call, so that its cost stays equal."""
+    fixed = cache.positions_B.clone()
 
-    def step() -> Tensor:
+    def job() -> object:
         cache.positions_B.copy_(fixed)
-        if compiled is None:
-            return decode(model, cache, tokens_B, slots_S)
-        return compiled(cache, tokens_B, slots_S)
+        return step(cache, *arguments)
 
-    ways: dict[str, Step] = {"eager" if compiled is None else "compiled": step}
-    if device.type == "cuda":
-        captured = _captured(bench, step, rows)
-        ways |= {"compiled, CUDA graph": captured} if captured is not None else {}
-    moved = bytes_of_a_step(recipe, cache, rows, prompt + 1)
-    for name, seconds in bench.rounds({name: timed(way) for name, way in ways.items()}).items():
-        share = tuple(100 * moved / one / bench.limits.bytes_per_second for one in seconds)
-        yield Measure(f"batch {rows}, {name}: speed", "tokens/s", rates(rows, seconds))
-        yield Measure(f"batch {rows}, {name}: of the bandwidth", "%", share, f"{moved / 1e6:,.0f} MB a step")
-
-
-def _captured(bench: Bench, step: Step, rows: int) -> Step | None:
-    """The step as a CUDA graph; None, and a note, where it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            step()
-    except RuntimeError as error:
-        bench.problems.append(f"batch {rows}: no CUDA graph of the step ({str(error).splitlines()[0][:150]})")
-        return None
-    return graph.replay
+    return job
 
 
 def bytes_of_a_step(recipe: Recipe, cache: KVCache, rows: int, seen: int) -> int:
-    """Weights that are multiplied with every token, once, and the keys and values that each row's query sees."""
-    item = cache.last_BD.element_size()
+    """Returns the bytes of the weights that multiply each token, and of the keys and values that each query sees."""
     shape = recipe.model
     assert shape.kv_heads and shape.head_dim
     slots = sum(min(ring, seen) for ring in cache.rings if ring)
-    return item * (parameters(recipe).kaplan + rows * 2 * slots * shape.kv_heads * shape.head_dim)
+    values = parameters(recipe).kaplan + rows * 2 * slots * shape.kv_heads * shape.head_dim
+    return cache.last_BD.element_size() * values

@@ -1,21 +1,22 @@
 """Sections of `quern bench gpu` about the other kernels: rotary positions, the loss, Muon's iteration.
 
-Each is compared with its plain twin, for exactness and speed; the plain twin is compiled, as it would be used. GB/s
-count the bytes that have to be moved: each input read once, each output written once. The loss is measured whole
-(TFLOP/s of its three products, and the memory that it needs on top of its inputs) and for the kernel over the logits
-alone. Muon's iteration has the sizes of a model of depth 12.
+Each kernel is compared with its plain definition, for exactness (in fp32) and for speed (compiled, as a model would use
+it). GB/s count each input read once and each output written once. The loss is measured whole (TFLOP/s of its three
+products, and its memory on top of its inputs), and for the kernel over the logits alone. Muon's iteration has the sizes
+of a model of depth 12.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from quern.bench.gpu.setup import Bench, Timed, peak_bytes, timed
-from quern.bench.record import Measure, ratios
+from quern.bench.cross_entropy import peak_bytes
+from quern.bench.gpu.setup import Bench, worst_error
+from quern.bench.record import Measure, rates, ratios, scaled
 from quern.kernels import cross_entropy as loss
 from quern.kernels.rope import rotate, rotate_normed, rotate_normed_plain, rotate_plain
 from quern.kernels.softcap import SigmoidCap, TanhCap
@@ -24,165 +25,82 @@ from quern.kernels.triton_found import triton_found
 from quern.model.layers import rotary_table
 from quern.optim.muon import POLAR_EXPRESS, polar_express
 
-Turn = Callable[[Tensor], Tensor]
-
-
-def compiled(bench: Bench, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=False) if bench.machine.compile else function
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return ((found.float() - exact.float()).norm() / exact.float().norm().clamp(min=1e-30)).item()
-
-
-# Rotary positions ---------------------------------------------------------------------------------------------
-
 
 def rope(bench: Bench) -> Iterator[Measure]:
-    """GB/s and exactness of the rotation, alone and with the norm of queries and keys."""
+    """GB/s and error of the rotation, alone and with the norm of queries and keys."""
     B, T, H, E = (2, 16, 2, 8) if bench.quick else (32, 2048, 6, 128)
-    x = bench.random(B, T, H, E).requires_grad_()
-    grad = bench.random(B, T, H, E, seed=1)
+    x, grad = bench.random(B, T, H, E).requires_grad_(), bench.random(B, T, H, E, seed=1)
     cos, sin = rotary_table(torch.arange(T, device=x.device)[None], E, 1e5)
-    kinds: dict[str, tuple[Turn, Turn, int]] = {  # ours, the plain twin, tensors moved backward
-        "rotation": (lambda x: rotate(x, cos, sin), lambda x: rotate_plain(x, cos, sin), 2),
-        "norm and rotation": (
-            lambda x: rotate_normed(x, cos, sin, 1.2),
-            lambda x: rotate_normed_plain(x, cos, sin, 1.2),
-            3,
-        ),
+    turned, normed = {"cos": cos, "sin": sin}, {"cos": cos, "sin": sin, "gain": 1.2}
+    kinds = {  # the kernel, the plain definition, tensors moved backward
+        "rotation": (partial(rotate, **turned), partial(rotate_plain, **turned), 2),
+        "norm and rotation": (partial(rotate_normed, **normed), partial(rotate_normed_plain, **normed), 3),
     }
     for name, (ours, plain, tensors_back) in kinds.items():
-        yield from _turn_exactness(name, ours, plain, x, grad)
-        jobs: dict[str, Timed] = {}
-        for label, turn in (("ours", ours), ("plain, compiled", compiled(bench, plain))):
-            back = Timed(lambda y: torch.autograd.grad(y, x, grad), before=lambda turn=turn: turn(x))
-            if bench.works(f"{name}: {label}", back):
-                jobs |= {f"{label} forward": timed(lambda turn=turn: turn(x)), f"{label} backward": back}
-        for job, seconds in bench.rounds(jobs).items():
-            moved = x.numel() * x.element_size() * (2 if job.endswith("forward") else tensors_back)
-            yield Measure(f"{name}: {job}", "GB/s", tuple(moved / one / 1e9 for one in seconds))
-
-
-def _turn_exactness(name: str, ours: Turn, plain: Turn, x: Tensor, grad: Tensor) -> Iterator[Measure]:
-    """Against the plain twin in fp32; the error of the plain twin in x's dtype is beside it."""
-    wide = x.detach().float().requires_grad_()
-    exact = plain(wide)
-    (exact_dx,) = torch.autograd.grad(exact, wide, grad.float())
-    for label, turn in (("ours", ours), ("plain", plain)):
-        y = turn(x)
-        (dx,) = torch.autograd.grad(y, x, grad)
-        worst = max(relative_error(y, exact), relative_error(dx, exact_dx))
-        yield Measure(f"{name}: error, {label}", "relative", (worst,))
-
-
-# The loss -----------------------------------------------------------------------------------------------------
+        for label, turn in (("ours", ours), ("plain", plain)):
+            yield Measure(f"{name}: error, {label}", "relative", (worst_error(turn, plain, [x], grad),))
+        turns = {"ours": ours, "plain, compiled": bench.compiled(plain)}
+        forwards = {f"{name}: {label}": partial(turn, x) for label, turn in turns.items()}
+        for job, seconds in bench.passes(forwards, [x], grad).items():
+            tensors = 2 if job.endswith("forward") else tensors_back
+            yield Measure(job, "GB/s", rates(tensors * x.nbytes / 1e9, seconds))
 
 
 def cross_entropy(bench: Bench) -> Iterator[Measure]:
-    """Time, TFLOP/s, memory and exactness of the loss of 65,536 tokens over a vocabulary of 32,768."""
+    """Time, TFLOP/s, memory and error of the loss of 65,536 tokens over a vocabulary of 32,768."""
     N, D, V = (64, 16, 128) if bench.quick else (65_536, 768, 32_768)
     x, weight = bench.random(N, D).requires_grad_(), (bench.random(V, D, seed=1) * D**-0.5).detach().requires_grad_()
-    numbers = torch.Generator().manual_seed(bench.seed)
-    targets = torch.randint(V, (N,), generator=numbers).to(x.device)
+    targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(bench.seed)).to(x.device)
     scale = torch.full((N,), 1 / N, device=x.device)
-    for cap in (TanhCap(15.0), SigmoidCap(30.0, 7.5 * D**0.5)):
-        yield _loss_exactness(cap, x, weight, targets, scale)
     cap = TanhCap(15.0)
 
-    def whole(x: Tensor, weight: Tensor) -> Tensor:
-        return (F.cross_entropy(cap((x @ weight.T).float()), targets, reduction="none") * scale).sum()
+    def chunked(x: Tensor, weight: Tensor, cap: TanhCap | SigmoidCap = cap) -> Tensor:
+        return loss.cross_entropy(x, weight, targets[: len(x)], scale[: len(x)], cap)[0]
 
-    whole = compiled(bench, whole)
-    ways: dict[str, Callable[[], object]] = {
-        "in chunks": lambda: loss.cross_entropy(x, weight, targets, scale, cap)[0].backward(),
-        "full logits, compiled": lambda: whole(x, weight).backward(),
-    }
-    jobs = {name: timed(way) for name, way in ways.items() if bench.works(f"loss {name}", timed(way))}
-    for name, seconds in bench.rounds(jobs, rounds=3).items():
-        yield Measure(f"loss, {name}: time", "ms", tuple(1e3 * one for one in seconds))
-        yield Measure(f"loss, {name}: products", "TFLOP/s", tuple(6 * N * D * V / one / 1e12 for one in seconds))
-        held = peak_bytes(bench.machine, ways[name])
-        if held is not None:
-            yield Measure(f"loss, {name}: memory", "GB", (held / 1e9,))
-    x.grad = weight.grad = None
-    yield from _logit_kernels(bench, cap, N, V)
+    def full(x: Tensor, weight: Tensor, cap: TanhCap | SigmoidCap = cap) -> Tensor:
+        return (loss.cross_entropy_plain(x, weight, targets[: len(x)], cap) * scale[: len(x)]).sum()
 
-
-def _loss_exactness(cap: TanhCap | SigmoidCap, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Measure:
-    """Of the losses and both gradients, over the first tokens, against the definition in fp32."""
-    part = slice(0, min(2048, len(x)))
-    few = x.detach()[part].requires_grad_(), weight.detach().requires_grad_()
-    total, losses = loss.cross_entropy(*few, targets[part], scale[part], cap)
-    found = [losses, *torch.autograd.grad(total, few)]
-    wide = [one.detach().float().requires_grad_() for one in few]
-    exact_losses = loss.cross_entropy_plain(wide[0], wide[1], targets[part], cap)
-    exact = [exact_losses.detach(), *torch.autograd.grad((exact_losses * scale[part]).sum(), wide)]
-    worst = max(relative_error(a, b) for a, b in zip(found, exact, strict=True))
-    return Measure(f"loss, {cap}: error", "relative", (worst,))
-
-
-def _logit_kernels(bench: Bench, cap: TanhCap, N: int, V: int) -> Iterator[Measure]:
-    """What turns a chunk's logits into gradients, alone: it reads and writes them once."""
-    kernels = {"compiled": loss.COMPILED}
-    if bench.machine.device.type == "cuda" and triton_found():
-        kernels["triton"] = loss.TRITON
-    for name, path in kernels.items():
-        chunk = path.chunks(N, V)[0]
-        logits = bench.random(chunk.stop - chunk.start, V)
-        job = _logit_job(path, logits, cap)
-        place = f"kernel over {len(logits):,} tokens' logits: {name}"
-        if bench.works(place, job):
-            moved = 2 * logits.numel() * logits.element_size()
-            yield Measure(place, "GB/s", tuple(moved / one / 1e9 for one in bench.rounds({name: job})[name]))
-
-
-def _logit_job(path: loss.ChunkPath, logits: Tensor, cap: TanhCap) -> Timed:
-    targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    scale = torch.ones(len(logits), device=logits.device)
-    return Timed(lambda x: path.gradient(x, targets, scale, cap), before=logits.clone)  # it may overwrite them
-
-
-# Muon ---------------------------------------------------------------------------------------------------------
+    for one in (cap, SigmoidCap(30.0, 7.5 * D**0.5)):
+        error = worst_error(partial(chunked, cap=one), partial(full, cap=one), [x[:2048], weight], scale.new_ones(()))
+        yield Measure(f"loss, {one}: error", "relative", (error,))
+    kinds = {"loss, in chunks": chunked, "loss, full logits, compiled": bench.compiled(full)}
+    ways = {name: lambda loss=loss: torch.autograd.grad(loss(x, weight), (x, weight)) for name, loss in kinds.items()}
+    for name, seconds in bench.seconds(ways).items():
+        yield Measure(f"{name}: time", "ms", scaled(1e3, seconds))
+        yield Measure(f"{name}: products", "TFLOP/s", rates(6 * N * D * V / 1e12, seconds))
+        if bench.on_gpu:
+            yield Measure(f"{name}: memory", "GB", ((peak_bytes(ways[name], bench.machine) or 0) / 1e9,))
+    for name, path in {"compiled": loss.COMPILED, "triton": loss.TRITON}.items():
+        if name == "compiled" or (bench.on_gpu and triton_found()):
+            rows = min(N, path.chunks(N, V)[0].stop)
+            logits = bench.random(rows, V)
+            job = partial(path.gradient, logits, targets[:rows], scale[:rows], cap)
+            for place, seconds in bench.seconds({f"kernel over {rows:,} tokens' logits: {name}": job}).items():
+                yield Measure(place, "GB/s", rates(2 * logits.nbytes / 1e9, seconds))
 
 
 def muon(bench: Bench) -> Iterator[Measure]:
-    """The iteration over the matrices of 12 layers, with plain products and with symmetric ones."""
+    """Time and error of the iteration over the matrices of 12 layers, with plain products and with symmetric ones."""
     width, layers = (32, 2) if bench.quick else (768, 12)
-    stacks = {
-        "attention's": bench.random(4 * layers, width, width),
-        "feed-forward's": bench.random(2 * layers, width, 4 * width, seed=1),
-    }
-    ways = {
-        "plain": compiled(bench, _with(symmetric_product_plain)),
-        "symmetric": compiled(bench, _with(symmetric_product)),
-    }
-    for name, stack in stacks.items():
-        expected = polar_express(stack)
-        jobs = {}
-        for label, iterate in ways.items():
-            job = timed(lambda iterate=iterate, stack=stack: iterate(stack))
-            if bench.works(f"{name} matrices: {label}", job):
-                jobs[label] = job
-                error = relative_error(iterate(stack), expected)
-                yield Measure(f"{name} matrices: error, {label}", "relative", (error,), "against optim/muon.py")
-        taken = bench.rounds(jobs)
-        for label, seconds in taken.items():
-            yield Measure(f"{name} matrices: {label}", "ms", tuple(1e3 * one for one in seconds))
-        if len(taken) == 2:
-            yield Measure(f"{name} matrices: plain / symmetric", "×", ratios(taken["plain"], taken["symmetric"]))
+    products = {"plain": symmetric_product_plain, "symmetric": symmetric_product}
+    for name, count, factor in (("attention's", 4, 1), ("feed-forward's", 2, 4)):
+        place, stack = f"{name} matrices", bench.random(count * layers, width, factor * width)
+        ways = {f"{place}: {label}": bench.compiled(partial(iterate, product=p)) for label, p in products.items()}
+        taken = bench.seconds({job: partial(way, stack) for job, way in ways.items()})
+        expected = polar_express(stack).float()
+        for job, seconds in taken.items():
+            error = (ways[job](stack).float() - expected).norm() / expected.norm()
+            yield Measure(job.replace(": ", ": error, "), "relative", (error.item(),), "against optim/muon.py")
+            yield Measure(job, "ms", scaled(1e3, seconds))
+        if len(taken) == len(ways):
+            yield Measure(f"{place}: plain / symmetric", "×", ratios(*taken.values()))
 
 
-def _with(product: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    """Muon's iteration on stacks that are no taller than wide, with this as X Xᵀ and as the square of that."""
-
-    def iterate(x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-        x = (x / (norm * 1.02 + 1e-30)).to(x.dtype)
-        for a, b, c in POLAR_EXPRESS[:5]:
-            gram = product(x)
-            polynomial = product(gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, polynomial, x, beta=a)
-        return x
-
-    return iterate
+def iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
+    """Muon's iteration on stacks with no more rows than columns; `product` computes X Xᵀ and the square of that."""
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = (x / (norm * 1.02 + 1e-30)).to(x.dtype)
+    for a, b, c in POLAR_EXPRESS[:5]:
+        gram = product(x)
+        x = torch.baddbmm(x, product(gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
