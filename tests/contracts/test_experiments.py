@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -111,12 +112,12 @@ def test_the_other_weights_start_as_in_the_baseline(name: str) -> None:
 def test_a_lookback_that_is_not_declared_is_refused() -> None:
     recipe = toy("bigram")
     with pytest.raises(ValueError, match="looks 1 tokens back and declares 0: set its `lookback`"):
-        cached_apart(replace(recipe, make_model=type("Undeclared", (recipe.make_model,), {"lookback": 0})))
+        cached_apart(replace(recipe, make_model=type("Undeclared", (cast(Any, recipe.make_model),), {"lookback": 0})))
 
 
 def test_the_cache_contract_can_fail() -> None:
     """Previous tokens that a cache does not know give other logits."""
-    bigram = toy("bigram").make_model
+    bigram: Any = toy("bigram").make_model
 
     class Forgetful(bigram):
         def before_block(self, layer, x_BTD, kept, tokens_BT, context):  # noqa: ANN001, ANN202
