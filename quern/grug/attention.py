@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from quern.grug.dtype import product
 from quern.grug.mesh import BATCH
+from quern.grug.product import product
 
 BY_HEAD = P(BATCH, "model", None, None)
 GROUPED = P(BATCH, None, "model", None, None)

@@ -15,9 +15,9 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
-from quern.grug.dtype import product
 from quern.grug.mesh import BATCH
 from quern.grug.model import Attend, Params, cap, forward, logits, look_up
+from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
 MAX_SOFTCAP = 60.0

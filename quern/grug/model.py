@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
-from quern.grug.dtype import product
 from quern.grug.mesh import BATCH, AnyMesh, fit
+from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
 QK_SCALE = 1.2

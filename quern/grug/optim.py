@@ -21,20 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from quern.grug.mesh import AXES
 from quern.grug.model import Params
+from quern.optim import constants
 from quern.optim.schedule import Multipliers
 from quern.recipe import OptimRecipe
-
-TINY = 1e-30
-# quern/optim/muon.py says where these come from.
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-CONVERGENT = (1.875, -1.25, 0.375)
-MARGIN = 1.02
 
 
 def group_of(params: Params) -> Params:
@@ -54,21 +43,9 @@ def group_of(params: Params) -> Params:
 
 def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTransformationExtraArgs]:
     """group → its rule with peak rate and constants; dtype: of Muon's matrix products."""
-    scale, width = _or_one(recipe.lr_scale), _or_one(recipe.width_scale)
-    decay = recipe.matrix_decay * _or_one(recipe.decay_scale)
-
-    def adam(lr: float, beta1: float, beta2: float, weight_decay: float) -> optax.GradientTransformationExtraArgs:
-        return adamw(lr, beta1, beta2, recipe.eps, weight_decay)
-
-    return {
-        "matrices": muon(recipe.matrix_lr * scale, recipe.muon_beta2, decay, recipe.muon_steps, dtype),
-        "head": adam(recipe.head_lr * scale * width, 0.8, 0.96, 0.01),
-        "embedding": adam(recipe.embedding_lr * scale * width, 0.8, 0.995, 0.001),
-        "value_embeddings": adam(recipe.value_embedding_lr * scale * width, 0.8, 0.995, 0.01),
-        "residual_scales": adam(recipe.residual_lr * scale, 0.8, 0.95, 0.05),
-        "x0_scales": adam(recipe.x0_lr * scale, 0.96, 0.95, 0.0),
-        "gates": adam(recipe.gate_lr * scale, 0.8, 0.95, 0.0),
-        "smear": adam(recipe.smear_lr * scale, 0.8, 0.95, 0.0),
+    lr, decay = constants.muon_rate(recipe)
+    return {"matrices": muon(lr, recipe.muon_beta2, decay, recipe.muon_steps, dtype)} | {
+        name: adamw(group, recipe.eps) for name, group in constants.adamw_groups(recipe).items()
     }
 
 
@@ -77,15 +54,14 @@ def make_optimizer(recipe: OptimRecipe, dtype: jnp.dtype) -> optax.GradientTrans
     return optax.partition({**rules(recipe, dtype)}, group_of)
 
 
-def adamw(
-    peak: float, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> optax.GradientTransformationExtraArgs:
-    """optax.adamw with the rate handed in: peak · multipliers.lr."""
-    chain = optax.chain(optax.scale_by_adam(beta1, beta2, eps), optax.add_decayed_weights(weight_decay))
+def adamw(group: constants.AdamWGroup, eps: float) -> optax.GradientTransformationExtraArgs:
+    """optax.adamw with the learning rate group.lr · multipliers.lr."""
+    moments = optax.scale_by_adam(group.beta1, group.beta2, eps)
+    chain = optax.chain(moments, optax.add_decayed_weights(group.weight_decay))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         steps, state = chain.update(updates, state, params)
-        lr = peak * extra["multipliers"].lr
+        lr = group.lr * extra["multipliers"].lr
         return jax.tree.map(lambda step: -lr * step, steps), state
 
     return optax.GradientTransformationExtraArgs(chain.init, update)
@@ -135,8 +111,8 @@ def polar_express(x: jax.Array, steps: int) -> jax.Array:
     """Matrices (…, R, C): singular values to about 1, singular vectors unchanged; in x's dtype, sums in fp32."""
     tall, dtype = x.shape[-2] > x.shape[-1], x.dtype
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    x = (x / (norm * MARGIN + TINY)).astype(dtype)
-    for a, b, c in [POLAR_EXPRESS[i] if i < len(POLAR_EXPRESS) else CONVERGENT for i in range(steps)]:
+    x = (x / (norm * constants.POLAR_MARGIN + constants.TINY)).astype(dtype)
+    for a, b, c in constants.polar_coefficients(steps):
         gram = _gram(x, tall)
         polynomial = (b * gram + c * _times(gram, gram)).astype(dtype)
         x = (a * x + (_times(x, polynomial) if tall else _times(polynomial, x))).astype(dtype)
@@ -163,16 +139,16 @@ def _direction(
 ) -> tuple[jax.Array, jax.Array]:
     """Equal rows → orthogonalised → norm restored → variance reduced; and the new second moment."""
     rows = jnp.linalg.norm(x, axis=-1, keepdims=True)
-    floor = 1e-6 * jnp.sqrt(jnp.mean(jnp.square(rows), axis=-2, keepdims=True))
-    x = polar_express((x / (jnp.maximum(rows, floor) + TINY)).astype(dtype), steps).astype(jnp.float32)
-    x = x * (min(x.shape[-2:]) ** 0.5 / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + TINY))
+    floor = constants.ROW_FLOOR * jnp.sqrt(jnp.mean(jnp.square(rows), axis=-2, keepdims=True))
+    x = polar_express((x / (jnp.maximum(rows, floor) + constants.TINY)).astype(dtype), steps).astype(jnp.float32)
+    x = x * (min(x.shape[-2:]) ** 0.5 / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + constants.TINY))
     axis = -1 if second.shape[-1] == 1 else -2
     energy = jnp.mean(jnp.square(x), axis=axis, keepdims=True)
     second = second + (1 - beta2) * (energy - second)
-    scale = jax.lax.rsqrt(second + 1e-10)
+    scale = jax.lax.rsqrt(second + constants.VARIANCE_EPS)
     before = jnp.sum(energy, axis=(-2, -1), keepdims=True)
     after = jnp.sum(energy * jnp.square(scale), axis=(-2, -1), keepdims=True)
-    return x * (scale * jnp.sqrt(before / (after + TINY))), second
+    return x * (scale * jnp.sqrt(before / (after + constants.TINY))), second
 
 
 def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, second: Any) -> tuple[Any, Any]:
@@ -210,7 +186,3 @@ def _spread(matrices: list[jax.Array], padding: int) -> jax.Array:
     whole = [jax.reshard(x, P(None, None)) for x in matrices]
     stack = jnp.stack(whole + [jnp.zeros_like(whole[0])] * padding)
     return jax.reshard(stack, P(AXES, None, None))
-
-
-def _or_one(scale: float | None) -> float:
-    return 1.0 if scale is None else scale

@@ -20,13 +20,11 @@ from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.grug.optim import group_of, make_optimizer, rules
-from quern.grug.recipe import RECIPE as JAX_RECIPE
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, loss_and_grads, state_of, step_config, train_step
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
-from quern.recipes.gpt import RECIPE as TORCH_RECIPE
 from quern.resolve import resolve
 from quern.train.state import TrainState as TorchState
 from quern.train.step import to_device
@@ -202,7 +200,7 @@ def whole_step(micro_rows: int, clip_norm: float | None) -> dict[str, float]:
 
 
 def table() -> list[str]:
-    """Groups of parameters, by name and rule, and idle fields of the recipe, in which the two sides differ."""
+    """Names of parameters and optimizer groups in which the two sides differ."""
     recipe = recipe_of()
     with jax.set_mesh(mesh_of("one")):
         params = from_torch(weights_of(toy_state(recipe)), recipe.model, mesh_of("one"))
@@ -210,8 +208,7 @@ def table() -> list[str]:
     theirs = {
         name: group for group, members in toy_state(recipe).model.parameter_groups().items() for name, _ in members
     }
-    names = set(JAX_RECIPE.unused) ^ set(TORCH_RECIPE.unused)
-    names |= rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
+    names = rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
     return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
 
 

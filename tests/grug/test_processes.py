@@ -35,6 +35,7 @@ def test_two_processes_are_one(grug: Grug, tmp_path: Path) -> None:
     found = [json.loads(out.strip().splitlines()[-1]) for out, _ in answers]
     assert found[0] == found[1]
     assert found[0]["named alike"] == "name-0"
+    assert found[0]["refusal"] == "process 0 found no text"
     assert found[0]["one raised"] and not found[0]["none raised"]
     one = grug("two_processes:expected", folder=str(tmp_path / "checkpoints"))
     gaps = [abs(a - b) / abs(b) for a, b in zip(found[0]["losses"], one["losses"], strict=True)]
@@ -48,15 +49,7 @@ def test_importing_the_twin_imports_no_torch() -> None:
     )
     assert len(modules) >= 12
     code = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
-    code += "from quern.grug.recipe import RECIPE, from_torch_json, torch_json\n"
-    code += "assert from_torch_json(torch_json(RECIPE)) == RECIPE\nprint('torch' in sys.modules)"
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "False"
-
-
-def test_another_architecture_is_refused() -> None:
-    code = "from quern.grug.recipe import *\nbody = torch_json(RECIPE) | {'make_model': 'quern.model.unet:UNet'}\n"
-    code += "try: from_torch_json(body)\nexcept ValueError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "the JAX twin computes the `gpt` recipe only" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""One of two processes that share a mesh: trains a few steps and saves; prints what it saw. Without torch.
+"""One of two processes that share a mesh: trains a few steps and saves; prints what it saw.
 
 python -m tests.grug.two_processes COORDINATOR ID FOLDER
 """
@@ -18,10 +18,10 @@ from quern.data.batch import Batch
 from quern.grug import checkpoint
 from quern.grug.bridge import to_torch
 from quern.grug.gauntlet import moved
-from quern.grug.mesh import anywhere, join_processes, make_mesh, same_everywhere
-from quern.grug.recipe import RECIPE
+from quern.grug.mesh import anywhere, first_process_first, join_processes, make_mesh, same_everywhere
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, init_state, state_of, step_config, train_step
 from quern.recipe import ModelRecipe, TrainRecipe
+from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 
 ROWS = 8
@@ -57,6 +57,14 @@ def main(coordinator: str, process: int, folder: Path) -> None:
     join_processes(coordinator, 2, process)
     cfg, mesh = config(), make_mesh(data=2, model=2)
     assert len(jax.local_devices()) == 2 and jax.process_count() == 2
+    refusal = ""
+    try:
+        with first_process_first():
+            if process == 0:
+                raise FileNotFoundError("process 0 found no text")
+            refusal = "the body ran on process 1"
+    except (FileNotFoundError, ValueError) as error:
+        refusal = str(error)
     with jax.set_mesh(mesh), checkpoint.JaxSaver(folder, keep=2) as saver:
         _, losses = steps(mesh, cfg, saver)
         saver.wait()
@@ -65,6 +73,7 @@ def main(coordinator: str, process: int, folder: Path) -> None:
             "named alike": same_everywhere(f"name-{process}"),
             "one raised": anywhere(process == 1),
             "none raised": anywhere(False),
+            "refusal": refusal,
         }
     print(json.dumps(found), flush=True)
 
