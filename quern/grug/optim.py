@@ -1,11 +1,11 @@
-"""The optimizer: optax's AdamW, and Muon as on the PyTorch side, each on its own groups of parameters.
+"""The optimizer: optax's AdamW and our Muon, each on its groups of parameters.
 
-The twin of quern/optim/: the same table of groups, rates and constants, the same order of operations. Muon is ours
-because optax's has no row equilibration, norm restoration, variance reduction or cautious decay. Rates, Muon's
-momentum and its decay come in with every update, as arrays, so that a schedule never compiles anything anew.
+The twin of quern/optim/: it shares constants.py and has the same order of operations. optax's Muon has no row
+equilibration, norm restoration, variance reduction or cautious decay. Rates, Muon's momentum and its decay are
+arguments of every update, as arrays, so a schedule never causes a recompilation.
 
-Muon needs whole matrices. Matrices of one shape are stacked, and the stack is spread over the devices matrix by
-matrix, so that each matrix is orthogonalised once.
+Muon needs whole matrices. Matrices of one shape are stacked, and the stack is sharded over all devices along N, so
+each matrix is orthogonalised once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quern.recipe import OptimRecipe
 
 
 def group_of(params: Params) -> Params:
-    """The same structure, holding the name of each parameter's group."""
+    """Returns the same structure with the name of each parameter's group."""
     fields = {
         "query": "matrices", "key": "matrices", "value": "matrices", "out": "matrices", "up": "matrices",
         "down": "matrices", "value_gate": "gates", "value_embedding": "value_embeddings", "smear_gate": "smear",
@@ -42,7 +42,7 @@ def group_of(params: Params) -> Params:
 
 
 def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTransformationExtraArgs]:
-    """group → its rule with peak rate and constants; dtype: of Muon's matrix products."""
+    """Returns each group's rule with its peak rate and constants. dtype: of Muon's matrix products."""
     lr, decay = constants.muon_rate(recipe)
     return {"matrices": muon(lr, recipe.muon_beta2, decay, recipe.muon_steps, dtype)} | {
         name: adamw(group, recipe.eps) for name, group in constants.adamw_groups(recipe).items()
@@ -50,7 +50,7 @@ def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTran
 
 
 def make_optimizer(recipe: OptimRecipe, dtype: jnp.dtype) -> optax.GradientTransformationExtraArgs:
-    """`update(grads, state, params, multipliers=…)` gives what is to be added to the parameters."""
+    """Returns the optimizer: `update(grads, state, params, multipliers=…)` returns the changes to add."""
     return optax.partition({**rules(recipe, dtype)}, group_of)
 
 
@@ -77,7 +77,15 @@ class MuonState(NamedTuple):
 def muon(
     peak: float, beta2: float, weight_decay: float, steps: int, dtype: jnp.dtype
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon on a tree of (R, C) matrices; see quern/optim/muon.py for the method and its sources."""
+    """Muon on a pytree of (R, C) matrices; quern/optim/muon.py explains the method and names its sources.
+
+    Args:
+        peak: Peak learning rate.
+        beta2: Of the variance reduction.
+        weight_decay: Share of the weights that decays at a rate of 1, before the schedule.
+        steps: Iterations of the orthogonalisation.
+        dtype: Of the matrix products in it.
+    """
 
     def init(params: Any) -> MuonState:
         def second(p: jax.Array) -> jax.Array:
@@ -108,7 +116,7 @@ def muon(
 
 
 def polar_express(x: jax.Array, steps: int) -> jax.Array:
-    """Matrices (…, R, C): singular values to about 1, singular vectors unchanged; in x's dtype, sums in fp32."""
+    """Brings the singular values of matrices (…, R, C) near 1; in x's dtype, accumulated in fp32."""
     tall, dtype = x.shape[-2] > x.shape[-1], x.dtype
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
     x = (x / (norm * constants.POLAR_MARGIN + constants.TINY)).astype(dtype)
@@ -120,8 +128,8 @@ def polar_express(x: jax.Array, steps: int) -> jax.Array:
 
 
 def _gram(x: jax.Array, tall: bool) -> jax.Array:
-    """xᵀx of a tall matrix, else xxᵀ. The rows of a tall one are summed in two halves, which is what makes XLA's CPU
-    backend turn an operand first; it would multiply in fp32 otherwise (see `_over_queries` in attention.py)."""
+    """xᵀx of a tall matrix, else xxᵀ. A tall matrix's rows are split into two dims, so XLA's CPU backend transposes
+    an operand instead of multiplying in fp32 (see `_over_queries` in attention.py)."""
     if not tall:
         return _times(x, jnp.swapaxes(x, -1, -2))
     *stack, R, C = x.shape
@@ -130,14 +138,14 @@ def _gram(x: jax.Array, tall: bool) -> jax.Array:
 
 
 def _times(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product in x's dtype, accumulated in fp32 (see product.py)."""
+    """A matrix product in x's dtype, accumulated in fp32 (see product.py)."""
     return jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def _direction(
     x: jax.Array, second: jax.Array, beta2: float, steps: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Equal rows → orthogonalised → norm restored → variance reduced; and the new second moment."""
+    """Equal rows → orthogonalisation → norm restored → variance reduced; returns that and the new second moment."""
     rows = jnp.linalg.norm(x, axis=-1, keepdims=True)
     floor = constants.ROW_FLOOR * jnp.sqrt(jnp.mean(jnp.square(rows), axis=-2, keepdims=True))
     x = polar_express((x / (jnp.maximum(rows, floor) + constants.TINY)).astype(dtype), steps).astype(jnp.float32)
@@ -152,7 +160,7 @@ def _direction(
 
 
 def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, second: Any) -> tuple[Any, Any]:
-    """Applies a function of stacks to the matrices of a tree, one stack for each shape, spread over all devices."""
+    """Applies a function of stacks to the matrices of a pytree, one stack per shape, sharded over all devices."""
     matrices, structure = jax.tree.flatten(tree)
     if jax.default_backend() == "cpu":
         function = _one_by_one(function)
@@ -161,7 +169,7 @@ def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, s
     results: list[tuple[jax.Array, jax.Array]] = [(x, x) for x in matrices]
     for shape in dict.fromkeys(x.shape for x in matrices):
         members = [i for i, x in enumerate(matrices) if x.shape == shape]
-        padding = -len(members) % devices  # matrices of zeros, which come out as zeros
+        padding = -len(members) % devices  # matrices of zeros stay zero
         done = function(*(_spread([leaves[i] for i in members], padding) for leaves in (matrices, seconds)))
         stacks = [jax.reshard(stack, P(None, None, None)) for stack in done]
         for n, i in enumerate(members):
@@ -171,7 +179,7 @@ def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, s
 
 
 def _one_by_one(function: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """On each device a matrix at a time, so that it stays in a CPU's cache."""
+    """Maps over one matrix at a time on each device, so that it stays in a CPU's cache."""
     cut = P(AXES, None, None)
     return jax.shard_map(
         lambda *stacks: jax.lax.map(lambda one: function(*one), stacks),
@@ -182,7 +190,7 @@ def _one_by_one(function: Callable[..., tuple[jax.Array, jax.Array]]) -> Callabl
 
 
 def _spread(matrices: list[jax.Array], padding: int) -> jax.Array:
-    """(N + padding, R, C), whole matrices cut along N over all devices."""
+    """(N + padding, R, C) of whole matrices, sharded along N over all devices."""
     whole = [jax.reshard(x, P(None, None)) for x in matrices]
     stack = jnp.stack(whole + [jnp.zeros_like(whole[0])] * padding)
     return jax.reshard(stack, P(AXES, None, None))
