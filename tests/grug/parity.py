@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from quern.data.batch import Batch
+from quern.grug.attention import AttentionMask
 from quern.grug.bridge import from_torch, to_torch
 from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.grug.optim import group_of, make_optimizer, rules
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, loss_and_grads, state_of, step_config, train_step
+from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
@@ -125,6 +127,33 @@ def forward_and_backward(kind: str, model: dict[str, Any]) -> dict[str, float]:
         "logits": relative(found, expected),
         "loss": relative(*zip(*losses, strict=True)),
         "every gradient": deviation(stacked[0], stacked[1]),
+    }
+
+
+def segments() -> dict[str, float]:
+    """Logits, loss and gradients where attention does not cross from one document of a row into the next."""
+    recipe, batch, mesh = recipe_of(), batch_of("full"), mesh_of("one")
+    torch_state, cfg = toy_state(recipe), step_config(recipe, "float32")
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, batch.tokens.shape), axis=1).astype(np.int32)
+    tokens, context = torch.from_numpy(batch.tokens.astype(np.int64)), CausalContext(torch.from_numpy(ids))
+    expected = torch_state.model.logits(torch_state.model(tokens, context))
+    nats = torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), torch.from_numpy(batch.targets.astype(np.int64)).flatten(), reduction="none"
+    )
+    mask = torch.from_numpy(batch.mask).flatten()
+    expected_loss = nats[mask].sum() / mask.sum()
+    expected_loss.backward()
+    theirs = {name: p.grad.numpy() for name, p in torch_state.model.named_parameters()}
+    with jax.set_mesh(mesh):
+        params = from_torch(weights_of(torch_state), cfg.model, mesh)
+        one = jax.tree.map(lambda x: x[0], device_batch(batch, ROWS, mesh))
+        within = AttentionMask(segment_ids=place(ids, P(BATCH, None), mesh))
+        loss, ours = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, mask=within)))(params)
+        found = jax.jit(lambda p: logits(p, forward(p, one["tokens"], cfg.model, mask=within), cfg.model))(params)
+    return {
+        "logits": relative(found, expected.detach().numpy()),
+        "loss": relative(loss, expected_loss.item()),
+        "every gradient": deviation(to_torch(ours), theirs),
     }
 
 

@@ -33,6 +33,11 @@ def test_jax_is_pytorch(grug: Grug, law: Law, shape: str, kind: str) -> None:
     record(law, "JAX twin = PyTorch", grug("parity:forward_and_backward", kind=kind, model=SHAPES[shape]))
 
 
+def test_documents_are_kept_apart_alike(grug: Grug, law: Law) -> None:
+    """Training lets documents see each other on both sides; a mask of segments is PyTorch's context of documents."""
+    record(law, "JAX twin = PyTorch, attention within documents", grug("parity:segments"))
+
+
 def test_one_update_of_each_rule(grug: Grug, law: Law) -> None:
     record(law, "JAX twin = PyTorch, weights after updates from the same gradients", grug("parity:updates"))
     record(law, "JAX twin = PyTorch, Muon", {"the change of one update": grug("parity:direction")})
