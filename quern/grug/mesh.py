@@ -43,17 +43,10 @@ def make_mesh(
     model: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Makes a mesh.
+    """Makes a mesh of these sizes over `devices`, by default all devices of all processes.
 
-    Args:
-        replica_dcn: Size of that axis; so for the others.
-        replica: See the top of this file.
-        data: None takes the devices that the other axes leave.
-        model: See the top of this file.
-        devices: By default all devices of all processes.
-
-    Raises:
-        ValueError: The sizes do not multiply to the number of devices.
+    data: None takes the devices that the other axes leave. Raises ValueError, with the number of devices, when the
+    sizes do not multiply to it.
     """
     devices = jax.devices() if devices is None else list(devices)
     others = replica_dcn * replica * model
@@ -71,16 +64,7 @@ def make_mesh(
 
 
 def check_fits(cfg: ModelRecipe, mesh: Mesh, batch_rows: int) -> None:
-    """Checks that the mesh can shard a model and its batches.
-
-    Args:
-        cfg: The model's shape, resolved.
-        mesh: The mesh.
-        batch_rows: Rows of a micro-batch.
-
-    Raises:
-        ValueError: The model axis does not divide the heads, or the batch's axes do not divide the rows.
-    """
+    """Raises ValueError unless the model axis divides the heads, and the batch's axes the rows of a micro-batch."""
     assert cfg.heads and cfg.kv_heads
     cuts, model = batch_shards(mesh), mesh.shape["model"]
     for name, count in (("heads", cfg.heads), ("kv_heads", cfg.kv_heads)):

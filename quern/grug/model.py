@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -40,11 +39,7 @@ Leaf = Any
 """An array, or in a description of the same structure a shape with its sharding (`layout`) or a name."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["query", "key", "value", "out", "up", "down", "value_gate", "value_embedding"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JaxBlock:
     """One layer. Alternating layers, the last one included, have a value embedding and its gate; others have None."""
@@ -59,13 +54,7 @@ class JaxBlock:
     value_embedding: Leaf  # (V, K·E)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "embedding", "head", "blocks", "residual_scales", "x0_scales", "smear_gate", "smear_scale", "backout_scale",
-    ],
-    meta_fields=[],
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
     """The whole model."""
@@ -221,19 +210,9 @@ def self_attention(
     cfg: ModelRecipe,
     attend: Attend,
 ) -> jax.Array:
-    """Grouped-query attention with QK norm and a gated value embedding.
+    """Grouped-query attention with QK norm and a gated value embedding: normed x (B, T, D) → (B, T, D) in its dtype.
 
-    Args:
-        block: The layer.
-        x: (B, T, D), normed.
-        tokens: (B, T) int32, for the value embedding.
-        rotary: From `rotary_table`.
-        mask: With the layer's window.
-        cfg: The model's shape.
-        attend: Computes attention.
-
-    Returns:
-        (B, T, D) in x's dtype.
+    tokens: (B, T) int32, for the value embedding; rotary: from `rotary_table`; mask: with the layer's window.
     """
     assert cfg.head_dim
     q, k, v = (

@@ -26,7 +26,7 @@ from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "rng"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JaxTrainState:
     """Everything that a step changes. params: fp32; rng: a new key in each step, for models that draw numbers."""

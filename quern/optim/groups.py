@@ -96,10 +96,10 @@ def make_groups(
 def table(recipe: OptimRecipe) -> dict[str, tuple[Rule, float]]:
     """group → (rule, peak learning rate) of the `gpt` architecture. Unresolved scales (None) count as 1."""
     lr, decay = muon_rate(recipe)
-    return {"matrices": (Muon(recipe.muon_beta2, decay, recipe.muon_steps), lr)} | {
-        name: (AdamW((group.beta1, group.beta2), recipe.eps, group.weight_decay), group.lr)
-        for name, group in adamw_groups(recipe).items()
-    }
+    rules: dict[str, tuple[Rule, float]] = {"matrices": (Muon(recipe.muon_beta2, decay, recipe.muon_steps), lr)}
+    for name, group in adamw_groups(recipe).items():
+        rules[name] = AdamW((group.beta1, group.beta2), recipe.eps, group.weight_decay), group.lr
+    return rules
 
 
 def check_complete(
