@@ -1,6 +1,6 @@
-"""Compares the JAX twin with the PyTorch model, and a mesh with one device. Runs in JAX's process (process.py).
+"""Compares the JAX twin with the PyTorch model, and a mesh with one device. Runs in JAX's process (jax_process.py).
 
-Every function returns relative deviations: the norm of the difference over the norm of what is expected.
+Every function returns relative deviations: the norm of the difference over the norm of the expected value.
 """
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ def both(state: JaxTrainState, batch: Any, told: Multipliers, cfg: StepConfig) -
 
 
 def deviation(found: Arrays, expected: Arrays) -> float:
-    """The worst over all arrays, which must be the same ones."""
+    """The largest relative deviation of any array; both sides must have the same names."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     return max(relative(found[name], value) for name, value in expected.items())
 
@@ -70,7 +70,7 @@ def mesh_of(name: str) -> Mesh:
 
 
 def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any) -> Recipe:
-    """Toy sizes whose heads can be spread: four heads sharing two keys, unless said otherwise."""
+    """Toy sizes with heads that a mesh can shard: by default four heads that share two keys."""
     toy = toy_recipe({"kv_heads": 2, "heads": 4, "head_dim": 8, "vocab_size": 62, **model}, **(train or {}))
     return resolve(replace(toy, depth=depth))
 
@@ -80,7 +80,7 @@ def weights_of(state: TorchState) -> Arrays:
 
 
 def batch_of(kind: str, step: int = 0) -> Batch:
-    """full, or weighted: a third of the targets, with signed weights."""
+    """kind: "full", or "weighted": a third of the targets, with signed weights."""
     batch = toy_loader().batch(step)
     if kind == "full":
         return batch
@@ -99,8 +99,8 @@ def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> JaxTrainState:
 def forward_and_backward(kind: str, model: dict[str, Any]) -> dict[str, float]:
     """Logits, loss and the worst gradient, on one device.
 
-    Gradients are compared row by row of the batch: of the scales, single numbers, a whole batch's gradient can be a
-    thousandth of its terms, which fp32 then holds to three digits fewer, on either side.
+    Gradients are compared for each row. A scale is a single number, and its gradient over a whole batch can be a
+    thousandth of its terms; fp32 then has three digits fewer, on both sides.
     """
     recipe = recipe_of(**model)
     torch_state, batch, mesh = toy_state(recipe), batch_of(kind), mesh_of("one")
@@ -158,10 +158,10 @@ def segments() -> dict[str, float]:
 
 
 def updates(steps: int = 3) -> dict[str, float]:
-    """What each rule adds to the weights, from the same gradients and weights, over a few updates.
+    """Weights after each of a few updates by both rules, from the same weights and gradients.
 
-    The gradients are drawn, so that their matrices are well conditioned: a polar factor of nearly singular ones
-    amplifies rounding, on either side.
+    The gradients are random, so their matrices are well conditioned: the polar factor of a nearly singular matrix
+    amplifies rounding, on both sides.
     """
     recipe = recipe_of()
     rng = np.random.default_rng(0)
@@ -190,7 +190,7 @@ def updates(steps: int = 3) -> dict[str, float]:
 
 
 def direction() -> float:
-    """Muon's change itself, in one update, against quern.optim's on the same matrices (tall, wide, square)."""
+    """Muon's change in one update, against quern.optim's on the same matrices (tall, wide, square)."""
     from quern.optim.muon import Muon
 
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""One of two processes that share a mesh: trains a few steps and saves; prints what it saw.
+"""One of two processes that share a mesh: trains a few steps, saves, and prints its results.
 
 python -m tests.grug.two_processes COORDINATOR ID FOLDER
 """
@@ -34,9 +34,10 @@ def config() -> StepConfig:
 
 
 def steps(mesh: Mesh, cfg: StepConfig, saver: checkpoint.JaxSaver | None) -> tuple[JaxTrainState, list[float]]:
-    """The state after one step, which is saved, and the losses of two; the mesh is set.
+    """Returns the state after one step, which is saved, and the losses of two steps.
 
-    From moved weights, as in the laws: at the start some gradients are nearly singular, and Muon amplifies rounding.
+    The weights are perturbed, as in the laws: initially some gradients are nearly singular, and Muon amplifies
+    rounding.
     """
     state, losses, rng = init_state(0, cfg), [], np.random.default_rng(0)
     state = state_of(jax.tree.map(moved, state.params), jax.random.key(1), cfg)
@@ -79,7 +80,7 @@ def main(coordinator: str, process: int, folder: Path) -> None:
 
 
 def expected(folder: str) -> dict[str, Any]:
-    """The same steps in one process on one device, and how far its weights lie from what the two saved."""
+    """The same steps in one process on one device, and the deviation of its weights from the saved ones."""
     cfg, mesh = config(), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         state, losses = steps(mesh, cfg, None)

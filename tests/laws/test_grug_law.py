@@ -1,6 +1,6 @@
 """Law: the JAX twin = PyTorch, from the same weights and batch; a mesh of devices = one device. In fp32, on a CPU.
 
-What is compared is written in tests/grug/parity.py, and runs in JAX's own process.
+The comparisons are in tests/grug/parity.py and run in JAX's own process.
 """
 
 from collections.abc import Callable
