@@ -55,15 +55,9 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
 
 
 def from_torch(tensors: Mapping[str, np.ndarray], cfg: ModelRecipe, mesh: Mesh) -> Params:
-    """Converts arrays of the PyTorch model into parameters on the mesh.
+    """Converts arrays, by their names in the PyTorch model, into parameters that are sharded over the mesh.
 
-    Args:
-        tensors: Arrays by their names in the PyTorch model.
-        cfg: The model's shape, resolved.
-        mesh: The mesh that the parameters are sharded over.
-
-    Raises:
-        ValueError: A name is missing or unknown, or an array has another shape.
+    Raises ValueError naming the arrays that are missing, unknown or of another shape.
     """
     shapes = layout(cfg, mesh)
     names = torch_names(shapes)
@@ -86,13 +80,7 @@ def _problems(expected: Mapping[str, Any], found: Mapping[str, np.ndarray]) -> I
 
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
-    """Writes one safetensors file, completely or not at all.
-
-    Args:
-        path: The file; its folder is created.
-        tensors: Arrays by name.
-        facts: JSON for the file's header: recipe, tokenizer, step.
-    """
+    """Writes one safetensors file, completely or not at all. facts: JSON for its header (recipe, tokenizer, step)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent, path.name)
     temporary = TemporaryFolder(path)

@@ -25,14 +25,7 @@ CLEARLY = 1.2
 
 
 def choose_dtype(dtype: str | None) -> str:
-    """Chooses the dtype of training; all processes choose the same one.
-
-    Args:
-        dtype: "fp32", "bf16" or None (choose).
-
-    Returns:
-        "float32" or "bfloat16".
-    """
+    """Returns "float32" or "bfloat16", the same on all processes. dtype: "fp32", "bf16" or None (choose)."""
     if dtype is not None:
         return {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     if jax.default_backend() != "cpu":

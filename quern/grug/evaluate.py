@@ -25,21 +25,10 @@ from quern.recipe import ModelRecipe
 def validate(
     params: Params, corpus: Corpus, token_bytes: np.ndarray, rows: int, mesh: Mesh, cfg: StepConfig
 ) -> dict[str, Any]:
-    """Measures the loss over every target of a corpus that encodes at least one byte.
+    """Measures val_bpb and val_loss (nats per token) over every target that encodes at least one byte.
 
-    Args:
-        params: fp32.
-        corpus: The validation text.
-        token_bytes: Bytes of each token, by id.
-        rows: Rows of a batch, a multiple of its shards.
-        mesh: The mesh, which is set.
-        cfg: The static arguments of a step.
-
-    Returns:
-        val_bpb, and val_loss (nats per token). Sums are float64.
-
-    Raises:
-        ValueError: No target encodes a byte.
+    token_bytes: bytes of each token, by id; rows: rows of a batch, a multiple of its shards; mesh: the current mesh.
+    Sums are float64. Raises ValueError when no target encodes a byte.
     """
     context = cfg.model.context
     assert context

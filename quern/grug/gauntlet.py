@@ -42,16 +42,9 @@ TOLERANCE = 1e-5  # of fp32, relative
 
 
 def run(file: Path, out: Path, steps: int, log: Callable[[str], None]) -> bool:
-    """Checks and measures an experiment, and writes <out>/gauntlet/<name>.json.
+    """Checks an experiment, times `steps` steps and writes <out>/gauntlet/<name>.json.
 
-    Args:
-        file: The experiment.
-        out: The folder of all results.
-        steps: How many steps to time.
-        log: Called with lines for the user.
-
-    Returns:
-        Whether every check passed.
+    Returns whether every check passed.
     """
     module = load(file)
     checks = check(module)

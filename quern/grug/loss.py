@@ -46,19 +46,8 @@ def loss_fn(
 ) -> jax.Array:
     """Computes the sum of scale · nats over a batch.
 
-    Args:
-        params: In the dtype to compute in.
-        batch: See `Batch`.
-        cfg: The model's shape, resolved.
-        block_tokens: Positions of a row at a time; None takes whole rows.
-        mask: See `forward`.
-        attend: Computes attention.
-
-    Returns:
-        An fp32 scalar.
-
-    Raises:
-        ValueError: Blocks do not divide a row.
+    params: in the dtype to compute in; block_tokens: positions of a row at a time, None takes whole rows; mask and
+    attend: see `forward`. Returns an fp32 scalar. Raises ValueError when blocks do not divide a row.
     """
     x = forward(params, batch["tokens"], cfg, mask=mask, attend=attend)
     if block_tokens is None or block_tokens >= x.shape[1]:

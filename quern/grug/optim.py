@@ -79,12 +79,8 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon on a pytree of (R, C) matrices; quern/optim/muon.py explains the method and names its sources.
 
-    Args:
-        peak: Peak learning rate.
-        beta2: Of the variance reduction.
-        weight_decay: Share of the weights that decays at a rate of 1, before the schedule.
-        steps: Iterations of the orthogonalisation.
-        dtype: Of the matrix products in it.
+    peak: peak learning rate; beta2: of the variance reduction; steps: iterations of the orthogonalisation; dtype: of
+    its matrix products.
     """
 
     def init(params: Any) -> MuonState:

@@ -49,12 +49,7 @@ class StepConfig:
 
 
 def step_config(recipe: Recipe, dtype: str) -> StepConfig:
-    """Returns the static arguments for a resolved recipe on the devices of this process.
-
-    Args:
-        recipe: Resolved, with its vocabulary.
-        dtype: "float32" or "bfloat16".
-    """
+    """Returns the static arguments for a resolved recipe (with its vocabulary) on this process's devices."""
     assert recipe.model.context
     block = measured_block(jax.default_backend(), dtype, recipe.model.context)
     return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm, block)
@@ -105,16 +100,9 @@ def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
 def train_step(
     state: JaxTrainState, batch: Batch, multipliers: Multipliers, cfg: StepConfig
 ) -> tuple[JaxTrainState, dict[str, jax.Array]]:
-    """Runs one optimizer step.
+    """Runs one optimizer step on a batch of `device_batch`; donates the state.
 
-    Args:
-        state: It is donated.
-        batch: From `device_batch`.
-        multipliers: The schedule's values for this step.
-        cfg: The static arguments.
-
-    Returns:
-        The new state, and metrics: loss (nats per valid target) and grad_norm.
+    Returns the new state, and metrics: loss (nats per valid target) and grad_norm.
     """
     loss, grads = loss_and_grads(state.params, batch, cfg)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))

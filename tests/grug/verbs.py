@@ -61,7 +61,9 @@ def verb(*arguments: str) -> str:
 
 def chain() -> dict[str, Any]:
     """train → eval → export → PyTorch's measure; PyTorch's checkpoint → import → equal logits; and what is refused."""
+    mesh = make_mesh(devices=jax.devices()[:1])  # programs for one device compile faster
     jax_stage.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
+    command.open_mesh = lambda where: mesh  # type: ignore[assignment]
     with folder():
         twin, back = RunDir(Path("out"), "twin"), RunDir(Path("out"), "back")
         found: dict[str, Any] = {"export before training": verb("export", "--run", "twin")}
@@ -78,11 +80,11 @@ def chain() -> dict[str, Any]:
         shutil.rmtree(back.stage(jax_stage.STAGE))
         found["import"] = verb("import", "--run", "back")
         tokens = np.random.default_rng(0).integers(0, 320, (8, 32)).astype(np.int32)
-        mesh = make_mesh(devices=jax.devices()[:1])
         twice = jax_stage.load(back, mesh, "float32", print)
         with jax.set_mesh(mesh):
             params, shape = twice.state.params, twice.cfg.model
-            ours = logits(params, forward(params, place(tokens, P(BATCH, None), mesh), shape), shape)
+            run = jax.jit(lambda params, tokens: logits(params, forward(params, tokens, shape), shape))
+            ours = run(params, place(tokens, P(BATCH, None), mesh))
         with torch.no_grad():
             inputs = torch.from_numpy(tokens.astype(np.int64))
             theirs = loaded.model.logits(loaded.model(inputs, loaded.model.context(inputs))).numpy()

@@ -165,7 +165,8 @@ def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], No
         rows = _eval_rows(loaded.recipe, mesh)
         score = validate(loaded.state.params, prepared.val, loaded.tokenizer.token_bytes(), rows, mesh, loaded.cfg)
     line = {"stage": STAGE, "step": loaded.counters.step, "task": "validation", "metric": "bpb"}
-    run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
+    if jax.process_index() == 0:
+        run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
     log(f"step {loaded.counters.step:,}: {score['val_bpb']:.4f} bits per byte, {score['val_loss']:.4f} nats per token")
     return score
 
