@@ -1,8 +1,8 @@
-"""The unchanged core through the gauntlet: what an experiment's figures are compared with."""
+"""The unchanged core, for the gauntlet: the baseline of every experiment's figures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,12 @@ import jax
 
 from quern.grug import model
 from quern.grug.attention import attention, reference_attention
-from quern.grug.loss import Batch
+from quern.grug.loss import Batch, measured_block
 from quern.grug.loss import loss_fn as core_loss
-from quern.grug.recipe import RECIPE
-from quern.grug.state import JaxTrainState, StepConfig, init_state, step_config
+from quern.grug.state import JaxTrainState, StepConfig, init_state
 from quern.grug.state import train_step as core_step
 from quern.optim.schedule import Multipliers
-from quern.recipe import ModelRecipe, TrainRecipe
-from quern.resolve import resolve
+from quern.recipe import ModelRecipe, OptimRecipe
 
 __all__ = ["attention", "reference_attention"]
 
@@ -31,16 +29,16 @@ class Config:
 
 
 def build_cfg(size: str) -> Config:
-    """check: two tiny layers; speed: the reference size of `quern bench`, eight rows at a time."""
+    """check: two tiny layers; speed: the reference size of `quern bench`; both with eight rows."""
     if size == "check":
-        depth, shape, rows = 2, ModelRecipe(width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=62, context=16), 8
+        shape = ModelRecipe(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=62, context=16)
     else:
-        depth, shape, rows = 4, ModelRecipe(width=256, heads=4, vocab_size=8192, context=512), 8
+        shape = ModelRecipe(depth=4, width=256, heads=4, kv_heads=4, head_dim=64, vocab_size=8192, context=512)
     assert shape.context and shape.vocab_size
-    train = TrainRecipe(steps=1000, batch_tokens=rows * shape.context)
-    recipe = resolve(replace(RECIPE, depth=depth, model=shape, train=train))
     dtype = "float32" if size == "check" or jax.default_backend() == "cpu" else "bfloat16"
-    return Config(step_config(recipe, dtype), shape.vocab_size, shape.context, rows)
+    block = measured_block(jax.default_backend(), dtype, shape.context)
+    step = StepConfig(shape, OptimRecipe(lr_scale=0.1, decay_scale=0.1), dtype, None, block)
+    return Config(step, shape.vocab_size, shape.context, 8)
 
 
 def init_fn(cfg: Config, key: jax.Array) -> JaxTrainState:

@@ -21,7 +21,6 @@ row has a target, and so has every batch and micro-batch of every rank.
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 from bisect import bisect_right
 from collections.abc import Generator, Iterator
@@ -32,6 +31,7 @@ import numpy as np
 
 from quern.data.batch import Batch, Batches
 from quern.data.packing import Packer, Packing, pack, packer
+from quern.data.prefetch import prefetch_items
 from quern.data.shards import Corpus
 
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
@@ -276,36 +276,8 @@ def prefetch(
     Raises:
         Exception: An error of the reader, when its batch is asked for.
     """
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, depth))
-    closed = threading.Event()
-
-    def hand_over(item: Batch | BaseException | None) -> None:
-        while not closed.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def read() -> None:
-        try:
-            for step in itertools.count(start) if stop is None else range(start, stop):
-                if closed.is_set():
-                    return
-                hand_over(loader.batch(step, rank, ranks))
-            hand_over(None)
-        except BaseException as error:  # the consumer must get any error instead of waiting
-            hand_over(error)
-
-    thread = threading.Thread(target=read, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        closed.set()
-        thread.join(timeout=5)
+    steps = itertools.count(start) if stop is None else range(start, stop)
+    return prefetch_items((loader.batch(step, rank, ranks) for step in steps), depth)
 
 
 def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""The JAX twin: the same model, optimizer and loss with explicit sharding. It imports no torch.
+"""The JAX twin: the `gpt` model, optimizer and loss in JAX with explicit sharding. It imports no torch.
 
-Its stages are in stages/jax/; laws hold its loss and gradients to the PyTorch model's.
+Its stages are in stages/jax/. Laws compare its loss, gradients and updates with those of the PyTorch model.
 """

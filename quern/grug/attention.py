@@ -1,10 +1,10 @@
-"""Causal attention with a small mask spec: the reference, a blocked path for any device, and the fast kernels.
+"""Causal attention with a mask of few fields: a reference, a blocked path for any device, and the fast kernels.
 
-q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; the scale is 1/sqrt(E). `attention` picks by the platform of
-the devices: on a GPU cuDNN's kernel, on a TPU splash attention, elsewhere the blocked path. All of them equal
-`reference_attention`, which builds the whole score matrix in fp32 and is never picked.
+q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; the scale is 1/sqrt(E). `attention` selects by platform: cuDNN's
+kernel on GPUs, splash attention on TPUs, else the blocked path. Tests compare all of them with `reference_attention`,
+which builds the whole score matrix in fp32 and is never selected.
 
-The blocked path computes, for each block of queries, the keys that the block can see and no others.
+For each block of queries, the blocked path computes only the keys that the block can see.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from quern.grug.dtype import product
 from quern.grug.mesh import BATCH
+from quern.grug.product import product
 
 BY_HEAD = P(BATCH, "model", None, None)
 GROUPED = P(BATCH, None, "model", None, None)
@@ -32,10 +32,10 @@ SPLASH_BLOCK = 128
 @partial(jax.tree_util.register_dataclass, data_fields=["segment_ids"], meta_fields=["causal", "window"])
 @dataclass(frozen=True)
 class AttentionMask:
-    """What a query may see. There is no dense form.
+    """The keys that a query may see. There is no dense form.
 
-    causal: nothing after itself. window: only the last `window` tokens, itself included (causal masks only).
-    segment_ids: (B, T) integers, a query sees keys of its own segment.
+    causal: no later keys. window: only the last `window` tokens, the query's own included (causal masks only).
+    segment_ids: (B, T) integers; only keys of the query's own segment.
     """
 
     causal: bool = True
@@ -48,11 +48,15 @@ class AttentionMask:
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """(B, T, H, E) by the path that suits the devices. Raises TypeError for anything but an AttentionMask."""
+    """Computes attention (B, T, H, E) by the path for the platform.
+
+    Raises:
+        TypeError: The mask is not an AttentionMask.
+    """
     if not isinstance(mask, AttentionMask):
         raise TypeError(
             f"attention takes an AttentionMask (causal, window, segment_ids), not a {type(mask).__name__}: "
-            "dense masks are not supported, say what is visible with its fields"
+            "dense masks are not supported, describe the visible keys with its fields"
         )
     return _pick(jax.default_backend())(q, k, v, _simplest(mask, q.shape[1]))
 
@@ -62,12 +66,12 @@ def _pick(platform: str) -> Callable[..., jax.Array]:
 
 
 def _simplest(mask: AttentionMask, T: int) -> AttentionMask:
-    """A window that reaches over the whole row is none."""
+    """Drops a window that covers the whole row."""
     return replace(mask, window=None) if mask.window is not None and mask.window >= T else mask
 
 
 def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """The definition, in fp32, returned in q's dtype."""
+    """The definition of attention: computed in fp32, returned in q's dtype."""
     T = q.shape[1]
     q_BTKGE = _by_kv_head(q, k.shape[2]).astype(jnp.float32)
     scores = jnp.einsum("bqkge,bske->bkgqs", q_BTKGE, k.astype(jnp.float32)) * q.shape[-1] ** -0.5
@@ -78,7 +82,7 @@ def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
 
 
 def visible(mask: AttentionMask, first: int, last: int, low: int, high: int) -> jax.Array:
-    """(B or 1, 1, 1, queries, keys) booleans: may query first … last - 1 see key low … high - 1."""
+    """Returns whether queries first … last - 1 see keys low … high - 1: booleans (B or 1, 1, 1, queries, keys)."""
     distance = jnp.arange(first, last)[:, None] - jnp.arange(low, high)
     allowed = distance >= 0 if mask.causal else jnp.ones(distance.shape, bool)
     if mask.window is not None:
@@ -91,14 +95,14 @@ def visible(mask: AttentionMask, first: int, last: int, low: int, high: int) -> 
 
 
 def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Block by block of queries, on any device; scores and their softmax in fp32.
+    """Attention one block of queries at a time, on any device; scores and their softmax in fp32.
 
-    Heads come first and the queries of a group stand one below the other, so that each product is a plain batch of
-    matrix products: on a CPU nearly twice as fast as with the tokens first.
+    Heads are the leading dims and the queries of a group are stacked along T, so each product is a plain batch of
+    matrix products. On a CPU that is nearly twice as fast as with T first.
     """
     G = q.shape[2] // k.shape[2]
     q, k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (_below(q, G), k, v))
-    # Without the barrier XLA takes the turning into the products, which then run in fp32.
+    # Without the barrier XLA fuses the transposition into the products, which then run in fp32.
     q, k, v = jax.lax.optimization_barrier((q, k, v))
     return _beside(jnp.transpose(_blocked(q, k, v, mask), (0, 2, 1, 3)), G)
 
@@ -107,15 +111,15 @@ def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionM
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """q (B, K, T · G, E), k and v (B, K, T, E) → (B, K, T · G, E).
 
-    The gradient is its own because autodiff's keeps fp32 scores and reads them more often: on a CPU it took more than
-    twice as long. Kept for it are, of each block, exp(score - maximum) in the inputs' dtype and its rows' sums.
+    It has a custom gradient: autodiff's stores fp32 scores and reads them more often, and took more than twice as long
+    on a CPU. The forward pass stores each block's exp(score - maximum) in the inputs' dtype and its inverse row sums.
     """
     return _blocked_forward(q, k, v, mask)[0]
 
 
 def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, Any]:
     E, G = q.shape[-1], q.shape[2] // k.shape[2]
-    # Columns of ones turn the product with the values into the rows' sums as well, which spares a pass.
+    # Columns of ones make the product with the values return the row sums too, which saves a pass.
     v_and_ones = jnp.concatenate([v, jnp.ones_like(v[..., :ONES])], axis=-1)
     parts, kept = [], []
     for first, last, low, high in _blocks(k.shape[2], mask):
@@ -134,7 +138,7 @@ def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
 
 def _blocked_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """With P = weights · inverse and dP = g · vᵀ: dscores = P ∘ (dP - rowsum(g ∘ y)), as in FlashAttention's paper
-    (Dao et al. 2022, arXiv:2205.14135, appendix B.2). The inverse goes into g, so that P is never made."""
+    (Dao et al. 2022, arXiv:2205.14135, appendix B.2). g is multiplied by the inverse, so P itself is never stored."""
     q, k, v, y, mask, kept = saved
     T, E, G = k.shape[2], q.shape[-1], q.shape[2] // k.shape[2]
     inner = jnp.sum(g.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
@@ -157,7 +161,7 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _blocks(T: int, mask: AttentionMask) -> list[tuple[int, int, int, int]]:
-    """(first query, last + 1, first key, last + 1): small blocks skip more of what is masked."""
+    """(first query, last + 1, first key, last + 1) of each block. Small blocks skip more masked keys."""
     size = BLOCK_QUERIES if mask.window is None else min(BLOCK_QUERIES, max(64, mask.window // 2))
     window = mask.window or T
     spans = [(first, min(T, first + size)) for first in range(0, T, size)]
@@ -167,8 +171,8 @@ def _blocks(T: int, mask: AttentionMask) -> list[tuple[int, int, int, int]]:
 def _over_queries(x: jax.Array, weights: jax.Array) -> jax.Array:
     """(B, K, M, E), (B, K, M, S) → fp32 (B, K, E, S), summed over the M queries.
 
-    In two halves, because XLA's CPU backend turns an operand whose summed dims are two and then uses the matrix units;
-    with one summed dim in the wrong place it multiplies in fp32, a quarter as fast. x, the smaller one, is turned.
+    M is split into two dims: then XLA's CPU backend transposes the first operand and uses the matrix units. With a
+    single summed dim that is not the last one it multiplies in fp32, a quarter as fast. x is the smaller operand.
     """
     halves = [
         jnp.reshape(
@@ -180,7 +184,7 @@ def _over_queries(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _below(q: jax.Array, G: int) -> jax.Array:
-    """(B, T, K · G, E) → (B, T · G, K, E): the query heads that share a kv-head one below the other."""
+    """(B, T, K · G, E) → (B, T · G, K, E): stacks the query heads that share a kv-head along T."""
     B, T, H, E = q.shape
     if G == 1:
         return q
@@ -198,13 +202,13 @@ def _beside(y: jax.Array, G: int) -> jax.Array:
 
 
 def _by_kv_head(q: jax.Array, K: int) -> jax.Array:
-    """(B, T, H, E) → (B, T, K, G, E): each kv-head with the G query heads that share it, cut along K."""
+    """(B, T, H, E) → (B, T, K, G, E): groups the query heads by their kv-head; sharded along K."""
     B, T, H, E = q.shape
     return jnp.reshape(q, (B, T, K, H // K, E), out_sharding=GROUPED)
 
 
 def _by_head(y: jax.Array) -> jax.Array:
-    """(B, T, K, G, E) → (B, T, H, E), cut along H."""
+    """(B, T, K, G, E) → (B, T, H, E), sharded along H."""
     B, T, K, G, E = y.shape
     return jnp.reshape(y, (B, T, K * G, E), out_sharding=P(BATCH, None, "model", None))
 
@@ -212,7 +216,7 @@ def _by_head(y: jax.Array) -> jax.Array:
 def cudnn_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, implementation: Literal["cudnn", "xla"] = "cudnn"
 ) -> jax.Array:
-    """cuDNN's fused kernel, in half precision; in fp32, and with segments, which it has no argument for, blocked."""
+    """cuDNN's fused kernel, for half precision without segments; otherwise the blocked path."""
     if q.dtype == jnp.float32 and implementation == "cudnn" or mask.segment_ids is not None:
         return blocked_attention(q, k, v, mask)
     window = None if mask.window is None else (mask.window - 1, 0)
@@ -228,7 +232,7 @@ def cudnn_attention(
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, interpret: bool = False
 ) -> jax.Array:
-    """Splash attention (Pallas) on TPUs; rows that its blocks of 128 do not divide take the blocked path."""
+    """Splash attention (Pallas) on TPUs; the blocked path for rows or heads that are no multiple of 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -254,7 +258,7 @@ def splash_attention(
 def _each_device(
     local: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None = None
 ) -> jax.Array:
-    """Runs a single-device kernel on every device's own rows and heads, which attention never mixes."""
+    """Runs a single-device kernel on each device's rows and heads: attention is independent across both."""
     heads, rows = P(BATCH, None, "model", None), P(BATCH, None)
     arguments = (q, k, v) if ids is None else (q, k, v, ids)
     specs = (heads,) * 3 if ids is None else (heads, heads, heads, rows)

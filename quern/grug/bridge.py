@@ -1,6 +1,6 @@
-"""The bridge: parameters ↔ arrays under the names of the PyTorch model, and safetensors files of those.
+"""The bridge to PyTorch: parameters ↔ arrays under the names of the PyTorch model, and safetensors files of them.
 
-Pure renaming: both sides keep weights as (outputs, inputs) in fp32, so a round trip changes no bit.
+Both sides store weights as (outputs, inputs) in fp32, so the bridge only renames, and a round trip changes no bit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from jax.sharding import Mesh
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from quern.data.token_file import sync_path
 from quern.grug.mesh import place
 from quern.grug.model import JaxBlock, Params, layout
 from quern.recipe import ModelRecipe
+from quern.temporaries import TemporaryFolder, remove_abandoned
 
 _IN_BLOCK = {
     "query": "attention.query.weight",
@@ -34,7 +36,7 @@ _OUTSIDE = {"embedding": "embedding.weight", "head": "head.weight", "smear_gate"
 
 
 def torch_names(params: Params) -> Params:
-    """The same structure, holding each parameter's name on the PyTorch side."""
+    """Returns the same structure with each parameter's name in the PyTorch model."""
 
     def block(layer: int, one: JaxBlock) -> JaxBlock:
         names = {field: f"blocks.{layer}.{name}" for field, name in _IN_BLOCK.items()}
@@ -47,13 +49,16 @@ def torch_names(params: Params) -> Params:
 
 
 def to_torch(params: Params) -> dict[str, np.ndarray]:
-    """Parameters by the names of the PyTorch model, fp32, on the host."""
+    """Returns the parameters by their names in the PyTorch model, fp32, on the host."""
     pairs = zip(jax.tree.leaves(torch_names(params)), jax.tree.leaves(params), strict=True)
     return {name: np.asarray(value, dtype=np.float32) for name, value in pairs}
 
 
 def from_torch(tensors: Mapping[str, np.ndarray], cfg: ModelRecipe, mesh: Mesh) -> Params:
-    """The inverse, cut over the mesh. Raises ValueError naming what is missing, unknown or of another shape."""
+    """Converts arrays, by their names in the PyTorch model, into parameters that are sharded over the mesh.
+
+    Raises ValueError naming the arrays that are missing, unknown or of another shape.
+    """
     shapes = layout(cfg, mesh)
     names = torch_names(shapes)
     expected = dict(zip(jax.tree.leaves(names), jax.tree.leaves(shapes), strict=True))
@@ -75,17 +80,23 @@ def _problems(expected: Mapping[str, Any], found: Mapping[str, np.ndarray]) -> I
 
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
-    """One safetensors file, whole or not at all; facts (JSON: recipe, tokenizer, step) go into its header."""
+    """Writes one safetensors file, completely or not at all. facts: JSON for its header (recipe, tokenizer, step)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    save_file(
-        {name: np.ascontiguousarray(value) for name, value in tensors.items()}, part, {"quern": json.dumps(facts)}
-    )
-    part.replace(path)
+    remove_abandoned(path.parent, path.name)
+    temporary = TemporaryFolder(path)
+    try:
+        part = temporary.path / path.name
+        arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+        save_file(arrays, part, {"quern": json.dumps(facts)})
+        sync_path(part)
+        part.replace(path)
+        sync_path(path.parent)
+    finally:
+        temporary.remove()
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What `write_weights` wrote. Raises ValueError for a safetensors file that came from elsewhere."""
+    """Reads tensors and facts that `write_weights` wrote. Raises ValueError for any other safetensors file."""
     with safe_open(path, framework="numpy") as file:
         facts = (file.metadata() or {}).get("quern")
         if facts is None:

@@ -1,4 +1,4 @@
-"""Bits per byte on the validation text, as quern/eval/bits_per_byte.py measures it."""
+"""Bits per byte on the validation text (as quern/eval/bits_per_byte.py), FLOPs of a token, and the devices' peak."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from quern.recipe import ModelRecipe
 def validate(
     params: Params, corpus: Corpus, token_bytes: np.ndarray, rows: int, mesh: Mesh, cfg: StepConfig
 ) -> dict[str, Any]:
-    """val_bpb and val_loss (nats per token) over every target of the corpus that stands for at least one byte.
+    """Measures val_bpb and val_loss (nats per token) over every target that encodes at least one byte.
 
-    rows: of a batch, a multiple of the parts that a batch is cut in. Sums are float64. Raises ValueError when no
-    target counts.
+    token_bytes: bytes of each token, by id; rows: rows of a batch, a multiple of its shards; mesh: the current mesh.
+    Sums are float64. Raises ValueError when no target encodes a byte.
     """
     context = cfg.model.context
     assert context
     table = np.asarray(token_bytes, dtype=np.int64)
     nats, tokens, size = 0.0, 0, 0
-    # Windows come in widths of multiples of this, and each width is compiled once.
+    # Widths are multiples of `multiple`; each width is compiled once.
     for batch in windows(corpus, context, rows=rows, multiple=max(64, context // 4)):
         bytes_BT = np.where(batch.mask, table[np.where(batch.mask, batch.targets, 0)], 0)
         counts_BT = bytes_BT > 0
@@ -51,7 +51,8 @@ def validate(
 
 
 def flops_per_token(cfg: ModelRecipe, mesh: Mesh) -> int:
-    """6 per parameter of the matrices and the head, and 12 · heads · head_dim · span for each layer's attention."""
+    """FLOPs of training on one token: 6 per parameter of the matrices and the head, and 12 · heads · head_dim · span
+    for the attention of each layer."""
     assert cfg.heads and cfg.head_dim and cfg.context
     shapes = layout(cfg, mesh)
     pairs = zip(jax.tree.leaves(group_of(shapes)), jax.tree.leaves(shapes), strict=True)
@@ -61,9 +62,9 @@ def flops_per_token(cfg: ModelRecipe, mesh: Mesh) -> int:
 
 
 def measure_peak_flops(dtype: str, mesh: Mesh) -> float:
-    """FLOP/s of all devices of the mesh: the best of a few large square products on one of them, times their number.
+    """Measures the FLOP/s of one device with large square products, times the number of devices.
 
-    On a CPU that is split into several devices these share one processor, and count as one.
+    The devices of a CPU share its cores, so they count as one per process.
     """
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     devices = jax.process_count() if device.platform == "cpu" else mesh.devices.size
@@ -71,8 +72,10 @@ def measure_peak_flops(dtype: str, mesh: Mesh) -> float:
 
 
 def matmul_flops(dtype: str, device: Any, size: int, repeats: int) -> float:
-    """FLOP/s of the fastest of a few products of two (size, size) matrices, accumulated in fp32, on one device alone,
-    whatever mesh is set."""
+    """Returns FLOP/s of the fastest of `repeats` products of (size, size) matrices, accumulated in fp32.
+
+    It uses one device, whichever mesh is set.
+    """
     mesh = make_mesh(devices=[device])
     with jax.set_mesh(mesh):
         a = place(np.ones((size, size), np.float32), P(None, None), mesh).astype(dtype)

@@ -1,17 +1,17 @@
-"""The gauntlet: checks and measures a single-file experiment, whatever is inside it.
+"""The gauntlet: checks and measures a single-file experiment.
 
 The file defines (docs/grug.md):
 
     build_cfg(size)                      hashable, with vocab_size, context, batch_rows; "check" (tiny, fp32) or "speed"
-    init_fn(cfg, key)                    → state, any pytree with `.params`, cut for the mesh that is set
+    init_fn(cfg, key)                    → state, any pytree with `.params`, sharded over the current mesh
     fwd_fn(params, tokens, cfg, attend)  → fp32 logits (B, T, V)
     loss_fn(params, batch, cfg, attend)  → scalar; batch: tokens, targets, scale, each (B, T)
     train_step(state, batch, cfg)        → (state, metrics with "loss"), jitted
-    attention, reference_attention       two functions to hand over as `attend`
+    attention, reference_attention       two functions to pass as `attend`
 
-Correctness, on tiny sizes: the fast attention gives the reference's logits, gradients are finite and reach every
-parameter, a mesh of all devices gives what one device gives, and steps on one batch lower the loss. Then, on one
-device: time to first step, tokens per second, peak memory. It runs no training worth the name and judges no quality.
+The checks, on tiny sizes: the fast attention gives the reference's logits, gradients are finite and reach every
+parameter, a mesh of all devices equals one device, and steps on one batch lower the loss. The measurements, on one
+device: time to first step, tokens per second, peak memory. The gauntlet does not measure a model's quality.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ from jax.sharding import PartitionSpec as P
 
 from quern.grug.loss import Batch
 from quern.grug.mesh import BATCH, batch_shards, make_mesh, place
+from quern.temporaries import write_whole
 
 NAMES = ("build_cfg", "init_fn", "fwd_fn", "loss_fn", "train_step", "attention", "reference_attention")
 TOLERANCE = 1e-5  # of fp32, relative
 
 
 def run(file: Path, out: Path, steps: int, log: Callable[[str], None]) -> bool:
-    """Runs the file through the gauntlet, writes <out>/gauntlet/<name>.json; True when it passed every check."""
+    """Checks an experiment, times `steps` steps and writes <out>/gauntlet/<name>.json.
+
+    Returns whether every check passed.
+    """
     module = load(file)
     checks = check(module)
     for name, found in checks.items():
@@ -60,20 +64,19 @@ def run(file: Path, out: Path, steps: int, log: Callable[[str], None]) -> bool:
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     path = out / "gauntlet" / f"{file.stem}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(body, indent=2) + "\n")
     log(f"{'passed' if passed else 'FAILED'}; record: {path}")
     return passed
 
 
 def load(file: Path) -> ModuleType:
-    """The experiment as a module. Raises ValueError naming what it does not define."""
+    """Imports an experiment. Raises ValueError naming the functions that it does not define."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no {file}: give the path of an experiment, such as experiments/grug/core.py")
     spec = importlib.util.spec_from_file_location(f"gauntlet_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     missing = [name for name in NAMES if not callable(getattr(module, name, None))]
     if missing:
@@ -82,7 +85,7 @@ def load(file: Path) -> ModuleType:
 
 
 def check(module: ModuleType) -> dict[str, dict[str, Any]]:
-    """Each check's value, bar and verdict."""
+    """Returns value, bar and verdict of each check."""
     cfg = module.build_cfg("check")
     wide = widest_mesh()
     host = random_batch(cfg, 0, batch_shards(wide))
@@ -102,7 +105,7 @@ def check(module: ModuleType) -> dict[str, dict[str, Any]]:
 
 
 def measure(module: ModuleType, steps: int) -> dict[str, float]:
-    """Seconds to the first step (compilation included), tokens per second, peak memory, on one device."""
+    """Measures seconds to the first step (with compilation), tokens per second and peak memory on one device."""
     cfg, mesh = module.build_cfg("speed"), single_mesh()
     with jax.set_mesh(mesh):
         state = jax.block_until_ready(module.init_fn(cfg, jax.random.key(0)))
@@ -127,18 +130,18 @@ def measure(module: ModuleType, steps: int) -> dict[str, float]:
 
 
 def single_mesh() -> Mesh:
-    """The first device alone."""
+    """Returns a mesh of the first device."""
     return make_mesh(devices=jax.devices()[:1])
 
 
 def widest_mesh() -> Mesh:
-    """All devices, two of them along `model` where there is an even number."""
+    """Returns a mesh of all devices, with a `model` axis of 2 where their number is even."""
     count = len(jax.devices())
     return make_mesh(model=2 if count % 2 == 0 else 1)
 
 
 def random_batch(cfg: Any, seed: int, multiple: int) -> dict[str, np.ndarray]:
-    """Rows of random tokens, as many as the configuration says, rounded up; a tenth of the targets masked."""
+    """Returns random tokens, cfg.batch_rows rounded up to a multiple, with a tenth of the targets masked."""
     rng = np.random.default_rng(seed)
     rows = -(-cfg.batch_rows // multiple) * multiple
     row_tokens = rng.integers(0, cfg.vocab_size, (rows, cfg.context + 1), dtype=np.int32)
@@ -148,7 +151,7 @@ def random_batch(cfg: Any, seed: int, multiple: int) -> dict[str, np.ndarray]:
 
 
 def _losses_and_grads(module: ModuleType, cfg: Any, host: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
-    """Logits on either path, loss and gradients, at moved weights: some start at zero and silence the others."""
+    """Logits on both paths, loss and gradients, at perturbed weights: zero weights would zero other gradients."""
     with jax.set_mesh(mesh):
         params = jax.tree.map(moved, module.init_fn(cfg, jax.random.key(0)).params)
         batch = _placed(host, mesh)
@@ -165,7 +168,7 @@ def _losses_and_grads(module: ModuleType, cfg: Any, host: dict[str, np.ndarray],
 
 
 def moved(p: jax.Array) -> jax.Array:
-    """The parameter with noise, the same on every mesh."""
+    """Adds noise to a parameter, the same on every mesh."""
     noise = np.random.default_rng(p.size).normal(size=p.shape).astype(np.float32)
     return p + 0.05 * jax.reshard(jnp.asarray(noise), jax.typeof(p).sharding.spec)
 
@@ -185,7 +188,7 @@ def _placed(host: dict[str, np.ndarray], mesh: Mesh) -> Batch:
 
 
 def relative(found: Any, expected: Any) -> float:
-    """The norm of the difference over the norm of what is expected."""
+    """Returns the norm of the difference over the norm of `expected`."""
     scale = float(np.linalg.norm(expected))
     return float(np.linalg.norm(np.asarray(found) - expected)) / (scale or 1.0)
 
@@ -195,7 +198,7 @@ def _found(value: float, limit: float, bar: str) -> dict[str, Any]:
 
 
 def _peak_bytes(mesh: Mesh) -> float:
-    """Of the device where it counts them, else of this process."""
+    """Peak memory of the device where it is counted, else of this process."""
     stats = mesh.devices.flat[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]

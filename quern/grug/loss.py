@@ -1,7 +1,7 @@
-"""Cross-entropy: the sum of scale · nats over the targets, whole or a block of positions at a time.
+"""Cross-entropy: the sum of scale · nats over the targets, for whole rows or a block of positions at a time.
 
-The caller's `scale` holds mask, weight and normaliser at once, as on the PyTorch side. Blockwise, only one block's
-logits exist at a time, and their gradients are computed with them.
+The caller's `scale` combines mask, weight and normaliser, as in PyTorch. The blockwise loss holds the logits of one
+block at a time and computes their gradients along with them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
-from quern.grug.dtype import product
 from quern.grug.mesh import BATCH
 from quern.grug.model import Attend, Params, cap, forward, logits, look_up
+from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
 MAX_SOFTCAP = 60.0
@@ -27,10 +27,10 @@ Batch = dict[str, jax.Array]
 
 
 def measured_block(platform: str, dtype: str, context: int) -> int | None:
-    """What `loss_fn(block_tokens=…)` should be: blocks on CPUs that train in bf16, where logits that
-    stay in the cache are cheaper; whole rows elsewhere, and where blocks don't divide a row.
+    """Returns the faster `block_tokens` of `loss_fn`, as measured (docs/grug.md).
 
-    docs/grug.md has the figures.
+    Blocks are faster on CPUs in bf16, where their logits stay in the cache. Elsewhere, and where blocks do not divide a
+    row, the loss takes whole rows (None).
     """
     return BLOCK_TOKENS if platform == "cpu" and dtype == "bfloat16" and context % BLOCK_TOKENS == 0 else None
 
@@ -44,9 +44,10 @@ def loss_fn(
     mask: AttentionMask | None = None,
     attend: Attend = attention,
 ) -> jax.Array:
-    """Sum of scale · nats over a batch, an fp32 scalar. block_tokens: positions of a row at a time; None: whole rows.
+    """Computes the sum of scale · nats over a batch.
 
-    Raises ValueError when blocks do not divide a row.
+    params: in the dtype to compute in; block_tokens: positions of a row at a time, None takes whole rows; mask and
+    attend: see `forward`. Returns an fp32 scalar. Raises ValueError when blocks do not divide a row.
     """
     x = forward(params, batch["tokens"], cfg, mask=mask, attend=attend)
     if block_tokens is None or block_tokens >= x.shape[1]:
@@ -55,10 +56,10 @@ def loss_fn(
 
 
 def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRecipe) -> jax.Array:
-    """Nats of each target (B, T), fp32, from hidden states.
+    """Computes the nats of each target (B, T), fp32, from hidden states (B, T, D).
 
-    Capped logits need no maximum subtracted, and a target's own logit is taken anew from its row of the head, which
-    spares two passes over the vocabulary. Raises ValueError for a cap over 60, whose exponentials fp32 could not sum.
+    Capped logits need no maximum subtracted, and each target's logit is computed from its row of the head. That saves
+    two passes over the vocabulary. Raises ValueError for a cap over 60: fp32 cannot sum such exponentials.
     """
     _refuse_cap(cfg)
     total = jnp.sum(jnp.exp(logits(params, x, cfg)), axis=-1)
@@ -66,7 +67,7 @@ def token_losses(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRec
 
 
 def _at_target(params: Params, x: jax.Array, targets: jax.Array, cfg: ModelRecipe) -> jax.Array:
-    """The targets' own logits (B, T), fp32."""
+    """The logits of the targets (B, T), fp32."""
     rows = look_up(params.head, targets, None)
     return cap(jnp.sum(x.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1), cfg)
 
@@ -91,14 +92,14 @@ def _blockwise(params: Params, x: jax.Array, batch: Batch, cfg: ModelRecipe, siz
 def _log_totals(x: jax.Array, head: jax.Array, scale: jax.Array, cfg: ModelRecipe, size: int) -> jax.Array:
     """Sum of scale · log(sum of exp(logits)), a block at a time.
 
-    The gradient is its own: the loss is a sum, so what flows back into it is one number, and a block's gradients can
-    be computed along with its loss, while its logits are there. Autodiff would compute the logits a second time.
+    It has a custom gradient: the cotangent of a sum is one number, so the forward pass computes each block's gradients
+    from the logits it holds. Autodiff would compute the logits a second time.
     """
     return jnp.sum(jax.lax.map(lambda block: _totals(block[0], head, cfg, block[1])[0], _cut(x, scale, size)))
 
 
 def _totals(x: jax.Array, head: jax.Array, cfg: ModelRecipe, scale: jax.Array) -> tuple[jax.Array, Any]:
-    """A block's part of the sum; and for the gradients log(total), exp(logits), their weights and the cap's pull."""
+    """A block's term of the sum; for its gradients log(total), exp(logits), their weights and the cap's vjp."""
     z = product("btd,vd->btv", x, head, P(BATCH, None, jax.typeof(head).sharding.spec[0]), jnp.float32)
     capped, pull = jax.vjp(lambda z: cap(z, cfg), z)
     exps = jnp.exp(capped)
@@ -117,7 +118,7 @@ def _log_totals_forward(
         part, (log, exps, weight, pull) = _totals(x, head, cfg, scale)
         dz = pull(exps * weight[..., None])[0].astype(x.dtype)
         dx = product("btv,vd->btd", dz, head, P(BATCH, None, None))
-        # Summed with the vocabulary last, so that of the product's operands the small one is turned.
+        # The vocabulary is the last dim, so XLA transposes the smaller operand.
         dhead = product("btd,btv->dv", x, dz, P(None, vocabulary), jnp.float32)
         return (carry[0] + part, carry[1] + dhead), (dx, log)
 

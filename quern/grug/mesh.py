@@ -1,12 +1,14 @@
-"""The device mesh: its four axes, and which of them an array is cut along. The one place that makes and checks it.
+"""The device mesh, the processes that share it, and the process's malloc settings.
 
-    replica_dcn   copies of the model on groups of machines between which the network is slow
+The mesh has four axes:
+
+    replica_dcn   copies of the model on groups of machines that a slow network connects
     replica       copies of the model within a group
-    data          rows of the batch; parameters and optimizer state at rest are cut along it too (ZeRO-3)
+    data          rows of the batch; parameters and optimizer state at rest are sharded along it too (ZeRO-3)
     model         heads, feed-forward channels and vocabulary (tensor parallel)
 
-Every axis is explicit (`AxisType.Explicit`): the type of an array says how it is cut, and an operation whose result
-could be cut in more than one way has to say which. On one device every axis has size 1 and nothing else changes.
+Every axis is explicit (`AxisType.Explicit`): an array's type includes its sharding, and an operation whose result could
+be sharded in several ways names one. On one device every axis has size 1.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import contextlib
 import ctypes
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +27,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from quern.recipe import ModelRecipe
 
+TEXT_BYTES = 4096
 AnyMesh = Mesh | AbstractMesh
-"""Of devices, or while tracing of their axes only."""
+"""A mesh of devices; while tracing, a mesh of axes without devices."""
 AXES = ("replica_dcn", "replica", "data", "model")
 BATCH = ("replica_dcn", "replica", "data")
-"""The axes that rows of a batch are spread over, together."""
+"""The axes that shard the rows of a batch, together."""
 
 
 def make_mesh(
@@ -40,9 +43,10 @@ def make_mesh(
     model: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over all devices of all processes, or over those given; data None takes what the others leave.
+    """Makes a mesh of these sizes over `devices`, by default all devices of all processes.
 
-    Raises ValueError, saying what would fit, when the sizes do not multiply to the number of devices.
+    data: None takes the devices that the other axes leave. Raises ValueError, with the number of devices, when the
+    sizes do not multiply to it.
     """
     devices = jax.devices() if devices is None else list(devices)
     others = replica_dcn * replica * model
@@ -60,7 +64,7 @@ def make_mesh(
 
 
 def check_fits(cfg: ModelRecipe, mesh: Mesh, batch_rows: int) -> None:
-    """Raises ValueError unless heads divide by the model axis, and rows (of each micro-batch) by the batch's axes."""
+    """Raises ValueError unless the model axis divides the heads, and the batch's axes the rows of a micro-batch."""
     assert cfg.heads and cfg.kv_heads
     cuts, model = batch_shards(mesh), mesh.shape["model"]
     for name, count in (("heads", cfg.heads), ("kv_heads", cfg.kv_heads)):
@@ -76,26 +80,33 @@ def check_fits(cfg: ModelRecipe, mesh: Mesh, batch_rows: int) -> None:
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """In how many parts a batch is cut."""
+    """Returns the number of shards of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def fit(size: int, axes: str | tuple[str, ...], mesh: AnyMesh) -> str | tuple[str, ...] | None:
-    """The axes, if they cut a dim of this size evenly; None (the dim stays whole) if not."""
+    """Returns the axes if they divide a dim of this size, else None: the dim is not sharded."""
     names = (axes,) if isinstance(axes, str) else axes
     return axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
 
 def place(array: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """A host array, the same in every process, as one array cut over the mesh; each process moves its own parts."""
+    """Shards a host array over the mesh. Every process holds the same array and copies its own shards."""
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
 
 def join_processes(coordinator: str | None, processes: int | None, process_id: int | None) -> None:
-    """Makes this one of several processes with one mesh; call it before anything else of JAX.
+    """Joins the processes that share a mesh. Call it before any other use of JAX.
 
-    coordinator: "host:port" of process 0. What is None is taken from the scheduler's environment (Slurm, Open MPI,
-    Kubernetes, TPU pods), where JAX finds it itself. Raises ValueError when nothing says how many there are.
+    JAX reads values that are None from the scheduler's environment (Slurm, Open MPI, Kubernetes, TPU pods).
+
+    Args:
+        coordinator: "host:port" of process 0.
+        processes: How many there are.
+        process_id: Which of them this is, from 0.
+
+    Raises:
+        ValueError: A value is missing, and no scheduler gives it.
     """
     try:
         jax.distributed.initialize(coordinator, processes, process_id)
@@ -104,20 +115,41 @@ def join_processes(coordinator: str | None, processes: int | None, process_id: i
 
 
 def wait_for_all(point: str) -> None:
-    """Returns when every process has come to this point."""
+    """Waits until every process has reached this point."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(point)
 
 
-def same_everywhere(name: str) -> str:
-    """Process 0's name, in every process; names must be ASCII of one length."""
+def same_everywhere(text: str) -> str:
+    """Returns process 0's text in every process, up to TEXT_BYTES bytes of it."""
     if jax.process_count() == 1:
-        return name
-    return bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(name.encode(), np.uint8)).tolist()).decode()
+        return text
+    padded = np.frombuffer(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"), np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(padded).tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+@contextlib.contextmanager
+def first_process_first() -> Iterator[None]:
+    """Runs the body on process 0, then on the other processes.
+
+    Raises:
+        ValueError: On the other processes, with process 0's message, where the body failed there.
+    """
+    if jax.process_index() > 0:
+        if problem := same_everywhere(""):
+            raise ValueError(problem)
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        same_everywhere(str(error) or type(error).__name__)
+        raise
+    same_everywhere("")
 
 
 def anywhere(flag: bool) -> bool:
-    """Whether the flag is set in any process."""
+    """Returns whether the flag is set in any process."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
@@ -127,11 +159,14 @@ def _divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h; a threshold of -1 is: never
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h; a threshold of -1 means never
 
 
 def keep_freed_memory() -> None:
-    """For the whole process; call it before JAX starts its threads. On other C libraries it does nothing."""
+    """Makes glibc keep freed memory for the next step; other C libraries are left alone (docs/grug.md has figures).
+
+    It holds for the whole process. Call it before JAX starts its threads.
+    """
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):

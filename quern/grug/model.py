@@ -1,11 +1,10 @@
 """The `gpt` architecture in JAX: parameters as dataclasses, everything else as functions.
 
-The twin of quern/model/gpt.py, which says what each part is for; the two must agree to the last digit that fp32
-allows. Weights lie as there, (outputs, inputs). Shapes: B rows, T tokens, D width, H heads, K kv-heads, E head dim,
-F feed-forward channels, V vocabulary.
+The twin of quern/model/gpt.py, which explains each part; laws compare the two in fp32. Weights are (outputs, inputs),
+as there. Shapes: B rows, T tokens, D width, H heads, K kv-heads, E head dim, F feed-forward channels, V vocabulary.
 
-At rest a parameter is cut over `data` and `model`; for use it is gathered over `data` (ZeRO-3) and stays cut over
-`model`. Activations are cut by rows, and inside a block by heads or channels.
+A parameter at rest is sharded over `data` and `model`. A layer gathers it over `data` (ZeRO-3) before use; it stays
+sharded over `model`. Activations are sharded by rows, and inside a block by heads or channels.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,8 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
-from quern.grug.dtype import product
 from quern.grug.mesh import BATCH, AnyMesh, fit
+from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
 QK_SCALE = 1.2
@@ -38,17 +36,13 @@ BTF = P(BATCH, None, "model")
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 Leaf = Any
-"""An array; in a description of the same structure a shape with its sharding (`layout`), or a name."""
+"""An array, or in a description of the same structure a shape with its sharding (`layout`) or a name."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["query", "key", "value", "out", "up", "down", "value_gate", "value_embedding"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JaxBlock:
-    """One layer. Every other layer has a value embedding and its gate, the last one always; elsewhere they are None."""
+    """One layer. Alternating layers, the last one included, have a value embedding and its gate; others have None."""
 
     query: Leaf  # (H·E, D)
     key: Leaf  # (K·E, D)
@@ -60,13 +54,7 @@ class JaxBlock:
     value_embedding: Leaf  # (V, K·E)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "embedding", "head", "blocks", "residual_scales", "x0_scales", "smear_gate", "smear_scale", "backout_scale",
-    ],
-    meta_fields=[],
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
     """The whole model."""
@@ -82,14 +70,14 @@ class Params:
 
 
 def has_value_embedding(layer: int, depth: int) -> bool:
-    """Every other layer, the last one always."""
+    """Returns whether the layer has one: alternating layers do, the last one included."""
     return layer % 2 == (depth - 1) % 2
 
 
 def layout(cfg: ModelRecipe, mesh: AnyMesh) -> Params:
-    """Params of `jax.ShapeDtypeStruct`: each parameter's shape, and how it is cut at rest.
+    """Returns Params of `jax.ShapeDtypeStruct`: each parameter's shape and its sharding at rest.
 
-    A width or vocabulary that an axis does not divide stays whole along it.
+    A width or vocabulary that an axis does not divide is not sharded along it.
     """
     assert cfg.depth and cfg.width and cfg.heads and cfg.kv_heads and cfg.head_dim and cfg.vocab_size
     depth, D, V, K = cfg.depth, cfg.width, cfg.vocab_size, cfg.kv_heads
@@ -125,9 +113,9 @@ def layout(cfg: ModelRecipe, mesh: AnyMesh) -> Params:
 
 
 def init_parameters(cfg: ModelRecipe, *, key: jax.Array) -> Params:
-    """Fresh fp32 parameters, cut for the mesh that is set; the same numbers on every mesh.
+    """Returns new fp32 parameters, sharded over the current mesh; the values do not depend on the mesh.
 
-    The distributions are those of the PyTorch model; the numbers, drawn from another generator, are not.
+    Their distributions are those of the PyTorch model; the generator, and so the values, are not.
     """
     assert cfg.depth and cfg.width
     shapes = layout(cfg, jax.sharding.get_abstract_mesh())
@@ -171,9 +159,18 @@ def forward(
     mask: AttentionMask | None = None,
     attend: Attend = attention,
 ) -> jax.Array:
-    """tokens (B, T) → normed hidden states (B, T, D) in the parameters' dtype; `logits` goes on from there.
+    """Computes normed hidden states; `logits` takes them further.
 
-    mask: causal by default; each layer adds its own window to it. attend: how attention is computed.
+    Args:
+        params: In the dtype to compute in.
+        tokens: (B, T) int32.
+        cfg: The model's shape, resolved.
+        mask: Causal by default; each layer adds its own window. Training passes none: as in PyTorch, the `gpt` model
+            attends across the documents of a row. A mask with segments is PyTorch's `CausalContext(documents_BT)`.
+        attend: Computes attention.
+
+    Returns:
+        (B, T, D) in the parameters' dtype.
     """
     assert cfg.head_dim
     mask = AttentionMask() if mask is None else mask
@@ -192,7 +189,7 @@ def forward(
 
 
 def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
-    """Hidden states (B, T, D) → fp32 logits (B, T, V), softcapped, cut along V where the model axis divides it."""
+    """Hidden states (B, T, D) → softcapped fp32 logits (B, T, V), sharded along V where the model axis divides it."""
     vocabulary = jax.typeof(params.head).sharding.spec[0]
     head = jax.reshard(params.head, P(vocabulary, None))
     z = product("btd,vd->btv", x, head, P(BATCH, None, vocabulary), jnp.float32)
@@ -200,7 +197,7 @@ def logits(params: Params, x: jax.Array, cfg: ModelRecipe) -> jax.Array:
 
 
 def cap(z: jax.Array, cfg: ModelRecipe) -> jax.Array:
-    """What the model does to its logits, of any shape, before the softmax; in their dtype."""
+    """The softcap of logits of any shape, in their dtype."""
     return cfg.softcap * jnp.tanh(z / cfg.softcap)
 
 
@@ -213,9 +210,9 @@ def self_attention(
     cfg: ModelRecipe,
     attend: Attend,
 ) -> jax.Array:
-    """Grouped-query attention over normed x, with QK norm and a gated value embedding.
+    """Grouped-query attention with QK norm and a gated value embedding: normed x (B, T, D) → (B, T, D) in its dtype.
 
-    x: (B, T, D), and so is the result, in its dtype; tokens: (B, T) int32; rotary: of `rotary_table`.
+    tokens: (B, T) int32, for the value embedding; rotary: from `rotary_table`; mask: with the layer's window.
     """
     assert cfg.head_dim
     q, k, v = (
@@ -232,20 +229,20 @@ def self_attention(
 
 
 def feed_forward(block: JaxBlock, x: jax.Array) -> jax.Array:
-    """(B, T, D) → (B, T, D) through F channels with ReLU² in between, in x's dtype."""
+    """(B, T, D) → F channels, ReLU² → (B, T, D), in x's dtype."""
     up, down = jax.reshard(block.up, P("model", None)), jax.reshard(block.down, P(None, "model"))
     hidden = jnp.square(jax.nn.relu(product("btd,fd->btf", x, up, BTF)))
     return product("btf,df->btd", hidden, down, BTD)
 
 
 def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
-    """(B, T, H·E) → (B, T, H, E), cut along H."""
+    """(B, T, H·E) → (B, T, H, E), sharded along H."""
     B, T, HE = x.shape
     return jnp.reshape(x, (B, T, HE // head_dim, head_dim), out_sharding=P(BATCH, None, "model", None))
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """(B, T, H, E) → (B, T, H·E), cut along it."""
+    """(B, T, H, E) → (B, T, H·E), sharded along H·E."""
     B, T, H, E = x.shape
     return jnp.reshape(x, (B, T, H * E), out_sharding=BTF)
 
@@ -257,12 +254,12 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def look_up(weight: jax.Array, tokens: jax.Array, columns: str | None) -> jax.Array:
-    """Rows of an embedding (V, C): (B, T) int32 → (B, T, C) in its dtype, C cut along `columns`."""
+    """Rows of an embedding (V, C): (B, T) int32 → (B, T, C) in its dtype, C sharded along `columns`."""
     return jax.reshard(weight, P(None, columns)).at[tokens].get(out_sharding=P(BATCH, None, columns))
 
 
 def previous(x: jax.Array) -> jax.Array:
-    """x (B, T, D) shifted right by one token; zeros before the first."""
+    """x (B, T, D) shifted right by one token; the first position is zero."""
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
@@ -274,8 +271,10 @@ def rotary_table(T: int, head_dim: int, base: float) -> tuple[np.ndarray, np.nda
 
 
 def rotate(x: jax.Array, cos: np.ndarray, sin: np.ndarray) -> jax.Array:
-    """Rotates the pairs (i, i + E/2) of each head of x (B, T, H, E) by its position's angles, clockwise; computed in
-    fp32, returned in x's dtype."""
+    """Rotates the pairs (i, i + E/2) of each head of x (B, T, H, E) clockwise by the angles of its position.
+
+    Computed in fp32, returned in x's dtype.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1).astype(x.dtype)
 

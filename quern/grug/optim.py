@@ -1,11 +1,11 @@
-"""The optimizer: optax's AdamW, and Muon as on the PyTorch side, each on its own groups of parameters.
+"""The optimizer: optax's AdamW and our Muon, each on its groups of parameters.
 
-The twin of quern/optim/: the same table of groups, rates and constants, the same order of operations. Muon is ours
-because optax's has no row equilibration, norm restoration, variance reduction or cautious decay. Rates, Muon's
-momentum and its decay come in with every update, as arrays, so that a schedule never compiles anything anew.
+The twin of quern/optim/: it shares constants.py and has the same order of operations. optax's Muon has no row
+equilibration, norm restoration, variance reduction or cautious decay. Rates, Muon's momentum and its decay are
+arguments of every update, as arrays, so a schedule never causes a recompilation.
 
-Muon needs whole matrices. Matrices of one shape are stacked, and the stack is spread over the devices matrix by
-matrix, so that each matrix is orthogonalised once.
+Muon needs whole matrices. Matrices of one shape are stacked, and the stack is sharded over all devices along N, so
+each matrix is orthogonalised once.
 """
 
 from __future__ import annotations
@@ -21,24 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from quern.grug.mesh import AXES
 from quern.grug.model import Params
+from quern.optim import constants
 from quern.optim.schedule import Multipliers
 from quern.recipe import OptimRecipe
 
-TINY = 1e-30
-# quern/optim/muon.py says where these come from.
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-CONVERGENT = (1.875, -1.25, 0.375)
-MARGIN = 1.02
-
 
 def group_of(params: Params) -> Params:
-    """The same structure, holding the name of each parameter's group."""
+    """Returns the same structure with the name of each parameter's group."""
     fields = {
         "query": "matrices", "key": "matrices", "value": "matrices", "out": "matrices", "up": "matrices",
         "down": "matrices", "value_gate": "gates", "value_embedding": "value_embeddings", "smear_gate": "smear",
@@ -53,39 +42,26 @@ def group_of(params: Params) -> Params:
 
 
 def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTransformationExtraArgs]:
-    """group → its rule with peak rate and constants; dtype: of Muon's matrix products."""
-    scale, width = _or_one(recipe.lr_scale), _or_one(recipe.width_scale)
-    decay = recipe.matrix_decay * _or_one(recipe.decay_scale)
-
-    def adam(lr: float, beta1: float, beta2: float, weight_decay: float) -> optax.GradientTransformationExtraArgs:
-        return adamw(lr, beta1, beta2, recipe.eps, weight_decay)
-
-    return {
-        "matrices": muon(recipe.matrix_lr * scale, recipe.muon_beta2, decay, recipe.muon_steps, dtype),
-        "head": adam(recipe.head_lr * scale * width, 0.8, 0.96, 0.01),
-        "embedding": adam(recipe.embedding_lr * scale * width, 0.8, 0.995, 0.001),
-        "value_embeddings": adam(recipe.value_embedding_lr * scale * width, 0.8, 0.995, 0.01),
-        "residual_scales": adam(recipe.residual_lr * scale, 0.8, 0.95, 0.05),
-        "x0_scales": adam(recipe.x0_lr * scale, 0.96, 0.95, 0.0),
-        "gates": adam(recipe.gate_lr * scale, 0.8, 0.95, 0.0),
-        "smear": adam(recipe.smear_lr * scale, 0.8, 0.95, 0.0),
+    """Returns each group's rule with its peak rate and constants. dtype: of Muon's matrix products."""
+    lr, decay = constants.muon_rate(recipe)
+    return {"matrices": muon(lr, recipe.muon_beta2, decay, recipe.muon_steps, dtype)} | {
+        name: adamw(group, recipe.eps) for name, group in constants.adamw_groups(recipe).items()
     }
 
 
 def make_optimizer(recipe: OptimRecipe, dtype: jnp.dtype) -> optax.GradientTransformationExtraArgs:
-    """`update(grads, state, params, multipliers=…)` gives what is to be added to the parameters."""
+    """Returns the optimizer: `update(grads, state, params, multipliers=…)` returns the changes to add."""
     return optax.partition({**rules(recipe, dtype)}, group_of)
 
 
-def adamw(
-    peak: float, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> optax.GradientTransformationExtraArgs:
-    """optax.adamw with the rate handed in: peak · multipliers.lr."""
-    chain = optax.chain(optax.scale_by_adam(beta1, beta2, eps), optax.add_decayed_weights(weight_decay))
+def adamw(group: constants.AdamWGroup, eps: float) -> optax.GradientTransformationExtraArgs:
+    """optax.adamw with the learning rate group.lr · multipliers.lr."""
+    moments = optax.scale_by_adam(group.beta1, group.beta2, eps)
+    chain = optax.chain(moments, optax.add_decayed_weights(group.weight_decay))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         steps, state = chain.update(updates, state, params)
-        lr = peak * extra["multipliers"].lr
+        lr = group.lr * extra["multipliers"].lr
         return jax.tree.map(lambda step: -lr * step, steps), state
 
     return optax.GradientTransformationExtraArgs(chain.init, update)
@@ -101,7 +77,11 @@ class MuonState(NamedTuple):
 def muon(
     peak: float, beta2: float, weight_decay: float, steps: int, dtype: jnp.dtype
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon on a tree of (R, C) matrices; see quern/optim/muon.py for the method and its sources."""
+    """Muon on a pytree of (R, C) matrices; quern/optim/muon.py explains the method and names its sources.
+
+    peak: peak learning rate; beta2: of the variance reduction; steps: iterations of the orthogonalisation; dtype: of
+    its matrix products.
+    """
 
     def init(params: Any) -> MuonState:
         def second(p: jax.Array) -> jax.Array:
@@ -132,11 +112,11 @@ def muon(
 
 
 def polar_express(x: jax.Array, steps: int) -> jax.Array:
-    """Matrices (…, R, C): singular values to about 1, singular vectors unchanged; in x's dtype, sums in fp32."""
+    """Brings the singular values of matrices (…, R, C) near 1; in x's dtype, accumulated in fp32."""
     tall, dtype = x.shape[-2] > x.shape[-1], x.dtype
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    x = (x / (norm * MARGIN + TINY)).astype(dtype)
-    for a, b, c in [POLAR_EXPRESS[i] if i < len(POLAR_EXPRESS) else CONVERGENT for i in range(steps)]:
+    x = (x / (norm * constants.POLAR_MARGIN + constants.TINY)).astype(dtype)
+    for a, b, c in constants.polar_coefficients(steps):
         gram = _gram(x, tall)
         polynomial = (b * gram + c * _times(gram, gram)).astype(dtype)
         x = (a * x + (_times(x, polynomial) if tall else _times(polynomial, x))).astype(dtype)
@@ -144,8 +124,8 @@ def polar_express(x: jax.Array, steps: int) -> jax.Array:
 
 
 def _gram(x: jax.Array, tall: bool) -> jax.Array:
-    """xᵀx of a tall matrix, else xxᵀ. The rows of a tall one are summed in two halves, which is what makes XLA's CPU
-    backend turn an operand first; it would multiply in fp32 otherwise (see `_over_queries` in attention.py)."""
+    """xᵀx of a tall matrix, else xxᵀ. A tall matrix's rows are split into two dims, so XLA's CPU backend transposes
+    an operand instead of multiplying in fp32 (see `_over_queries` in attention.py)."""
     if not tall:
         return _times(x, jnp.swapaxes(x, -1, -2))
     *stack, R, C = x.shape
@@ -154,29 +134,29 @@ def _gram(x: jax.Array, tall: bool) -> jax.Array:
 
 
 def _times(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product in x's dtype, accumulated in fp32 (see product.py)."""
+    """A matrix product in x's dtype, accumulated in fp32 (see product.py)."""
     return jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def _direction(
     x: jax.Array, second: jax.Array, beta2: float, steps: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Equal rows → orthogonalised → norm restored → variance reduced; and the new second moment."""
+    """Equal rows → orthogonalisation → norm restored → variance reduced; returns that and the new second moment."""
     rows = jnp.linalg.norm(x, axis=-1, keepdims=True)
-    floor = 1e-6 * jnp.sqrt(jnp.mean(jnp.square(rows), axis=-2, keepdims=True))
-    x = polar_express((x / (jnp.maximum(rows, floor) + TINY)).astype(dtype), steps).astype(jnp.float32)
-    x = x * (min(x.shape[-2:]) ** 0.5 / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + TINY))
+    floor = constants.ROW_FLOOR * jnp.sqrt(jnp.mean(jnp.square(rows), axis=-2, keepdims=True))
+    x = polar_express((x / (jnp.maximum(rows, floor) + constants.TINY)).astype(dtype), steps).astype(jnp.float32)
+    x = x * (min(x.shape[-2:]) ** 0.5 / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + constants.TINY))
     axis = -1 if second.shape[-1] == 1 else -2
     energy = jnp.mean(jnp.square(x), axis=axis, keepdims=True)
     second = second + (1 - beta2) * (energy - second)
-    scale = jax.lax.rsqrt(second + 1e-10)
+    scale = jax.lax.rsqrt(second + constants.VARIANCE_EPS)
     before = jnp.sum(energy, axis=(-2, -1), keepdims=True)
     after = jnp.sum(energy * jnp.square(scale), axis=(-2, -1), keepdims=True)
-    return x * (scale * jnp.sqrt(before / (after + TINY))), second
+    return x * (scale * jnp.sqrt(before / (after + constants.TINY))), second
 
 
 def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, second: Any) -> tuple[Any, Any]:
-    """Applies a function of stacks to the matrices of a tree, one stack for each shape, spread over all devices."""
+    """Applies a function of stacks to the matrices of a pytree, one stack per shape, sharded over all devices."""
     matrices, structure = jax.tree.flatten(tree)
     if jax.default_backend() == "cpu":
         function = _one_by_one(function)
@@ -185,7 +165,7 @@ def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, s
     results: list[tuple[jax.Array, jax.Array]] = [(x, x) for x in matrices]
     for shape in dict.fromkeys(x.shape for x in matrices):
         members = [i for i, x in enumerate(matrices) if x.shape == shape]
-        padding = -len(members) % devices  # matrices of zeros, which come out as zeros
+        padding = -len(members) % devices  # matrices of zeros stay zero
         done = function(*(_spread([leaves[i] for i in members], padding) for leaves in (matrices, seconds)))
         stacks = [jax.reshard(stack, P(None, None, None)) for stack in done]
         for n, i in enumerate(members):
@@ -195,7 +175,7 @@ def _by_shape(function: Callable[..., tuple[jax.Array, jax.Array]], tree: Any, s
 
 
 def _one_by_one(function: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """On each device a matrix at a time, so that it stays in a CPU's cache."""
+    """Maps over one matrix at a time on each device, so that it stays in a CPU's cache."""
     cut = P(AXES, None, None)
     return jax.shard_map(
         lambda *stacks: jax.lax.map(lambda one: function(*one), stacks),
@@ -206,11 +186,7 @@ def _one_by_one(function: Callable[..., tuple[jax.Array, jax.Array]]) -> Callabl
 
 
 def _spread(matrices: list[jax.Array], padding: int) -> jax.Array:
-    """(N + padding, R, C), whole matrices cut along N over all devices."""
+    """(N + padding, R, C) of whole matrices, sharded along N over all devices."""
     whole = [jax.reshard(x, P(None, None)) for x in matrices]
     stack = jnp.stack(whole + [jnp.zeros_like(whole[0])] * padding)
     return jax.reshard(stack, P(AXES, None, None))
-
-
-def _or_one(scale: float | None) -> float:
-    return 1.0 if scale is None else scale

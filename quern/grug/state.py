@@ -1,7 +1,7 @@
-"""One optimizer step, jitted: gradients over micro-batches, whether they are finite, the update.
+"""The training state and one jitted optimizer step: gradients over micro-batches, a check that they are finite, update.
 
-As on the PyTorch side the loss is a sum over valid targets divided by their number in the whole batch, so
-micro-batches cannot change it, and a step whose loss or gradient norm is not finite changes nothing but the key.
+As in PyTorch, the loss is a sum over valid targets divided by their number in the whole batch, so micro-batches do not
+change it. A step whose loss or gradient norm is not finite changes only the random key.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "rng"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class JaxTrainState:
-    """All that a step changes. params: fp32; rng: a key, fresh in each step, for models that draw numbers."""
+    """Everything that a step changes. params: fp32; rng: a new key in each step, for models that draw numbers."""
 
     params: Params
     opt_state: Any
@@ -38,7 +38,7 @@ class JaxTrainState:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step is compiled for. dtype: of weights and activations in the forward pass ("float32", "bfloat16");
+    """Static arguments of a step. dtype: of weights and activations in the forward pass ("float32" or "bfloat16");
     block_tokens: see `loss_fn`."""
 
     model: ModelRecipe
@@ -49,7 +49,7 @@ class StepConfig:
 
 
 def step_config(recipe: Recipe, dtype: str) -> StepConfig:
-    """recipe: resolved, with its vocabulary. The loss is taken the way that suits the devices."""
+    """Returns the static arguments for a resolved recipe (with its vocabulary) on this process's devices."""
     assert recipe.model.context
     block = measured_block(jax.default_backend(), dtype, recipe.model.context)
     return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm, block)
@@ -57,21 +57,32 @@ def step_config(recipe: Recipe, dtype: str) -> StepConfig:
 
 @partial(jax.jit, static_argnames="cfg")
 def init_state(seed: int, cfg: StepConfig) -> JaxTrainState:
-    """A fresh state on the mesh that is set."""
+    """Returns a new state on the current mesh."""
     init, rng = jax.random.split(jax.random.key(seed))
     return state_of(init_parameters(cfg.model, key=init), rng, cfg)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> JaxTrainState:
-    """A state around given parameters. Optimizer state is cut like the parameter it belongs to."""
+    """Returns a state with these parameters and fresh moments, each sharded like its parameter."""
     optimizer: Any = make_optimizer(cfg.optim, jnp.dtype(cfg.dtype))
     return JaxTrainState(params, optimizer.init(params), jax.random.key_data(rng))
 
 
 def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
-    """Arrays (micro-batches, rows, T), int32 and an fp32 scale, rows cut over the batch axes; rows are padded with
-    masked ones as needed. Raises ValueError for a batch without a target."""
+    """Places a batch on the devices, its rows sharded over the batch axes.
+
+    Args:
+        batch: The global batch.
+        micro_rows: Rows of a micro-batch. Masked rows fill the last one.
+        mesh: The mesh.
+
+    Returns:
+        tokens and targets (int32) and scale (fp32), each (micro-batches, micro_rows, T).
+
+    Raises:
+        ValueError: The batch has no valid target.
+    """
     valid = int(batch.mask.sum())
     if valid == 0:
         raise ValueError("a batch without a single target cannot train: check the data's masks")
@@ -81,15 +92,18 @@ def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
     scale /= valid
     padding = ((0, -batch.rows % micro_rows), (0, 0))
     arrays = {"tokens": batch.tokens, "targets": batch.targets, "scale": scale}
-    cut = {name: rearrange(np.pad(x, padding), "(m b) t -> m b t", b=micro_rows) for name, x in arrays.items()}
-    return {name: place(x, P(None, BATCH, None), mesh) for name, x in cut.items()}
+    split = {name: rearrange(np.pad(x, padding), "(m b) t -> m b t", b=micro_rows) for name, x in arrays.items()}
+    return {name: place(x, P(None, BATCH, None), mesh) for name, x in split.items()}
 
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="state")
 def train_step(
     state: JaxTrainState, batch: Batch, multipliers: Multipliers, cfg: StepConfig
 ) -> tuple[JaxTrainState, dict[str, jax.Array]]:
-    """batch: of `device_batch`. The state is donated. Metrics: loss (nats per valid target) and grad_norm."""
+    """Runs one optimizer step on a batch of `device_batch`; donates the state.
+
+    Returns the new state, and metrics: loss (nats per valid target) and grad_norm.
+    """
     loss, grads = loss_and_grads(state.params, batch, cfg)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -107,7 +121,7 @@ def train_step(
 
 
 def loss_and_grads(params: Params, batch: Batch, cfg: StepConfig) -> tuple[jax.Array, Params]:
-    """Over all micro-batches; a gradient is fp32 and cut like its parameter."""
+    """Returns loss and gradients summed over all micro-batches; gradients are fp32 and sharded like the parameters."""
     objective = jax.value_and_grad(lambda params, batch: _loss(params, batch, cfg))
     if batch["tokens"].shape[0] == 1:
         return objective(params, jax.tree.map(lambda x: x[0], batch))
@@ -125,7 +139,7 @@ def _loss(params: Params, batch: Batch, cfg: StepConfig) -> jax.Array:
 
 @partial(jax.jit, static_argnames="cfg")
 def eval_step(params: Params, tokens: jax.Array, targets: jax.Array, cfg: StepConfig) -> jax.Array:
-    """Nats of each target (B, T), fp32, whole on every device, so that each process can read all of them."""
+    """Returns the nats of each target (B, T), fp32, replicated on every device, so each process can read all."""
     params = _cast(params, cfg.dtype)
     losses = token_losses(params, forward(params, tokens, cfg.model), targets, cfg.model)
     return jax.reshard(losses, P(None, None))

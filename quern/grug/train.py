@@ -1,16 +1,14 @@
-"""The training loop: batches prefetched onto the devices, steps, records, evaluation, checkpoints, signals.
+"""The training loop of the JAX twin: prefetched batches, steps, records, evaluation, checkpoints, signals.
 
-What quern/train/loop.py does, with the same records. Time is counted in steps only; evaluation, saving and the first
-step after a start, which compiles, are left out. The state on disk, batches as a pure function of (seed, step) and the
-counters in the checkpoint's JSON make a resumed run log what the uninterrupted one would, bit for bit.
+It does what quern/train/loop.py does and writes the same records. Only steps are timed: not evaluation, not saving and
+not the first step after a start, which compiles. A resumed run logs the same numbers as an uninterrupted one, bit for
+bit: a checkpoint holds the state and the counters, and a batch is a pure function of (seed, step).
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quern.data.batch import Batches
-from quern.data.loader import prefetch
+from quern.data.prefetch import prefetch_items
 from quern.grug import checkpoint
 from quern.grug.loss import Batch
 from quern.grug.mesh import anywhere
@@ -28,13 +26,16 @@ from quern.grug.state import JaxTrainState, StepConfig, device_batch, train_step
 from quern.optim.schedule import Multipliers
 from quern.records import StageFolder
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Guard, Stop
+from quern.train.manifest import CheckpointError
 
 Evaluator = Callable[[JaxTrainState], dict[str, Any]]
+PlacedBatch = tuple[Batch, int, int]
+"""A batch on the devices, its number of valid targets, its number of positions."""
 
 
 @dataclass
 class Counters:
-    """What the host counts; goes into every checkpoint's JSON. See quern/train/state.py."""
+    """The host's counters, stored in every checkpoint. quern/train/state.py has the same ones."""
 
     step: int = 0
     tokens: int = 0
@@ -47,7 +48,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class JaxTrainingPlan:
-    """What a run trains for. flops_per_token and peak_flops (of all devices, per second) feed the MFU."""
+    """How a stage trains. The MFU uses flops_per_token and peak_flops (of all devices, per second)."""
 
     cfg: StepConfig
     mesh: Mesh
@@ -62,7 +63,7 @@ class JaxTrainingPlan:
     peak_flops: float
     evaluators: Sequence[tuple[int, Evaluator]] = ()
     meta: dict[str, Any] = field(default_factory=dict)
-    """Goes into every checkpoint: the recipe, the tokenizer's fingerprint."""
+    """Stored in every checkpoint: the recipe, the tokenizer's fingerprint."""
 
 
 def train(
@@ -75,29 +76,41 @@ def train(
     log: Callable[[str], None],
     advance: Callable[[int, dict[str, Any]], None] = lambda step, line: None,
 ) -> tuple[int, JaxTrainState]:
-    """Trains from counters.step to plan.steps, on the mesh that is set → (exit code of train/guard.py, the state).
+    """Trains from counters.step to plan.steps on the current mesh.
 
-    state is donated, counters advance in place. folder: this process's records; checkpoints: the folder of all
-    processes' checkpoints. say takes lines for the user, advance each logging line. SIGTERM and SIGINT, in any of the
-    processes, finish the step, save and return EXIT_STOPPED.
+    SIGTERM or SIGINT in any process ends all of them: they finish the step, save and return EXIT_STOPPED.
+
+    Args:
+        state: The state to start from; it is donated.
+        counters: Updated in place.
+        loader: The batches.
+        plan: How to train.
+        folder: This process's records.
+        checkpoints: The folder of the checkpoints, which all processes share.
+        log: Called with lines for the user.
+        advance: Called with the step and the fields of each logged line.
+
+    Returns:
+        An exit code of train/guard.py, and the last state.
     """
     start = counters.step
     folder.rewind(start)
     folder.event("resume" if start else "start", step=start, steps=plan.steps)
-    guard, window, fresh = _guard(counters, plan), _Window(), True
+    guard, window, fresh = Guard(plan.max_skips), _Window(), True
+    guard.load_state({"skips": counters.skips, "skips_in_row": counters.skips_in_row})
     saver = checkpoint.JaxSaver(checkpoints, plan.keep)
     try:
         with Stop() as stop, closing(device_batches(loader, start, plan)) as batches, saver:
             for batch, tokens, positions in batches:
                 began = time.perf_counter()
                 state, metrics = train_step(state, batch, plan.schedule(counters.step), plan.cfg)
-                loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # the step's one wait
+                loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # blocks until the step is done
                 seconds = time.perf_counter() - began
                 if fresh:
                     folder.event("compile", step=counters.step, seconds=round(seconds, 3))
                     fresh = False
                 else:
-                    window = window.add(positions, seconds, counters)
+                    window.add(positions, seconds, counters)
                 verdict = guard.observe(bool(np.isfinite(loss) and np.isfinite(norm)))
                 _count(counters, guard, verdict, loss, tokens)
                 if verdict != "step":
@@ -110,15 +123,19 @@ def train(
                     advance(counters.step, _log(counters, loss, norm, window, plan, folder))
                     window = _Window()
                 stopping = not last and anywhere(stop.requested)
-                _evaluate(state, counters, last, plan, folder)
+                for every, evaluator in plan.evaluators:
+                    if counters.step % every == 0 or last:
+                        folder.metric(step=counters.step, tokens=counters.tokens, **evaluator(state))
                 if counters.step % plan.save_every == 0 or last or stopping:
-                    _save(saver, state, counters, plan, folder)
+                    began = time.perf_counter()
+                    saver.save(counters.step, state, {**plan.meta, "counters": asdict(counters)})
+                    folder.event("save", step=counters.step, seconds=round(time.perf_counter() - began, 3))
                 if stopping:
                     saver.wait()
                     folder.event("stop", step=counters.step, reason="signal")
                     log(f"stopped after step {counters.step} as asked, and saved: go on with --resume")
                     return EXIT_STOPPED, state
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         folder.event("stop", step=counters.step, reason=str(error))
         log(f"stopped at step {counters.step}: {error}")
         return EXIT_NOT_SAVED, state
@@ -129,7 +146,7 @@ def train(
 def resume(
     checkpoints: Path, like: JaxTrainState, mesh: Mesh, log: Callable[[str], None]
 ) -> tuple[JaxTrainState, Counters] | None:
-    """Where the newest good checkpoint left off; None when there is none. like: see checkpoint.load."""
+    """Loads state and counters of the newest good checkpoint; None without one. like: see checkpoint.load."""
     found = checkpoint.latest(checkpoints, log)
     if found is None:
         return None
@@ -137,54 +154,29 @@ def resume(
     return checkpoint.load(path, like, mesh), Counters(**manifest["meta"]["counters"])
 
 
-def device_batches(
-    loader: Batches, start: int, plan: JaxTrainingPlan, ahead: int = 2
-) -> Generator[tuple[Batch, int, int]]:
-    """(batch on the devices, valid targets, positions) of steps start … plan.steps - 1, placed ahead in a thread."""
-    ready: queue.Queue[tuple[Batch, int, int] | BaseException | None] = queue.Queue(maxsize=ahead)
-    closed = threading.Event()
+def device_batches(loader: Batches, start: int, plan: JaxTrainingPlan) -> Generator[PlacedBatch, None, None]:
+    """The batches of steps start … plan.steps - 1. A thread reads them and places them on the devices early."""
 
-    def hand_over(item: tuple[Batch, int, int] | BaseException | None) -> None:
-        while not closed.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+    def place() -> Iterator[PlacedBatch]:
+        for step in range(start, plan.steps):
+            batch = loader.batch(step)
+            placed = device_batch(batch, plan.micro_batch_rows, plan.mesh)
+            yield placed, int(batch.mask.sum()), batch.tokens.size
 
-    def work() -> None:
-        try:
-            with closing(prefetch(loader, start, plan.steps)) as batches:
-                for batch in batches:
-                    placed = device_batch(batch, plan.micro_batch_rows, plan.mesh)
-                    hand_over((placed, int(batch.mask.sum()), batch.tokens.size))
-                    if closed.is_set():
-                        return
-            hand_over(None)
-        except BaseException as error:  # whatever it is, the consumer must hear of it rather than wait
-            hand_over(error)
-
-    thread = threading.Thread(target=work, name="device batches", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        closed.set()
-        thread.join(timeout=10)
+    return prefetch_items(place())
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Window:
-    """What was timed since the last logging line."""
+    """Positions and seconds of the steps since the last logged line."""
 
     positions: int = 0
     seconds: float = 0.0
 
-    def add(self, positions: int, seconds: float, counters: Counters) -> _Window:
+    def add(self, positions: int, seconds: float, counters: Counters) -> None:
         counters.seconds += seconds
-        return _Window(self.positions + positions, self.seconds + seconds)
+        self.positions += positions
+        self.seconds += seconds
 
 
 def _count(counters: Counters, guard: Guard, verdict: str, loss: float, tokens: int) -> None:
@@ -196,16 +188,10 @@ def _count(counters: Counters, guard: Guard, verdict: str, loss: float, tokens: 
         counters.unlogged_tokens += tokens
 
 
-def _guard(counters: Counters, plan: JaxTrainingPlan) -> Guard:
-    guard = Guard(plan.max_skips)
-    guard.load_state({"skips": counters.skips, "skips_in_row": counters.skips_in_row})
-    return guard
-
-
 def _log(
     counters: Counters, loss: float, norm: float, window: _Window, plan: JaxTrainingPlan, folder: StageFolder
 ) -> dict[str, Any]:
-    """Records a logging line and begins the next one's means; returns it."""
+    """Records and returns a line of metrics, and resets the sums of the mean loss."""
     line: dict[str, Any] = {
         "step": counters.step,
         "tokens": counters.tokens,
@@ -224,20 +210,6 @@ def _log(
     folder.metric(**line)
     counters.unlogged_nats, counters.unlogged_tokens = 0.0, 0
     return line
-
-
-def _evaluate(state: JaxTrainState, counters: Counters, last: bool, plan: JaxTrainingPlan, folder: StageFolder) -> None:
-    for every, evaluator in plan.evaluators:
-        if counters.step % every == 0 or last:
-            folder.metric(step=counters.step, tokens=counters.tokens, **evaluator(state))
-
-
-def _save(
-    saver: checkpoint.JaxSaver, state: JaxTrainState, counters: Counters, plan: JaxTrainingPlan, folder: StageFolder
-) -> None:
-    start = time.perf_counter()
-    saver.save(counters.step, state, {**plan.meta, "counters": asdict(counters)})
-    folder.event("save", step=counters.step, seconds=round(time.perf_counter() - start, 3))
 
 
 def _diverged(counters: Counters, folder: StageFolder, checkpoints: Path, log: Callable[[str], None]) -> int:

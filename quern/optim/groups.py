@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from quern.optim.adamw import AdamW, Scalar
+from quern.optim.constants import adamw_groups, muon_rate
 from quern.optim.muon import Muon
 from quern.recipe import OptimRecipe
 
@@ -94,22 +95,11 @@ def make_groups(
 
 def table(recipe: OptimRecipe) -> dict[str, tuple[Rule, float]]:
     """group → (rule, peak learning rate) of the `gpt` architecture. Unresolved scales (None) count as 1."""
-    scale, width = _or_one(recipe.lr_scale), _or_one(recipe.width_scale)
-    decay = recipe.matrix_decay * _or_one(recipe.decay_scale)
-
-    def adamw(beta1: float, beta2: float, weight_decay: float) -> AdamW:
-        return AdamW((beta1, beta2), recipe.eps, weight_decay)
-
-    return {
-        "matrices": (Muon(recipe.muon_beta2, decay, recipe.muon_steps), recipe.matrix_lr * scale),
-        "head": (adamw(0.8, 0.96, 0.01), recipe.head_lr * scale * width),
-        "embedding": (adamw(0.8, 0.995, 0.001), recipe.embedding_lr * scale * width),
-        "value_embeddings": (adamw(0.8, 0.995, 0.01), recipe.value_embedding_lr * scale * width),
-        "residual_scales": (adamw(0.8, 0.95, 0.05), recipe.residual_lr * scale),
-        "x0_scales": (adamw(0.96, 0.95, 0.0), recipe.x0_lr * scale),
-        "gates": (adamw(0.8, 0.95, 0.0), recipe.gate_lr * scale),
-        "smear": (adamw(0.8, 0.95, 0.0), recipe.smear_lr * scale),
-    }
+    lr, decay = muon_rate(recipe)
+    rules: dict[str, tuple[Rule, float]] = {"matrices": (Muon(recipe.muon_beta2, decay, recipe.muon_steps), lr)}
+    for name, group in adamw_groups(recipe).items():
+        rules[name] = AdamW((group.beta1, group.beta2), recipe.eps, group.weight_decay), group.lr
+    return rules
 
 
 def check_complete(
@@ -139,7 +129,3 @@ def check_complete(
             f"every parameter must be in exactly one optimizer group; {'; '.join(problems)}. "
             "Correct the model's parameter_groups()."
         )
-
-
-def _or_one(scale: float | None) -> float:
-    return 1.0 if scale is None else scale

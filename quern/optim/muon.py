@@ -20,31 +20,10 @@ import torch
 from torch import Tensor
 
 from quern.optim.adamw import Scalar
+from quern.optim.constants import NEWTON_SCHULZ, POLAR_MARGIN, ROW_FLOOR, TINY, VARIANCE_EPS, polar_coefficients
 
 Orthogonalize = Callable[[Tensor, int], Tensor]
 """(stack (N, R, C), steps) → a stack of the same shape and dtype, with singular values near 1."""
-
-TINY = 1e-30
-"""Keeps 0/0 out of all-zero matrices; far below any norm that occurs, so that the update ignores the loss's
-scale."""
-
-# Odd quintics p(x) = a·x + b·x³ + c·x⁵, one per step: each is the best approximation of the sign function on
-# the interval that the one before it leaves. Amsel et al. 2025 (arXiv 2505.16932), computed for 5 steps with
-# safety factor 2e-2 (rounding may push a singular value above 1) and cushion 2 (intervals widened so that
-# small values don't stall).
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-# The limit of that sequence: the quintic with p(1) = 1 and p'(1) = p''(1) = 0, which converges to 1 with
-# order 3.
-CONVERGENT = (1.875, -1.25, 0.375)
-# One quintic for all steps, with the steepest slope at 0 for which singular values stay in a band around 1
-# (it does not converge to 1). Jordan et al. 2024.
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def polar_express(x_NRC: Tensor, steps: int = 5) -> Tensor:
@@ -52,8 +31,7 @@ def polar_express(x_NRC: Tensor, steps: int = 5) -> Tensor:
 
     Five steps bring values above 1/1000 of the Frobenius norm near 1; from the sixth step on it converges.
     """
-    table = [POLAR_EXPRESS[i] if i < len(POLAR_EXPRESS) else CONVERGENT for i in range(steps)]
-    return _iterate(x_NRC, table, margin=1.02)
+    return _iterate(x_NRC, polar_coefficients(steps), margin=POLAR_MARGIN)
 
 
 def newton_schulz(x_NRC: Tensor, steps: int = 5) -> Tensor:
@@ -95,7 +73,7 @@ def equal_rows(x_NRC: Tensor) -> Tensor:
     orthogonalisation makes the two the same. Rows below a millionth of the mean are taken for zero, not blown
     up."""
     norm = torch.linalg.vector_norm(x_NRC, dim=-1, keepdim=True)
-    floor = 1e-6 * norm.square().mean(dim=-2, keepdim=True).sqrt()
+    floor = ROW_FLOOR * norm.square().mean(dim=-2, keepdim=True).sqrt()
     return x_NRC / (torch.maximum(norm, floor) + TINY)
 
 
@@ -117,7 +95,7 @@ def reduce_variance_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
     dim = -1 if second.size(-1) == 1 else -2
     energy = x_NRC.square().mean(dim=dim, keepdim=True)
     second.lerp_(energy, 1 - beta2)
-    scale = (second + 1e-10).rsqrt()
+    scale = (second + VARIANCE_EPS).rsqrt()
     before = energy.sum(dim=(-2, -1), keepdim=True)
     after = (energy * scale.square()).sum(dim=(-2, -1), keepdim=True)
     return x_NRC * (scale * (before / (after + TINY)).sqrt())

@@ -40,7 +40,9 @@ from quern.parallel.sharding import Slice
 from quern.train.manifest import (
     CheckpointError,
     NewerCheckpointError,
+    check_files,
     describe,
+    newest_good,
     read_manifest,
     require_plain_json,
     write_manifest,
@@ -92,7 +94,7 @@ def save(
             found = mesh.files.gather_objects(_settle(temporary, mesh, at))
             if mesh.main:
                 files = {name: facts for part in found for name, facts in part.items()}
-                write_manifest(temporary, step, dict(sorted(files.items())), meta, at)
+                write_manifest(temporary, step, dict(sorted(files.items())), meta, {"torch": torch.__version__}, at)
                 _put_in_place(temporary, final, at)
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)  # best effort: the next save cleans up too
@@ -132,15 +134,7 @@ def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str,
     Each damaged one on the way is named through `report`. Raises NewerCheckpointError rather than
     passing over a whole checkpoint that this version cannot read.
     """
-    candidates = _candidates(folder)
-    for step in sorted(candidates, reverse=True):
-        try:
-            return candidates[step], verify(candidates[step])
-        except NewerCheckpointError:
-            raise
-        except CheckpointError as error:
-            report(f"step {step} is damaged and is passed over: {error}")
-    return None
+    return newest_good(_candidates(folder), verify, report)
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -153,14 +147,7 @@ def verify(path: Path) -> dict[str, Any]:
     foreign = {file.name for file in path.glob("*.safetensors")} - set(manifest["files"])
     if foreign:
         raise CheckpointError(f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them")
-    for name, expected in manifest["files"].items():
-        try:
-            found = describe(path / name)
-        except OSError as error:
-            raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}") from error
-        for fact in ("bytes", "sha256"):
-            if found[fact] != expected[fact]:
-                raise CheckpointError(f"{path / name} has {fact} {found[fact]}, not {expected[fact]}")
+    check_files(path, manifest)
     return manifest
 
 

@@ -1,18 +1,17 @@
 """A checkpoint's manifest: what it vouches for, and how it is written and read.
 
-JSON: schema version, step, torch's version, the caller's JSON (`meta`), size in bytes and SHA-256 of each file, and the
-SHA-256 of all that. It knows nothing of where checkpoints lie, nor of tensors (checkpoint.py).
+JSON: schema version, step, version of the library that wrote it, the caller's JSON (`meta`), size in bytes and SHA-256
+of each file, and the SHA-256 of all that. PyTorch (checkpoint.py) and JAX (grug/checkpoint.py) both use it, so this
+file imports neither and knows nothing of tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from quern.data.token_file import sync_path
 
@@ -29,10 +28,24 @@ class NewerCheckpointError(CheckpointError):
 
 
 def write_manifest(
-    temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], at: Callable[[str], None]
+    temporary: Path,
+    step: int,
+    files: dict[str, dict[str, Any]],
+    meta: dict[str, Any],
+    library: dict[str, str],
+    at: Callable[[str], None] = lambda point: None,
 ) -> None:
-    """Durable when it returns, and so is the folder. files: `describe` of each, by name."""
-    content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "files": files, "meta": meta}
+    """Writes and syncs the manifest, then syncs the folder.
+
+    Args:
+        temporary: The checkpoint's folder, under its temporary name.
+        step: The step of the checkpoint.
+        files: `describe` of each file, by name.
+        meta: The caller's JSON.
+        library: Name and version of the library that wrote the files.
+        at: Called with a name before each change of the disk.
+    """
+    content = {"schema": SCHEMA, "step": step, **library, "files": files, "meta": meta}
     manifest = temporary / MANIFEST
     at("write manifest")
     text = json.dumps(content | {"sha256": _content_hash(content)}, indent=1, allow_nan=False)
@@ -74,6 +87,44 @@ def describe(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {"bytes": stream.tell(), "sha256": digest}
+
+
+def check_files(path: Path, manifest: dict[str, Any]) -> None:
+    """Compares size and hash of each file with the manifest. Raises CheckpointError."""
+    for name, expected in manifest["files"].items():
+        try:
+            found = describe(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}") from error
+        for fact in ("bytes", "sha256"):
+            if found[fact] != expected[fact]:
+                raise CheckpointError(f"{path / name} has {fact} {found[fact]}, not {expected[fact]}")
+
+
+def newest_good(
+    paths: Mapping[int, Path], verify: Callable[[Path], dict[str, Any]], report: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]] | None:
+    """Finds the newest checkpoint that verifies.
+
+    Args:
+        paths: Checkpoints by step.
+        verify: Returns a checkpoint's manifest; raises CheckpointError where it is damaged.
+        report: Called with a line for each damaged checkpoint.
+
+    Returns:
+        Path and manifest, or None where no checkpoint verifies.
+
+    Raises:
+        NewerCheckpointError: A checkpoint is intact, but this version cannot read it.
+    """
+    for step in sorted(paths, reverse=True):
+        try:
+            return paths[step], verify(paths[step])
+        except NewerCheckpointError:
+            raise
+        except CheckpointError as error:
+            report(f"step {step} is damaged and is passed over: {error}")
+    return None
 
 
 def require_plain_json(meta: dict[str, Any]) -> None:

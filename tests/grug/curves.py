@@ -1,7 +1,7 @@
-"""Loss curves of the two trainers from one start, on the built-in world. Runs in JAX's process (process.py).
+"""Loss curves of both trainers from the same weights, on the built-in world. Runs in JAX's process (jax_process.py).
 
-At a third of the recipe's peak rates. At all of them, small batches of this size amplify rounding: there PyTorch in
-micro-batches of half the rows leaves PyTorch's own curve by 0.02 nats within 300 steps, here by less than 0.0001.
+The rates are a third of the recipe's. At the full rates batches of this size amplify rounding: PyTorch in micro-batches
+of half the rows deviates from its own curve by 0.02 nats within 300 steps, here by less than 0.0001.
 """
 
 import itertools
@@ -29,9 +29,9 @@ torch.compiler.set_stance("force_eager")
 
 
 def gaps(steps: int, shown: int, depth: int = 2, width: int = 64, context: int = 64, rows: int = 8) -> list[float]:
-    """|loss of JAX - loss of torch| in nats, for each of the first `shown` steps of a run of `steps`; what was learned.
+    """Returns |loss of JAX - loss of PyTorch| in nats for the first `shown` of `steps` steps, and the loss's decrease.
 
-    fp32, the same batches, each side going its own way from the same weights.
+    Both train in fp32 from the same weights on the same batches.
     """
     texts = list(itertools.islice(tinyworld_corpus.documents(0, 1.0), 400))
     tokenizer = Tokenizer.train(texts, 512)

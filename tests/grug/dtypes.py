@@ -1,4 +1,4 @@
-"""What test_dtype.py asks of JAX's process."""
+"""Functions that test_dtype.py calls in JAX's process."""
 
 import jax
 

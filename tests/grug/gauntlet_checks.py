@@ -1,4 +1,4 @@
-"""Checks of the gauntlet and its experiments, run in JAX's process (process.py)."""
+"""Checks of the gauntlet and its experiments, run in JAX's process (jax_process.py)."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -18,13 +18,13 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments" / "grug"
 
 
 def checks(name: str) -> dict[str, Any]:
-    """Name → passed, of an experiment's checks."""
+    """Returns whether each check of an experiment passed."""
     found = gauntlet.check(gauntlet.load(EXPERIMENTS / f"{name}.py"))
     return {check: value["passed"] for check, value in found.items()}
 
 
 def broken(how: str) -> list[str]:
-    """The checks that notice a broken experiment."""
+    """Returns the checks that fail on a broken experiment."""
     module: Any = gauntlet.load(EXPERIMENTS / "core.py")
     good, reference = module.loss_fn, module.reference_attention
     if how == "reference":
@@ -43,7 +43,7 @@ def stopped(params: model.Params) -> model.Params:
 
 
 def sinks_at_minus_infinity() -> dict[str, float]:
-    """The copy with its sinks switched off, against the core on the same weights; and what a sink at 0 changes."""
+    """Relative deviation of the copy from the core on the same weights, with its sinks off and with sinks at 0."""
     module: ModuleType = gauntlet.load(EXPERIMENTS / "attention_sink.py")
     cfg, mesh = module.build_cfg("check"), gauntlet.single_mesh()
     core = ModelRecipe(

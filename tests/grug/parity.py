@@ -1,6 +1,6 @@
-"""Compares the JAX twin with the PyTorch model, and a mesh with one device. Runs in JAX's process (process.py).
+"""Compares the JAX twin with the PyTorch model, and a mesh with one device. Runs in JAX's process (jax_process.py).
 
-Every function returns relative deviations: the norm of the difference over the norm of what is expected.
+Every function returns relative deviations: the norm of the difference over the norm of the expected value.
 """
 
 from dataclasses import replace
@@ -15,18 +15,18 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from quern.data.batch import Batch
+from quern.grug.attention import AttentionMask
 from quern.grug.bridge import from_torch, to_torch
 from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
 from quern.grug.optim import group_of, make_optimizer, rules
-from quern.grug.recipe import RECIPE as JAX_RECIPE
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, loss_and_grads, state_of, step_config, train_step
+from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
-from quern.recipes.gpt import RECIPE as TORCH_RECIPE
 from quern.resolve import resolve
 from quern.train.state import TrainState as TorchState
 from quern.train.step import to_device
@@ -51,7 +51,7 @@ def both(state: JaxTrainState, batch: Any, told: Multipliers, cfg: StepConfig) -
 
 
 def deviation(found: Arrays, expected: Arrays) -> float:
-    """The worst over all arrays, which must be the same ones."""
+    """The largest relative deviation of any array; both sides must have the same names."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     return max(relative(found[name], value) for name, value in expected.items())
 
@@ -70,7 +70,7 @@ def mesh_of(name: str) -> Mesh:
 
 
 def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any) -> Recipe:
-    """Toy sizes whose heads can be spread: four heads sharing two keys, unless said otherwise."""
+    """Toy sizes with heads that a mesh can shard: by default four heads that share two keys."""
     toy = toy_recipe({"kv_heads": 2, "heads": 4, "head_dim": 8, "vocab_size": 62, **model}, **(train or {}))
     return resolve(replace(toy, depth=depth))
 
@@ -80,7 +80,7 @@ def weights_of(state: TorchState) -> Arrays:
 
 
 def batch_of(kind: str, step: int = 0) -> Batch:
-    """full, or weighted: a third of the targets, with signed weights."""
+    """kind: "full", or "weighted": a third of the targets, with signed weights."""
     batch = toy_loader().batch(step)
     if kind == "full":
         return batch
@@ -99,8 +99,8 @@ def state_on(weights: Arrays, cfg: StepConfig, mesh: Mesh) -> JaxTrainState:
 def forward_and_backward(kind: str, model: dict[str, Any]) -> dict[str, float]:
     """Logits, loss and the worst gradient, on one device.
 
-    Gradients are compared row by row of the batch: of the scales, single numbers, a whole batch's gradient can be a
-    thousandth of its terms, which fp32 then holds to three digits fewer, on either side.
+    Gradients are compared for each row. A scale is a single number, and its gradient over a whole batch can be a
+    thousandth of its terms; fp32 then has three digits fewer, on both sides.
     """
     recipe = recipe_of(**model)
     torch_state, batch, mesh = toy_state(recipe), batch_of(kind), mesh_of("one")
@@ -130,11 +130,38 @@ def forward_and_backward(kind: str, model: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def updates(steps: int = 3) -> dict[str, float]:
-    """What each rule adds to the weights, from the same gradients and weights, over a few updates.
+def segments() -> dict[str, float]:
+    """Logits, loss and gradients where attention does not cross from one document of a row into the next."""
+    recipe, batch, mesh = recipe_of(), batch_of("full"), mesh_of("one")
+    torch_state, cfg = toy_state(recipe), step_config(recipe, "float32")
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, batch.tokens.shape), axis=1).astype(np.int32)
+    tokens, context = torch.from_numpy(batch.tokens.astype(np.int64)), CausalContext(torch.from_numpy(ids))
+    expected = torch_state.model.logits(torch_state.model(tokens, context))
+    nats = torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), torch.from_numpy(batch.targets.astype(np.int64)).flatten(), reduction="none"
+    )
+    mask = torch.from_numpy(batch.mask).flatten()
+    expected_loss = nats[mask].sum() / mask.sum()
+    expected_loss.backward()
+    theirs = {name: p.grad.numpy() for name, p in torch_state.model.named_parameters()}
+    with jax.set_mesh(mesh):
+        params = from_torch(weights_of(torch_state), cfg.model, mesh)
+        one = jax.tree.map(lambda x: x[0], device_batch(batch, ROWS, mesh))
+        within = AttentionMask(segment_ids=place(ids, P(BATCH, None), mesh))
+        loss, ours = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, mask=within)))(params)
+        found = jax.jit(lambda p: logits(p, forward(p, one["tokens"], cfg.model, mask=within), cfg.model))(params)
+    return {
+        "logits": relative(found, expected.detach().numpy()),
+        "loss": relative(loss, expected_loss.item()),
+        "every gradient": deviation(to_torch(ours), theirs),
+    }
 
-    The gradients are drawn, so that their matrices are well conditioned: a polar factor of nearly singular ones
-    amplifies rounding, on either side.
+
+def updates(steps: int = 3) -> dict[str, float]:
+    """Weights after each of a few updates by both rules, from the same weights and gradients.
+
+    The gradients are random, so their matrices are well conditioned: the polar factor of a nearly singular matrix
+    amplifies rounding, on both sides.
     """
     recipe = recipe_of()
     rng = np.random.default_rng(0)
@@ -163,7 +190,7 @@ def updates(steps: int = 3) -> dict[str, float]:
 
 
 def direction() -> float:
-    """Muon's change itself, in one update, against quern.optim's on the same matrices (tall, wide, square)."""
+    """Muon's change in one update, against quern.optim's on the same matrices (tall, wide, square)."""
     from quern.optim.muon import Muon
 
     rng = np.random.default_rng(1)
@@ -202,7 +229,7 @@ def whole_step(micro_rows: int, clip_norm: float | None) -> dict[str, float]:
 
 
 def table() -> list[str]:
-    """Groups of parameters, by name and rule, and idle fields of the recipe, in which the two sides differ."""
+    """Names of parameters and optimizer groups in which the two sides differ."""
     recipe = recipe_of()
     with jax.set_mesh(mesh_of("one")):
         params = from_torch(weights_of(toy_state(recipe)), recipe.model, mesh_of("one"))
@@ -210,8 +237,7 @@ def table() -> list[str]:
     theirs = {
         name: group for group, members in toy_state(recipe).model.parameter_groups().items() for name, _ in members
     }
-    names = set(JAX_RECIPE.unused) ^ set(TORCH_RECIPE.unused)
-    names |= rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
+    names = rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
     return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
 
 

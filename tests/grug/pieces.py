@@ -1,4 +1,4 @@
-"""Checks of the JAX twin's pieces, run in JAX's process (process.py): masks, shardings, compilation, checkpoints."""
+"""Checks of the JAX twin's parts in JAX's process (jax_process.py): masks, shardings, compilation, checkpoints."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ from tests.support.toy_training import CPU, ROWS, toy_corpus, toy_loader, toy_sc
 
 
 def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: AttentionMask) -> np.ndarray:
-    """Attention a query at a time, in float64."""
+    """Attention for one query at a time, in float64."""
     B, T, H, E = q.shape
     groups = H // k.shape[2]
     y = np.zeros(q.shape)
@@ -78,7 +78,7 @@ def masks_of(T: int, segments: jax.Array) -> dict[str, AttentionMask]:
 
 @partial(jax.jit, static_argnames="function")
 def pulled(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, function: Any) -> Any:
-    """The output, and what it pulls back of q in the place of its gradient."""
+    """The output, and its vjp at q."""
     y, pull = jax.vjp(lambda q, k, v: function(q, k, v, mask), q, k, v)
     return y, pull(q)
 
@@ -246,7 +246,7 @@ def bits_per_byte() -> float:
     recipe, corpus = recipe_of(1), toy_corpus()
     torch_state, mesh = toy_state(recipe), mesh_of("data")
     cfg = step_config(recipe, "float32")
-    table = np.arange(cfg.model.vocab_size or 0, dtype=np.int32) % 4  # some tokens stand for no byte at all
+    table = np.arange(cfg.model.vocab_size or 0, dtype=np.int32) % 4  # some tokens encode no byte
     expected = torch_bits_per_byte(torch_state.model, windows(corpus, 16, rows=8), table, CPU)
     with jax.set_mesh(mesh):
         params = from_torch(weights_of(torch_state), cfg.model, mesh)
@@ -262,7 +262,7 @@ def flops() -> list[int]:
 
 
 def peak() -> float:
-    """The MFU's denominator, asked for while a mesh of several devices is set, as in training."""
+    """The MFU's denominator, measured while a mesh of several devices is set, as in training."""
     with jax.set_mesh(mesh_of("replica")):
         return matmul_flops("float32", jax.devices()[3], 64, 1)
 
@@ -275,7 +275,7 @@ def host(state: JaxTrainState) -> list[np.ndarray]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """Saved beside donated steps, restored on the same and on other meshes, damaged, pruned."""
+    """Checkpoints are saved during steps that donate the state, restored on several meshes, damaged and pruned."""
     recipe = recipe_of(1)
     cfg, schedule = step_config(recipe, "float32"), toy_schedule(12)
     folder = Path(tempfile.mkdtemp()) / "checkpoints"
@@ -314,7 +314,7 @@ def checkpoints() -> dict[str, Any]:
 
 
 def damage(folder: Path, said: list[str]) -> dict[str, Any]:
-    """Flips one bit of each file of the newest checkpoint in turn, leaves one out, adds one; each must be noticed."""
+    """Flips a bit of each file of the newest checkpoint, removes each file, adds one; every damage must be noticed."""
     newest = folder / "step-00000003"
     missed = []
     for file in sorted(path for path in newest.rglob("*") if path.is_file()):
@@ -339,7 +339,7 @@ def damage(folder: Path, said: list[str]) -> dict[str, Any]:
 
 
 def bridge() -> dict[str, Any]:
-    """PyTorch → JAX on a mesh → file → PyTorch, bit for bit; and what does not fit is named."""
+    """PyTorch → JAX on a mesh → file → PyTorch, bit for bit; and the errors for weights that do not fit."""
     recipe, mesh = recipe_of(2), mesh_of("replica")
     weights = weights_of(toy_state(recipe))
     file = Path(tempfile.mkdtemp()) / "weights.safetensors"

@@ -1,10 +1,10 @@
-"""Runs the JAX twin's stage in processes that die: a forking server, imported once, with JAX not yet started.
+"""Runs the JAX twin's stage in processes that get killed: a server that imports once and forks before JAX starts.
 
     python -m tests.grug.runs LOG     a JSON request on each line of stdin, a JSON answer on each of stdout
 
 A request holds `arguments` (of `quern grug train`) and, optionally, `kill`: the number of the event before which the
-child dies by SIGKILL. Events are the calls, of Python and of C functions, that quern.grug's loop, checkpoints and
-records make or receive, in any thread. An answer holds `status` (the exit code, or minus the signal) and `events`.
+child kills itself with SIGKILL. Events are the calls of Python and C functions in quern.grug's loop and checkpoints and
+in records.py, in any thread. An answer holds `status` (the exit code, or minus the signal) and `events`.
 """
 
 import json
@@ -72,6 +72,6 @@ def serve(log: Path) -> None:
 
 
 if __name__ == "__main__":
-    # The peak is only the `mfu` column's, and takes longer than these runs.
+    # Only the `mfu` column needs the peak, and measuring it takes longer than these runs.
     jax_train.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
     serve(Path(sys.argv[1]))

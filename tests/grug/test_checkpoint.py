@@ -1,4 +1,4 @@
-"""Checkpoints of the JAX twin: bit for bit, on any mesh, damage noticed; and the bridge to PyTorch's names."""
+"""Checkpoints of the JAX twin are restored bit for bit on any mesh, damage is noticed; the bridge to PyTorch."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Which dtype is taken when nobody says; decided on rates that are given, and on this machine's."""
+"""The default dtype, for given rates and for the rates of this machine."""
 
 import math
 
@@ -15,9 +15,9 @@ __all__ = ["grug"]  # a fixture
         ([180.0] * 5, [100.0] * 5, True),
         ([110.0] * 5, [100.0] * 5, False),
         ([30.0] * 5, [100.0] * 5, False),
-        # The machine is four times as slow in some rounds, which falls on both.
+        # The machine is four times as slow in some rounds, for both dtypes.
         ([160.0, 40.0, 160.0, 40.0], [100.0, 25.0, 100.0, 25.0], True),
-        # One round in which one of the two was held up decides nothing.
+        # A single round in which one dtype was slow does not decide.
         ([160.0, 10.0, 160.0], [100.0, 100.0, 100.0], True),
         ([100.0, 100.0, 100.0], [100.0, 10.0, 100.0], False),
     ],

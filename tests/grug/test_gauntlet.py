@@ -1,4 +1,4 @@
-"""Every experiment passes the gauntlet's checks, a broken one does not; the sinks' copy is the core without them."""
+"""Every experiment passes the gauntlet's checks, a broken one fails; the sinks' copy without sinks equals the core."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Large freed blocks are used again, also in other threads than the main one; counted by the kernel's page faults."""
+"""Large freed blocks are used again, in every thread; measured by the kernel's count of page faults."""
 
 import subprocess
 import sys

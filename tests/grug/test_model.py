@@ -1,4 +1,4 @@
-"""How arrays are cut, what compiles, what a step does: the JAX twin's model and step."""
+"""The JAX twin's model and step: sharding, compilation, the effects of a step, evaluation."""
 
 from tests.support.jax_process import Grug, grug
 

@@ -1,4 +1,4 @@
-"""One of two processes that share a mesh: trains a few steps and saves; prints what it saw. Without torch.
+"""One of two processes that share a mesh: trains a few steps, saves, and prints its results.
 
 python -m tests.grug.two_processes COORDINATOR ID FOLDER
 """
@@ -18,10 +18,10 @@ from quern.data.batch import Batch
 from quern.grug import checkpoint
 from quern.grug.bridge import to_torch
 from quern.grug.gauntlet import moved
-from quern.grug.mesh import anywhere, join_processes, make_mesh, same_everywhere
-from quern.grug.recipe import RECIPE
+from quern.grug.mesh import anywhere, first_process_first, join_processes, make_mesh, same_everywhere
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, init_state, state_of, step_config, train_step
 from quern.recipe import ModelRecipe, TrainRecipe
+from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 
 ROWS = 8
@@ -34,9 +34,10 @@ def config() -> StepConfig:
 
 
 def steps(mesh: Mesh, cfg: StepConfig, saver: checkpoint.JaxSaver | None) -> tuple[JaxTrainState, list[float]]:
-    """The state after one step, which is saved, and the losses of two; the mesh is set.
+    """Returns the state after one step, which is saved, and the losses of two steps.
 
-    From moved weights, as in the laws: at the start some gradients are nearly singular, and Muon amplifies rounding.
+    The weights are perturbed, as in the laws: initially some gradients are nearly singular, and Muon amplifies
+    rounding.
     """
     state, losses, rng = init_state(0, cfg), [], np.random.default_rng(0)
     state = state_of(jax.tree.map(moved, state.params), jax.random.key(1), cfg)
@@ -57,6 +58,14 @@ def main(coordinator: str, process: int, folder: Path) -> None:
     join_processes(coordinator, 2, process)
     cfg, mesh = config(), make_mesh(data=2, model=2)
     assert len(jax.local_devices()) == 2 and jax.process_count() == 2
+    refusal = ""
+    try:
+        with first_process_first():
+            if process == 0:
+                raise FileNotFoundError("process 0 found no text")
+            refusal = "the body ran on process 1"
+    except (FileNotFoundError, ValueError) as error:
+        refusal = str(error)
     with jax.set_mesh(mesh), checkpoint.JaxSaver(folder, keep=2) as saver:
         _, losses = steps(mesh, cfg, saver)
         saver.wait()
@@ -65,12 +74,13 @@ def main(coordinator: str, process: int, folder: Path) -> None:
             "named alike": same_everywhere(f"name-{process}"),
             "one raised": anywhere(process == 1),
             "none raised": anywhere(False),
+            "refusal": refusal,
         }
     print(json.dumps(found), flush=True)
 
 
 def expected(folder: str) -> dict[str, Any]:
-    """The same steps in one process on one device, and how far its weights lie from what the two saved."""
+    """The same steps in one process on one device, and the deviation of its weights from the saved ones."""
     cfg, mesh = config(), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         state, losses = steps(mesh, cfg, None)

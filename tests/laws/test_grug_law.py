@@ -1,6 +1,6 @@
 """Law: the JAX twin = PyTorch, from the same weights and batch; a mesh of devices = one device. In fp32, on a CPU.
 
-What is compared is written in tests/grug/parity.py, and runs in JAX's own process.
+The comparisons are in tests/grug/parity.py and run in JAX's own process.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,11 @@ def record(law: Law, name: str, found: dict[str, float]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_jax_is_pytorch(grug: Grug, law: Law, shape: str, kind: str) -> None:
     record(law, "JAX twin = PyTorch", grug("parity:forward_and_backward", kind=kind, model=SHAPES[shape]))
+
+
+def test_documents_are_kept_apart_alike(grug: Grug, law: Law) -> None:
+    """Training lets documents see each other on both sides; a mask of segments is PyTorch's context of documents."""
+    record(law, "JAX twin = PyTorch, attention within documents", grug("parity:segments"))
 
 
 def test_one_update_of_each_rule(grug: Grug, law: Law) -> None:

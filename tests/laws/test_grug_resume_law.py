@@ -1,8 +1,8 @@
-"""Law: the JAX twin, killed anywhere and resumed = the run that nobody touched, bit for bit.
+"""Law: the JAX twin, killed anywhere and resumed = the uninterrupted run, bit for bit.
 
-Real runs of `quern grug train` in real processes that die by SIGKILL, in the loop, in the thread that writes a
-checkpoint, or while resuming; each resumed one is killed again. Compared: every logged line but for what a clock says,
-and every file of the last checkpoint's state.
+Processes that run `quern grug train` are killed with SIGKILL: in the loop, in the thread that writes a checkpoint, or
+while resuming; each resumed run is killed again. The test compares every logged line without its times, and every array
+of the last checkpoint's state.
 """
 
 import itertools
@@ -31,7 +31,7 @@ FLAGS = """--data text.jsonl --depth 1 --text.vocab-size 320 --model.width 32 --
 
 
 class Bench:
-    """A folder with a small text and the runs of a test, and the process that forks them."""
+    """A folder with a small text and the runs of a test, and the process that forks the runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.names = folder, (f"run-{number}" for number in itertools.count())
@@ -74,7 +74,7 @@ class Bench:
 
 
 def state_bytes(path: Path) -> dict[str, bytes]:
-    """Every array of a checkpoint's state by name, read by TensorStore alone, without JAX or orbax."""
+    """Every array of a checkpoint's state by name, read with TensorStore, without JAX or orbax."""
     import tensorstore
 
     driver = {"driver": "ocdbt", "base": f"file://{path}/state/"}
@@ -93,7 +93,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def killed_and_resumed(bench: Bench, points: int, seed: int) -> int:
-    """Kills a chain of resumed runs at seeded events until it has died that often; returns how many ended otherwise."""
+    """Kills chains of resumed runs at `points` seeded events; returns how many chains ended with another result."""
     reference = next(bench.names)
     events = bench.run(reference)["events"]
     expected = bench.outcome(reference)
@@ -102,7 +102,7 @@ def killed_and_resumed(bench: Bench, points: int, seed: int) -> int:
     while kills < points:
         name = next(bench.names)
         for _ in range(min(5, points - kills)):
-            # Resumed runs are shorter: what lies behind their end does not kill them.
+            # Resumed runs are shorter: an event after their end does not kill them.
             died = bench.run(name, "--resume", kill=rng.randrange(1, events))["status"] != 0
             kills += died
             if not died:
@@ -142,7 +142,7 @@ def test_killed_at_a_hundred_points(bench: Bench, law: Law) -> None:
 
 
 def test_a_run_that_forgets_its_moments_is_noticed(bench: Bench) -> None:
-    """That the comparison can fail: a byte of one moment differs."""
+    """The comparison can fail: a byte of one moment differs."""
     name = next(bench.names)
     bench.run(name)
     outcome = bench.outcome(name)

@@ -309,9 +309,9 @@ def together(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def serve() -> None:
     sys.path.insert(0, str(ROOT))
-    from quern.stages import pretrain
+    from quern.stages import session
 
-    pretrain.measure_peak_flops = lambda machine: 1e12
+    session.measure_peak_flops = lambda machine: 1e12
     gc.collect()
     gc.freeze()  # what a child never frees it need not copy
     for line in sys.stdin:

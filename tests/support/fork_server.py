@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from quern.cli import main
-from quern.stages import pretrain
+from quern.stages import session
 from quern.train import checkpoint, loop
 
 ROOT = Path(main.__file__).parents[1]
@@ -116,5 +116,5 @@ def serve(log: Path) -> None:
 
 
 if __name__ == "__main__":
-    pretrain.measure_peak_flops = lambda machine: 1e12
+    session.measure_peak_flops = lambda machine: 1e12
     serve(Path(sys.argv[1]))

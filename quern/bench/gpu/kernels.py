@@ -23,7 +23,8 @@ from quern.kernels.softcap import SigmoidCap, TanhCap
 from quern.kernels.symmetric import symmetric_product, symmetric_product_plain
 from quern.kernels.triton_found import triton_found
 from quern.model.layers import rotary_table
-from quern.optim.muon import POLAR_EXPRESS, polar_express
+from quern.optim.constants import POLAR_EXPRESS
+from quern.optim.muon import polar_express
 
 
 def rope(bench: Bench) -> Iterator[Measure]:

@@ -1,7 +1,6 @@
-"""The bridge between a run's JAX stage and its PyTorch stages: weights trained in either, served in the other.
+"""Moves a model between a run's JAX stage and its PyTorch stages, so either side can evaluate, fine-tune or serve it.
 
-Weights cross, optimizer state does not: what was brought over can be evaluated, fine-tuned and served, and trains on
-with fresh moments.
+Weights are moved, optimizer state is not: training goes on with fresh moments.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 
 from quern.grug import checkpoint as jax_checkpoint
 from quern.grug.bridge import from_torch, to_torch, write_weights
-from quern.grug.recipe import from_torch_json, torch_json
 from quern.grug.state import state_of, step_config
 from quern.grug.train import Counters
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.jax.train import STAGE, checkpoint_meta, load
 from quern.train import checkpoint
@@ -28,9 +29,18 @@ from quern.train.state import weights_of
 
 
 def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
-    """The newest JAX state as weights.safetensors, and as a base model that every other verb finds; returns the latter.
+    """Writes the newest JAX state as weights.safetensors, and as a base model that the other verbs find.
 
-    Raises ValueError when the run has a PyTorch base model of its own.
+    Args:
+        run_dir: The run.
+        mesh: The mesh to load the state on.
+        log: Called with lines for the user.
+
+    Returns:
+        The path of the base model's checkpoint.
+
+    Raises:
+        ValueError: PyTorch has trained a base model in this run.
     """
     target = run_dir.checkpoints("pretrain")
     loaded = load(run_dir, mesh, "float32", log)
@@ -40,33 +50,39 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
             f"run '{run_dir.run}' has a base model that PyTorch trained ({known[0]}): move it away, or train the JAX "
             "model under another name (--run)"
         )
+    counters, recipe = loaded.counters, loaded.recipe
+    meta = checkpoint_meta(recipe, loaded.tokenizer)
     weights = to_torch(loaded.state.params)
-    recipe = torch_json(loaded.recipe)
-    facts = {"recipe": recipe, "tokenizer": loaded.tokenizer.fingerprint, "step": loaded.counters.step}
     file = run_dir.stage(STAGE) / "weights.safetensors"
+    facts = {"recipe": meta["recipe"], "tokenizer": meta["tokenizer"], "step": counters.step}
     write_weights(file, weights, facts)
-    counters = loaded.counters
-    state = {
-        "step": counters.step,
-        "tokens": counters.tokens,
-        "seconds": counters.seconds,
-        "unlogged_nats": counters.unlogged_nats,
-        "unlogged_tokens": counters.unlogged_tokens,
-        "guard": Guard(loaded.recipe.train.max_skips).state(),
-    }
-    meta = {"recipe": recipe, "tokenizer": loaded.tokenizer.fingerprint, "seed": loaded.recipe.seed, "state": state}
+    names = ("step", "tokens", "seconds", "unlogged_nats", "unlogged_tokens")
+    state = {name: getattr(counters, name) for name in names} | {"guard": Guard(recipe.train.max_skips).state()}
     tensors = {f"master.{name}": torch.from_numpy(np.array(value)) for name, value in weights.items()}
-    path = checkpoint.save(target, counters.step, tensors, {**meta, "trained_by": STAGE}, loaded.recipe.train.keep)
+    meta |= {"state": state, "trained_by": STAGE}
+    path = checkpoint.save(target, counters.step, tensors, meta, recipe.train.keep)
     log(f"exported step {counters.step:,} → {file} and {path}")
     return path
 
 
 def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[str], None]) -> Path:
-    """The newest PyTorch model of a stage (default: the last there is) as a JAX state with fresh moments.
+    """Writes the newest PyTorch model as a JAX checkpoint with fresh moments.
 
-    Raises FileNotFoundError when there is none, ValueError for another architecture or when the run has a JAX model.
+    Args:
+        run_dir: The run.
+        mesh: The mesh to place the state on.
+        stage: The PyTorch stage; None takes the last stage that has a model.
+        log: Called with lines for the user.
+
+    Returns:
+        The folder of the JAX checkpoints.
+
+    Raises:
+        FileNotFoundError: The run has no PyTorch model.
+        ValueError: The model has another architecture, or the run has a JAX model already.
     """
-    if jax_checkpoint.steps(run_dir.checkpoints(STAGE)):
+    target = run_dir.checkpoints(STAGE)
+    if jax_checkpoint.steps(target):
         raise ValueError(f"run '{run_dir.run}' has a JAX model already: move {run_dir.stage(STAGE)} away first")
     for name in [stage] if stage else reversed(STAGES):
         if (found := checkpoint.latest(run_dir.checkpoints(name), log)) is not None:
@@ -74,14 +90,26 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     else:
         raise FileNotFoundError(run_dir.has_no("PyTorch model", "pretrain"))
     tensors, meta = checkpoint.load(found[0])
-    recipe = from_torch_json(meta["recipe"])
-    cfg = step_config(recipe, "float32")
-    step = meta["state"]["step"]
+    recipe = _gpt_recipe(meta["recipe"])
+    step, tokens = meta["state"]["step"], meta["state"]["tokens"]
     with jax.set_mesh(mesh):
         weights = {name: tensor.float().numpy() for name, tensor in weights_of(tensors).items()}
-        state = state_of(from_torch(weights, recipe.model, mesh), jax.random.key(recipe.seed), cfg)
-        counters = Counters(step=step, tokens=meta["state"]["tokens"])
-        with jax_checkpoint.JaxSaver(run_dir.checkpoints(STAGE), recipe.train.keep) as saver:
-            saver.save(step, state, {**checkpoint_meta(recipe, run_dir.tokenizer()), "counters": asdict(counters)})
-    log(f"imported step {step:,} of {found[0].parent.parent.name} → {run_dir.checkpoints(STAGE)}")
-    return run_dir.checkpoints(STAGE)
+        params = from_torch(weights, recipe.model, mesh)
+        state = state_of(params, jax.random.key(recipe.seed), step_config(recipe, "float32"))
+        counters = asdict(Counters(step=step, tokens=tokens))
+        with jax_checkpoint.JaxSaver(target, recipe.train.keep) as saver:
+            saver.save(step, state, checkpoint_meta(recipe, run_dir.tokenizer()) | {"counters": counters})
+    log(f"imported step {step:,} of {found[0].parent.parent.name} → {target}")
+    return target
+
+
+def _gpt_recipe(body: dict[str, Any]) -> Recipe:
+    """Reads a saved recipe. Raises ValueError unless its callables are those of the `gpt` recipe."""
+    expected = RECIPE.to_json()
+    for field in RECIPE.callables():
+        if body.get(field) != expected[field]:
+            raise ValueError(
+                f"the JAX twin computes the `gpt` recipe only, and this one has {field} = {body.get(field)}: train it "
+                "with `quern pretrain`, or copy the core into a file of your own (docs/grug.md)"
+            )
+    return Recipe.from_json(body)

@@ -152,7 +152,7 @@ def main(arguments: list[str], log: Callable[[str], None]) -> int:
 
 def _train(rest: list[str], log: Callable[[str], None]) -> int:
     from quern.grug.dtype import choose_dtype
-    from quern.grug.recipe import RECIPE
+    from quern.recipes.gpt import RECIPE
     from quern.stages.jax import train
 
     options = training(rest, RECIPE)

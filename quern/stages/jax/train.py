@@ -1,6 +1,6 @@
-"""The JAX twin's stage: prepared text → a base model, through grug's loop; and its evaluation.
+"""The JAX twin's stage: it trains a base model on prepared text with grug's loop, and evaluates it.
 
-Its records and checkpoints lie beside the other stages', in out/runs/<run>/grug/.
+Records and checkpoints are in out/runs/<run>/grug/, beside those of the other stages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from jax.sharding import Mesh
 
 from quern.grug import checkpoint, train
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
-from quern.grug.mesh import batch_shards, check_fits, wait_for_all
+from quern.grug.mesh import batch_shards, check_fits, first_process_first
 from quern.grug.state import JaxTrainState, StepConfig, init_state, step_config
 from quern.recipe import Recipe
 from quern.records import StageFolder, git_hash
 from quern.resolve import resolve
-from quern.runs.origin import FILE, Origin, read_origin, refuse_second_tokenizer, with_absolute_paths
+from quern.runs.origin import FILE, read_origin, refuse_second_tokenizer, with_absolute_paths
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
@@ -40,7 +40,7 @@ STAGE = "grug"
 
 @dataclass(frozen=True)
 class LoadedJax:
-    """A run's newest state on the mesh, and what it was trained with."""
+    """A run's newest JAX state on a mesh, with the recipe and the tokenizer it was trained with."""
 
     state: JaxTrainState
     recipe: Recipe
@@ -61,12 +61,27 @@ def run(
     trackers: tuple = (),
     named: Collection[str] = (),
 ) -> int:
-    """Trains to the recipe's horizon; returns an exit code. recipe: unresolved, of `quern.grug.recipe`.
+    """Trains to the recipe's horizon. Every process of the mesh calls this.
 
-    Raises ValueError when the run exists and `resume` was not asked for, or was trained with another recipe, or when
-    the recipe does not fit the mesh.
+    Args:
+        recipe: The `gpt` recipe, unresolved.
+        mesh: The devices.
+        run_dir: The run.
+        dtype: "float32" or "bfloat16", for weights and activations in a step.
+        resume: Continue from the newest good checkpoint.
+        command: The command line, for the records.
+        log: Called with lines for the user.
+        trackers: Other places that metrics go to.
+        named: Fields that the user named in this command.
+
+    Returns:
+        An exit code of `train.guard`.
+
+    Raises:
+        ValueError: The run exists and `resume` is false; or its recipe, text or tokenizer differs; or the recipe does
+            not fit the mesh. A refusal on process 0 is raised on every process.
     """
-    path = run_dir.stage(STAGE)
+    path, first = run_dir.stage(STAGE), jax.process_index() == 0
     if checkpoint.steps(path / "checkpoints") and not resume:
         raise ValueError(
             f"run '{run_dir.run}' has been trained already: go on with --resume, or name another with --run"
@@ -75,82 +90,94 @@ def run(
         raise ValueError("the JAX twin trains for steps, not for minutes: give --train.steps")
     if recipe.train.fp8 != "off":
         raise ValueError("the JAX twin has no FP8: leave --train.fp8 out")
-    first = jax.process_index() == 0
-    with run_lock(run_dir, command) if first else nullcontext():
-        common: dict[str, Any] = {
-            "named": named,
-            "resume": resume,
-            "command": command,
-            "log": log,
-            "trackers": trackers,
-        }
-        return _run(resolve(with_absolute_paths(recipe)), mesh, run_dir, dtype=dtype, **common)
-
-
-def _run(
-    recipe: Recipe,
-    mesh: Mesh,
-    run_dir: RunDir,
-    *,
-    dtype: str,
-    resume: bool,
-    command: str,
-    log: Callable[[str], None],
-    trackers: tuple,
-    named: Collection[str],
-) -> int:
-    path, first = run_dir.stage(STAGE), jax.process_index() == 0
-    origin = read_origin(path) if resume else None
-    if origin is not None and (path / "recipe.json").exists():  # the text is the run's own unless it is named
-        body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
-        recipe = replace(recipe, **{name: body[name] for name in ("data", "val") if name not in named})
-    prepared = _prepare(recipe, run_dir, origin, log, bool({"data", "val"} & set(named)))
-    recipe = fit_vocabulary(recipe, prepared)
-    rows = recipe.micro_batch_rows
-    check_fits(recipe.model, mesh, rows)
-    changed = changes(recipe, path) if resume else []
-    if first and origin is None:
-        run_dir.folder.mkdir(parents=True, exist_ok=True)
-        prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
-    cfg = step_config(recipe, dtype)
-    flops = flops_per_token(recipe.model, mesh)
-    records = path if first else path / f"process-{jax.process_index()}"
-    with jax.set_mesh(mesh), StageFolder(records, trackers) as folder:
+    recipe = resolve(with_absolute_paths(recipe))
+    with ExitStack() as stack:
+        with first_process_first():
+            if first:
+                stack.enter_context(run_lock(run_dir, command))
+        origin = read_origin(path) if resume else None
+        if origin is not None and (path / "recipe.json").exists():  # the run's own text, unless the user names another
+            body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
+            recipe = replace(recipe, **{name: body[name] for name in ("data", "val") if name not in named})
+        with first_process_first():  # process 0 prepares the text; the others find it prepared
+            if origin is not None:
+                prepared = open_data(recipe, run_dir, origin, log, named=bool({"data", "val"} & set(named)))
+            else:
+                prepared = prepare(recipe, run_dir.out, log)
+                refuse_second_tokenizer(run_dir, prepared.tokenizer)
+        recipe = fit_vocabulary(recipe, prepared)
+        check_fits(recipe.model, mesh, recipe.micro_batch_rows)
+        changed = changes(recipe, path) if resume else []
+        if first and origin is None:
+            run_dir.folder.mkdir(parents=True, exist_ok=True)
+            prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
+        records = path if first else path / f"process-{jax.process_index()}"
+        stack.enter_context(jax.set_mesh(mesh))
+        folder = stack.enter_context(StageFolder(records, trackers))
         if origin is None:
             write_whole(records / FILE, json.dumps(make_origin(run_dir, prepared, None).to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), None)
         for line in changed:
             log(line)
-        _write_facts(folder.path, mesh, dtype, command, flops)
-        state, counters = init_state(recipe.seed, cfg), train.Counters()
-        if resume and (found := train.resume(path / "checkpoints", state, mesh, log)):
-            state, counters = found
-            log(f"resumed at step {counters.step:,}")
-        plan = _plan(recipe, prepared, cfg, mesh, rows, flops)
-        log(f"training: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens in {dtype} on {describe(mesh)}")
-        with Meter("training", plan.steps, "steps", silent=not first) as meter:
-            loader = make_batches(recipe, prepared.train)
-            code, _ = train.train(state, counters, loader, plan, folder, path / "checkpoints", meter.log, _shown(meter))
+        plan = _plan(recipe, prepared, step_config(recipe, dtype), mesh)
+        _write_facts(records, plan, command)
+        return _train(recipe, prepared, plan, path / "checkpoints", folder, resume, log)
+
+
+def _train(
+    recipe: Recipe,
+    prepared: Prepared,
+    plan: train.JaxTrainingPlan,
+    checkpoints: Path,
+    folder: StageFolder,
+    resume: bool,
+    log: Callable[[str], None],
+) -> int:
+    state, counters = init_state(recipe.seed, plan.cfg), train.Counters()
+    if resume and (found := train.resume(checkpoints, state, plan.mesh, log)):
+        state, counters = found
+        log(f"resumed at step {counters.step:,}")
+    tokens, devices = recipe.train.batch_tokens, describe(plan.mesh)
+    log(f"training: {plan.steps:,} steps of {tokens:,} tokens in {plan.cfg.dtype} on {devices}")
+    with Meter("training", plan.steps, "steps", silent=jax.process_index() > 0) as meter:
+        loader = make_batches(recipe, prepared.train)
+        code, _ = train.train(state, counters, loader, plan, folder, checkpoints, meter.log, _shown(meter))
     if code == EXIT_DONE:
-        log(f"trained on {counters.tokens:,} tokens in {counters.seconds:,.0f} s of steps → {path}")
+        log(f"trained on {counters.tokens:,} tokens in {counters.seconds:,.0f} s of steps → {checkpoints.parent}")
     return code
 
 
 def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], None]) -> dict[str, Any]:
-    """Bits per byte of the run's newest state; appends to evaluate.jsonl."""
+    """Measures bits per byte of the run's newest JAX state and appends them to evaluate.jsonl.
+
+    Args:
+        run_dir: The run.
+        mesh: The devices.
+        dtype: "float32" or "bfloat16".
+        log: Called with lines for the user.
+
+    Returns:
+        `val_bpb` and `val_loss` (nats per token).
+    """
     loaded = load(run_dir, mesh, dtype, log)
     prepared = data_of_run(loaded.recipe, run_dir, lambda line: None, STAGE)
     with jax.set_mesh(mesh):
         rows = _eval_rows(loaded.recipe, mesh)
         score = validate(loaded.state.params, prepared.val, loaded.tokenizer.token_bytes(), rows, mesh, loaded.cfg)
     line = {"stage": STAGE, "step": loaded.counters.step, "task": "validation", "metric": "bpb"}
-    run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
+    if jax.process_index() == 0:
+        run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
     log(f"step {loaded.counters.step:,}: {score['val_bpb']:.4f} bits per byte, {score['val_loss']:.4f} nats per token")
     return score
 
 
 def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) -> LoadedJax:
-    """The run's newest good state, cut for the mesh. Raises FileNotFoundError saying what to run first."""
+    """Loads the run's newest good JAX state, sharded over the mesh.
+
+    Raises:
+        FileNotFoundError: The run has no JAX model.
+        ValueError: The model was trained with another tokenizer than the run's.
+    """
     tokenizer = run_dir.tokenizer()
     found = checkpoint.latest(run_dir.checkpoints(STAGE), log)
     if found is None:
@@ -170,20 +197,18 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
 
 
 def checkpoint_meta(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What every checkpoint says of its origin."""
+    """Returns the entries of a checkpoint's meta that name its origin."""
     return {"recipe": recipe.to_json(), "tokenizer": tokenizer.fingerprint, "seed": recipe.seed}
 
 
 def describe(mesh: Mesh) -> str:
-    """Such as "8 x cpu (data 4, model 2)"."""
+    """Returns the mesh as text, such as "8 x cpu (data 4, model 2)"."""
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     kind = mesh.devices.flat[0].device_kind
     return f"{mesh.devices.size} x {kind}" + (f" ({axes})" if axes else "")
 
 
-def _plan(
-    recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh, rows: int, flops: int
-) -> train.JaxTrainingPlan:
+def _plan(recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh) -> train.JaxTrainingPlan:
     settings = recipe.train
     assert settings.steps and settings.save_every and settings.eval_every
     token_bytes, eval_rows = prepared.tokenizer.token_bytes(), _eval_rows(recipe, mesh)
@@ -196,38 +221,22 @@ def _plan(
         mesh=mesh,
         steps=settings.steps,
         schedule=recipe.make_schedule(settings),
-        micro_batch_rows=rows,
+        micro_batch_rows=recipe.micro_batch_rows,
         max_skips=settings.max_skips,
         log_every=settings.log_every,
         save_every=settings.save_every,
         keep=settings.keep,
-        flops_per_token=flops,
+        flops_per_token=flops_per_token(recipe.model, mesh),
         peak_flops=measure_peak_flops(cfg.dtype, mesh),
         evaluators=[(settings.eval_every, validation)],
         meta=checkpoint_meta(recipe, prepared.tokenizer),
     )
 
 
-def _prepare(
-    recipe: Recipe, run_dir: RunDir, origin: Origin | None, log: Callable[[str], None], named: bool
-) -> Prepared:
-    """Text is prepared by process 0 alone; the others wait, then find it done."""
-    if jax.process_index() > 0:
-        wait_for_all("prepared")
-    if origin is not None:
-        prepared = open_data(recipe, run_dir, origin, log, named=named)
-    else:
-        prepared = prepare(recipe, run_dir.out, log)
-        refuse_second_tokenizer(run_dir, prepared.tokenizer)
-    if jax.process_index() == 0:
-        wait_for_all("prepared")
-    return prepared
-
-
 def _eval_rows(recipe: Recipe, mesh: Mesh) -> int:
-    """Rows of a batch of windows: about a micro-batch, a multiple of the parts it is cut in."""
-    cuts = batch_shards(mesh)
-    return max(1, recipe.micro_batch_rows // cuts) * cuts
+    """Rows of a validation batch: about a micro-batch, and a multiple of its shards."""
+    shards = batch_shards(mesh)
+    return max(1, recipe.micro_batch_rows // shards) * shards
 
 
 def _shown(meter: Meter) -> Callable[[int, dict[str, Any]], None]:
@@ -238,16 +247,16 @@ def _shown(meter: Meter) -> Callable[[int, dict[str, Any]], None]:
     return advance
 
 
-def _write_facts(path: Path, mesh: Mesh, dtype: str, command: str, flops: int) -> None:
-    """machine.json: how the stage was started, on what."""
+def _write_facts(path: Path, plan: train.JaxTrainingPlan, command: str) -> None:
+    """Writes machine.json: the command, the devices, the versions."""
     body = {
         "command": command,
         "git": git_hash(Path(__file__).parent),
-        "devices": describe(mesh),
+        "devices": describe(plan.mesh),
         "processes": jax.process_count(),
-        "mesh": dict(mesh.shape),
-        "dtype": dtype,
-        "flops_per_token": flops,
+        "mesh": dict(plan.mesh.shape),
+        "dtype": plan.cfg.dtype,
+        "flops_per_token": plan.flops_per_token,
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
     }
-    (path / "machine.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    write_whole(path / "machine.json", json.dumps(body, indent=2) + "\n")
