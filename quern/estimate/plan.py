@@ -78,8 +78,7 @@ class Candidate:
 
 def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
     """Returns the exit code: 1 when nothing fits."""
-    depth = {"model.depth": "follows from --depth"}
-    options = parse(PlanOptions, recipe, arguments, prog="quern lab plan", without=depth, description=description)
+    options = parse(PlanOptions, recipe, arguments, verb="lab plan", description=description)
     cluster = cluster_of(options)
     found = sorted(candidates(options, cluster), key=lambda one: one.step.seconds if one.step else float("inf"))
     for line in report(options, cluster, found):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from quern.eval.score import Score, accuracy
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
+from quern.generate.sample import GREEDY
 from quern.text.chat import ContentPart, Message, render_prompt
 from quern.text.tinyworld.corpus import Question
 
@@ -86,6 +87,6 @@ def _complete(engine: Engine, prompts: list[list[int]], max_tokens: int, batch_r
     done: dict[int, Completion] = {}
     for first in range(0, len(order), batch_rows):
         rows = order[first : first + batch_rows]
-        groups = engine.generate([prompts[row] for row in rows], max_tokens=max_tokens, temperature=0.0)
+        groups = engine.generate([prompts[row] for row in rows], max_tokens=max_tokens, sampling=GREEDY)
         done.update((row, samples[0]) for row, samples in zip(rows, groups, strict=True))
     return (done[row] for row in range(len(prompts)))

@@ -26,7 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.generate.sample import Sampling
 from quern.serve import schema
 from quern.serve.schema import ApiError, ChatRequest
 from quern.serve.worker import Busy, Job, Stopped, Worker
@@ -135,7 +134,7 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSON(schema.models_body(name, created))
+        return JSON({"object": "list", "data": [schema.model_body(name, created)]})
 
     @app.get("/v1/models/{model:path}")
     async def one_model(model: str) -> Response:
@@ -222,8 +221,6 @@ async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: 
             code="context_length_exceeded",
             extra={"n_prompt_tokens": len(prompt), "n_ctx": engine.context},
         )
-    temperature = 1.0 if request.temperature is None else request.temperature
-    sampling = Sampling(temperature, request.top_k or 0, request.top_p or 1.0)
     seed = secrets.randbits(63) if request.seed is None else request.seed
     try:
         return worker.submit(
@@ -231,7 +228,7 @@ async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: 
                 [prompt],
                 samples=request.n or 1,
                 max_tokens=request.limit(engine.context),
-                sampling=sampling,
+                sampling=request.sampling,
                 seed=seed,
                 stop=request.stops(),
             )
@@ -267,10 +264,11 @@ async def answer(job: Job, identifier: str, name: str) -> dict[str, Any]:
     except Exception as error:
         raise as_api_error(error) from error
     choices = [
-        schema.choice(index, schema.assistant_message(reply.text, reply.parts), reply.finish_reason)
+        schema.choice(index, reply.finish_reason, message=schema.assistant_message(reply.text, reply.parts))
         for index, reply in sorted(replies.items())
     ]
-    return schema.completion_body(identifier, int(time.time()), name, choices, used_by(replies.values()))
+    used = schema.usage(list(replies.values()))
+    return schema.completion_body("chat.completion", identifier, int(time.time()), name, choices, usage=used)
 
 
 async def stream(job: Job, request: ChatRequest, identifier: str, name: str) -> AsyncIterator[str]:
@@ -278,31 +276,26 @@ async def stream(job: Job, request: ChatRequest, identifier: str, name: str) -> 
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
     created = int(time.time())
 
-    def chunk(choices: list[dict[str, Any]], used: dict[str, int] | None = None) -> str:
-        body = {
-            "id": identifier,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": name,
-            "choices": choices,
-        }
-        return server_sent({**body, "usage": used} if include_usage else body)
+    def chunk(*choices: dict[str, Any], usage: dict[str, int] | None = None) -> str:
+        more = {"usage": usage} if include_usage else {}
+        body = schema.completion_body("chat.completion.chunk", identifier, created, name, list(choices), **more)
+        return server_sent(body)
 
     replies: list[Completion] = []
     try:
         for index in range(request.n or 1):
-            yield chunk([schema.delta(index, {"role": "assistant", "content": ""})])
+            yield chunk(schema.choice(index, delta={"role": "assistant", "content": ""}))
         async for event in job:
             if isinstance(event.value, Completion):
                 replies.append(event.value)
-                yield chunk([schema.delta(event.sample, {}, event.value.finish_reason)])
+                yield chunk(schema.choice(event.sample, event.value.finish_reason, delta={}))
             elif event.value.kind == "text":
-                yield chunk([schema.delta(event.sample, {"content": event.value.text})])
+                yield chunk(schema.choice(event.sample, delta={"content": event.value.text}))
             else:
                 part = {"type": event.value.kind, "text": event.value.text}
-                yield chunk([schema.delta(event.sample, {"parts": [part]})])
+                yield chunk(schema.choice(event.sample, delta={"parts": [part]}))
         if include_usage:
-            yield chunk([], used_by(replies))
+            yield chunk(usage=schema.usage(replies))
     except Exception as error:
         yield server_sent(as_api_error(error).body)
     yield "data: [DONE]\n\n"
@@ -310,12 +303,6 @@ async def stream(job: Job, request: ChatRequest, identifier: str, name: str) -> 
 
 def server_sent(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, allow_nan=False)}\n\n"
-
-
-def used_by(replies: Any) -> dict[str, int]:
-    """Tokens of the prompt, read once, and of all replies together."""
-    replies = list(replies)
-    return schema.usage(replies[0].prompt_tokens, sum(len(reply.ids) for reply in replies))
 
 
 def as_api_error(error: BaseException) -> ApiError:
