@@ -59,7 +59,7 @@ def usage() -> str:
 def described(verb: str) -> str:
     parts = [SUMMARIES[verb], f"example: {EXAMPLES[verb]}"]
     if verb == "run":
-        parts.append("--train.steps sets the length of pretraining; --sft.steps or --sft.epochs that of fine-tuning")
+        parts.append("length: --train.steps for pretraining, --sft.steps or --sft.epochs for fine-tuning")
     if verb in ("run", "prepare", "tokenizer", "pretrain"):
         parts.append(f"the defaults of another recipe: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
     return "\n\n".join(parts)

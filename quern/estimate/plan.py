@@ -52,14 +52,14 @@ class PlanOptions:
     per_machine: Annotated[int | None, UNSAID] = None
     """GPUs in one machine. Default: as they are usually sold."""
     matmul_tflops: Annotated[float | None, UNSAID] = None
-    """Measured rate of one GPU's large matrix products (`quern bench train`), instead of 70 % of its peak."""
+    """Measured rate of a GPU's large matrix products (`quern bench train`). Default: 70 % of its peak."""
     dollars_per_hour: Annotated[float | None, UNSAID] = None
-    """What one GPU costs."""
+    """What one GPU costs. Default: as in quern/estimate/hardware.py."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = True
     """--no-compile: memory of an eager run."""
     json: Annotated[Path | None, UNSAID] = None
-    """Also write everything here."""
+    """Also write everything to this file. Default: no file."""
 
 
 @dataclass(frozen=True)

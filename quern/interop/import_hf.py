@@ -45,7 +45,7 @@ class ImportOptions:
     stage: Literal["pretrain", "sft"] = "pretrain"
     """What it counts as: a base model, or one that has learned to answer."""
     tokenizer: Annotated[Path | None, UNSAID] = None
-    """A tokenizer.json of quern's, where the folder has none."""
+    """A tokenizer.json of quern's, where the folder has none. Default: the folder's."""
     data: str = "tinyworld"
     """Text to evaluate on."""
 
