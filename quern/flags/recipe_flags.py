@@ -100,7 +100,7 @@ def value_of(arguments: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _offered(part: Any, hidden: Collection[str], filled: Any, derived: str | None, prefix: str = "") -> Any:
+def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, prefix: str = "") -> Any:
     """An equal object of a derived class, in which tyro finds no flags for the hidden fields.
 
     For a field that is None, the help shows `derived` or the field's value in `filled`, the resolved part.
