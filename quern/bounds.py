@@ -1,8 +1,8 @@
-"""The range of every number that can be set: one table for the recipe's fields and for all other flags.
+"""The range of every number that can be set: one table for recipe fields, flags and sampling parameters.
 
-A name is that of the flag with underscores, such as `train.log_every`. `validate.check` reads the table for recipes,
-`flags/check_flags.py` for flags. The ranges keep out what no run could use (NaN, infinity, values that overflow later);
-limits that depend on other fields are in `validate.py`.
+A name is the flag with underscores, such as `train.log_every`. `validate.check` reads the table for recipes,
+`flags/check_flags.py` for flags, `generate/sample.py` for `Sampling`. The ranges exclude values that no run could use
+(NaN, infinity, values that overflow later); limits that depend on other fields are in `validate.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """low, high: the range, both included unless `above` or `below` excludes one; instead: an addition to the message.
+    """A range of numbers.
 
-    whole: only whole numbers.
+    Args:
+        low, high: The limits, included unless `above` (low) or `below` (high) excludes one.
+        whole: Only whole numbers.
+        instead: Text that ends the message about a value outside the range.
     """
 
     low: float
@@ -44,9 +47,9 @@ def refuse_outside(name: str, value: Any, shown_name: str) -> None:
     """Raises ValueError for a value outside the range of `name`.
 
     Args:
-        name: As in `BOUNDS`; a name that is not there may have any finite value.
+        name: A key of `BOUNDS`; any finite number is in range for another name.
         value: The value.
-        shown_name: What the message calls the field.
+        shown_name: The field's name in the message.
     """
     bounds = BOUNDS.get(name, ANY)
     if value not in bounds:
@@ -66,9 +69,9 @@ def _whole(low: int, high: int) -> Bounds:
 SHOWN_CHARACTERS = 40
 ANY = Bounds(-1e300, 1e300)
 COUNT = _whole(1, 10**12)
-"""Of steps and of tokens."""
+"""Steps and tokens."""
 FEW = _whole(1, 10**6)
-"""Of processes, devices, questions."""
+"""Processes, devices, questions."""
 SEED = _whole(0, 10**18)
 POSITIVE = Bounds(0, 1e9, above=True)
 RATE = Bounds(0, 1000)
@@ -133,7 +136,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "sft.batch_tokens": COUNT,
     "sft.lr_share": RATE,
     "sft.warmdown_share": SHARE,
-    # Flags that are no fields of a recipe.
+    # Flags that are not recipe fields.
     "threads": THREADS,
     "questions": FEW,
     "ranks": FEW,
@@ -145,6 +148,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "temperature": Bounds(0, 100),
     "top_k": _whole(0, 2**24),
     "top_p": Bounds(0, 1, above=True),
+    "min_p": SHARE,
     "max_tokens": COUNT,
     "port": _whole(0, 2**16 - 1),
     "rounds": FEW,

@@ -1,60 +1,52 @@
-"""Which recipes are refused, each with one line that says what to do instead; `resolve` asks for all of it.
+"""Checks recipes: each invalid value raises a ValueError of one line that says what to do instead.
 
-What a model itself refuses (the sizes that its architecture can do without) is not here, nor what a machine lacks.
+`resolve` runs all checks. Models check the limits of their own architecture, and stages those of the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 from quern.bounds import BOUNDS, refuse_outside
 from quern.recipe import ModelRecipe, Recipe, SftRecipe, TrainRecipe
+from quern.unavailable import flag, refuse_unused
 
 PARTS = ("text", "model", "optim", "train", "sft")
 KINDS: dict[str, tuple[type, str]] = {"str": (str, "a text"), "bool": (bool, "true or false")}
-"""A field's annotation, the type of its values, and what a message calls them; the range of numbers is in bounds.py."""
-FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
-"""Fields of the shape that are never set by themselves: they follow the dial and the tokenizer."""
-
-
-def flag(name: str) -> str:
-    """train.log_every → train.log-every, as it is typed."""
-    return name.replace("_", "-")
+"""For a field's annotation: the type of its values and its name in messages; bounds.py has the ranges of numbers."""
+CHOICES = {
+    "train.packing": ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream"),
+    "train.fp8": ("off", "head", "all"),
+    "sft.too_long": ("crop", "drop"),
+}
 
 
 def install(extra: str) -> str:
-    """The command that installs packages of an extra, for messages: from the clone, since the package index has
-    another project under the name quern."""
+    """The command that installs the packages of an extra, for messages.
+
+    It installs from the clone: the package index has another project with the name quern.
+    """
     return f"in the folder of quern's clone, run .venv/bin/pip install -e '.[{extra}]'"
 
 
 def check(recipe: Recipe) -> None:
-    """Every value by itself, and fields that this recipe does not use. recipe: resolved or not."""
-    train, sft = recipe.train, recipe.sft
-    for name in recipe.unused:
-        part, _, field = name.partition(".")
-        body = getattr(recipe, part)
-        default = next(f.default for f in fields(body) if f.name == field)
-        _refuse(getattr(body, field) != default, unused(recipe, name))
+    """Checks every value by itself, and that unused fields have their defaults. The recipe may be unresolved."""
+    refuse_unused(recipe)
     for part in (None, *PARTS):
         _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
     for name in ("data", "val", "conversations"):
         value = getattr(recipe, name)
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
     _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
-    packings = ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream")
-    _refuse(
-        train.packing not in packings,
-        f"train.packing must be one of {', '.join(packings)}, not {train.packing}",
-    )
-    _refuse(train.fp8 not in ("off", "head", "all"), f"train.fp8 must be off, head or all, not {train.fp8}")
-    _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
+    for name, choices in CHOICES.items():
+        part, _, field = name.partition(".")
+        value = getattr(getattr(recipe, part), field)
+        _refuse(value not in choices, f"{flag(name)} must be one of {', '.join(choices)}, not {value}")
 
 
 def check_body(body: Any) -> None:
-    """Raises ValueError where the JSON of a recipe is no recipe at all, or a number in it is none or out of range."""
+    """Checks the JSON of a recipe: its parts are objects, and its numbers are numbers in their ranges."""
     _refuse(not isinstance(body, dict), "it holds no JSON object")
     for part in PARTS:
         values = body.get(part, {})
@@ -65,7 +57,7 @@ def check_body(body: Any) -> None:
 
 
 def _check_fields(part: Any, prefix: str) -> None:
-    """The type and the range of every field by itself. part: a recipe, or a part of one."""
+    """Checks the type and the range of every field. part: a recipe or a part of one."""
     for f in fields(part):
         name, value = prefix + f.name, getattr(part, f.name)
         kind, _, optional = str(f.type).partition(" | ")
@@ -78,20 +70,8 @@ def _check_fields(part: Any, prefix: str) -> None:
             _refuse(not isinstance(value, of), f"{flag(name)} must be {called}, not {value!r}")
 
 
-def unused(recipe: Recipe, name: str) -> str:
-    """What to say of a field that the recipe does not use."""
-    part = name.partition(".")[0]
-    used = ", ".join(flag(other) for other in _names(recipe, part))
-    return f"{flag(name)} does nothing in the '{recipe.name}' recipe: leave it out; of this kind it knows {used}"
-
-
-def _names(recipe: Recipe, part: str) -> Iterator[str]:
-    names = (f"{part}.{f.name}" for f in fields(getattr(recipe, part)))
-    return (name for name in names if name not in recipe.unused and name not in FILLED_IN)
-
-
 def check_shape(model: ModelRecipe) -> None:
-    """What the numbers of a model must be to each other. model: every number filled in."""
+    """Checks how the numbers of a resolved model depend on each other."""
     assert model.heads and model.kv_heads and model.head_dim and model.width and model.context
     _refuse(
         set(model.windows) - set("SL") != set() or not model.windows,
@@ -106,7 +86,7 @@ def check_shape(model: ModelRecipe) -> None:
 
 
 def check_rows(train: TrainRecipe, sft: SftRecipe, context: int) -> None:
-    """Batches are made of whole rows: any other number of tokens would not be what is trained on."""
+    """Checks that batches consist of whole rows."""
     for name, tokens in [("train.batch-tokens", train.batch_tokens), ("sft.batch-tokens", sft.batch_tokens)]:
         if tokens is None or tokens % context == 0:
             continue

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "quern").rglob("*.py"))
 
 LAYERS = (
-    tuple(
-        "machine compiler mesh recipe resolve recipe_file validate bounds records temporaries terminal".split()
+    (
+        *"machine compiler mesh recipe resolve recipe_file validate".split(),
+        *"unavailable bounds records temporaries terminal".split(),
     ),  # files of quern/ itself; these may import each other
     ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "model"),

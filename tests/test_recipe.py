@@ -118,7 +118,7 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         ("train", "batch_tokens", 1100, "since rows have 512 tokens: 1024 or 1536, not 1100"),
         ("sft", "batch_tokens", 700, "sft.batch-tokens must be a multiple of .* 512 tokens: 512 or 1024, not 700"),
         ("train", "micro_batch_tokens", 511, "must hold a row of model.context: at least 512, not 511"),
-        ("train", "fp8", "on", "train.fp8 must be off, head or all, not on"),
+        ("train", "fp8", "on", "train.fp8 must be one of off, head, all, not on"),
         ("train", "warmdown_share", 1.5, "train.warmdown-share must be a number between 0 and 1, not 1.5"),
         (
             "train",
@@ -126,7 +126,7 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
             0.0,
             "train.clip-norm must be a number above 0 and at most 1,000,000,000, not 0.0: leave it out for no clipping",
         ),
-        ("sft", "too_long", "split", "sft.too-long must be crop or drop, not split"),
+        ("sft", "too_long", "split", "sft.too-long must be one of crop, drop, not split"),
         ("model", "windows", "SLX", "a pattern of S .short. and L .long., such as SSSL, not 'SLX'"),
         ("model", "windows", "", "a pattern of S .short. and L .long., such as SSSL, not ''"),
         ("model", "head_dim", 63, "model.head-dim must be even for rotary embeddings, not 63"),

@@ -64,9 +64,9 @@ class BenchOptions:
     megabytes: float = 8.0
     """How much of that text to use."""
     train: Annotated[Path | None, UNSAID] = None
-    """`quality`: the training text, a file or a folder."""
+    """`quality`: the training text, a file or a folder. It has no default."""
     val: Annotated[Path | None, UNSAID] = None
-    """`quality`: the validation text."""
+    """`quality`: the validation text. It has no default."""
     minutes: float = 10.0
     """`quality`: minutes of training, counted in steps only."""
     depth: int = 4

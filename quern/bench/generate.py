@@ -13,6 +13,7 @@ import torch
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.record import Measure, Outcome, Setup, alternate, rates, ratios, seconds_of
 from quern.generate.engine import Engine
+from quern.generate.sample import Sampling
 
 ROWS = (1, 8, 32)
 PREFILL_PROMPT_TOKENS = 384
@@ -69,7 +70,8 @@ def _reply_job(
     def job() -> float:
         done = []
         seconds = seconds_of(
-            lambda: done.extend(engine.generate(prompts, max_tokens=reply, temperature=temperature)), setup.machine
+            lambda: done.extend(engine.generate(prompts, max_tokens=reply, sampling=Sampling(temperature))),
+            setup.machine,
         )
         said = {len(row[0].ids) for row in done}
         if said != {reply}:

@@ -1,4 +1,4 @@
-"""The command line: verbs, their options, their help, and how errors and Ctrl-C end a command.
+"""The command line: verbs, options, help, errors and Ctrl-C. Entry point: `quern = quern.cli.main:main`.
 
-The top of the package: it imports every other room and none imports it. `quern = quern.cli.main:main`.
+It imports every other package of quern, and none imports it.
 """

@@ -1,4 +1,7 @@
-"""Ctrl-C during imports: one line and exit code 130, where Python prints a traceback and some libraries swallow it."""
+"""Ctrl-C during imports: one line and exit code 130.
+
+Without this, Python prints a traceback, and some libraries ignore the signal.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Ends the process at the first SIGINT. For imports only: nothing is cleaned up.
+    """Ends the process at the first SIGINT, without cleanup; for imports only.
 
-    Does nothing in other threads, or where someone handles SIGINT already.
+    Does nothing outside the main thread, or if SIGINT already has a handler.
     """
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

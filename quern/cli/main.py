@@ -1,7 +1,7 @@
-"""The command line: a verb, then a recipe's name or file, then the recipe's fields as flags.
+"""The command line: a verb, a recipe's name or file, and the recipe's fields as flags.
 
-Flags come from dataclasses (options.py, or the file of the verb) through tyro. An error of the user's making is
-printed as one line, without a traceback; the exit codes are those of `train/guard.py`.
+tyro makes the flags from dataclasses (options.py, or the file of the verb's stage). A user error is printed as one
+line, without a traceback. The exit codes are those of `train/guard.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_verb(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal or a pipe that takes ASCII only gets ? for the rest
+        if isinstance(stream, io.TextIOWrapper):  # an ASCII-only terminal or pipe shows ? for other characters
             stream.reconfigure(errors="replace")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         log(usage())
@@ -41,7 +41,7 @@ def run_verb(arguments: list[str]) -> int:
         return 2
     try:
         return VERBS[verb](verb, rest) or 0
-    except BrokenPipeError:  # as in `quern run --help | head`: there is nobody left to tell
+    except BrokenPipeError:  # the reader has closed the pipe, as in `quern run --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, RuntimeError, ImportError) as error:

@@ -1,12 +1,12 @@
-"""The flags of the verbs that take a recipe or open a run, as dataclasses for tyro, and which fields a verb uses.
+"""The options of the verbs that take a recipe or open a run, as dataclasses for tyro.
 
-A verb whose flags are its own keeps them in the file of its stage.
+Verbs with options of their own define them in the file of their stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,10 +14,13 @@ import tyro
 
 from quern import machine as machines
 from quern.flags.check_flags import UNSAID
-from quern.flags.recipe_flags import field_names, named
-from quern.recipe import FOR_FINE_TUNING, IN_FINE_TUNING, Recipe
+from quern.generate.sample import Sampling
+from quern.recipe import Recipe
+from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST
-from quern.validate import flag
+
+FLAT = tyro.conf.arg(name="")
+"""The fields of this part are flags without a prefix."""
 
 
 def log(line: str) -> None:
@@ -25,19 +28,29 @@ def log(line: str) -> None:
 
 
 @dataclass
-class RunOptions:
-    """Where things are and what computes."""
+class ReportOptions:
+    """Flags of `quern report`: which run."""
 
     out: Path = Path("out")
-    """The folder that everything goes under."""
+    """The output folder; all files of a run are below it."""
     run: str = "first"
     """The run's name."""
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.out, self.run)
+
+
+@dataclass
+class RunOptions(ReportOptions):
+    """Which run, and the device that computes."""
+
     device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
-    """Default: the best there is."""
+    """Default: the fastest device available."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
-    """Default: bf16 where it is measured to be faster."""
+    """Default: bf16 if it is measured to be faster."""
     threads: Annotated[int | None, UNSAID] = None
-    """CPU threads. Default: one for each core."""
+    """CPU threads. Default: one per core."""
     compile: bool = True
     """--no-compile runs eagerly."""
 
@@ -54,50 +67,54 @@ class RunOptions:
 class PrepareOptions:
     """Flags of `quern prepare` and `quern tokenizer`."""
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    recipe: Annotated[Recipe, FLAT]
     out: Path = Path("out")
-    """The folder that everything goes under."""
+    """The output folder."""
 
 
 @dataclass
-class RunAllOptions:
+class _RecipeOptions:
+    """A verb that trains what the recipe describes."""
+
+    recipe: Annotated[Recipe, FLAT]
+    where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
+
+
+@dataclass
+class RunAllOptions(_RecipeOptions):
     """Flags of `quern run`."""
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     questions: int = 200
-    """Held-out questions of each kind, to evaluate with."""
+    """Held-out questions of each kind in the evaluation."""
     sft: bool = True
-    """--no-sft leaves a base model: no fine-tuning on conversations."""
+    """--no-sft skips fine-tuning and leaves a base model."""
     resume: bool = False
-    """Go on with a run that there is: its recipe, text and tokenizer. Without it, a run that there is goes on too."""
+    """Continue an existing run with its recipe, text and tokenizer; an existing run is also continued without it."""
 
 
 @dataclass
-class TrainOptions:
+class TrainOptions(_RecipeOptions):
     """Flags of `quern pretrain` and `quern sft`."""
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     resume: bool = False
-    """Go on from the newest good checkpoint, with the recipe, text and tokenizer that the run has."""
+    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer."""
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
-    """Begin with the model of this run; --run names the new run. With --resume: unless that has begun already. Default:
-    random weights, or the run's base model."""
+    """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
+    Default: random weights, or the run's base model."""
     from_step: str = NEWEST
-    """Which checkpoint of it: newest, before-warmdown (kept from before the rates fell), or a step."""
+    """The checkpoint for --from: newest, before-warmdown (saved before the learning rates fell), or a step."""
     ranks: int = 1
     """Processes on this machine that train together."""
     nodes: int = 1
-    """Machines that run this command together, with as many ranks each."""
+    """Machines that run this command together, with the same number of ranks each."""
     rendezvous: str = ""
-    """With several nodes: host:port, a free port of one of them, where they meet."""
+    """With several nodes: host:port, a free port of one of the nodes."""
     tp: int = 1
-    """How many of them share one replica of the model (tensor parallel); the others are data parallel."""
+    """Ranks that share one replica of the model (tensor parallelism); the replicas are data parallel."""
     restarts: int = 3
-    """With several ranks: how often all start anew when one dies."""
+    """With several ranks: how often all ranks restart after one fails."""
     timeout: float = 60.0
-    """With several ranks: seconds without progress in a training step until all start anew."""
+    """With several ranks: seconds without progress in a training step until all ranks restart."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
 
@@ -107,11 +124,17 @@ class TrainOptions:
 
 
 @dataclass
-class EvaluateOptions:
-    """Flags of `quern evaluate`."""
+class _ModelOptions:
+    """A verb that uses the model of a run; its recipe is the run's."""
 
     recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
+
+
+@dataclass
+class EvaluateOptions(_ModelOptions):
+    """Flags of `quern evaluate`."""
+
     questions: int = 200
     """Held-out questions of each kind."""
     tasks: tuple[str, ...] = ()
@@ -122,34 +145,27 @@ class EvaluateOptions:
 
 
 @dataclass
-class Generating:
+class _GenerateOptions(_ModelOptions):
     """Flags of both `quern complete` and `quern chat`."""
 
-    recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
-    temperature: float = 0.7
-    """0 picks the likeliest token."""
-    top_k: int = 50
-    """Choose among so many of the likeliest tokens; 0 for all."""
-    top_p: float = 1.0
-    """Choose among the likeliest tokens that together have this probability."""
+    sampling: Annotated[Sampling, FLAT] = field(default_factory=lambda: Sampling(temperature=0.7, top_k=50))
     max_tokens: int = 256
-    """Tokens of a reply at most."""
+    """The most tokens in a reply."""
     seed: int = 0
-    """Of the choice."""
+    """Seed of the sampling."""
 
 
 @dataclass
-class CompleteOptions(Generating):
+class CompleteOptions(_GenerateOptions):
     """Flags of `quern complete`."""
 
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
-    """The beginning of the text, which is printed before its continuation; "" for the beginning of a document. Default,
-    and with -: standard input."""
+    """The beginning of the text, printed before its continuation; "" for the beginning of a document. Default, and
+    with -: standard input."""
     stage: Literal["pretrain", "sft"] = "pretrain"
     """The stage whose model continues the text."""
     samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """Completions of the prompt, with a line --- between two of them."""
+    """Completions of the prompt, separated by a line ---."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """End a completion before this text. Repeat the flag for several texts; $'\\n' is a newline in most shells."""
 
@@ -159,15 +175,15 @@ class CompleteOptions(Generating):
 
 
 @dataclass
-class ChatOptions(Generating):
+class ChatOptions(_GenerateOptions):
     """Flags of `quern chat`."""
 
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
-    """Ask this one question and leave; a base model continues it. Default: a conversation."""
+    """Ask this one question and exit; a base model continues it. Default: a conversation."""
     complete: bool = False
-    """Continue texts instead of answering questions; by default with the base model."""
+    """Continue texts instead of answering questions, by default with the base model."""
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
-    """Default: the last one the run has; with --complete, pretrain."""
+    """The stage whose model replies. Default: the run's last stage; with --complete, pretrain."""
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not self.prompt.strip():
@@ -175,146 +191,12 @@ class ChatOptions(Generating):
 
 
 @dataclass
-class ServeOptions:
+class ServeOptions(_ModelOptions):
     """Flags of `quern serve`."""
 
-    recipe: tyro.conf.Suppress[Recipe]
-    where: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
-    """Default: the last one the run has."""
+    """The stage whose model replies. Default: the run's last stage."""
     host: str = "127.0.0.1"
-    """Listen here; anything but loopback lets others in, and there is no password."""
+    """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""
     port: int = 8000
-
-
-@dataclass
-class ReportOptions:
-    """Flags of `quern report`."""
-
-    out: Path = Path("out")
-    """The folder that everything goes under."""
-    run: str = "first"
-    """The run's name."""
-
-
-# Which of the recipe's fields a verb uses ---------------------------------------------------------------------
-
-SFT_TRAINING = tuple(sorted(IN_FINE_TUNING))
-IN_ONE_PROCESS = "is for `quern pretrain` and `quern sft`: `quern run` trains in one process"
-
-
-def without(verb: str, recipe: Recipe) -> dict[str, str]:
-    """The fields and flags that a verb has no use for, and what to say of them: the others are its flags."""
-    names = list(field_names(recipe))
-    if verb in ("prepare", "tokenizer"):
-        hidden = _but(names, ("depth", "data", "val", "seed", "text")) + _of(names, FOR_FINE_TUNING)
-        return dict.fromkeys(hidden, f"does nothing in `quern {verb}`: give it to the verb that trains")
-    follows = {
-        "model.depth": "follows from --depth",
-        "model.vocab_size": "follows from the tokenizer: set --text.vocab-size",
-        "model.bos": "follows from the tokenizer",
-    }
-    if verb == "pretrain":
-        later = dict.fromkeys(_of(names, FOR_FINE_TUNING), "is for fine-tuning: give it to `quern sft` or `quern run`")
-        return follows | later | {"questions": "is for `quern evaluate` and `quern run`"}
-    if verb == "sft":
-        decided = (
-            "is decided by the base run, whose model, text and seed `quern sft` takes over: leave it out, "
-            "or pretrain another run with it (`quern pretrain --run NAME`) and fine-tune that one"
-        )
-        return dict.fromkeys(_but(names, (*FOR_FINE_TUNING, *SFT_TRAINING)), decided) | {
-            "questions": "is for `quern evaluate` and `quern run`"
-        }
-    if verb == "run":
-        alone = dict.fromkeys(("ranks", "tp", "restarts", "timeout"), IN_ONE_PROCESS)
-        return (
-            follows
-            | alone
-            | {
-                "track": "is for `quern pretrain` and `quern sft`",
-            }
-        )
-    own = ("seed",) if verb in ("complete", "chat") else ()  # the seed of the choice
-    return dict.fromkeys(_but(names, own), "belongs to the run's recipe, which is the run's for good: leave it out")
-
-
-def _of(names: list[str], parts: tuple[str, ...]) -> list[str]:
-    return [name for name in names if any(f"{name}.".startswith(f"{part}.") for part in parts)]
-
-
-def _but(names: list[str], parts: tuple[str, ...]) -> list[str]:
-    kept = _of(names, parts)
-    return [name for name in names if name not in kept]
-
-
-# Which fields do nothing beside others ------------------------------------------------------------------------
-
-
-def _from_tokens(recipe: Recipe) -> bool:
-    from quern.stages.prepare_tokens import is_tokens
-
-    return is_tokens(recipe.data)
-
-
-OTHER_TOKENIZER = "does nothing with data that is tokens already: their tokenizer is --text.tokenizer"
-IDLE: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
-    (
-        "text.tokenizer",
-        lambda recipe: not _from_tokens(recipe),
-        "is for data that is tokens already (.bin); of text, the tokenizer is trained: leave it out",
-    ),
-    (
-        "text.column",
-        lambda recipe: recipe.data == "tinyworld" or _from_tokens(recipe),
-        "names what holds the text in a --data of your own that is text: leave it out",
-    ),
-    ("text.vocab_size", _from_tokens, OTHER_TOKENIZER),
-    ("text.digits", _from_tokens, OTHER_TOKENIZER),
-    ("text.tokenizer_megabytes", _from_tokens, OTHER_TOKENIZER),
-    (
-        "text.tinyworld_megabytes",
-        lambda recipe: recipe.data != "tinyworld",
-        "is the size of the built-in world, and --data names another text: leave one of them out",
-    ),
-    (
-        "text.tinyworld_conversations",
-        lambda recipe: recipe.conversations is not None,
-        "is for the built-in conversations, and --conversations names others: leave one of them out",
-    ),
-    (
-        "val",
-        lambda recipe: recipe.data == "tinyworld",
-        "is for a --data of your own: the built-in world makes its own validation text",
-    ),
-    (
-        "train.steps",
-        lambda recipe: recipe.train.minutes is not None,
-        "and --train.minutes contradict each other: give one of them",
-    ),
-    (
-        "train.horizon_ratio",
-        lambda recipe: recipe.train.minutes is not None or None not in (recipe.train.steps, recipe.train.batch_tokens),
-        "does nothing where the length of the run is given: leave it out",
-    ),
-    (
-        "sft.epochs",
-        lambda recipe: recipe.sft.steps is not None,
-        "and --sft.steps contradict each other: give one of them",
-    ),
-)
-"""A field, when it would be without effect, and what to say where it is set all the same."""
-
-
-def refuse_idle(recipe: Recipe, arguments: Sequence[str], saved: bool = False) -> None:
-    """Raises ValueError for a field that is set, by a flag or by the recipe's file, and would do nothing.
-
-    saved: the recipe is that of a run, whose fields are all set: only those that the flags name count.
-    """
-    given = set(named(arguments))
-    for name, idle, why in IDLE:
-        part, _, field_name = name.rpartition(".")
-        body = getattr(recipe, part) if part else recipe
-        default = next(f.default for f in fields(body) if f.name == field_name)
-        set_here = name in given or (not saved and getattr(body, field_name) != default)
-        if set_here and idle(recipe):
-            raise ValueError(f"--{flag(name)} {why}")
+    """The port to listen on; 0 picks a free one."""

@@ -1,4 +1,4 @@
-"""One line and one example for each verb, and the help that is made from them."""
+"""A summary and an example of each verb, and the help that shows them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ EXAMPLES = {
     "lab": "quern lab plan gpt --depth 20 --gpus 64 --gpu h100 --network ib-ndr",
 }
 OF_A_RUN = ("sft", "evaluate", "complete", "chat", "serve")
-"""Verbs that follow a run's own recipe; they need its file where it has code of its own."""
+"""Verbs that take the recipe, and its Python file, from the run."""
 SUMMARIES = {
-    "run": "the whole way: prepare, pretrain, fine-tune, evaluate, report; goes on where it was stopped",
+    "run": "all stages: prepare, pretrain, fine-tune, evaluate, report; continues a run that was stopped",
     "prepare": "train the tokenizer and turn text into token shards",
     "tokenizer": "train a tokenizer and report how well it compresses",
     "pretrain": "train a base model",
@@ -32,37 +32,34 @@ SUMMARIES = {
     "evaluate": "score a run's models on held-out text and questions",
     "complete": "continue a text with a run's base model",
     "chat": "talk to a run's model in the terminal",
-    "serve": "serve a run's model: an OpenAI-compatible API and a page to chat on",
-    "report": "write report.md and report.html of a run from its records",
+    "serve": "serve a run's model: an OpenAI-compatible API and a chat page",
+    "report": "write a run's report.md and report.html from its records",
     "bench": "measure this machine: data, training, generation",
-    "export": "write a run's model in a format that other programs read",
-    "import": "make a run of a Llama in Hugging Face's format",
+    "export": "write a run's model in a format of other programs",
+    "import": "make a run from a Llama in Hugging Face's format",
     "grug": "the JAX twin: train, eval, export, import, gauntlet",
-    "lab": "plan: what a run would take on some GPUs, before it starts",
+    "lab": "plan: estimate time, memory and cost of a run on given GPUs",
 }
 
 
 def usage() -> str:
-    lines = [
-        "quern grinds raw text into a language model you can talk to.",
-        "",
-        "usage: quern VERB [RECIPE] [FLAGS]",
-        "",
-    ]
-    lines += [f"  {verb:10} {SUMMARIES[verb]}" for verb in SUMMARIES]
-    lines += [
-        "",
-        f"recipes: {', '.join(recipe_names())}, or the path of a Python file that ends in RECIPE = …",
-    ]
-    lines += ["flags and their defaults: quern VERB --help", "", "examples:"]
-    lines += [f"  {example}" for example in EXAMPLES.values()]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "quern grinds raw text into a language model you can talk to.\n",
+            "usage: quern VERB [RECIPE] [FLAGS]\n",
+            *(f"  {verb:10} {summary}" for verb, summary in SUMMARIES.items()),
+            f"\nrecipes: {', '.join(recipe_names())}, or the path of a Python file that ends in RECIPE = …",
+            "flags and their defaults: quern VERB --help\n",
+            "examples:",
+            *(f"  {example}" for example in EXAMPLES.values()),
+        ]
+    )
 
 
 def described(verb: str) -> str:
     parts = [SUMMARIES[verb], f"example: {EXAMPLES[verb]}"]
     if verb == "run":
-        parts.append("--train.steps shortens pretraining alone; --sft.steps, or --sft.epochs, fine-tuning")
+        parts.append("length: --train.steps for pretraining, --sft.steps or --sft.epochs for fine-tuning")
     if verb in ("run", "prepare", "tokenizer", "pretrain"):
-        parts.append(f"a recipe's own defaults: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
+        parts.append(f"the defaults of another recipe: quern {verb} {'|'.join(recipe_names())}|FILE.py --help")
     return "\n\n".join(parts)

@@ -53,14 +53,14 @@ class PlanOptions:
     per_machine: Annotated[int | None, UNSAID] = None
     """GPUs in one machine. Default: as machines are usually sold."""
     matmul_tflops: Annotated[float | None, UNSAID] = None
-    """Measured rate of one GPU's large matrix products (`quern bench train`), instead of 70 % of its peak."""
+    """Measured rate of a GPU's large matrix products (`quern bench train`). Default: 70 % of its peak."""
     dollars_per_hour: Annotated[float | None, UNSAID] = None
-    """Rent of one GPU."""
+    """What one GPU costs. Default: as in quern/estimate/hardware.py."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = True
     """--no-compile: memory of an eager run."""
     json: Annotated[Path | None, UNSAID] = None
-    """Also write the plan to this JSON file."""
+    """Also write everything to this file. Default: no file."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ class Candidate:
 
 
 def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
-    """Prints the plan and returns the exit code: 1 if no layout fits."""
-    depth = {"model.depth": "follows from --depth"}
-    options = parse(PlanOptions, recipe, arguments, prog="quern lab plan", without=depth, description=description)
+    """Returns the exit code: 1 when nothing fits."""
+    options = parse(PlanOptions, recipe, arguments, verb="lab plan", description=description)
     cluster = cluster_of(options)
     found = sorted(candidates(options, cluster), key=lambda one: one.seconds)
     for line in report(options, cluster, found):

@@ -12,6 +12,7 @@ from quern.eval.score import Score, accuracy
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
+from quern.generate.sample import GREEDY
 from quern.text.chat import ContentPart
 
 
@@ -67,6 +68,6 @@ def _complete(
     for first in range(0, len(order), batch_rows):
         rows = order[first : first + batch_rows]
         batch = [prompts[row] for row in rows]
-        groups = engine.generate(batch, max_tokens=max_tokens, temperature=0.0, stop=stop, plain=base)
+        groups = engine.generate(batch, max_tokens=max_tokens, sampling=GREEDY, stop=stop, plain=base)
         done.update((row, samples[0]) for row, samples in zip(rows, groups, strict=True))
     return (done[row] for row in range(len(prompts)))

@@ -1,4 +1,4 @@
-"""Command-line flags of dataclasses: which ones a recipe offers, and a one-line error for each wrong one.
+"""Command-line flags from dataclasses and recipes, with a one-line error for each mistake.
 
-tyro converts and prints the help. This room knows recipes and no verbs; the verbs' options are in cli/.
+tyro converts the values and prints the help. The verbs' options are in cli/.
 """

@@ -1,7 +1,7 @@
-"""Flags as they were typed, checked before tyro reads them: what is wrong with one is said in one line.
+"""Checks flags before tyro reads them, so that each mistake gives an error of one line.
 
-Known are the flags of a dataclass (numbers, choices, switches and texts, and tuples of these) and one positional
-argument. Conversion and the help are tyro's.
+It knows the flags of a dataclass (numbers, choices, switches, texts, and tuples of these) and one positional argument.
+tyro converts the values and prints the help.
 """
 
 from __future__ import annotations
@@ -9,89 +9,134 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from quern.bounds import refuse_outside
 
 T = TypeVar("T")
 
 UNSAID: Any = tyro.conf.arg(help_behavior_hint="")
-"""For a flag that is None by default: its help says what that means, so that "default: None" is left out."""
+"""Marks a flag that is None by default and whose help text says what that means ("Default: …")."""
 SUPPRESSED, POSITIONAL = (get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional))
 NUMBERS = {int: "a whole number", float: "a number"}
+UNIONS = (Union, types.UnionType)
 NEAREST = 3
 ALIKE = 0.7
-"""How many names are offered for one that there is not, and how alike (difflib's ratio) they must be."""
+"""The most suggestions for an unknown name, and the least similarity (difflib's ratio) of a suggestion."""
+WITHOUT_NONE = ConstructorRegistry()
+
+
+@WITHOUT_NONE.primitive_rule
+def _shown_without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """The help of an optional number shows INT instead of {None}|INT; the value None stays readable."""
+    kinds = [kind for kind in get_args(info.type) if kind is not type(None)]
+    if info.type_origin not in UNIONS or len(kinds) != 1 or len(get_args(info.type)) != 2:
+        return None
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
+    assert isinstance(spec, PrimitiveConstructorSpec)
+    return replace(
+        spec,
+        instance_from_str=lambda given: None if given == ["None"] else spec.instance_from_str(given),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),
+        choices=spec.choices and (*spec.choices, "None"),
+    )
 
 
 @dataclass(frozen=True)
 class Flag:
-    """name: as typed, such as --train.log-every; kind: the type of its value; required: it must be given."""
+    """name: with dashes, such as --train.log-every; kind: the type of its value; required: it has no default."""
 
     name: str
     kind: Any
-    required: bool
+    required: bool = False
 
     @property
     def field(self) -> str:
-        """train.log_every, for --train.log-every."""
+        """train.log_every for --train.log-every."""
         return self.name[2:].replace("-", "_")
 
     @property
-    def switch(self) -> bool:
-        return self.kind is bool
+    def many(self) -> bool:
+        """It takes several values."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The types that one value may have."""
+        kind = get_args(self.kind)[0] if self.many else self.kind
+        return get_args(kind) if get_origin(kind) in UNIONS else (kind,)
+
+    @property
+    def number(self) -> type | None:
+        """int or float if the flag takes a number."""
+        return next((kind for kind in self.choices if kind in NUMBERS), None)
 
 
 def read(
     kind: type[T], arguments: Sequence[str], *, prog: str, description: str | None = None, default: T | None = None
 ) -> T:
-    """An instance of a dataclass from its flags. Raises ValueError naming the flag that is wrong, and what it takes;
-    what tyro refuses ends the process with exit code 2, as its help does with 0."""
+    """Makes an instance of a dataclass from its flags.
+
+    Raises:
+        ValueError: Naming the wrong flag and its valid values.
+        SystemExit: After the help (code 0), or for what only tyro refuses (code 2).
+    """
     arguments = check(kind, arguments, prog, complete=default is None)
     instead: dict[str, Any] = {} if default is None else {"default": default}
-    return tyro.cli(kind, prog=prog, args=arguments, description=description, **instead)
+    with WITHOUT_NONE:
+        return tyro.cli(kind, prog=prog, args=arguments, description=description, **instead)
 
 
 def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = False) -> list[str]:
-    """The arguments as tyro reads them: a value that begins with a dash is joined to its flag.
+    """Checks the names and the values of flags.
 
-    Raises ValueError for the first flag that `kind` does not have or whose value it could not read.
+    Args:
+        kind: The dataclass that has the flags.
+        arguments: The command line.
+        prog: The command, for messages.
+        complete: Also refuse a command line that lacks a required flag.
 
-    complete: also where a required flag is missing.
+    Returns:
+        The arguments for tyro: a value that begins with a dash is joined to its flag.
+
+    Raises:
+        ValueError: For the first unknown flag and the first value that cannot be read.
     """
     if any(argument in ("-h", "--help") or argument.startswith("--tyro-") for argument in arguments):
         return list(arguments)
-    known = {spelled: flag for flag, spellings in _flags(kind) for spelled in spellings}
+    known = {spelling: flag for flag, spellings in _flags(kind) for spelling in spellings}
     hints = get_type_hints(kind, include_extras=True).values()
-    positional = next((Flag("", _bare(hint), False) for hint in hints if _is(hint, POSITIONAL)), None)
+    positional = next((Flag("", _bare(hint)) for hint in hints if _is(hint, POSITIONAL)), None)
     given: set[str] = set()
     read: list[str] = []
     at = 0
     while at < len(arguments):
-        typed, equals, value = arguments[at].partition("=")
+        argument = arguments[at]
+        typed, equals, value = argument.partition("=")
         at += 1
-        read.append(arguments[at - 1])
+        read.append(argument)
         if not typed.startswith("-") or typed == "-":
             if positional is None:
                 raise ValueError(f"'{typed}' belongs to no option: see {prog} --help")
-            _check_values(positional, "the argument", [arguments[at - 1]])
+            _check_values(positional, "the argument", [argument])
             continue
-        flag = known.get(_spelled(typed))
+        flag = known.get(_dashed(typed))
         if flag is None:
             raise ValueError(_unknown(typed, list(known), prog))
         given.add(flag.name)
-        if flag.switch:
+        if flag.kind is bool:
             if equals:
                 raise ValueError(f"{flag.name} takes no value: give {flag.name} or {_negated(flag.name)}")
             continue
-        values = [value] if equals else _values(arguments[at:], known, many=get_origin(flag.kind) is tuple)
+        values = [value] if equals else _values(arguments[at:], known, flag.many)
         at += 0 if equals else len(values)
         _check_values(flag, typed, values)
-        joined = get_origin(flag.kind) is not tuple and values[0].startswith("-")
-        if equals or joined:
+        if equals or (not flag.many and values[0].startswith("-")):
             read[-1] = f"{flag.name}={values[0]}"
         else:
             read += values
@@ -101,24 +146,28 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
     return read
 
 
+def numbers(kind: type) -> list[str]:
+    """The flags of a dataclass that take a number, by their names in quern/bounds.py."""
+    return [flag.field for flag, _ in _flags(kind) if flag.number is not None]
+
+
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
-    """Every flag of a dataclass, with the ways to spell it."""
+    """Every flag of a dataclass with all its spellings."""
     hints = get_type_hints(kind, include_extras=True)
     for f in fields(kind):
         hint = hints[f.name]
         if _is(hint, SUPPRESSED) or _is(hint, POSITIONAL):
             continue
         bare, marks = _bare(hint), getattr(hint, "__metadata__", ())
-        names = [mark.name for mark in marks if getattr(mark, "name", None) is not None]
-        own = names[0] if names else f.name
+        own = next((mark.name for mark in marks if getattr(mark, "name", None) is not None), f.name)
         if is_dataclass(bare):
             assert isinstance(bare, type)
             yield from _flags(bare, f"{prefix}{own}." if own else prefix)
             continue
         required = f.default is MISSING and f.default_factory is MISSING
-        flag = Flag(_spelled(f"--{prefix}{own}"), bare, required)
+        flag = Flag(_dashed(f"--{prefix}{own}"), bare, required)
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
-        yield flag, [flag.name, *aliases, *([_negated(flag.name)] if flag.switch else [])]
+        yield flag, [flag.name, *aliases, *([_negated(flag.name)] if bare is bool else [])]
 
 
 def _is(hint: Any, marks: tuple[Any, ...]) -> bool:
@@ -126,12 +175,11 @@ def _is(hint: Any, marks: tuple[Any, ...]) -> bool:
 
 
 def _bare(hint: Any) -> Any:
-    """The type itself, of one that is annotated."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _spelled(typed: str) -> str:
-    """With dashes, as tyro also reads underscores."""
+def _dashed(typed: str) -> str:
+    """The spelling with dashes; tyro accepts underscores too."""
     return typed[:2] + typed[2:].replace("_", "-")
 
 
@@ -149,43 +197,19 @@ def _values(rest: Sequence[str], known: Container[str], many: bool) -> list[str]
     return values
 
 
-def numbers(kind: type) -> list[str]:
-    """The flags of a dataclass that take a number, as in the table of ranges (quern/bounds.py)."""
-    return [flag.field for flag, _ in _flags(kind) if _number(_choices(flag)) is not None]
-
-
-def _choices(flag: Flag) -> tuple[Any, ...]:
-    """What one value of a flag may be: a type, or the members of a union."""
-    kind = get_args(flag.kind)[0] if get_origin(flag.kind) is tuple else flag.kind
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def _number(choices: tuple[Any, ...]) -> type | None:
-    return next((kind for kind in choices if kind in NUMBERS), None)
-
-
 def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
-    choices = _choices(flag)
-    taken, readable = _takes(choices)
-    if not values and get_origin(flag.kind) is not tuple:
-        raise ValueError(f"{typed} takes {taken}: none was given")
+    kind = next(kind for kind in flag.choices if kind is not type(None))
+    names = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else None
+    takes = f"one of {', '.join(names)}" if names else NUMBERS.get(kind, "a value")
+    if not values and not flag.many:
+        raise ValueError(f"{typed} takes {takes}: none was given")
     for value in values:
-        if not readable(value):
-            raise ValueError(f"{typed} takes {taken}, not '{value}'")
-        if (number := _number(choices)) is not None and value != "None":
-            refuse_outside(flag.field, number(value), flag.name)
-
-
-def _takes(kinds: tuple[Any, ...]) -> tuple[str, Any]:
-    """What to say of the values, and whether one is readable."""
-    optional = type(None) in kinds
-    kind = next(kind for kind in kinds if kind is not type(None))
-    if get_origin(kind) is Literal:
-        names = [str(choice) for choice in get_args(kind)]
-        return f"one of {', '.join(names)}", lambda value: value in names or (optional and value == "None")
-    if kind in NUMBERS:
-        return NUMBERS[kind], lambda value: _reads(kind, value) or (optional and value == "None")
-    return "a value", lambda value: True
+        if value == "None" and type(None) in flag.choices:
+            continue
+        if (names and value not in names) or (kind in NUMBERS and not _reads(kind, value)):
+            raise ValueError(f"{typed} takes {takes}, not '{value}'")
+        if flag.number is not None:
+            refuse_outside(flag.field, flag.number(value), flag.name)
 
 
 def _reads(kind: type, value: str) -> bool:
@@ -197,8 +221,8 @@ def _reads(kind: type, value: str) -> bool:
 
 
 def _unknown(typed: str, known: list[str], prog: str) -> str:
-    """--steps is near to --train.steps, and --dpeth to --depth."""
-    own = _spelled(typed)
+    """The message for an unknown flag: --train.steps is suggested for --steps, --depth for --dpeth."""
+    own = _dashed(typed)
     same = [name for name in known if name.rpartition(".")[2] == own.lstrip("-")]
     near = same or difflib.get_close_matches(own, known, NEAREST, ALIKE)
     hint = f"; nearest: {', '.join(near)}" if near else ""

@@ -1,12 +1,12 @@
-"""A recipe's fields as flags: those that a command uses, and a clear line for those that it doesn't.
+"""The fields of a recipe as flags.
 
-tyro makes the flags; what has no flag (callables, fields that the recipe or the command does not use) is left out of
-its help, and named on the command line it is refused with the reason.
+tyro makes the flags. Fields without a flag (callables, and fields that quern/unavailable.py lists for the verb) are
+hidden in the help; on the command line they are refused with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
@@ -15,12 +15,7 @@ import tyro
 from quern.flags import check_flags
 from quern.recipe import Recipe
 from quern.resolve import resolve
-from quern.validate import flag, unused
-
-FOR_ALL: Mapping[str, str] = {
-    "name": "comes with the recipe: to name the run, use --run",
-    "unused": "comes with the recipe's file",
-}
+from quern.unavailable import flag, why_no_flag
 
 
 class HasRecipe(Protocol):
@@ -31,38 +26,44 @@ class HasRecipe(Protocol):
 F = TypeVar("F", bound=HasRecipe)
 
 
-def parse(
-    flags: type[F],
-    recipe: Recipe,
-    arguments: Sequence[str],
-    *,
-    prog: str,
-    without: Mapping[str, str] | None = None,
-    description: str | None = None,
-    **defaults: Any,
-) -> F:
-    """An instance of `flags`, a dataclass whose field `recipe` starts as this one.
+def parse(flags: type[F], recipe: Recipe, arguments: Sequence[str], *, verb: str, description: str | None = None) -> F:
+    """Reads the flags of a verb.
 
-    without: names of fields (train.steps) that have no flag, and why; defaults: other fields of `flags`. Raises
-    ValueError for a flag among those, and what `typed.read` raises.
+    Args:
+        flags: A dataclass with the verb's options; its field `recipe` holds a recipe.
+        recipe: The recipe whose fields the flags change.
+        arguments: The command line after the verb.
+        verb: The verb, as in `unavailable.RULES`.
+        description: Text for the help.
+
+    Returns:
+        An instance of `flags`.
+
+    Raises:
+        ValueError: A flag is refused; see also `check_flags.read`.
     """
-    reasons = {name: unused(recipe, name).partition(" ")[2] for name in recipe.unused} | {**FOR_ALL, **(without or {})}
     for name in named(arguments):
-        if name in reasons:
-            raise ValueError(f"--{flag(name)} {reasons[name]}")
-    shown = _offered(recipe, reasons, _filled(recipe))
-    shape = [("recipe", _as_flags(flags, type(shown)))]
-    unchecked = {"__post_init__": lambda self: None}  # what `flags` refuses is said below, in a line of its own
-    frozen = flags.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    kind = make_dataclass(flags.__name__, shape, bases=(flags,), namespace=unchecked, frozen=frozen)
-    default = kind(recipe=shown, **defaults)
-    parsed = check_flags.read(kind, arguments, prog=prog, description=description, default=default)
+        if reason := why_no_flag(name, verb, recipe):
+            raise ValueError(f"--{flag(name)} {reason}")
+    hidden = {name for name in field_names(recipe) if why_no_flag(name, verb, recipe)}
+    shown = _offered(recipe, hidden, _filled(recipe), "derived from the run" if verb == "sft" else None)
+    markers = getattr(get_type_hints(flags, include_extras=True)["recipe"], "__metadata__", ())
+    kind = make_dataclass(
+        flags.__name__,
+        [("recipe", Annotated[(type(shown), *markers)])],
+        bases=(flags,),
+        namespace={"__post_init__": lambda self: None},  # the checks of `flags` run below
+        frozen=flags.__dataclass_params__.frozen,  # type: ignore[attr-defined]
+    )
+    parsed = check_flags.read(
+        kind, arguments, prog=f"quern {verb}", description=description, default=kind(recipe=shown)
+    )
     values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
     return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})
 
 
 def field_names(part: Any, prefix: str = "") -> Iterator[str]:
-    """Every field of a recipe that a flag could set, such as train.steps."""
+    """The names of all fields of a recipe that a flag could set, such as train.steps."""
     for f in fields(part):
         value = getattr(part, f.name)
         if is_dataclass(value):
@@ -80,48 +81,42 @@ def named(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def repeated(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """Those of the flags that have these names, with their values; of one without a value, its name alone."""
+    """The flags with these names and their values, to repeat them in another command."""
     found: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
-        typed_name, equals, _ = argument.partition("=")
-        if typed_name.replace("_", "-").removeprefix("--") in names:
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        name, equals, _ = argument.partition("=")
+        if name.replace("_", "-").removeprefix("--") in names:
             found += [argument] if equals or following.startswith("--") else [argument, following]
     return found
 
 
 def value_of(arguments: Sequence[str], name: str) -> str | None:
-    """The value that follows --name or --name=; the last one counts, as for tyro."""
+    """The value after --name or --name=; the last one counts, as for tyro."""
     found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        typed_name, equals, value = argument.partition("=")
-        if typed_name.replace("_", "-") == f"--{name}":
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=False):
+        typed, equals, value = argument.partition("=")
+        if typed.replace("_", "-") == f"--{name}":
             found = value if equals else following
     return found
 
 
-def _as_flags(flags: type, kind: type) -> Any:
-    """The annotation of `flags.recipe`, for another type."""
-    markers = getattr(get_type_hints(flags, include_extras=True)["recipe"], "__metadata__", ())
-    return Annotated[(kind, *markers)]
+def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, prefix: str = "") -> Any:
+    """An equal object of a derived class, in which tyro finds no flags for the hidden fields.
 
-
-def _offered(part: Any, without: Mapping[str, str], filled: Any, prefix: str = "") -> Any:
-    """An equal object of a class derived from its own, in which tyro finds no flags for some fields.
-
-    filled: the same part, resolved: what its help shows where a field is None.
+    For a field that is None, the help shows `derived` or the field's value in `filled`, the resolved part.
     """
     hints = get_type_hints(type(part))
     offered, values = [], {}
     for f in fields(part):
         name, kind, value = prefix + f.name, hints[f.name], getattr(part, f.name)
-        hidden = name in without or callable(value)
+        hide = name in hidden or callable(value)
         if is_dataclass(value):
-            hidden = all(inner in without for inner in field_names(value, name + "."))
-            value = _offered(value, without, getattr(filled, f.name), name + ".")
+            hide = hidden.issuperset(field_names(value, name + "."))
+            value = _offered(value, hidden, getattr(filled, f.name), derived, name + ".")
             kind = type(value)
         elif value is None:
-            kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=_follows(getattr(filled, f.name)))]
-        offered.append((f.name, tyro.conf.Suppress[kind] if hidden else kind, field(default=value)))
+            kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=_default(getattr(filled, f.name), derived))]
+        offered.append((f.name, tyro.conf.Suppress[kind] if hide else kind, field(default=value)))
         values[f.name] = value
     made = make_dataclass(type(part).__name__, offered, bases=(type(part),), frozen=True, kw_only=True)
     made.__doc__ = type(part).__doc__
@@ -129,17 +124,18 @@ def _offered(part: Any, without: Mapping[str, str], filled: Any, prefix: str = "
 
 
 def _filled(recipe: Recipe) -> Recipe:
-    """The recipe resolved; a file's recipe that would be refused later stays as it is."""
+    """The resolved recipe; the recipe itself if it is refused, which happens again after parsing."""
     try:
         return resolve(recipe)
     except ValueError:
         return recipe
 
 
-def _follows(value: Any) -> str:
+def _default(value: Any, derived: str | None) -> str:
     if value is None:
         return "(default: unset)"
-    return f"(default: {value:,.4g}; follows)" if isinstance(value, float) else f"(default: {value:,}; follows)"
+    shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+    return f"(default: {derived})" if derived else f"(default: {shown}; follows)"
 
 
 def _plain(offered: Any, like: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Keys and values of the tokens already seen, and the context that lets a model continue from them.
+"""The key-value cache, and the contexts with which a model reads and extends it.
 
-Each layer keeps a ring of slots: as many as its window for a windowed layer, as the whole length for a long
-one, none for a layer that does not attend. The token at position p lies in slot p mod ring, so a windowed layer's
-ring always holds exactly what its next query may see. Rows have positions of their own: prompts of unequal length
-share a batch, right-padded, and padding is never stored. The smear needs one thing more, the embedding of each
-row's last token.
+Each layer has a ring of slots: its window's length for a windowed layer, the maximal length for a long layer, none for
+a layer without attention. The token at position p is stored in slot p mod ring, so the ring of a windowed layer holds
+exactly the keys that the next query sees. Each row has its own position: prompts of unequal length share a batch,
+padded on the right, and padding is not stored. The cache also holds the embedding of each row's last token, which the
+smear reads.
 
 Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E head dim, D width.
 """
@@ -23,7 +23,7 @@ from quern.model.base import LanguageModel
 
 
 class KVCache:
-    """The memory of B rows. `take` copies rows, to sample a prompt several times or to drop finished rows."""
+    """The cache of B rows. `take` copies rows, to sample a prompt several times or to drop finished rows."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class KVCache:
         device: torch.device,
         lookback: int = 0,
     ):
-        """lookback, windows, attention_layers: those of `LanguageModel`; max_tokens: the most that a row may hold."""
+        """lookback, windows, attention_layers: as in `LanguageModel`; max_tokens: the most tokens in a row."""
         self.max_tokens = max_tokens
         self.rings = [
             min(window or max_tokens, max_tokens) if layer in attention_layers else 0
@@ -49,7 +49,7 @@ class KVCache:
         self.last_BD = torch.zeros(rows, width, dtype=dtype, device=device)
         self.positions_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.recent_BN = torch.full((rows, lookback), -1, dtype=torch.int64, device=device)  # the newest N tokens
-        self.filled = 0  # no row holds more tokens than this
+        self.filled = 0  # an upper bound of the tokens in any row
 
     @classmethod
     def for_model(cls, model: LanguageModel, rows: int, max_tokens: int) -> KVCache:
@@ -82,7 +82,7 @@ class KVCache:
 
     @staticmethod
     def join(caches: list[KVCache]) -> KVCache:
-        """One cache with the rows of all, in order. They must be of one model and one length."""
+        """Concatenates the rows of caches of one model and one length."""
         if len(caches) == 1:
             return caches[0]
         joined = object.__new__(KVCache)
@@ -105,11 +105,16 @@ class KVCache:
     def prefill(
         self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
     ) -> Tensor:
-        """Reads the first lengths_B tokens of each right-padded row, after what the rows already hold.
+        """Appends tokens to the rows; a long prompt may be split over several calls.
 
-        Returns the hidden state (B, D) after each row's last token; rows of length 0 return padding's. A long
-        prompt may come in several calls. attention: how rows from their first token on attend (`Machine.attention`;
-        None: by the path that runs everywhere).
+        Args:
+            model: The model of the cache.
+            tokens_BT: Tokens, padded on the right.
+            lengths_B: The number of tokens in each row without padding.
+            attention: The attention for empty rows (`Machine.attention`); None is the portable path.
+
+        Returns:
+            The hidden state (B, D) of each row's last token; undefined for rows of length 0.
         """
         T = tokens_BT.size(1)
         if self.filled + T > self.max_tokens:
@@ -123,7 +128,7 @@ class KVCache:
 
 
 class PrefillContext:
-    """Many tokens at once, appended to rows that may already hold some."""
+    """The context of a prefill: many tokens at once, appended to rows that may already hold tokens."""
 
     def __init__(self, cache: KVCache, lengths_B: Tensor, attention: Attention | None = None):
         self._cache = cache
@@ -159,7 +164,7 @@ class PrefillContext:
         window: int | None,
         scale: float | None = None,
     ) -> Tensor:
-        """Padding is never masked: being to the right of every token that counts, none of them sees it."""
+        """Padding needs no mask: it is to the right of all real tokens, which do not see it."""
         cache = self._cache
         keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
         if self._fresh:
@@ -178,11 +183,11 @@ class PrefillContext:
         return y_BTHE
 
     def _visible(self, T: int, ring: int, used: int, window: int | None) -> Tensor:
-        """Which of the first `used` slots and of the T new tokens each new token sees: (B, T, used + T)."""
+        """Mask (B, T, used + T): which of the first `used` slots and of the T new tokens each new token sees."""
         start_B1 = self._cache.positions_B[:, None]
         new_T = torch.arange(T, device=start_B1.device)
         slots_R = torch.arange(used, device=start_B1.device)
-        # A slot holds the newest position below `start` that falls into it; below zero it is still empty.
+        # A slot holds the newest position below `start` that maps to it; a negative position means empty.
         held_BR = start_B1 - 1 - (start_B1 - 1 - slots_R) % ring
         old = (held_BR >= 0)[:, None, :].expand(-1, T, -1)
         new = (new_T <= new_T[:, None]).expand(len(start_B1), -1, -1)
@@ -193,11 +198,11 @@ class PrefillContext:
         return torch.cat([old, new], dim=-1)
 
     def _store(self, slots_BKRE: Tensor, new_BTKE: Tensor) -> None:
-        """Puts into each slot the newest of the row's tokens that falls into it, if that is a new one."""
+        """Writes into each slot the newest new token that maps to it, if there is one."""
         B, _, R, _ = slots_BKRE.shape
         T = new_BTKE.size(1)
         if self._fresh and T <= R:
-            # Padding lands in slots that no query sees before a token of the row's own has taken them.
+            # Padding is written to slots that a real token overwrites before any query sees them.
             slots_BKRE[:, :, :T] = new_BTKE.transpose(1, 2)
             return
         start_B1 = self._cache.positions_B[:, None]
@@ -211,10 +216,9 @@ class PrefillContext:
 
 
 class DecodeContext:
-    """One new token a row; every shape is static but for the slots looked at, so that it compiles once.
+    """The context of a decode step: one new token per row. Only S is dynamic, so the step compiles once.
 
-    slots_S: arange(S), where S exceeds the position of every row that still matters: long layers look at
-    their first S slots only.
+    slots_S: arange(S), where S exceeds the position of every live row: long layers read their first S slots only.
     """
 
     def __init__(self, cache: KVCache, slots_S: Tensor):
@@ -253,7 +257,7 @@ class DecodeContext:
         slot_B = cache.positions_B % ring
         keys[rows_B, :, slot_B] = k_BTKE[:, 0]
         values[rows_B, :, slot_B] = v_BTKE[:, 0]
-        # The new token has just replaced the one that left the window: what is stored is what is seen.
+        # The new token has replaced the token that left the window: the stored keys are the visible keys.
         if ring == cache.max_tokens:
             slots = self._slots_S
             keys, values = keys[:, :, : len(slots)], values[:, :, : len(slots)]
@@ -265,7 +269,7 @@ class DecodeContext:
 def attend_masked(
     q_BTHE: Tensor, k_BKRE: Tensor, v_BKRE: Tensor, visible_BTR: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention of each query over the keys visible to it → (B, T, H, E); scale None is E^-1/2."""
+    """Attention of each query over its visible keys. Returns (B, T, H, E); scale None is E^-1/2."""
     grouped = q_BTHE.size(2) != k_BKRE.size(1)
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2), k_BKRE, v_BKRE, visible_BTR[:, None], scale=scale, enable_gqa=grouped
@@ -274,12 +278,12 @@ def attend_masked(
 
 
 def take_token(x_BTD: Tensor, index_B: Tensor) -> Tensor:
-    """x[b, index[b]] for each row → (B, D); an index below zero reads the first token."""
+    """Returns x[b, index[b]] of each row, (B, D); a negative index reads the first token."""
     return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), index_B.clamp(min=0)]
 
 
 def decode(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:
-    """Appends a token to every row → fp32 logits (B, V) of the next. For slots_S see DecodeContext."""
+    """Appends a token to every row. Returns the next fp32 logits (B, V). slots_S: as in `DecodeContext`."""
     x_B1D = model(tokens_B[:, None], DecodeContext(cache, slots_S))
     cache.positions_B.add_(1)
     if model.lookback:

@@ -1,10 +1,9 @@
-"""The decode step compiled for fixed numbers of rows, with matrix products in the form that suits few rows on
-a CPU.
+"""The decode step, compiled for fixed numbers of rows, with matrix products suited to few rows on a CPU.
 
-A step of a small model is a few dozen operations of some microseconds, so what a call costs decides. Compiling is asked
-for (`warm_up`), never a surprise in the middle of a reply: it takes some 5 seconds for each number of rows. The length
-of the cache that is looked at stays symbolic. Weights are read where they are, but for those of an attention's query,
-key and value, which are one product here and copied before each batch (`refresh`): a model may go on training.
+A step of a small model is a few dozen operations of some microseconds each, so call overhead dominates. Compilation
+runs only on request (`warm_up`), never within a reply: it takes some 5 seconds for each number of rows. The length of
+the cache that a step reads is symbolic. Weights are read in place, except those of an attention's query, key and value:
+they form one product here, and are copied before each batch (`refresh`), because the model may be in training.
 """
 
 import copy
@@ -22,23 +21,24 @@ from quern.generate.cache import KVCache, decode
 from quern.kernels.cross_entropy import rational_tanh
 from quern.model.base import LanguageModel
 
-SPAN = 16  # the part of the cache that a step looks at grows in steps of this
-TINY = 1024  # weights in a matrix that is cheaper as a loop than as a call of the library
+SPAN = 16  # the number of slots that a step reads is a multiple of this
+TINY = 1024  # a matrix of at most this many weights is faster as a loop than as a library call
 PROJECTIONS = ("query", "key", "value")
 ARGUMENTS = ("tokens_B", "slots_S", "owner", "turned")
-SHORT = 513  # slots of a cache of which two sums cost less than the library's attention
-MAX_COMPILED = 64  # versions of the step that one process may hold: models times numbers of rows
+SHORT = 513  # up to this many slots, two sums are faster than the library's attention
+MAX_COMPILED = 64  # compiled versions in one process: models times numbers of rows
 
 
 class FewRows(TorchFunctionMode):
-    """While the step is traced for a CPU, writes four operations in a form that is faster there.
+    """Replaces four operations by forms that are faster on a CPU, while the step is traced.
 
-    One row: the library's product of a bf16 matrix and a vector costs some 20 µs whatever its size, so it becomes a
-    plain sum, which the compiler turns into one loop over the weights; so does a gate's, with any number of rows.
-    Several rows: turned, the weights are on the left (w · xᵀ), which is faster or slower with the processor and the
-    number of rows (`turned_is_faster`). tanh as the rational function that the loss takes too (within 3e-7), since the
-    library's is a call for each vector. A product that is asked for again at once (`CompiledPart`) is
-    made once. Attention of one query is two sums over the cache, while that is short.
+    - Product with one row: the library's product of a bf16 matrix and a vector costs some 20 µs at any size. A plain
+      sum compiles to one loop over the weights. The small matrices of gates use it for any number of rows.
+    - Product with several rows: `turned` puts the weights on the left (w · xᵀ); whether that is faster depends on the
+      processor and the number of rows (`turned_is_faster`). A product that repeats the last one (`CompiledPart`) is
+      computed once.
+    - tanh: the rational function of the loss (within 3e-7); the library's tanh is a call per vector.
+    - Attention of one query: two sums over the cache, if the cache is short.
     """
 
     def __init__(self, short: bool = True, turned: bool = True) -> None:
@@ -77,7 +77,7 @@ def _attend_one(
 ) -> Tensor:
     """Scaled dot-product attention of a single query, as sums → (B, H, 1, E)."""
     B, H, _, E = q_BH1E.shape
-    # As a view of memory the query is computed once; the compiler would take its norm anew for every key.
+    # as_strided forces the query into memory; otherwise the compiler recomputes its norm for every key.
     q_BH1E = q_BH1E.as_strided(q_BH1E.shape, q_BH1E.stride())
     q_BKGE = q_BH1E.reshape(B, k_BKSE.shape[1], -1, E).float()
     scores_BKGS = (q_BKGE[..., None, :] * k_BKSE[:, :, None].float()).sum(-1) * (E**-0.5 if scale is None else scale)
@@ -90,8 +90,8 @@ def _attend_one(
 def decode_few(
     model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool
 ) -> Tensor:
-    """`decode` as FewRows has it. owner: whose version this is."""
-    assert owner >= 0  # the compiler checks what is looked at
+    """`decode` under `FewRows`. owner: identifies the compiled version's `CompiledDecode`."""
+    assert owner >= 0  # reading it makes the compiler guard on it
     with FewRows(cache.max_tokens <= SHORT, turned):
         return decode(model, cache, tokens_B, slots_S)
 
@@ -99,13 +99,13 @@ def decode_few(
 def decode_many(
     model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tensor, owner: int, turned: bool
 ) -> Tensor:
-    """`decode` as it stands. owner: whose version this is."""
+    """`decode` unchanged. owner: as in `decode_few`."""
     assert owner >= 0
     return decode(model, cache, tokens_B, slots_S)
 
 
 def turned_is_faster(model: nn.Module, rows: int, rounds: int = 10) -> bool:
-    """Whether w · xᵀ of all the model's matrices, one after the other, takes less than x · wᵀ: measured, in turns."""
+    """Measures alternately whether w · xᵀ of all the model's matrices is faster than x · wᵀ."""
     pairs = [
         (linear.weight, torch.ones(rows, linear.in_features, dtype=linear.weight.dtype))
         for linear in model.modules()
@@ -121,7 +121,7 @@ def turned_is_faster(model: nn.Module, rows: int, rounds: int = 10) -> bool:
 
 
 class CompiledPart(nn.Module):
-    """Some columns of a product that several layers share."""
+    """A range of columns of a product that several layers share."""
 
     merged: Tensor
 
@@ -135,9 +135,9 @@ class CompiledPart(nn.Module):
 
 
 class SideBySide:
-    """A model that shares all parameters with the one given, whose queries, keys and values are one product.
+    """A copy of a model that shares its parameters and computes query, key and value as one product.
 
-    It costs the memory of those weights a second time. A model without such layers stays as it is.
+    The merged weights take additional memory. Layers without these three projections stay unchanged.
     """
 
     def __init__(self, model: LanguageModel):
@@ -166,8 +166,10 @@ class SideBySide:
 
 
 def _of_arguments(guards: Sequence[Any]) -> list[bool]:
-    """Which of the compiler's checks are made at every call: whose version it is, and the number of rows. The model is
-    the owner's, and so is the cache (`fits`); checking each of their parts would cost a twentieth of a step."""
+    """Selects the guards that run at every call: the owner and the number of rows.
+
+    The owner determines the model and the cache (`fits`); guards on their parts would cost a twentieth of a step.
+    """
     return [guard.name in ARGUMENTS for guard in guards]
 
 
@@ -178,13 +180,13 @@ class CompiledDecode:
         self._on_cpu = on_cpu = model.embedding.weight.device.type == "cpu"
         self.rows: list[int] = []
         self._turned: dict[int, bool] = {}
-        # One slot more than any step looks at: the two lengths never coincide, and one version serves all.
+        # One slot more than any step reads: the two lengths always differ, so one version serves all.
         self.max_tokens = -(-context // SPAN) * SPAN + 1
         self._given = model
         self._own: SideBySide | None = None
         self._owner = secrets.randbits(48)
-        # dynamic=False: numbers of rows stay apart; only what `warm_up` marks is symbolic.
-        # On a CPU the calls between the kernels are C++ too: a step has a hundred, at some microseconds from Python.
+        # dynamic=False: each number of rows has its own version; only the length that `warm_up` marks is symbolic.
+        # On a CPU, the hundred calls between kernels are C++ too: from Python each takes some microseconds.
         self._step = torch.compile(
             decode_few if on_cpu else decode_many,
             fullgraph=True,
@@ -194,7 +196,7 @@ class CompiledDecode:
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:
-        """Compiles the step for this number of rows, if it is not yet."""
+        """Compiles the step for this number of rows, unless it is compiled already."""
         if rows in self.rows:
             return
         self._turned[rows] = self._on_cpu and rows > 1 and turned_is_faster(cast(nn.Module, self._given), rows)
@@ -207,7 +209,7 @@ class CompiledDecode:
         self.rows = sorted([*self.rows, rows])
 
     def seats(self, rows: int) -> int | None:
-        """The least number of rows compiled for that holds `rows`; None if there is none."""
+        """The smallest compiled number of rows that is at least `rows`; None if there is none."""
         return next((seats for seats in self.rows if seats >= rows), None)
 
     def _model(self) -> LanguageModel:
@@ -218,12 +220,12 @@ class CompiledDecode:
         return self._own.model
 
     def refresh(self) -> None:
-        """The weights as they are now; once before a batch."""
+        """Copies the model's current weights; called before each batch."""
         if self._own is not None:
             self._own.refresh()
 
     def fits(self, cache: KVCache) -> bool:
-        """Whether the step was compiled for such a cache."""
+        """Whether the step was compiled for this shape of cache."""
         return cache.max_tokens == self.max_tokens and len(cache.positions_B) in self.rows
 
     def __call__(self, cache: KVCache, tokens_B: Tensor, slots_S: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
-"""Batched generation: prefill once, then one token a row and step; tools, stop strings, ragged lengths.
+"""Batched generation: one prefill, then one token per row and step, with tools, stop strings and unequal lengths.
 
-A row's tokens do not depend on its batch mates: it attends to its own cache, and its random numbers are its
-own (sample.py). Rows start together and leave when they are finished; the batch shrinks when half of it has
-left.
+A row's tokens do not depend on the other rows of its batch: each row has its own cache and its own random numbers
+(sample.py). Rows start together and leave when they finish; the batch shrinks when half of its rows have left.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +19,11 @@ from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
 
-PREFILL_TOKENS = 8192  # prompt tokens, padding included, read in one forward pass
+PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, padding included
 
 
 class ContextOverflow(ValueError):
-    """A prompt that leaves no room for an answer."""
+    """The prompt leaves no room for a reply."""
 
     def __init__(self, prompt_tokens: int, context: int):
         super().__init__(
@@ -36,7 +35,7 @@ class ContextOverflow(ValueError):
 
 
 class Event(NamedTuple):
-    """Something that happened to sample `sample` of prompt `prompt`: a piece of its reply, or its end."""
+    """A piece of the reply, or the finished reply, of sample number `sample` of prompt number `prompt`."""
 
     prompt: int
     sample: int
@@ -47,13 +46,14 @@ class Row(NamedTuple):
     prompt: int
     sample: int
     reply: Reply
+    random: np.random.Generator
 
 
 class Engine:
-    """Generates with one model. Not for several threads at once: the server gives it one of its own."""
+    """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/worker.py)."""
 
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, machine: Machine, max_rows: int = 64):
-        """max_rows: rows decoded together at most; more are served one batch after the other."""
+        """max_rows: The most rows in one batch; further rows wait for the next batch."""
         vocabulary = model.embedding.weight.size(0)
         if vocabulary < tokenizer.vocab_size:
             raise ValueError(
@@ -68,53 +68,26 @@ class Engine:
         self._compiled = CompiledDecode(model, self.context) if machine.compile else None
 
     def warm_up(self, rows: Sequence[int] = (1,)) -> None:
-        """Compiles the decode step for these numbers of rows; batches are then filled up to the next one.
+        """Compiles the decode step for these numbers of rows; smaller batches are then padded to the next of them.
 
-        It pays after some thousands of steps: for a server, not for a few questions. Where the machine does
-        not compile, nothing happens.
+        Compilation pays off after some thousands of steps: in a server, not for a few questions. Does nothing on a
+        machine without compilation.
         """
         if self._compiled is not None:
             for count in rows:
                 self._compiled.warm_up(count)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples: int = 1,
-        max_tokens: int = 256,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: Sequence[str] = (),
-        plain: bool = False,
-    ) -> list[list[Completion]]:
-        """`samples` completions of each prompt (ids from BOS on). plain: as in `events`. Raises ContextOverflow,
-        ValueError."""
-        done: list[list[Completion | None]] = [[None] * samples for _ in prompts]
-        sampling = Sampling(temperature, top_k, top_p)
-        for event in self.events(
-            prompts, samples=samples, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop, plain=plain
-        ):
+    def generate(self, prompts: Sequence[Sequence[int]], *, samples: int = 1, **options: Any) -> list[list[Completion]]:
+        """`samples` completions of each prompt. Arguments and errors are those of `events`."""
+        done: list[list[Any]] = [[None] * samples for _ in prompts]
+        for event in self.events(prompts, samples=samples, **options):
             if isinstance(event.value, Completion):
                 done[event.prompt][event.sample] = event.value
-        return [[completion for completion in row if completion is not None] for row in done]
+        return done
 
-    def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int = 256,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: Sequence[str] = (),
-    ) -> Iterator[str]:
-        """What the assistant says, piece by piece; joined it is `generate`'s text."""
-        sampling = Sampling(temperature, top_k, top_p)
-        for event in self.events([prompt], max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop):
+    def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[str]:
+        """The assistant's text, piece by piece; joined, it is the text of `generate`."""
+        for event in self.events([prompt], **options):
             if isinstance(event.value, Delta) and event.value.kind == "text":
                 yield event.value.text
 
@@ -129,23 +102,23 @@ class Engine:
         stop: Sequence[str] = (),
         plain: bool = False,
     ) -> Iterator[Event]:
-        """Generation as it happens. Arguments are checked at once; closing the iterator stops the work.
+        """Streams generation. The call checks the arguments; closing the iterator stops the work.
 
         Args:
-            prompts: ids from BOS on, each shorter than the context.
-            samples: completions of each prompt.
-            max_tokens: tokens of a completion at most; the context may end it earlier.
-            sampling: how a token is chosen.
-            seed: of the choice.
-            stop: strings that end a completion before them.
-            plain: continue each prompt as text. Any special token ends it, and no tool is called.
+            prompts: Token ids starting with BOS, each prompt shorter than the context.
+            samples: Completions of each prompt.
+            max_tokens: The most tokens in a completion; the context may end it earlier.
+            sampling: How a token is chosen.
+            seed: Seed of the random choice.
+            stop: A completion ends before any of these strings.
+            plain: Continue each prompt as text. Any special token ends it, and no tool is called.
 
         Returns:
-            The pieces of every sample as they become certain; the last event of a sample is its `Completion`.
+            The final pieces of every sample; the last event of a sample is its `Completion`.
 
         Raises:
-            ContextOverflow: a prompt leaves no room for one token.
-            ValueError: a prompt or a stop string is empty, or a number is out of range.
+            ContextOverflow: A prompt leaves no room for one token.
+            ValueError: A prompt or a stop string is empty, or a number is out of range.
         """
         if samples < 1 or max_tokens < 1:
             raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
@@ -157,26 +130,25 @@ class Engine:
         rows = []
         for p, prompt in enumerate(prompts):
             room = min(max_tokens, self.context - len(prompt))
-            rows += [Row(p, s, Reply(self.tokenizer, len(prompt), room, stop, plain=plain)) for s in range(samples)]
-        return self._batches(prompts, rows, sampling or Sampling(), seed)
+            for s in range(samples):
+                reply = Reply(self.tokenizer, len(prompt), room, stop, plain=plain)
+                rows.append(Row(p, s, reply, generator(seed, prompt, s)))
+        return self._batches(prompts, rows, sampling or Sampling())
 
-    def _batches(
-        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, seed: int
-    ) -> Iterator[Event]:
+    def _batches(self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling) -> Iterator[Event]:
         for first in range(0, len(rows), self.max_rows):
-            yield from self._batch(prompts, rows[first : first + self.max_rows], sampling, seed)
+            yield from self._batch(prompts, rows[first : first + self.max_rows], sampling)
 
     @torch.inference_mode()
-    def _batch(
-        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, seed: int
-    ) -> Iterator[Event]:
+    def _batch(self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling) -> Iterator[Event]:
         if self._compiled is not None:
             self._compiled.refresh()
         device = self.model.embedding.weight.device
-        numbers = [generator(seed, prompts[row.prompt], row.sample) for row in rows]
         cache, logits_BV = self._prefill(prompts, rows)
         while True:
-            uniform_BN = draw(numbers, logits_BV.size(-1)).to(device) if sampling.temperature > 0 else None
+            uniform_BN = None
+            if sampling.temperature > 0:
+                uniform_BN = draw([row.random for row in rows], logits_BV.size(-1)).to(device)
             picked = sample(logits_BV, sampling, uniform_BN).tolist()
             tokens = []
             for row, token in zip(rows, picked, strict=True):
@@ -193,14 +165,13 @@ class Engine:
             if self._seats(len(left)) <= self._seats(len(rows)) // 2:
                 cache = cache.take(self._filled_up(left, device))
                 rows, tokens = [rows[i] for i in left], [tokens[i] for i in left]
-                numbers = [numbers[i] for i in left]
             logits_BV = self._decode(cache, rows, tokens)
 
     def _decode(self, cache: KVCache, rows: list[Row], tokens: list[int]) -> Tensor:
-        """One token more for every row → logits (len(rows), V)."""
+        """Appends a token to every row; returns the next logits (len(rows), V)."""
         seats, device = len(cache.positions_B), cache.positions_B.device
         tokens_B = torch.tensor(tokens + [0] * (seats - len(rows)), device=device)
-        # Finished rows may run on beyond this: what they see no longer matters.
+        # Finished rows may exceed this length: their logits are not used.
         longest = max(row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason)
         slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
         if self._compiled is not None and self._compiled.fits(cache):
@@ -211,16 +182,16 @@ class Engine:
         return self._own(logits_BV[: len(rows)])
 
     def _seats(self, rows: int) -> int:
-        """How many rows are decoded for this many that are wanted."""
+        """The number of rows that the decode step computes for this number of live rows."""
         seats = None if self._compiled is None else self._compiled.seats(rows)
         return rows if seats is None else seats
 
     def _filled_up(self, rows: list[int], device: torch.device) -> Tensor:
-        """Row numbers, the first repeated until every seat is taken."""
+        """Row numbers, padded with the first one up to the number of seats."""
         return torch.tensor(rows + rows[:1] * (self._seats(len(rows)) - len(rows)), device=device)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], rows: list[Row]) -> tuple[KVCache, Tensor]:
-        """Reads each prompt once, however many samples it has → the rows' cache and first logits."""
+        """Reads each prompt once for all its samples; returns the rows' cache and first logits."""
         if self._compiled is not None and self._compiled.rows:
             capacity = self._compiled.max_tokens
         else:
@@ -231,7 +202,7 @@ class Engine:
         for first in range(0, len(needed), group_rows):
             group = [prompts[p] for p in needed[first : first + group_rows]]
             cache = KVCache.for_model(self.model, len(group), capacity)
-            with torch.compiler.set_stance("force_eager"):  # a model in training is compiled for its rows alone
+            with torch.compiler.set_stance("force_eager"):  # a model in training is compiled for its training shape
                 padded = pad(group, self.tokenizer.bos, cache.positions_B.device)
                 hidden.append(cache.prefill(self.model, *padded, self.machine.attention))
             caches.append(cache)
@@ -243,12 +214,12 @@ class Engine:
         return cache, self._own(self.model.logits(x_BD[torch.tensor(order, device=x_BD.device)]))
 
     def _own(self, logits_BV: Tensor) -> Tensor:
-        """Without the rows by which a model's vocabulary may be larger than the tokenizer's."""
+        """The logits of the tokenizer's tokens; the model's vocabulary may be padded."""
         return logits_BV[:, : self.tokenizer.vocab_size]
 
 
 def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts of unequal length → (tokens (B, T) padded on the right, lengths (B,)), int64."""
+    """Pads prompts on the right. Returns tokens (B, T) and lengths (B,), int64."""
     lengths = [len(prompt) for prompt in prompts]
     tokens = np.full((len(prompts), max(lengths)), filler, dtype=np.int64)
     for row, prompt in enumerate(prompts):

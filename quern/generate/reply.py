@@ -1,11 +1,10 @@
-"""One row's reply as it grows: tokens in; text, tool calls and outputs out, as soon as they are certain.
+"""A row's reply: takes tokens, returns text, tool calls and outputs as soon as they are final.
 
-Text is withheld only while it may still change: the bytes of an unfinished character, and characters with
-which a stop string may begin. Bytes that can no longer become valid UTF-8 are left out, so no replacement
-character ever appears that the model did not spell itself. A stop string is looked for in what the model
-says, not in its tool calls; the reply ends before it.
+Text is withheld only while it may still change: the bytes of an incomplete character, and characters that may begin a
+stop string. Bytes that cannot become valid UTF-8 are dropped, so a replacement character appears only if the model
+wrote one. Stop strings are searched in text, not in tool calls; the reply ends before them.
 
-A reply in the chat format holds tool calls, and STOP_TOKENS end it. A plain reply continues a text: any special token
+A reply in the chat format may call tools, and STOP_TOKENS end it. A plain reply continues a text: any special token
 ends it, and no tool is called.
 """
 
@@ -24,7 +23,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class Delta(NamedTuple):
-    """A piece of a reply; pieces of one kind that follow each other belong together."""
+    """A piece of a reply; consecutive pieces of one kind form one part."""
 
     kind: Kind
     text: str
@@ -34,9 +33,9 @@ class Delta(NamedTuple):
 class Completion:
     """A finished reply.
 
-    ids: everything that was generated, the forced tokens and the one that ended it included. text: what the
-    assistant says, without tool calls and outputs, which `parts` holds too. finish_reason: "stop" for an end
-    token or a stop string, "length" when max_tokens or the context was reached.
+    ids: all tokens of the reply, including forced tokens and the end token. text: the assistant's text, without tool
+    calls and outputs; `parts` has them too. finish_reason: "stop" for an end token or a stop string, "length" for
+    max_tokens or the end of the context.
     """
 
     ids: list[int]
@@ -61,15 +60,15 @@ class Reply:
         """Starts an empty reply.
 
         Args:
-            tokenizer: the model's. A plain reply needs no special token but BOS in it.
-            prompt_tokens: length of the prompt.
-            max_tokens: tokens of the reply at most, forced ones included.
-            stop: strings that end the text before them.
-            max_calls: tool calls that are answered; later ones get an error.
-            plain: continue a text instead of answering in the chat format.
+            tokenizer: The model's tokenizer. A plain reply needs no special token except BOS.
+            prompt_tokens: Length of the prompt.
+            max_tokens: The most tokens in the reply, including forced tokens.
+            stop: The text ends before any of these strings.
+            max_calls: The number of tool calls that are answered; later calls get an error.
+            plain: Continue a text instead of answering in the chat format.
 
         Raises:
-            ValueError: a stop string is empty.
+            ValueError: A stop string is empty.
         """
         if any(not text for text in stop):
             raise ValueError("a stop string is empty: leave it out")
@@ -88,11 +87,11 @@ class Reply:
         self._pieces: list[Delta] = []
 
     def choose(self, sampled: int) -> int:
-        """The row's next token: one that a tool's answer forces, or else the sampled one."""
+        """The row's next token: the next token of a tool's answer, or the sampled token."""
         return self._forced.popleft() if self._forced else sampled
 
     def push(self, token: int) -> list[Delta]:
-        """Takes the row's next token; returns what has become certain."""
+        """Takes the row's next token; returns the pieces that became final."""
         self.ids.append(token)
         deltas: list[Delta] = []
         if token in self._ends:
@@ -124,7 +123,7 @@ class Reply:
         return Completion(self.ids, text, self.finish_reason, parts, self.prompt_tokens)
 
     def _add(self, text: str) -> list[Delta]:
-        """Decoded characters of the current part → what of it may be shown."""
+        """Takes decoded characters of the current part; returns the final pieces."""
         kind = self._tools.kind
         if kind == "text" and self._stop:
             text = self._withheld + text
@@ -139,12 +138,12 @@ class Reply:
         return [Delta(kind, text)] if text else []
 
     def _release(self) -> list[Delta]:
-        """At the end of a part: what was withheld for a stop string is text after all."""
+        """Returns the withheld text at the end of a part, where no stop string can follow."""
         self._decoder.reset()
         text, self._withheld = self._withheld, ""
         return [Delta("text", text)] if text else []
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins, `stop` itself excluded."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

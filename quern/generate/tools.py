@@ -1,11 +1,11 @@
 """The calculator a model may call, and the state machine that runs it inside a generated row.
 
-A model asks by writing <|tool_start|> expression <|tool_end|>; the engine answers by forcing
-<|output_start|> result <|output_end|> into the same row, and generation goes on after it.
+A model calls it by writing <|tool_start|> expression <|tool_end|>; the engine answers by forcing <|output_start|>
+result <|output_end|> into the same row, and generation continues after it.
 
-Nothing here executes text: the expression is parsed by Python's `ast` after its alphabet has been
-checked, and only numbers and the arithmetic nodes are walked. Values are exact fractions, so 0.1 + 0.2
-is 0.3; every intermediate value is held below MAX_BITS, so no expression can take long.
+No text is executed: the alphabet of the expression is checked, Python's `ast` parses it, and only numbers and
+arithmetic nodes are evaluated. Values are exact fractions, so 0.1 + 0.2 is 0.3. Every intermediate value has at most
+MAX_BITS, so no expression takes long.
 """
 
 import ast
@@ -21,17 +21,17 @@ from quern.text.tokenizer import Tokenizer
 MAX_CHARACTERS = 200
 MAX_DEPTH = 50
 MAX_BITS = 512  # of a numerator or a denominator: about 154 digits
-MAX_DIGITS = 40  # of a result's whole part; a longer one is of no use to a small model
-SIGNIFICANT_DIGITS = 10  # of a result that is not whole
+MAX_DIGITS = 40  # of a result's integer part; a longer one is useless to a small model
+SIGNIFICANT_DIGITS = 10  # of a result that is not an integer
 
-ERROR = "error"  # what the model reads when its expression could not be computed
+ERROR = "error"  # the output for an expression that cannot be computed
 MAX_CALLS = 8  # tool calls answered in one reply
 
 Kind = Literal["text", "tool", "output"]
 
 
 class ToolError(ValueError):
-    """An expression the calculator refuses; the message says why."""
+    """The calculator refuses the expression, with the reason."""
 
 
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*"})
@@ -54,11 +54,10 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """Value of an arithmetic expression, written plainly: "579", "2.5", "-3.333333333".
+    """The value of an arithmetic expression in decimal notation: "579", "2.5", "-3.333333333".
 
-    Known: + - * / // % ** and unary signs, parentheses, whole and decimal numbers, commas between
-    thousands, and × ÷ −. Raises ToolError for anything else, for a division by zero, and for a number
-    too large to be worth computing.
+    Supports + - * / // % ** and unary signs, parentheses, integers and decimal numbers, commas between thousands, and
+    × ÷ −. Raises ToolError for anything else, a division by zero, or a number that is too large.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; the calculator takes {MAX_CHARACTERS}")
@@ -81,7 +80,7 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
     if depth > MAX_DEPTH:
         raise ToolError(f"the expression nests deeper than {MAX_DEPTH}")
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        # Read from the text, not from the parsed float: 0.1 is one tenth.
+        # Read the text, not the parsed float: 0.1 is exactly one tenth.
         return _bounded(Fraction(text[node.col_offset : node.end_col_offset]))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand, text, depth + 1))
@@ -99,7 +98,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if bits > 1 and abs(exponent.numerator) * (bits - 1) > MAX_BITS:
             raise ToolError("the power is too large")
-        # A base of 0, 1 or -1 stays small whatever the exponent, which is then only a sign or a zero.
+        # A base of 0, 1 or -1 needs only the exponent's sign and parity.
         whole = exponent.numerator if bits > 1 else _small_exponent(exponent.numerator)
         return Fraction(base**whole)
     if base < 0:
@@ -133,7 +132,7 @@ def _plain(value: Fraction) -> str:
 
 
 class NoTools:
-    """In place of `ToolState` for plain text: every token belongs to the text, and nothing is forced."""
+    """`ToolState` for plain text: every token is text, and nothing is forced."""
 
     kind: Kind = "text"
 
@@ -142,9 +141,9 @@ class NoTools:
 
 
 class ToolState:
-    """Follows one row's tokens: which part of the reply each belongs to, and what must be forced next.
+    """Tracks which part of the reply each token belongs to, and which tokens a tool's answer forces.
 
-    `push` takes every token of the row in order, the sampled and the forced ones alike.
+    `push` takes all tokens of the row in order, sampled and forced.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_calls: int = MAX_CALLS):
@@ -157,7 +156,7 @@ class ToolState:
         self._tool_start, self._tool_end, self._output_start, self._output_end = map(tokenizer.special, names)
 
     def push(self, token: int) -> list[int]:
-        """The tokens that must follow `token`: a tool's answer, or nothing."""
+        """The tokens that must follow `token`: a tool's answer, or none."""
         if self.kind == "text" and token == self._tool_start:
             self.kind, self._expression = "tool", []
         elif self.kind == "tool" and token == self._tool_end:

@@ -46,7 +46,7 @@ class ImportOptions:
     stage: Literal["pretrain", "sft"] = "pretrain"
     """pretrain: a base model; sft: a chat model."""
     tokenizer: Annotated[Path | None, UNSAID] = None
-    """A tokenizer.json of quern, if the folder has none."""
+    """A tokenizer.json of quern's, where the folder has none. Default: the folder's."""
     data: str = "tinyworld"
     """The text for evaluation."""
 

@@ -158,16 +158,16 @@ class RunDir:
             kept = self.stage(stage) / "recipe_source.py"
             found = hashlib.sha256(kept.read_bytes()).hexdigest() if kept.exists() else None
             if found is None or found != digest:
-                state = f"was changed after training ({kept})" if found and digest else "is not kept with it"
+                state = "was changed after training" if found and digest else "is not kept with it"
                 raise ValueError(
-                    f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}), whose file {state}: name the "
-                    f"file after the verb, as in `quern chat FILE.py {self.flags}`"
+                    f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}), whose file {state}: put back "
+                    f"the file that the run was trained with as {kept}"
                 )
             try:
                 callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
             except ValueError as error:  # such as a module beside the file, which is not kept
                 raise ValueError(
-                    f"{error}. Name the recipe's file after the verb, as in `quern chat FILE.py {self.flags}`"
+                    f"{error}. A run keeps its recipe's file alone: make the modules it imports importable (PYTHONPATH)"
                 ) from error
         return Recipe.from_json(body, **(callables or {}))
 

@@ -1,4 +1,4 @@
 """The HTTP server: an OpenAI-compatible API and the chat page in web/.
 
-Thin around generate/; it needs the serve extra.
+A thin layer over generate/. It needs the packages of the `serve` extra.
 """

@@ -1,18 +1,23 @@
-"""The wire format of `/v1/chat/completions`: what a request may hold, and the objects of an answer.
+"""The wire format of `/v1/chat/completions`: requests and responses.
 
-Field names and error shapes are those of OpenAI's API, so that its clients work unchanged. A parameter that
-the API does not know, or that this server cannot honour, is refused and named. One field is our own: `parts`,
-in an assistant's message and in a stream's delta, holds the calls of the calculator and their outputs.
+Field names and error shapes are those of OpenAI's API, so its clients work unchanged. A parameter that the API does not
+define, or that this server does not support, is refused by name. Two kinds of fields are additions: the fields of
+`Sampling` that the API lacks (top_k, min_p), and `parts`, which holds the calculator's calls and their outputs in an
+assistant message and in a stream's delta.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from quern.bounds import BOUNDS, Bounds
+from quern.generate.reply import Completion
+from quern.generate.sample import Sampling
 from quern.text.chat import ContentPart, Message
 
 MAX_CHOICES = 8
@@ -21,7 +26,7 @@ MAX_STOP_CHARACTERS = 200
 _NO_TOOLS = "the model calls its own calculator and no other tool: leave it out"
 _NO_LOGPROBS = "this server gives no log probabilities: leave it out"
 _NO_PENALTY = "this server has no penalties: leave it out, or send 0"
-# What to do instead, where pydantic knows only what was wrong.
+# The correct usage of a parameter, where pydantic's message does not name it.
 INSTEAD = {
     "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
     "stop": f"give a text or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_CHARACTERS} characters",
@@ -37,7 +42,7 @@ INSTEAD = {
 
 
 class ApiError(Exception):
-    """An error that the client sees, in OpenAI's shape: {"error": {message, type, param, code}}."""
+    """An error for the client, in OpenAI's shape: {"error": {message, type, param, code}}."""
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class ChatMessage(_Strict):
     content: str | list[TextPart]
     name: str | None = None
     parts: list[ReplyPart] | None = None
-    # What this server's answers and OpenAI's carry, so that an answer can be sent back as it came.
+    # Fields of a response message: a client may send it back unchanged.
     refusal: None = None
     annotations: list[Any] | None = Field(default=None, max_length=0)
     audio: None = None
@@ -81,7 +86,7 @@ class ChatMessage(_Strict):
     tool_calls: list[Any] | None = Field(default=None, max_length=0)
 
     def message(self) -> Message:
-        """As the chat format takes it."""
+        """The message in the chat format of quern/text/chat.py."""
         if self.parts is not None and self.role == "assistant":
             parts: list[ContentPart] = [{"type": part.type, "text": part.text} for part in self.parts]
             return {"role": "assistant", "content": parts}
@@ -102,16 +107,28 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class ChatRequest(_Strict):
-    """A request; the fields after `stop` are known and accepted only where they ask for nothing."""
+OWN_BOUNDS = {"temperature": Bounds(0, 2)}
+"""Ranges of OpenAI's API that are narrower than those of quern/bounds.py."""
+
+
+def _field_of(name: str, kind: Any) -> tuple[Any, Any]:
+    """A field of `Sampling` as a pydantic field with the same range; null means the default."""
+    bounds = OWN_BOUNDS.get(name) or BOUNDS[name]
+    limits: dict[str, Any] = {"gt" if bounds.above else "ge": bounds.low, "lt" if bounds.below else "le": bounds.high}
+    return kind | None, Field(default=None, **limits)
+
+
+_SAMPLING_FIELDS: dict[str, Any] = {f.name: _field_of(f.name, f.type) for f in fields(Sampling)}
+_SamplingRequest = create_model("_SamplingRequest", __base__=_Strict, **_SAMPLING_FIELDS)
+
+
+class ChatRequest(_SamplingRequest):
+    """A request, with the fields of `Sampling`. The fields after `stop` are accepted only with their default effect."""
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
@@ -134,16 +151,21 @@ class ChatRequest(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @property
+    def sampling(self) -> Sampling:
+        given = {f.name: getattr(self, f.name) for f in fields(Sampling)}
+        return Sampling(**{name: value for name, value in given.items() if value is not None})
+
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     def limit(self, context: int) -> int:
-        """Tokens the reply may have; the engine also ends it where the context ends."""
+        """The most tokens in the reply; the engine also ends the reply at the end of the context."""
         return min(self.max_completion_tokens or self.max_tokens or context, context)
 
 
 def parse_request(body: Any) -> ChatRequest:
-    """A decoded JSON body → a request. Raises ApiError, which names the first parameter at fault."""
+    """Validates a decoded JSON body. Raises ApiError, which names the first wrong parameter."""
     if not isinstance(body, dict):
         raise ApiError("The body must be a JSON object with 'model' and 'messages'.")
     try:
@@ -166,29 +188,27 @@ def _refusal(error: ValidationError) -> ApiError:
         if isinstance(place, int):
             param += f"[{place}]"
         elif (place.isidentifier() and place != "str") or not param:
-            # The names of a union's branches are not part of the path.
+            # Skip the names of a union's branches: they are not part of the path.
             param += f".{place}" if param else place
     if first["type"] == "extra_forbidden":
         return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     where = f"for '{param}'" if param else "in the body"
-    # Inside of messages, what was wrong says enough.
+    # Inside messages, pydantic's message is specific enough.
     name = param if param.startswith("messages") else re.split(r"[.\[]", param)[0]
     why = INSTEAD.get(name, first["msg"])
     return ApiError(f"Invalid value {where}: {why}.", param=param or None, code="invalid_value")
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+def usage(replies: Sequence[Completion]) -> dict[str, int]:
+    """Tokens of the prompt, counted once, and of all replies together."""
+    prompt, completion = replies[0].prompt_tokens, sum(len(reply.ids) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def assistant_message(text: str, parts: Sequence[ContentPart]) -> dict[str, Any]:
-    """A reply's message; `parts` only where the calculator was called."""
+    """The message of a reply; it has `parts` only if the calculator was called."""
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if any(part["type"] != "text" for part in parts):
         message["parts"] = list(parts)
@@ -196,28 +216,15 @@ def assistant_message(text: str, parts: Sequence[ContentPart]) -> dict[str, Any]
 
 
 def completion_body(
-    identifier: str, created: int, model: str, choices: list[dict[str, Any]], used: dict[str, int]
+    kind: str, identifier: str, created: int, model: str, choices: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    return {
-        "id": identifier,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": choices,
-        "usage": used,
-    }
+    """A response, or one chunk of a stream. kind: its `object`; more: further fields, such as `usage`."""
+    return {"id": identifier, "object": kind, "created": created, "model": model, "choices": choices, **more}
 
 
-def choice(index: int, message: dict[str, Any], finish_reason: str) -> dict[str, Any]:
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
-
-
-def delta(index: int, value: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": value, "logprobs": None, "finish_reason": finish_reason}
-
-
-def models_body(name: str, created: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model_body(name, created)]}
+def choice(index: int, finish_reason: str | None = None, **content: Any) -> dict[str, Any]:
+    """content: `message`, or `delta` in a stream."""
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
 
 
 def model_body(name: str, created: int) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """The HTTP server: an OpenAI-compatible chat API over one engine, and the page to chat on.
 
-`create_app` builds it, `serve` runs it, on loopback unless told otherwise. There is no cross-origin access: a
-body must be declared as JSON, which browsers send across origins only with a permission that is never given,
-and a request for a host name that is not this machine's is refused. What goes over the wire is in schema.py,
-the thread that generates in worker.py.
+`create_app` builds the application, `serve` runs it, by default on loopback. Cross-origin requests fail: a body must
+be declared as JSON, which browsers send across origins only with a permission that the server never gives, and a
+request for another host name is refused. The wire format is in schema.py, the generating thread in worker.py.
 """
 
 import asyncio
@@ -26,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.generate.sample import Sampling
 from quern.serve import schema
 from quern.serve.schema import ApiError, ChatRequest
 from quern.serve.worker import Busy, Job, Stopped, Worker
@@ -50,7 +48,7 @@ SECURITY_HEADERS = {
 
 
 class JSON(Response):
-    """ASCII-only, so that any text a client sent can be sent back, half a surrogate pair included."""
+    """A response in ASCII, which can carry any text of a client, including unpaired surrogates."""
 
     media_type = "application/json"
 
@@ -59,7 +57,7 @@ class JSON(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a job; however the response ends, even before its first byte, so does the job."""
+    """Server-sent events of a job. The job ends with the response, even if no byte was sent."""
 
     def __init__(self, job: Job, content: AsyncIterator[str]):
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -73,7 +71,7 @@ class EventStream(StreamingResponse):
 
 
 class Frontier:
-    """Around everything: refuses foreign host names, adds the security headers and a request id."""
+    """Middleware: refuses foreign host names, adds the security headers and a request id."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] | None):
         self._app = app
@@ -97,7 +95,7 @@ class Frontier:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets, in lower case."""
+    """The host name in a Host header, in lower case, without port and brackets."""
     name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     return name.lower()
 
@@ -110,7 +108,7 @@ def create_app(
     hosts: Sequence[str] | None = LOOPBACK,
     max_waiting: int = 64,
 ) -> FastAPI:
-    """The application. name: the model's; hosts: the host names answered for (None: any)."""
+    """Builds the application. name: the model's name; hosts: the accepted host names (None: any)."""
     worker = Worker(max_waiting)
     created = int(time.time())
 
@@ -122,7 +120,7 @@ def create_app(
         finally:
             await asyncio.to_thread(worker.stop)
 
-    # The interactive documentation would load scripts from elsewhere.
+    # The interactive documentation would load scripts from other hosts.
     app = FastAPI(title="quern", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Frontier, hosts=hosts)
     app.add_exception_handler(ApiError, on_api_error)
@@ -135,7 +133,7 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSON(schema.models_body(name, created))
+        return JSON({"object": "list", "data": [schema.model_body(name, created)]})
 
     @app.get("/v1/models/{model:path}")
     async def one_model(model: str) -> Response:
@@ -163,14 +161,14 @@ def create_app(
 
 
 def serve(engine: Engine, tokenizer: Tokenizer, name: str, listener: socket.socket, host: str) -> None:
-    """Serves on a socket of `listen` until interrupted. host: the name that it was opened for."""
+    """Serves on a socket of `listen` until interrupted. host: the host of `listen`."""
     app = create_app(engine, tokenizer, name, hosts=LOOPBACK if host in LOOPBACK else None)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10)
     uvicorn.Server(config).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can already connect to. Raises ValueError and OSError, which name the flag to change."""
+    """Opens a listening socket. Raises ValueError or OSError naming the flag to change."""
     if not 0 <= port <= 65535:
         raise ValueError(f"--port must be 0 (any that is free) to 65535, not {port}")
     try:
@@ -192,7 +190,7 @@ def require_model(asked: str, name: str) -> None:
 
 
 async def read_json(http: Request) -> Any:
-    """The decoded body. Raises ApiError for a wrong type, a body too large, and what is not JSON."""
+    """Decodes the body. Raises ApiError for a wrong media type, a body that is too large, or invalid JSON."""
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError("Send the body as JSON, with the header 'Content-Type: application/json'.", status=415)
@@ -208,7 +206,7 @@ async def read_json(http: Request) -> Any:
 
 
 async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: ChatRequest) -> Job:
-    """Puts the request in line. Raises ApiError if it cannot be served."""
+    """Queues the request. Raises ApiError if it cannot be served."""
     try:
         messages = [message.message() for message in request.messages]
         prompt = await asyncio.to_thread(render_prompt, tokenizer, messages)
@@ -222,8 +220,6 @@ async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: 
             code="context_length_exceeded",
             extra={"n_prompt_tokens": len(prompt), "n_ctx": engine.context},
         )
-    temperature = 1.0 if request.temperature is None else request.temperature
-    sampling = Sampling(temperature, request.top_k or 0, request.top_p or 1.0)
     seed = secrets.randbits(63) if request.seed is None else request.seed
     try:
         return worker.submit(
@@ -231,7 +227,7 @@ async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: 
                 [prompt],
                 samples=request.n or 1,
                 max_tokens=request.limit(engine.context),
-                sampling=sampling,
+                sampling=request.sampling,
                 seed=seed,
                 stop=request.stops(),
             )
@@ -241,7 +237,7 @@ async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: 
 
 
 async def answer_or_disconnect(http: Request, job: Job, identifier: str, name: str) -> Response:
-    """The whole answer; nothing, and no more work, once the client has gone."""
+    """The complete response. The job is cancelled if the client disconnects."""
     finished = asyncio.ensure_future(answer(job, identifier, name))
     gone = asyncio.ensure_future(disconnected(http))
     try:
@@ -267,42 +263,38 @@ async def answer(job: Job, identifier: str, name: str) -> dict[str, Any]:
     except Exception as error:
         raise as_api_error(error) from error
     choices = [
-        schema.choice(index, schema.assistant_message(reply.text, reply.parts), reply.finish_reason)
+        schema.choice(index, reply.finish_reason, message=schema.assistant_message(reply.text, reply.parts))
         for index, reply in sorted(replies.items())
     ]
-    return schema.completion_body(identifier, int(time.time()), name, choices, used_by(replies.values()))
+    used = schema.usage(list(replies.values()))
+    return schema.completion_body("chat.completion", identifier, int(time.time()), name, choices, usage=used)
 
 
 async def stream(job: Job, request: ChatRequest, identifier: str, name: str) -> AsyncIterator[str]:
-    """The events of a stream. Whatever happens it ends with [DONE], after an error event if it went wrong."""
+    """The events of a stream; it always ends with [DONE], after an error event if the job failed."""
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
     created = int(time.time())
 
-    def chunk(choices: list[dict[str, Any]], used: dict[str, int] | None = None) -> str:
-        body = {
-            "id": identifier,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": name,
-            "choices": choices,
-        }
-        return server_sent({**body, "usage": used} if include_usage else body)
+    def chunk(*choices: dict[str, Any], usage: dict[str, int] | None = None) -> str:
+        more = {"usage": usage} if include_usage else {}
+        body = schema.completion_body("chat.completion.chunk", identifier, created, name, list(choices), **more)
+        return server_sent(body)
 
     replies: list[Completion] = []
     try:
         for index in range(request.n or 1):
-            yield chunk([schema.delta(index, {"role": "assistant", "content": ""})])
+            yield chunk(schema.choice(index, delta={"role": "assistant", "content": ""}))
         async for event in job:
             if isinstance(event.value, Completion):
                 replies.append(event.value)
-                yield chunk([schema.delta(event.sample, {}, event.value.finish_reason)])
+                yield chunk(schema.choice(event.sample, event.value.finish_reason, delta={}))
             elif event.value.kind == "text":
-                yield chunk([schema.delta(event.sample, {"content": event.value.text})])
+                yield chunk(schema.choice(event.sample, delta={"content": event.value.text}))
             else:
                 part = {"type": event.value.kind, "text": event.value.text}
-                yield chunk([schema.delta(event.sample, {"parts": [part]})])
+                yield chunk(schema.choice(event.sample, delta={"parts": [part]}))
         if include_usage:
-            yield chunk([], used_by(replies))
+            yield chunk(usage=schema.usage(replies))
     except Exception as error:
         yield server_sent(as_api_error(error).body)
     yield "data: [DONE]\n\n"
@@ -312,14 +304,8 @@ def server_sent(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, allow_nan=False)}\n\n"
 
 
-def used_by(replies: Any) -> dict[str, int]:
-    """Tokens of the prompt, read once, and of all replies together."""
-    replies = list(replies)
-    return schema.usage(replies[0].prompt_tokens, sum(len(reply.ids) for reply in replies))
-
-
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told: 429 and 503 ask it to come back later, anything unforeseen is a 500."""
+    """The error for the client: 429 and 503 mean try again later, 500 is an unexpected error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):

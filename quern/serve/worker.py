@@ -1,7 +1,7 @@
-"""The one thread that owns the engine. Requests wait in line for it; the event loop never does.
+"""The thread that owns the engine, and its queue of requests. HTTP is in server.py.
 
-A job's events travel from the thread to the loop of the coroutine that reads them. Cancelling takes effect at
-the next token, whether the job is waiting, running or finished. What is not here: HTTP (server.py).
+The event loop never waits for the engine: a job's events are sent from the thread to the loop of the coroutine that
+reads them. A cancelled job stops at its next token.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class Stopped(Exception):
 
 
 class Job:
-    """One request: `run` makes its events, in the worker's thread; iterate over the job to receive them."""
+    """One request. `run` makes the events in the worker's thread; iterate over the job to receive them."""
 
     def __init__(self, run: Callable[[], Iterator[Event]]):
         self._run = run
@@ -33,7 +33,7 @@ class Job:
         self._cancelled.set()
 
     def work(self, stopping: threading.Event) -> None:
-        """Runs the job to its end, or until it is cancelled; never raises."""
+        """Runs the job until it ends or is cancelled; never raises."""
         try:
             if self._cancelled.is_set():
                 return self._send(None)
@@ -43,7 +43,7 @@ class Job:
                     break
                 self._send(event)
             self._send(Stopped("the server is stopping") if stopping.is_set() else None)
-        except Exception as error:  # whatever went wrong is the reader's to report; the thread lives on
+        except Exception as error:  # the reader reports the error; the thread continues
             self._send(error)
 
     def refuse(self, error: Exception) -> None:
@@ -52,7 +52,7 @@ class Job:
     def _send(self, item: Event | BaseException | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody is left to read
+        except RuntimeError:  # the loop is closed: there is no reader
             self._cancelled.set()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -63,7 +63,7 @@ class Job:
 
 
 class Worker:
-    """Runs jobs one after the other. At most `max_waiting` may wait; more raise Busy."""
+    """Runs jobs in order. At most `max_waiting` jobs wait; `submit` raises Busy for more."""
 
     def __init__(self, max_waiting: int = 64):
         self._jobs: queue.Queue[Job | None] = queue.Queue()
@@ -79,7 +79,7 @@ class Worker:
         return self._thread.is_alive() and not self._stopping.is_set()
 
     def submit(self, run: Callable[[], Iterator[Event]]) -> Job:
-        """Puts a job in line. To be called in the event loop that will read it."""
+        """Queues a job. Must be called in the event loop that reads the job."""
         if not self.alive:
             raise Stopped("the engine is not running")
         if self._jobs.qsize() >= self._max_waiting:
@@ -89,7 +89,7 @@ class Worker:
         return job
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """Ends the running job at its next token, refuses those in line, and waits for the thread."""
+        """Ends the running job at its next token, refuses waiting jobs, and joins the thread."""
         self._stopping.set()
         self._jobs.put(None)
         if self._thread.is_alive():

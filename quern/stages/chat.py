@@ -1,8 +1,9 @@
-"""`quern chat`: a conversation in the terminal, streamed; one question with `-p`. It can also continue texts."""
+"""`quern chat`: a streamed conversation in the terminal, or one question with `-p`. It can also continue texts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Delta
@@ -11,7 +12,7 @@ from quern.stages.complete import complete
 from quern.text.chat import Message, render_prompt
 from quern.text.printable import printable
 
-HELP = "Ask something. An empty line ends the chat; /new begins another one, /complete continues texts."
+HELP = "Ask something. An empty line ends the chat; /new starts another one, /complete continues texts."
 COMPLETING = "Begin a text, and the model continues it. An empty line ends this; /chat asks questions."
 
 
@@ -24,9 +25,9 @@ def ask(
     seed: int,
     put: Callable[[str], None],
 ) -> Message:
-    """Streams the reply to `messages` through `put` (each tool call and output in brackets) and returns it.
+    """Streams the reply to `messages` through `put`, with tool calls and outputs in brackets, and returns it.
 
-    Raises ValueError when the messages leave no room for an answer in the model's context.
+    Raises ContextOverflow if the messages leave no room for a reply in the model's context.
     """
     prompt = render_prompt(engine.tokenizer, messages)
     reply: Message = {"role": "assistant", "content": ""}
@@ -42,7 +43,7 @@ def ask(
 
 
 def _between(kind: str, following: str) -> str:
-    """The brackets that end one part and begin another; a part comes in as many pieces as it has tokens."""
+    """The brackets between two pieces of a reply; pieces of one kind belong to one part."""
     if kind == following:
         return ""
     return ("] " if kind != "text" else "") + (f"[{following}: " if following != "text" else "")
@@ -58,21 +59,22 @@ def chat(
     put: Callable[[str], None],
     completing: bool = False,
 ) -> None:
-    """Reads lines until an empty one, the end of input or Ctrl-C; during a reply, Ctrl-C ends only the reply.
+    """Reads lines until an empty line, the end of input or Ctrl-C; during a reply, Ctrl-C ends only the reply.
 
-    A line is a question or, in completion mode, the beginning of a text. /complete and /chat switch the mode, and the
-    conversation waits meanwhile. A conversation that outgrows the context begins anew; a line that does so by itself
-    gets no reply.
+    A line is a question or, in completion mode, the beginning of a text. /complete and /chat switch the mode; the
+    conversation is kept meanwhile. A conversation that exceeds the context starts over; a single line that exceeds
+    the context gets no reply.
 
     Args:
-        engine: of the model that replies.
-        max_tokens: tokens of a reply at most.
-        sampling: how a token is chosen.
-        seed: of the choice in the first reply; each further reply adds 1.
-        read: returns the next line. Raises EOFError at the end of the input.
-        put: receives each piece as soon as it is certain.
-        completing: begin in completion mode.
+        engine: Engine of the model that replies.
+        max_tokens: The most tokens in a reply.
+        sampling: How a token is chosen.
+        seed: Seed of the first reply; each further reply adds 1.
+        read: Returns the next line. Raises EOFError at the end of the input.
+        put: Receives each piece as soon as it is final.
+        completing: Start in completion mode.
     """
+    options = {"max_tokens": max_tokens, "sampling": sampling, "put": put}
     put((COMPLETING if completing else HELP) + "\n")
     messages: list[Message] = []
     turn = 0
@@ -84,12 +86,10 @@ def chat(
         elif command == "/new":
             messages = []
         elif completing:
-            _continue(engine, line, max_tokens=max_tokens, sampling=sampling, seed=seed + turn, put=put)
+            _continue(partial(complete, engine, line, seed=seed + turn, **options), put)
             turn += 1
         else:
-            messages = _answer(
-                engine, messages, command, max_tokens=max_tokens, sampling=sampling, seed=seed + turn, put=put
-            )
+            messages = _answer(engine, messages, command, partial(ask, seed=seed + turn, **options), put)
             turn += 1
 
 
@@ -97,34 +97,28 @@ def _answer(
     engine: Engine,
     messages: list[Message],
     question: str,
-    *,
-    max_tokens: int,
-    sampling: Sampling,
-    seed: int,
+    ask: Callable[[Engine, list[Message]], Message],
     put: Callable[[str], None],
 ) -> list[Message]:
     """Asks one more question and returns the conversation, without the question if it got no reply."""
     asked: list[Message] = [*messages, {"role": "user", "content": question}]
     if messages and len(render_prompt(engine.tokenizer, asked)) >= engine.context:
-        put(f"(the conversation is longer than the model's {engine.context} tokens: it begins anew)\n")
+        put(f"(the conversation is longer than the model's {engine.context} tokens: it starts over)\n")
         messages, asked = [], asked[-1:]
     try:
-        reply = ask(engine, asked, max_tokens=max_tokens, sampling=sampling, seed=seed, put=put)
-        messages = [*asked, reply]
+        messages = [*asked, ask(engine, asked)]
     except ContextOverflow as error:
         put(f"({error})")
     except KeyboardInterrupt:
-        put(" (stopped; as if it had not been asked)")
+        put(" (stopped; the question is dropped)")
     put("\n")
     return messages
 
 
-def _continue(
-    engine: Engine, prompt: str, *, max_tokens: int, sampling: Sampling, seed: int, put: Callable[[str], None]
-) -> None:
+def _continue(complete: Callable[[], None], put: Callable[[str], None]) -> None:
     """Continues one text. A prompt that is too long is reported; Ctrl-C ends only this text."""
     try:
-        complete(engine, prompt, max_tokens=max_tokens, sampling=sampling, seed=seed, put=put)
+        complete()
     except ContextOverflow as error:
         put(f"({error})\n")
     except KeyboardInterrupt:
@@ -135,5 +129,5 @@ def _next(read: Callable[[], str], put: Callable[[str], None]) -> str:
     try:
         return read()
     except (EOFError, KeyboardInterrupt):
-        put("\n")  # the prompt's line ends here
+        put("\n")  # ends the prompt's line
         return ""

@@ -1,4 +1,4 @@
-"""`quern complete`: continues a text with a run's base model, in plain text, without the chat format."""
+"""`quern complete`: continues a text with a run's base model, as plain text without the chat format."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def complete(
     """Streams the prompt and its continuation, and ends with a newline.
 
     Args:
-        engine: of the model that continues the text.
-        prompt: the beginning of a text; empty for the beginning of a document.
-        max_tokens: tokens of a completion at most; the context may end it earlier.
-        sampling: how a token is chosen.
-        seed: of the choice.
-        put: receives each piece as soon as it is certain.
-        samples: completions of the prompt. A line `---` separates two of them.
-        stop: strings that end a completion before them.
+        engine: Engine of the model that continues the text.
+        prompt: The beginning of a text; empty for the beginning of a document.
+        max_tokens: The most tokens in a completion; the context may end it earlier.
+        sampling: How a token is chosen.
+        seed: Seed of the sampling.
+        put: Receives each piece as soon as it is final.
+        samples: Completions of the prompt, separated by a line `---`.
+        stop: A completion ends before any of these strings.
 
     Raises:
-        ContextOverflow: the prompt fills the context. Nothing was printed.
-        ValueError: a number is out of range, or a stop string is empty. Nothing was printed.
+        ContextOverflow: The prompt fills the context. Nothing was printed.
+        ValueError: A number is out of range, or a stop string is empty. Nothing was printed.
     """
     ids = render_text(engine.tokenizer, prompt)
     events = engine.events(
@@ -61,9 +61,9 @@ def complete(
 
 
 def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str | None]]:
-    """(sample, piece of its text), and (sample, None) at its end, one sample after the other.
+    """Yields (sample, piece of its text), and (sample, None) at its end, in the order of the samples.
 
-    Samples are generated together. The pieces of the first unfinished one are passed on, those of later ones wait.
+    Samples are generated together: the pieces of the first unfinished sample pass, those of later samples wait.
     """
     waiting: list[list[str | None]] = [[] for _ in range(samples)]
     current = 0
@@ -79,18 +79,15 @@ def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str 
 
 
 def read_prompt(prompt: str | None, stdin: TextIO | None) -> str:
-    """The prompt that was given, or the one on standard input.
+    """Returns the given prompt, or reads it from standard input.
 
     Args:
-        prompt: as given with -p; None or "-" reads `stdin`.
-        stdin: standard input, in UTF-8; None where it is closed. One newline at its end, which `echo` writes, is left
-            out. A terminal is read for "-" only.
-
-    Returns:
-        The prompt.
+        prompt: The value of -p; None or "-" reads `stdin`.
+        stdin: Standard input, in UTF-8; None if it is closed. One newline at its end (from `echo`) is removed. A
+            terminal is read for "-" only.
 
     Raises:
-        ValueError: there is no prompt, or `stdin` is not UTF-8.
+        ValueError: There is no prompt, or `stdin` is not UTF-8.
     """
     if prompt is not None and prompt != "-":
         return prompt

@@ -15,6 +15,7 @@ from quern.eval.score import Score
 from quern.eval.task import Task
 from quern.eval.tasks import load_task, task_names
 from quern.generate.engine import Engine
+from quern.generate.sample import GREEDY, Sampling
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.runs.load import LoadedModel, load
@@ -146,7 +147,7 @@ def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
         ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
         prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
         done = engine.generate(
-            list(prompts.values()), max_tokens=64, temperature=0.8, top_k=50, seed=recipe.seed, plain=True
+            list(prompts.values()), max_tokens=64, sampling=Sampling(0.8, 50), seed=recipe.seed, plain=True
         )
         return [
             {"stage": name, "kind": "completion", "prompt": prompt, "text": row[0].text}
@@ -173,6 +174,6 @@ def converse(engine: Engine, questions: tuple[str, ...]) -> list[Message]:
         prompt = render_prompt(engine.tokenizer, messages)
         if len(prompt) >= engine.context:
             return messages[:-1]
-        reply = engine.generate([prompt], max_tokens=128, temperature=0.0)[0][0]
+        reply = engine.generate([prompt], max_tokens=128, sampling=GREEDY)[0][0]
         messages.append({"role": "assistant", "content": list(reply.parts)})
     return messages

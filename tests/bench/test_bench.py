@@ -16,6 +16,7 @@ from quern.bench.material import left_to_itself, pair_tokenizer, random_batch, r
 from quern.bench.record import Measure, alternate, number, ratios
 from quern.bench.train import first_step
 from quern.generate.engine import Engine
+from quern.generate.sample import Sampling
 from quern.machine import Machine
 from quern.model.context import CausalContext
 from quern.model.count import flops_per_token
@@ -117,7 +118,7 @@ def test_no_reply_of_the_talking_model_ends_early() -> None:
     assert float(shares[..., list(tokenizer.special_ids.values())].sum(-1).max()) < 1e-4
     engine = Engine(model, tokenizer, CPU)
     for temperature in (0.0, 1.0):
-        done = engine.generate([[tokenizer.bos, 1, 2]] * 16, max_tokens=60, temperature=temperature, seed=1)
+        done = engine.generate([[tokenizer.bos, 1, 2]] * 16, max_tokens=60, sampling=Sampling(temperature), seed=1)
         assert [len(row[0].ids) for row in done] == [60] * 16
         assert {row[0].finish_reason for row in done} == {"length"}
 

@@ -9,6 +9,7 @@ import pytest
 
 from quern.generate.engine import Engine, Event
 from quern.generate.reply import Completion, Delta
+from quern.generate.sample import GREEDY
 from quern.serve.server import create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome, find_chrome
@@ -89,7 +90,7 @@ def test_a_conversation_with_the_real_engine(chrome: Chrome) -> None:
             chrome.wait(f"document.querySelectorAll('.user').length === {turn + 1} && {DONE}")
             messages.append({"role": "user", "content": text})
             expected = toy_engine(context=512).generate(
-                [render_prompt(engine.tokenizer, messages)], max_tokens=30, temperature=0
+                [render_prompt(engine.tokenizer, messages)], max_tokens=30, sampling=GREEDY
             )[0][0]
             messages.append({"role": "assistant", "content": [dict(part) for part in expected.parts]})
             shown = texts(chrome, "assistant")

@@ -14,6 +14,7 @@ from quern import compiler
 from quern.generate.cache import KVCache, attend_masked, decode
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine, pad
+from quern.generate.sample import GREEDY, Sampling
 from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -60,8 +61,8 @@ def test_generation_never_compiles_again_and_does_not_change(engine: Engine) -> 
     prompts = [[engine.tokenizer.bos, *range(60, 60 + 9 * row)] for row in range(5)]
     with torch.compiler.set_stance("fail_on_recompile"):
         for count in (1, 2, 3, 5):
-            for temperature in (0.0, 1.0):
-                arguments = {"max_tokens": 110, "temperature": temperature, "seed": 2}
+            for sampling in (GREEDY, Sampling()):
+                arguments = {"max_tokens": 110, "sampling": sampling, "seed": 2}
                 found = engine.generate(prompts[:count], **arguments)
                 assert found == plain.generate(prompts[:count], **arguments)
 
@@ -71,12 +72,12 @@ def test_a_model_that_has_learnt_is_followed(engine: Engine) -> None:
     plain, prompts = Engine(engine.model, engine.tokenizer, CPU), [[engine.tokenizer.bos, 70, 71]]
     weights = list(cast(torch.nn.Module, engine.model).parameters())
     before = [p.detach().clone() for p in weights]
-    first = plain.generate(prompts, max_tokens=40, temperature=0.0)
+    first = plain.generate(prompts, max_tokens=40, sampling=GREEDY)
     try:
         with torch.no_grad():
             for p in weights:
                 p.mul_(-1.5).add_(0.01)
-        found = [one.generate(prompts, max_tokens=40, temperature=0.0) for one in (plain, engine)]
+        found = [one.generate(prompts, max_tokens=40, sampling=GREEDY) for one in (plain, engine)]
         assert found[0] == found[1] != first
     finally:
         with torch.no_grad():
@@ -92,7 +93,7 @@ def test_each_engine_has_its_own_version(engine: Engine) -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         for one in (engine, other):
             plain = Engine(one.model, one.tokenizer, CPU)
-            arguments = {"max_tokens": 90, "temperature": 0.0}
+            arguments = {"max_tokens": 90, "sampling": GREEDY}
             assert one.generate([[one.tokenizer.bos]], **arguments) == plain.generate(
                 [[one.tokenizer.bos]], **arguments
             )

@@ -9,6 +9,7 @@ import torch
 
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Completion, Delta
+from quern.generate.sample import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
 from quern.kernels.attention.autotune import Picked
 from quern.kernels.attention.backends import Backend
@@ -45,11 +46,11 @@ class Scripted(torch.nn.Module):
 
 def test_a_reply_ends_at_max_tokens_or_where_the_context_ends() -> None:
     engine = toy_engine(context=32)
-    [[short]] = engine.generate([[BOS, 5]], max_tokens=3, temperature=0)
+    [[short]] = engine.generate([[BOS, 5]], max_tokens=3, sampling=GREEDY)
     assert len(short.ids) == 3 and short.finish_reason == "length" and short.prompt_tokens == 2
-    [[long]] = engine.generate([[BOS] * 30], max_tokens=100, temperature=0)
+    [[long]] = engine.generate([[BOS] * 30], max_tokens=100, sampling=GREEDY)
     assert len(long.ids) <= 2
-    [[last]] = engine.generate([[BOS] * 31], max_tokens=100, temperature=0)
+    [[last]] = engine.generate([[BOS] * 31], max_tokens=100, sampling=GREEDY)
     assert len(last.ids) == 1
 
 
@@ -67,9 +68,9 @@ def test_prompts_are_read_by_the_attention_that_the_machine_picked(path: Callabl
     backend = Backend("recording", recording, windows=True)
     machine = replace(CPU, attention=Picked(backend, backend, backend, backend))
     prompts = [[BOS, *range(5, 45)], [BOS, 9]]
-    found = Engine(usual.model, TOKENIZER, machine).generate(prompts, max_tokens=8, temperature=0)
+    found = Engine(usual.model, TOKENIZER, machine).generate(prompts, max_tokens=8, sampling=GREEDY)
     assert seen == usual.model.windows == [16, 16, 16, None]
-    expected = usual.generate(prompts, max_tokens=8, temperature=0)
+    expected = usual.generate(prompts, max_tokens=8, sampling=GREEDY)
     assert [[reply.ids for reply in row] for row in found] == [[reply.ids for reply in row] for row in expected]
 
 
@@ -85,7 +86,6 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
     [
         ({"max_tokens": 0}, "must be at least 1"),
         ({"samples": 0}, "must be at least 1"),
-        ({"temperature": -0.1}, "temperature"),
         ({"stop": ("",)}, "stop string is empty"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
 
 def test_a_vocabulary_padded_in_the_model_is_never_drawn_from() -> None:
     engine = Engine(toy_model(vocab_size=TOKENIZER.vocab_size + 500, context=64), TOKENIZER, CPU)
-    [completions] = engine.generate([[BOS]], samples=20, max_tokens=20, temperature=100.0)
+    [completions] = engine.generate([[BOS]], samples=20, max_tokens=20, sampling=Sampling(100.0))
     assert max(max(completion.ids) for completion in completions) < TOKENIZER.vocab_size
 
 
@@ -126,7 +126,7 @@ def test_tools_run_inside_a_batch_and_their_answers_are_forced() -> None:
     script = {c: start, start: one, one: plus, plus: two, two: end, end: 99, out: q, q: done, a: a}
     engine = Engine(Scripted(script), TOKENIZER, CPU)  # type: ignore[arg-type]
     prompts = [[BOS, a], [BOS, BOS, BOS, c], [BOS, a]]
-    [[first], [called], [last]] = engine.generate(prompts, max_tokens=15, temperature=0)
+    [[first], [called], [last]] = engine.generate(prompts, max_tokens=15, sampling=GREEDY)
     assert called.parts == [
         {"type": "tool", "text": "1+2"},
         {"type": "output", "text": "3"},

@@ -1,4 +1,4 @@
-"""Sampling: its distribution and filters against a plain definition, its independence of the batch."""
+"""Sampling: the distribution and the filters against a plain definition, a row's independence of its batch."""
 
 import math
 
@@ -22,7 +22,7 @@ def drawn(sampling: Sampling, count: int, logits_V: torch.Tensor = LOGITS) -> np
 
 
 def expected(sampling: Sampling) -> np.ndarray:
-    """The definition, token by token: temperature, then the k best, then the fewest that hold top_p."""
+    """The definition, token by token: temperature, the k best, the fewest that hold top_p, those above min_p."""
     weights = {token: math.exp(float(LOGITS[token]) / sampling.temperature) for token in range(V)}
     ranked = sorted(weights, key=lambda token: -weights[token])
     ranked = ranked[: sampling.top_k or V]
@@ -32,6 +32,8 @@ def expected(sampling: Sampling) -> np.ndarray:
             break
         kept.append(token)
         held += weights[token]
+    kept = [token for token in kept if weights[token] >= sampling.min_p * weights[ranked[0]]]
+    held = sum(weights[token] for token in kept)
     return np.array([weights[token] / held if token in kept else 0.0 for token in range(V)])
 
 
@@ -47,6 +49,11 @@ def expected(sampling: Sampling) -> np.ndarray:
         Sampling(top_p=0.8),
         Sampling(top_p=1e-9),
         Sampling(temperature=2.0, top_k=6, top_p=0.7),
+        Sampling(min_p=0.05),
+        Sampling(min_p=1.0),
+        Sampling(temperature=3.0, min_p=0.3),
+        Sampling(temperature=2.0, top_k=6, top_p=0.95, min_p=0.2),
+        Sampling(temperature=2.0, top_k=2, min_p=0.01),
     ],
 )
 def test_draws_follow_the_definition(sampling: Sampling) -> None:
@@ -58,6 +65,18 @@ def test_draws_follow_the_definition(sampling: Sampling) -> None:
     if likely.sum() > 1:
         observed, wanted = counts[likely], shares[likely]
         assert chisquare(observed, wanted / wanted.sum() * observed.sum()).pvalue > 1e-4
+
+
+@given(st.floats(0, 1), st.integers(0, 2**32), st.floats(0.5, 3))
+def test_min_p_keeps_exactly_the_tokens_of_the_numpy_definition(min_p: float, seed: int, temperature: float) -> None:
+    """Random numbers that favour one token by a factor of 1e8: it is drawn if and only if the filter keeps it."""
+    logits_V = np.random.default_rng(seed).normal(size=V).astype(np.float32)
+    weights_V = torch.softmax(torch.from_numpy(logits_V) / temperature, dim=-1).numpy()
+    kept_V = weights_V >= np.float32(min_p) * weights_V.max()
+    uniform_VN = torch.full((V, 1 + SPAN), 1e-10)
+    uniform_VN[range(V), range(1, V + 1)] = 1 - 2**-24
+    drawn_V = sample(torch.from_numpy(logits_V).expand(V, V), Sampling(temperature, min_p=min_p), uniform_VN).numpy()
+    assert ((drawn_V == np.arange(V)) == kept_V).all()
 
 
 def test_temperature_zero_is_greedy_and_needs_no_numbers() -> None:
@@ -105,13 +124,16 @@ def test_a_rows_numbers_are_its_own(seed: int, prompt: list[int], index: int) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"temperature": -1}, "temperature must lie between"),
-        ({"temperature": float("nan")}, "temperature must lie between"),
-        ({"temperature": 1e6}, "temperature must lie between"),
-        ({"top_k": -1}, "top_k must be 0"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"top_p": 1.1}, "top_p must be above 0"),
-        ({"top_p": float("nan")}, "top_p must be above 0"),
+        ({"temperature": -1}, "temperature must be a number between 0 and 100, not -1"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": 1e6}, "temperature must be"),
+        ({"top_k": -1}, "top_k must be a whole number between 0 and"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, not 0.0"),
+        ({"top_p": 1.1}, "top_p must be"),
+        ({"top_p": float("nan")}, "top_p must be"),
+        ({"min_p": -0.1}, "min_p must be a number between 0 and 1, not -0.1"),
+        ({"min_p": 1.1}, "min_p must be"),
     ],
 )
 def test_senseless_settings_are_refused(arguments: dict[str, float], words: str) -> None:

@@ -15,6 +15,7 @@ from quern.generate import cache as cache_module
 from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode
 from quern.generate.engine import pad
 from quern.generate.reply import Completion
+from quern.generate.sample import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext
 from quern.model.gpt import GPT
@@ -143,17 +144,17 @@ def test_a_short_look_at_the_cache_is_enough() -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(*results, strict=True)) <= BAR
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_batched_is_alone(temperature: float, law: Callable[..., None]) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "sampled"])
+def test_batched_is_alone(sampling: Sampling, law: Callable[..., None]) -> None:
     engine = toy_engine()
     prompts = rows((1, 5, 30, 12, 60, 63, 2))
-    together = engine.generate(prompts, samples=3, max_tokens=24, temperature=temperature, seed=7)
-    alone = [engine.generate([p], samples=3, max_tokens=24, temperature=temperature, seed=7)[0] for p in prompts]
+    together = engine.generate(prompts, samples=3, max_tokens=24, sampling=sampling, seed=7)
+    alone = [engine.generate([p], samples=3, max_tokens=24, sampling=sampling, seed=7)[0] for p in prompts]
     assert together == alone
-    reordered = engine.generate(prompts[::-1], samples=3, max_tokens=24, temperature=temperature, seed=7)
+    reordered = engine.generate(prompts[::-1], samples=3, max_tokens=24, sampling=sampling, seed=7)
     assert reordered[::-1] == alone
     narrow = toy_engine(max_rows=4)
-    assert narrow.generate(prompts, samples=3, max_tokens=24, temperature=temperature, seed=7) == alone
+    assert narrow.generate(prompts, samples=3, max_tokens=24, sampling=sampling, seed=7) == alone
     law("batched = alone, in any order and batch size, greedy and sampled: tokens", "equal", "equal")
 
 
@@ -169,12 +170,12 @@ def test_samples_of_one_prefill_are_those_of_their_own(law: Callable[..., None])
     """Greedy samples of one prompt are all the uncached continuation: no cache is shared."""
     engine = toy_engine(context=CONTEXT)
     [prompt] = rows((9,))
-    [samples] = engine.generate([prompt], samples=3, max_tokens=12, temperature=0.0)
+    [samples] = engine.generate([prompt], samples=3, max_tokens=12, sampling=GREEDY)
     expected, _ = uncached(engine.model, prompt, 12)
     for sample in samples:
         assert isinstance(sample, Completion)
         assert sample.ids == expected[: len(sample.ids)]
-    sampled = engine.generate([prompt], samples=8, max_tokens=12, temperature=1.0)[0]
+    sampled = engine.generate([prompt], samples=8, max_tokens=12)[0]
     assert len({sample.ids[0] for sample in sampled}) > 1, "all samples begin with the same token"
     assert len({tuple(sample.ids) for sample in sampled}) == 8
     law("samples of one prefill = each from its own: greedy tokens", "equal", "equal")

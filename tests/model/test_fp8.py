@@ -254,5 +254,5 @@ def test_the_head_alone_can_be_in_fp8() -> None:
     facts = lower_precision(toy_recipe(fp8="head"), made, said.append)["fp8"]
     assert facts["dynamic"] == () and facts["static"] == ("head",) and isinstance(made.head, Fp8Head)
     assert not any(isinstance(one, Fp8Linear) for one in made.modules())
-    with pytest.raises(ValueError, match="train.fp8 must be off, head or all, not yes"):
+    with pytest.raises(ValueError, match="train.fp8 must be one of off, head, all, not yes"):
         toy_recipe(fp8="yes")

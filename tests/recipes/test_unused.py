@@ -10,7 +10,7 @@ import torch
 from quern.recipe import Recipe
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
-from quern.validate import FILLED_IN
+from quern.unavailable import FILLED_IN
 
 RECIPES = pytest.mark.parametrize("recipe", [gpt.RECIPE, llama.RECIPE, unet.RECIPE], ids=["gpt", "llama", "unet"])
 

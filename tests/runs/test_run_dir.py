@@ -129,11 +129,11 @@ def test_where_every_checkpoint_is_damaged_it_is_said_so(run_dir: RunDir, use: C
 
 
 @pytest.mark.parametrize("use", [open_it, fine_tune])
-def test_a_run_with_a_recipe_of_its_own_names_the_command(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
+def test_a_run_with_a_recipe_of_its_own_needs_the_kept_file(run_dir: RunDir, use: Callable[[RunDir], None]) -> None:
     save(run_dir, resolve(replace(RECIPE, name="own")).to_json() | {"make_model": "mine:Model"})
     with pytest.raises(
         ValueError,
-        match=r"whose file is not kept with it: name the file after the verb, as in `quern chat FILE.py --run r --out",
+        match=r"whose file is not kept with it: put back the file that the run was trained with as .*recipe_source.py$",
     ):
         use(run_dir)
 

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import httpx
@@ -15,6 +15,8 @@ from torch import nn
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
+from quern.generate.sample import Sampling
+from quern.serve.schema import parse_request
 from quern.serve.server import MAX_BODY_BYTES, create_app, host_name, listen
 from quern.text.chat import render_prompt
 from tests.support.http_server import running
@@ -78,7 +80,7 @@ def test_health(url: str) -> None:
 def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine) -> None:
     answer = client.chat.completions.create(model=NAME, messages=HELLO, seed=5, max_tokens=20, temperature=0.9)
     prompt = render_prompt(engine.tokenizer, HELLO)
-    [[expected]] = toy_engine(context=CONTEXT).generate([prompt], max_tokens=20, seed=5, temperature=0.9)
+    [[expected]] = toy_engine(context=CONTEXT).generate([prompt], max_tokens=20, seed=5, sampling=Sampling(0.9))
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     [choice] = answer.choices
     assert choice.message.role == "assistant" and choice.message.content == expected.text
@@ -87,6 +89,20 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine) -> N
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == len(expected.ids)
     assert answer.usage.total_tokens == len(prompt) + len(expected.ids)
+
+
+def test_every_field_of_sampling_reaches_the_engine(client: openai.OpenAI, engine: Engine) -> None:
+    own, prompt = toy_engine(context=CONTEXT), render_prompt(engine.tokenizer, HELLO)
+    cases: list[dict[str, Any]] = [{"temperature": 2.0, "top_k": 3}, {"temperature": 2.0, "top_p": 0.2}, {"min_p": 0.8}]
+    for given in cases:
+        [[expected]] = own.generate([prompt], max_tokens=20, seed=5, sampling=Sampling(**given))
+        [[plain]] = own.generate([prompt], max_tokens=20, seed=5)
+        answer = client.chat.completions.create(
+            model=NAME, messages=HELLO, seed=5, max_tokens=20, extra_body={"top_p": None, **given}
+        )
+        assert answer.choices[0].message.content == expected.text != plain.text
+    everything = {f.name: getattr(Sampling(), f.name) for f in fields(Sampling)}
+    assert parse_request({"model": NAME, "messages": HELLO, **everything}).sampling == Sampling()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -225,6 +241,8 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
         ({"temperature": 2.5}, "Invalid value for 'temperature'", "temperature"),
         ({"temperature": "hot"}, "Invalid value for 'temperature'", "temperature"),
         ({"top_p": 0}, "Invalid value for 'top_p'", "top_p"),
+        ({"top_k": -1}, "Invalid value for 'top_k'", "top_k"),
+        ({"min_p": 1.5}, "Invalid value for 'min_p'", "min_p"),
         ({"max_tokens": 0}, "Invalid value for 'max_tokens'", "max_tokens"),
         ({"max_tokens": 1.5}, "Invalid value for 'max_tokens'", "max_tokens"),
         ({"n": 1000}, "Invalid value for 'n'", "n"),

@@ -105,7 +105,7 @@ def test_the_conversation_goes_on_until_it_is_begun_anew(engine: Engine) -> None
 def test_a_conversation_that_outgrows_the_context_begins_anew(engine: Engine) -> None:
     says = Scripted(engine, Delta("text", "Yes, the miller grinds the grain."))
     shown = talk(says, *["And the stone, does it hum?"] * 4)
-    assert f"(the conversation is longer than the model's {CONTEXT} tokens: it begins anew)" in shown
+    assert f"(the conversation is longer than the model's {CONTEXT} tokens: it starts over)" in shown
     assert max(map(len, says.prompts)) < CONTEXT
     assert says.prompts.count(says.prompts[0]) > 1
 

@@ -128,5 +128,9 @@ def test_a_recipe_of_ones_own_is_trained_resumed_and_talked_to(
     kept = stage / "recipe_source.py"
     kept.write_text(OWN + "# changed\n", encoding="utf-8")
     assert main.main(["chat", *where, *chat]) == 1
-    assert f"whose file was changed after training ({kept}): name the file after the verb" in capsys.readouterr().err
-    assert main.main(["chat", str(path), *where, *chat]) == 0
+    expected = f"whose file was changed after training: put back the file that the run was trained with as {kept}"
+    assert expected in capsys.readouterr().err
+    assert main.main(["chat", str(path), *where, *chat]) == 1
+    assert f"the run has its recipe already: leave '{path}' out" in capsys.readouterr().err
+    kept.write_text(OWN, encoding="utf-8")
+    assert main.main(["chat", *where, *chat]) == 0

@@ -1,7 +1,7 @@
-"""`quern grug`: the JAX twin's verbs. Flags, the mesh, and which function runs; what they do stands beside this file.
+"""`quern grug`: the verbs of the JAX twin, their flags and the mesh. The other files of this folder do the work.
 
-Flags are those of the PyTorch side, from the same dataclasses; a YAML or JSON file of the same fields (`--config`) is
-read before them. One file can serve every verb: each takes from it what it has a use for.
+The flags are those of the PyTorch side, from the same dataclasses. A YAML or JSON file of the same fields (`--config`)
+is read before the flags. One file can serve all verbs: each verb takes the fields that it uses.
 """
 
 from __future__ import annotations
@@ -17,67 +17,58 @@ import tyro
 
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
-from quern.flags.recipe_flags import field_names, named, parse
-from quern.recipe import FOR_FINE_TUNING, Recipe
+from quern.flags.recipe_flags import named, parse, value_of
+from quern.recipe import Recipe
 from quern.runs.run_dir import STAGES, RunDir
-from quern.validate import flag, install
+from quern.unavailable import flag
+from quern.validate import install
 
 VERBS = {
     "train": "train the `gpt` recipe in JAX",
     "eval": "bits per byte of a run's JAX model",
-    "export": "turn a run's JAX model into a PyTorch one (safetensors), for chat, serve and sft",
-    "import": "turn a run's PyTorch model into a JAX one",
+    "export": "convert a run's JAX model to PyTorch (safetensors), for chat, serve and sft",
+    "import": "convert a run's PyTorch model to JAX",
     "gauntlet": "check and measure a single-file experiment",
 }
-
-WITHOUT = {
-    "model.depth": "follows from --depth",
-    "model.vocab_size": "follows from the tokenizer: set --text.vocab-size",
-    "model.bos": "follows from the tokenizer",
-    "train.minutes": "is for `quern pretrain`: the JAX twin trains for --train.steps",
-    "train.fp8": "is for `quern pretrain`: the JAX twin has no FP8",
-    "train.save_in_background": "is not needed: the JAX twin always saves beside the training",
-}
-"""Fields of the recipe that `train` has no flag for, and what to say of them."""
 
 
 @dataclass
 class Axes:
-    """Sizes of the mesh; see quern/grug/mesh.py."""
+    """Sizes of the mesh axes; see quern/grug/mesh.py."""
 
     replica_dcn: int = 1
     replica: int = 1
     data: Annotated[int | None, UNSAID] = None
-    """Default: all devices that the other axes leave."""
+    """Default: all devices that remain for this axis."""
     model: int = 1
 
 
 @dataclass
 class Processes:
-    """Several processes with one mesh: `coordinator` on each of them, or none where a scheduler says it."""
+    """Several processes with one mesh: give each the `coordinator`, or use a `scheduler`."""
 
     coordinator: Annotated[str | None, UNSAID] = None
-    """host:port of process 0."""
+    """host:port of process 0. Default: a single process."""
     count: Annotated[int | None, UNSAID] = None
-    """How many, with --processes.coordinator."""
+    """The number of processes. Default: that of the cluster, if JAX detects one."""
     id: Annotated[int | None, UNSAID] = None
-    """Which of them this is, from 0."""
+    """The number of this process, from 0. Default: that of the cluster, if JAX detects one."""
     scheduler: bool = False
-    """Ask Slurm, Open MPI, Kubernetes or the TPU pod."""
+    """Ask Slurm, Open MPI, Kubernetes or the TPU pod for the above."""
 
 
 @dataclass
 class JaxRunOptions:
-    """Where things are and what computes."""
+    """Which run, and the devices that compute."""
 
     out: Path = Path("out")
-    """The folder that everything goes under."""
+    """The output folder; all files of a run are below it."""
     run: str = "first"
     """The run's name."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
-    """Default: bf16 on accelerators, and on CPUs where it is measured to be clearly faster."""
+    """Default: bf16 on accelerators, and on CPUs if it is measured to be clearly faster."""
     cpu_devices: Annotated[int | None, UNSAID] = None
-    """Split the CPU into this many devices, to try a mesh."""
+    """Split the CPU into this many devices, to try a mesh. Default: one device."""
     mesh: Axes = field(default_factory=Axes)
     processes: Processes = field(default_factory=Processes)
 
@@ -89,12 +80,12 @@ class JaxTrainOptions:
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     where: Annotated[JaxRunOptions, tyro.conf.arg(name="")] = field(default_factory=JaxRunOptions)
     resume: bool = False
-    """Go on from the newest good checkpoint; the mesh may be another one."""
+    """Continue from the newest good checkpoint; the mesh may differ."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
     config: Annotated[Path | None, UNSAID] = None
-    """A YAML or JSON file of these flags, such as {"depth": 4, "train": {"steps": 300}, "run": "twin"}; what is typed
-    comes after it."""
+    """A YAML or JSON file of these flags, such as {"depth": 4, "train": {"steps": 300}, "run": "twin"}; flags override
+    it. Default: no file."""
 
 
 @dataclass
@@ -103,9 +94,9 @@ class JaxMoveOptions:
 
     where: Annotated[JaxRunOptions, tyro.conf.arg(name="")] = field(default_factory=JaxRunOptions)
     config: Annotated[Path | None, UNSAID] = None
-    """The file that `quern grug train` was given: where the run is, what computes."""
+    """The configuration file of `quern grug train`. Default: no file."""
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
-    """`import`: which PyTorch stage; default: the last one the run has."""
+    """`import`: the PyTorch stage. Default: the run's last stage."""
 
 
 @dataclass
@@ -115,15 +106,15 @@ class GauntletOptions:
     file: tyro.conf.Positional[Path]
     """A Python file that defines build_cfg, init_fn, fwd_fn, loss_fn and train_step (docs/grug.md)."""
     out: Path = Path("out")
-    """The record goes to <out>/gauntlet/<file>.json."""
+    """The output folder; the record is <out>/gauntlet/<file>.json."""
     steps: int = 10
     """Timed steps."""
     cpu_devices: int = 4
-    """On a CPU: how many devices it is split into, to compare sharded with unsharded."""
+    """On a CPU: split it into this many devices, to compare sharded with unsharded training."""
 
 
 def main(arguments: list[str], log: Callable[[str], None]) -> int:
-    """Runs a verb; returns the exit code. Raises ImportError naming the extra when JAX is missing."""
+    """Runs a verb and returns its exit code. Raises ImportError naming the extra if JAX is missing."""
     if not arguments or arguments[0] in ("-h", "--help"):
         verbs = [f"  {verb:9} {text}" for verb, text in VERBS.items()]
         log("\n".join(["usage: quern grug VERB [FLAGS]", "", *verbs, "", "example: quern grug train --data tinyworld"]))
@@ -172,20 +163,10 @@ def _train(rest: list[str], log: Callable[[str], None]) -> int:
 
 
 def training(arguments: list[str], recipe: Recipe) -> JaxTrainOptions:
-    """The flags of `quern grug train`, those of its file first. recipe: what they start from."""
+    """The options of `quern grug train`: the recipe, changed by the configuration file, then by the flags."""
     path = _config_of(arguments)
     told = as_flags(JaxTrainOptions(recipe), read_config(path), path.name if path else "")
-    parts = tuple(f"{part}." for part in FOR_FINE_TUNING)
-    later = [name for name in field_names(recipe) if f"{name}.".startswith(parts)]
-    without = WITHOUT | dict.fromkeys(later, "is for fine-tuning: export the model, and give it to `quern sft`")
-    return parse(
-        JaxTrainOptions,
-        recipe,
-        [*told, *arguments],
-        prog="quern grug train",
-        without=without,
-        description=VERBS["train"],
-    )
+    return parse(JaxTrainOptions, recipe, [*told, *arguments], verb="grug train", description=VERBS["train"])
 
 
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
@@ -215,7 +196,7 @@ def _gauntlet(rest: list[str], log: Callable[[str], None]) -> int:
 
 
 def open_mesh(where: JaxRunOptions) -> Any:
-    """Joins the other processes, if there are any, and makes the mesh. The first thing of JAX that happens."""
+    """Joins the other processes, if any, and makes the mesh. It must be the first use of JAX."""
     from quern.grug.mesh import join_processes, keep_freed_memory, make_mesh
 
     keep_freed_memory()
@@ -229,7 +210,7 @@ def open_mesh(where: JaxRunOptions) -> Any:
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """The fields that a YAML or JSON file gives; none without a file. Raises ValueError for anything but fields."""
+    """The fields in a YAML or JSON file; none without a file. Raises ValueError for other contents."""
     if path is None:
         return {}
     text = path.read_text(encoding="utf-8")
@@ -247,16 +228,22 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def as_flags(part: Any, body: dict[str, Any], where: str, prefix: str = "") -> list[str]:
-    """The fields as they would be typed, so that one parser refuses what is wrong in either place.
+    """The fields of a file as flags, so that one parser checks both.
 
-    part: an object with those fields; those of its `recipe` and `where` count as its own. Raises ValueError naming
-    fields there are not.
+    Args:
+        part: An object with these fields; the fields of its `recipe` and `where` count as its own.
+        body: The fields and their values.
+        where: The file's name, for messages.
+        prefix: Precedes the names of the flags.
+
+    Raises:
+        ValueError: Naming an unknown field.
     """
-    known = {f.name: getattr(part, f.name) for f in fields(part) if not f.name.startswith("make_")}
-    for own in ("recipe", "where"):
-        if own in known:
-            inside = known.pop(own)
-            known |= {f.name: getattr(inside, f.name) for f in fields(inside) if not f.name.startswith("make_")}
+    known: dict[str, Any] = {}
+    for body_part in (part, getattr(part, "recipe", None), getattr(part, "where", None)):
+        if body_part is not None:
+            known |= {f.name: getattr(body_part, f.name) for f in fields(body_part) if not f.name.startswith("make_")}
+    known = {name: value for name, value in known.items() if name not in ("recipe", "where")}
     flags: list[str] = []
     for name, value in body.items():
         if name not in known:
@@ -275,13 +262,9 @@ def as_flags(part: Any, body: dict[str, Any], where: str, prefix: str = "") -> l
 
 
 def _config_of(rest: list[str]) -> Path | None:
-    """--config's value, which is needed before the flags are parsed: its fields come before them."""
-    for at, argument in enumerate(rest):
-        if argument == "--config" and at + 1 < len(rest):
-            return Path(rest[at + 1])
-        if argument.startswith("--config="):
-            return Path(argument.partition("=")[2])
-    return None
+    """The value of --config, needed before the flags are parsed."""
+    path = value_of(rest, "config")
+    return Path(path) if path is not None else None
 
 
 def _split_cpu(devices: int) -> None:
@@ -291,14 +274,14 @@ def _split_cpu(devices: int) -> None:
 
 
 def _first_only(log: Callable[[str], None]) -> Callable[[str], None]:
-    """With several processes only the first one talks."""
+    """The log of the first process; the other processes are silent."""
     import jax
 
     return log if jax.process_index() == 0 else lambda line: None
 
 
 def _trackers(options: JaxTrainOptions, run_dir: RunDir) -> tuple[Any, ...]:
-    """Those asked for; of several processes the first one's."""
+    """The trackers of the first process; the other processes have none."""
     import jax
 
     from quern.records import TensorBoardTracker, WandbTracker

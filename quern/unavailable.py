@@ -1,0 +1,199 @@
+"""Which flags are refused, and why: one table for all verbs, and the functions that read it.
+
+A rule without `when` removes the flag from the help of its verbs and refuses it on the command line. A rule with `when`
+depends on other values: it refuses a field that is set although it has no effect. A recipe adds the fields that its
+callables do not read (`Recipe.unused`); no verb has flags for them, and `validate.check` refuses other values than the
+defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from typing import NamedTuple
+
+from quern.recipe import FOR_FINE_TUNING, IN_FINE_TUNING, Recipe
+
+ALL = ""
+"""Every field of the recipe, or every verb."""
+
+
+class Rule(NamedTuple):
+    """Flags that some verbs refuse.
+
+    Args:
+        verbs: Names of verbs, separated by commas.
+        names: Fields, parts of the recipe or flags, separated by spaces; a rule with `when` has one field.
+        reason: The message after the flag's name.
+        but: Exceptions from `names`.
+        when: Takes the recipe and whether its data is token files; returns whether the field has no effect.
+    """
+
+    verbs: str
+    names: str
+    reason: str
+    but: str = ""
+    when: Callable[[Recipe, bool], bool] | None = None
+
+    def covers(self, name: str, verb: str, recipe: Recipe) -> bool:
+        if self.verbs != ALL and verb not in self.verbs.split(","):
+            return False
+        return (_has(recipe, name) if self.names == ALL else _within(name, self.names)) and not _within(name, self.but)
+
+
+FINE_TUNING = " ".join(FOR_FINE_TUNING)
+FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
+"""Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
+_TRAIN = "pretrain,run,grug train"
+_OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
+_OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
+_TOKENIZED = "does nothing with data that is tokens already: their tokenizer is --text.tokenizer"
+
+RULES = (
+    Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
+    Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val seed text"),
+    Rule(_TRAIN + ",lab plan", "model.depth", "follows from --depth"),
+    Rule(_TRAIN, "model.vocab_size", "follows from the tokenizer: set --text.vocab-size"),
+    Rule(_TRAIN, "model.bos", "follows from the tokenizer"),
+    Rule("pretrain", FINE_TUNING, "is for fine-tuning: give it to `quern sft` or `quern run`"),
+    Rule("pretrain,sft", "questions", "is for `quern evaluate` and `quern run`"),
+    Rule(
+        "sft",
+        ALL,
+        "is decided by the base run, whose model, text and seed `quern sft` takes over: leave it out, "
+        "or pretrain another run with it (`quern pretrain --run NAME`) and fine-tune that one",
+        but=" ".join((*FOR_FINE_TUNING, *IN_FINE_TUNING)),
+    ),
+    Rule(
+        "run",
+        "ranks tp restarts timeout",
+        "is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
+    ),
+    Rule("run", "track", "is for `quern pretrain` and `quern sft`"),
+    Rule("grug train", FINE_TUNING, "is for fine-tuning: export the model, and give it to `quern sft`"),
+    Rule("grug train", "train.minutes", "is for `quern pretrain`: the JAX twin trains for --train.steps"),
+    Rule("grug train", "train.fp8", "is for `quern pretrain`: the JAX twin has no FP8"),
+    Rule("grug train", "train.save_in_background", "is not needed: the JAX twin always saves in the background"),
+    Rule("evaluate,serve", ALL, _OF_THE_RUN),
+    Rule("complete,chat", ALL, _OF_THE_RUN, but="seed"),  # --seed is that of the sampling
+    Rule(ALL, "name", "comes with the recipe: to name the run, use --run"),
+    Rule(ALL, "unused", "comes with the recipe's file"),
+    Rule(
+        ALL,
+        "text.tokenizer",
+        "is for data that is tokens already (.bin); of text, the tokenizer is trained: leave it out",
+        when=lambda recipe, tokens: not tokens,
+    ),
+    Rule(
+        ALL,
+        "text.column",
+        "names what holds the text in a --data of your own that is text: leave it out",
+        when=lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
+    ),
+    Rule(ALL, "text.vocab_size", _TOKENIZED, when=lambda recipe, tokens: tokens),
+    Rule(ALL, "text.digits", _TOKENIZED, when=lambda recipe, tokens: tokens),
+    Rule(ALL, "text.tokenizer_megabytes", _TOKENIZED, when=lambda recipe, tokens: tokens),
+    Rule(
+        ALL,
+        "text.tinyworld_megabytes",
+        "is the size of the built-in world, and --data names another text: leave one of them out",
+        when=lambda recipe, tokens: recipe.data != "tinyworld",
+    ),
+    Rule(
+        ALL,
+        "text.tinyworld_conversations",
+        "is for the built-in conversations, and --conversations names others: leave one of them out",
+        when=lambda recipe, tokens: recipe.conversations is not None,
+    ),
+    Rule(
+        ALL,
+        "val",
+        "is for a --data of your own: the built-in world makes its own validation text",
+        when=lambda recipe, tokens: recipe.data == "tinyworld",
+    ),
+    Rule(
+        ALL,
+        "train.steps",
+        "and --train.minutes contradict each other: give one of them",
+        when=lambda recipe, tokens: recipe.train.minutes is not None,
+    ),
+    Rule(
+        ALL,
+        "train.horizon_ratio",
+        "does nothing where the length of the run is given: leave it out",
+        when=lambda recipe, tokens: (
+            recipe.train.minutes is not None or None not in (recipe.train.steps, recipe.train.batch_tokens)
+        ),
+    ),
+    Rule(
+        ALL,
+        "sft.epochs",
+        "and --sft.steps contradict each other: give one of them",
+        when=lambda recipe, tokens: recipe.sft.steps is not None,
+    ),
+)
+
+
+def flag(name: str) -> str:
+    """train.log_every → train.log-every, the spelling on the command line."""
+    return name.replace("_", "-")
+
+
+def why_no_flag(name: str, verb: str, recipe: Recipe) -> str | None:
+    """The reason why a verb has no flag of this name; None if no rule refuses it."""
+    for rule in RULES:
+        if rule.when is None and rule.covers(name, verb, recipe):
+            return rule.reason.format(verb=verb)
+    return why_unused(name, recipe) if name in recipe.unused else None
+
+
+def why_unused(name: str, recipe: Recipe) -> str:
+    """The reason for a field that the recipe's callables do not read; it lists those that they do read."""
+    part = name.partition(".")[0]
+    names = (f"{part}.{f.name}" for f in fields(getattr(recipe, part)))
+    used = ", ".join(flag(other) for other in names if other not in recipe.unused and other not in FILLED_IN)
+    return f"does nothing in the '{recipe.name}' recipe: leave it out; of this kind it knows {used}"
+
+
+def refuse_unused(recipe: Recipe) -> None:
+    """Raises ValueError for a field of `Recipe.unused` that has another value than its default."""
+    for name in recipe.unused:
+        if _is_set(recipe, name):
+            raise ValueError(f"{flag(name)} {why_unused(name, recipe)}")
+
+
+def refuse_idle(recipe: Recipe, verb: str, named: Collection[str], tokens: bool, saved: bool = False) -> None:
+    """Refuses a field that is set and has no effect because of the values of other fields.
+
+    Args:
+        recipe: The recipe that the flags resulted in.
+        verb: The verb.
+        named: The fields that flags name.
+        tokens: The recipe's data is token files.
+        saved: The recipe was saved with a run, where every field is set: only `named` fields count.
+
+    Raises:
+        ValueError: Naming the first such field.
+    """
+    for rule in RULES:
+        if rule.when is None or not rule.covers(rule.names, verb, recipe):
+            continue
+        set_here = rule.names in named or (not saved and _is_set(recipe, rule.names))
+        if set_here and rule.when(recipe, tokens):
+            raise ValueError(f"--{flag(rule.names)} {rule.reason}")
+
+
+def _is_set(recipe: Recipe, name: str) -> bool:
+    part, _, own = name.rpartition(".")
+    body = getattr(recipe, part) if part else recipe
+    return getattr(body, own) != type(body).__dataclass_fields__[own].default
+
+
+def _has(recipe: Recipe, name: str) -> bool:
+    part, _, own = name.rpartition(".")
+    return own in getattr(getattr(recipe, part, None) if part else recipe, "__dataclass_fields__", ())
+
+
+def _within(name: str, parts: str) -> bool:
+    """Whether the name is one of these, or a field of one of these parts."""
+    return any(f"{name}.".startswith(f"{part}.") for part in parts.split())
