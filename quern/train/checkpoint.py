@@ -241,7 +241,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | Slice], me
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            with nullcontext() if one else mesh.files.whole_call("save"):
+            with nullcontext() if one else mesh.files.blocking_call("save"):
                 dcp_save(
                     written, storage_writer=writer, planner=_Planner(), process_group=mesh.files.group, no_dist=one
                 )

@@ -19,7 +19,7 @@ from quern.records import read_events, read_metrics
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
-from quern.train.straggler import Pace
+from quern.train.heartbeat import StragglerDetector
 from tests.support.faulty_ranks import FaultyRanks, faulty
 
 ROOT = Path(__file__).parents[2]
@@ -232,8 +232,8 @@ def test_fault_many_times(name: str, runs: Runs, events: list[dict[str, Any]], l
 
 
 def test_only_a_rank_that_stays_slow_is_named_and_once() -> None:
-    pace = Pace(slow=1.5, window_steps=3)
-    said = [pace.observe(seconds) for seconds in [(1, 2, 1)] + [(1, 1, 1)] * 2 + [(1, 3, 1)] * 6]
+    detector = StragglerDetector(slow=1.5, window_steps=3)
+    said = [detector.observe(seconds) for seconds in [(1, 2, 1)] + [(1, 1, 1)] * 2 + [(1, 3, 1)] * 6]
     assert [number for number, line in enumerate(said) if line] == [5]
     assert said[5] is not None and "rank 1" in said[5] and "3.0 times" in said[5]
 
