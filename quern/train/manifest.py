@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: what it vouches for, and how it is written and read.
+"""The manifest of a checkpoint: its format, and how it is written and read.
 
 JSON: schema version, step, torch's version, the caller's JSON (`meta`), size in bytes and SHA-256 of each file, and the
-SHA-256 of all that. It knows nothing of where checkpoints lie, nor of tensors (checkpoint.py).
+SHA-256 of all of that. checkpoint.py handles folders and tensors.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be trusted; the message says which, and why."""
+    """A checkpoint could not be written, or is damaged. The message names it and the reason."""
 
 
 class NewerCheckpointError(CheckpointError):
-    """The checkpoint is whole, but written by a newer version than this one can read."""
+    """The checkpoint is complete, but a newer version wrote it, which this version cannot read."""
 
 
 def write_manifest(
     temporary: Path, step: int, files: dict[str, dict[str, Any]], meta: dict[str, Any], at: Callable[[str], None]
 ) -> None:
-    """Durable when it returns, and so is the folder. files: `describe` of each, by name."""
+    """Writes the manifest. It and the folder are durable when this returns. files: `describe` of each, by name."""
     content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "files": files, "meta": meta}
     manifest = temporary / MANIFEST
     at("write manifest")
@@ -44,16 +44,16 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """That of the checkpoint at `path`, its own hash checked. Raises CheckpointError, or NewerCheckpointError."""
+    """Returns a checkpoint's manifest, its own hash checked. Raises CheckpointError or NewerCheckpointError."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    # This rule (the hash covers the content without itself) holds for every schema, so that a damaged
-    # schema number is not taken for a newer version.
+    # The hash covers the content without itself in every schema, so a damaged schema number is not taken for a newer
+    # version.
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _content_hash(manifest):
         raise CheckpointError(f"{file} does not match its own sha256")
     if manifest["schema"] > SCHEMA:
@@ -70,7 +70,7 @@ def _content_hash(content: dict[str, Any]) -> str:
 
 
 def describe(file: Path) -> dict[str, Any]:
-    """Its size and hash, as the manifest states them."""
+    """Returns the size and hash of a file, as in the manifest."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {"bytes": stream.tell(), "sha256": digest}
