@@ -66,6 +66,29 @@ def test_a_process_that_waits_for_a_core_at_first_measures_as_one_that_does_not(
     assert matmul_seconds((torch.bfloat16,), size=64)[0] < 0.005
 
 
+LARGE_PAGES = """
+import torch
+from quern.machine import keep_freed_memory
+keep_freed_memory()
+address = torch.ones(2**24).data_ptr()
+inside = False
+for line in open("/proc/self/smaps"):
+    first, _, last = line.split()[0].partition("-")
+    if last:
+        inside = int(first, 16) <= address < int(last, 16)
+    elif inside and line.startswith("VmFlags:"):
+        print("hg" in line.split())
+"""
+
+
+def test_tensors_are_in_memory_that_may_have_large_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this system has no large pages on request")
+    command = [sys.executable, "-c", LARGE_PAGES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_without_compile_nothing_is_compiled_not_even_what_is_decorated() -> None:
     calls = []
 
