@@ -1,10 +1,10 @@
-"""The machine a run is on: device, compute dtype, threads, and what it was found able to do.
+"""The machine of a run: device, compute dtype, threads, and whether torch.compile works.
 
-`detect` is called once, by the command line; everything else receives the frozen `Machine`. This is the only file
-that reads the environment. It is not a mesh: how many processes there are is `mesh.py`'s business.
+The command line calls `detect` once; everything else receives the frozen `Machine`. Only this file reads the
+environment. mesh.py knows how many processes there are.
 
-Abilities are probed by running something tiny, never by a version number: a bf16 matmul is timed against an fp32 one,
-and a one-line kernel is compiled to see whether a C++ compiler (or Triton) is there and works (compiler.py).
+`detect` tests abilities with a tiny computation, never by a version number: it times a bf16 matmul against an fp32 one,
+and compiles a small function to see whether a C++ compiler (or Triton) works (compiler.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quern import compiler
 
 
 class Attention(Protocol):
-    """How attention is computed here: one path or a choice among several (kernels/attention/autotune.py)."""
+    """Computes attention: one kernel, or a choice among several (kernels/attention/autotune.py)."""
 
     def __call__(
         self,
@@ -36,25 +36,31 @@ class Attention(Protocol):
         mask: Any,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """mask: a `kernels.attention.MaskSpec` → (B, T, H, E)."""
+        """Returns (B, T, H, E). mask: a `kernels.attention.MaskSpec`."""
         ...
 
     def prepare(self, mask: Any, T: int, device: torch.device) -> Any:
-        """The mask with what is worked out once for all layers."""
+        """Returns the mask with everything that is computed once for all layers."""
         ...
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROBE_SECONDS = 0.05
 HEAP_BYTES = 2**33
-"""Addresses that may get large pages; memory is only taken as it is used."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """device: where tensors live; dtype: the compute dtype (parameters and activations); compile: whether
-    torch.compile is used; threads: intra-op CPU threads; notes: one line for each fallback, to be shown to the user;
-    attention: how it is computed; None until `select_attention` (kernels/attention/autotune.py) has chosen a path."""
+    """The hardware of a run, and how it is used.
+
+    Attributes:
+        device: The device of all tensors.
+        dtype: The compute dtype of parameters and activations.
+        compile: Whether torch.compile is used.
+        threads: Intra-op CPU threads.
+        notes: One line for the user for each fallback.
+        attention: None until `select_attention` (kernels/attention/autotune.py) has chosen a kernel.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -64,18 +70,18 @@ class Machine:
     attention: Attention | None = None
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on the CPU, whatever the device, so that initial weights don't depend on the hardware."""
+        """Returns a generator on the CPU for any device, so that initial weights don't depend on the hardware."""
         return torch.Generator(device="cpu").manual_seed(seed)
 
     def synchronize(self) -> None:
-        """Waits for the device, so that a clock read afterwards means something."""
+        """Waits until the device has finished, before a clock is read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
     def describe(self) -> dict[str, object]:
-        """What a record needs to say about where its numbers were measured (JSON types only)."""
+        """Returns the facts for a record about where its numbers were measured (JSON types only)."""
         return {
             "processor": processor_name(self.device),
             "device": str(self.device.type),
@@ -92,10 +98,16 @@ class Machine:
 def detect(
     device: str | None = None, dtype: str | None = None, compile: bool = True, threads: int | None = None
 ) -> Machine:
-    """Looks at the machine and decides; every argument overrides one decision.
+    """Decides how to use this machine. Every argument overrides one decision.
 
-    device: "cpu", "cuda" or "mps"; dtype: "bf16" or "fp32"; threads: CPU threads (default: what torch finds).
-    Raises ValueError, naming the valid values, when an override makes no sense here.
+    Args:
+        device: "cpu", "cuda" or "mps".
+        dtype: "bf16" or "fp32".
+        compile: Whether to use torch.compile where it works.
+        threads: CPU threads; None takes torch's number.
+
+    Raises:
+        ValueError: when an override is not possible here. The message names the valid values.
     """
     notes: list[str] = []
     chosen = _device(device)
@@ -105,7 +117,9 @@ def detect(
         torch.set_num_threads(threads)
     if chosen.type == "cpu":
         keep_freed_memory()
-        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that compile for GPUs, and take seconds to start
+        os.environ.setdefault(
+            "TORCH_WARM_POOL", "0"
+        )  # these processes compile for GPUs only, and take seconds to start
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype '{dtype}': use one of {', '.join(DTYPES)}")
     compute = DTYPES[dtype] if dtype else _compute_dtype(chosen)
@@ -130,7 +144,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
-    """bf16 on CUDA from sm80 on, and on CPUs where a bf16 matmul is measured to be clearly faster than fp32."""
+    """Returns bf16 on CUDA from sm80 on, and on CPUs where a bf16 matmul is measurably faster than fp32."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float32
     if device.type == "cpu":
@@ -140,10 +154,10 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def matmul_seconds(dtypes: Sequence[torch.dtype], size: int = 512, rounds: int = 20) -> list[float]:
-    """The best wall time in seconds of a (size, size) by (size, size) matmul on the CPU, for each dtype.
+    """Returns the best wall time in seconds of a (size, size) by (size, size) matmul on the CPU, for each dtype.
 
-    In turns, and for longer than the scheduler lets another process have a core: a process that has just started may
-    wait that long for its second thread, and one dtype would pay for it.
+    The dtypes alternate for at least `PROBE_SECONDS`, longer than a time slice of the scheduler: a process that has
+    just started may wait that long for its second thread, and only one dtype would then look slow.
     """
     operands = [torch.ones(size, size, dtype=dtype) for dtype in dtypes]
     best, begin = [float("inf")] * len(operands), time.perf_counter()
@@ -158,44 +172,29 @@ def matmul_seconds(dtypes: Sequence[torch.dtype], size: int = 512, rounds: int =
 
 @cache
 def keep_freed_memory() -> None:
-    """Tells glibc, once, to keep and reuse large freed blocks instead of returning them to the kernel each time, and
-    lets the kernel back `HEAP_BYTES` of them with pages of 2 MiB instead of 4 KiB, where it does so on request.
+    """Tells glibc to reuse large freed blocks, and Linux to back `HEAP_BYTES` of the heap with pages of 2 MiB.
 
-    By default every tensor over 128 KiB is mapped afresh and its pages are zeroed on first touch; for activations of
-    a few MiB that costs more than the matmul that fills them. Large pages took 3 to 5 % off the processor time of a
-    training step where it was measured. On other C libraries this does nothing.
+    By default glibc maps every tensor over 128 KiB separately, and the kernel zeroes its pages of 4 KiB on first use.
+    For activations of a few MiB that takes longer than the matmul that fills them. Large pages take a tenth off the
+    processor time of a small fp32 training step. Other C libraries are left alone.
     """
+    M_TRIM_THRESHOLD, M_MMAP_MAX, MADV_HUGEPAGE, PAGE_BYTES = -1, -4, 14, 4096
     if sys.platform != "linux":
         return
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
-        _large_pages(libc)
-
-
-def _large_pages(libc: ctypes.CDLL) -> None:
-    """The heap grows once, by addresses only, so that what is asked of it holds for all that will be allocated."""
-    MADV_HUGEPAGE, size = 14, 2**21
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.free(libc.malloc(HEAP_BYTES))
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        for line in maps:
-            if line.endswith("[heap]\n"):
-                first, last = (int(address, 16) for address in line.split()[0].split("-"))
-                begin, end = -(-first // size) * size, last // size * size
-                if begin < end:
-                    libc.madvise(begin, end - begin, MADV_HUGEPAGE)
+        libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+        libc.free.argtypes = [ctypes.c_void_p]
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        if block := libc.malloc(HEAP_BYTES):  # reserves addresses; memory is taken when it is used
+            libc.madvise(block // PAGE_BYTES * PAGE_BYTES, HEAP_BYTES, MADV_HUGEPAGE)
+            libc.free(block)  # the heap keeps the addresses
 
 
 def processor_name(device: torch.device) -> str:
-    """The processor's marketing name, as the system reports it."""
+    """Returns the processor's name, as the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -206,28 +205,27 @@ def processor_name(device: torch.device) -> str:
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment, read here and nowhere else."""
+    """Returns the process's environment. All other code reads it through this function."""
     return os.environ
 
 
 def set_child_env(values: Mapping[str, str]) -> None:
-    """Puts values into the environment of the processes that this one will start."""
+    """Sets variables for the processes that this one will start."""
     os.environ.update(values)
 
 
 def on_terminal() -> bool:
-    """Whether progress may be drawn (a bar) or must be printed (plain lines)."""
+    """Returns whether progress can be drawn as a bar; otherwise it is printed in plain lines."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12, seconds: float = 1.0) -> float:
-    """The machine's own matmul peak in FLOP/s in the compute dtype: the best of a few large square products.
+    """Measures the machine's matmul peak in FLOP/s in the compute dtype: the best of a few large square products.
 
     Args:
-        machine: What computes.
         size: Rows and columns of the matrices.
-        repeats: Products to time at most.
-        seconds: No further product begins after this time.
+        repeats: Maximum number of products to time.
+        seconds: No product starts after this time.
     """
     a = torch.randn(size, size, dtype=torch.float32).to(machine.device, machine.dtype)
     best, until = float("inf"), time.perf_counter() + seconds

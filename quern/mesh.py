@@ -1,10 +1,9 @@
 """The mesh of processes: data-parallel replicas by tensor-parallel shards, and the collectives between them.
 
-Rank = replica · tp + shard: the shards of one replica are neighbours, since they talk most. Every collective that
-quern makes goes through a `ProcessGroup`, which counts what it moves, so that what a layout costs is measured and
-not assumed. In a group of one process nothing is sent: the same code runs on one process and on many. Which tensors
-travel, and when, is decided in parallel/. `Whereabouts` records how far this process is, for the other ranks
-(train/heartbeat.py).
+Rank = replica · tp + shard, so the shards of one replica, which communicate most, are neighbours. Every collective goes
+through a `ProcessGroup`, which counts the bytes that it moves. A group of one process sends nothing, so the same code
+runs on one process and on many. parallel/ decides which tensors are sent, and when. `Progress` records this rank's
+current step and collective, for the failure reports of train/heartbeat.py.
 
 Bytes are those that one rank sends with a ring (Thakur et al., 2005), n ranks, for a tensor of S bytes in full:
 all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather, all-to-all and broadcast (n-1)/n·S.
@@ -27,62 +26,86 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-# The same under their newer names; the older ones warn from torch 2.13 on.
+# torch 2.13 renamed these two, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 SET_UP_TIMEOUT = timedelta(minutes=20)
-"""Until training runs: ranks load data and compile at their own pace."""
+"""For collectives: ranks load data and compile at different speeds."""
 
 
 class PeersLostError(RuntimeError):
-    """A collective failed because another rank is gone; the message says which collective."""
+    """A collective failed because another rank exited. The message names the collective."""
 
 
-STEPPING, FIRST_STEP, FOR_MAIN = "training", "compiling in the first step", "waiting for rank 0"
+TRAINING, FIRST_STEP, FOR_MAIN = "training", "compiling in the first step", "waiting for rank 0"
 
 
 @dataclass
-class Whereabouts:
-    """How far this process is. step: None before training; calls: collectives begun within the step; call: the last
-    one; waiting: whether the process stands still in it."""
+class Progress:
+    """This rank's current step and collective.
 
-    doing: str = "setting up"
+    Attributes:
+        phase: What the rank does.
+        step: The current step; None before training.
+        calls: Collectives that the rank began within the step.
+        call: The last one of them.
+        waiting: Whether the rank is blocked in it.
+    """
+
+    phase: str = "setting up"
     step: int | None = None
     calls: int = 0
     call: str = "none yet"
     waiting: bool = False
 
-    def begin_step(self, step: int, doing: str) -> None:
-        self.doing, self.step, self.calls, self.call = doing, step, 0, "none yet"
+    @property
+    def position(self) -> tuple[int, int, bool]:
+        """Grows while a rank trains; equal for ranks that wait in the same collective."""
+        return (-1 if self.step is None else self.step, self.calls, self.waiting)
+
+    @property
+    def timed(self) -> bool:
+        """Whether a rank that makes no progress here may be reported as failed."""
+        return self.phase == FOR_MAIN or (self.step is not None and self.phase != FIRST_STEP)
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return self.phase
+        at = "in" if self.waiting else "after it began"
+        call = f", {at} {self.call} (its collective {self.calls} of the step)" if self.calls else ""
+        return f"{self.phase}, step {self.step + 1}{call}"
+
+    def begin_step(self, step: int, phase: str) -> None:
+        self.phase, self.step, self.calls, self.call = phase, step, 0, "none yet"
 
     @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """While something else than a step is done, which may take one rank longer than the others."""
-        before, self.doing = self.doing, what
+    def during(self, phase: str) -> Iterator[None]:
+        """Names a phase in which one rank may take longer than the others."""
+        before, self.phase = self.phase, phase
         yield
-        self.doing = before  # not after an error: where it happened is part of its report
+        self.phase = before  # not after an error: the report names the phase
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Around one collective. Raises PeersLostError where it fails."""
+        """Counts one collective. Raises PeersLostError where it fails."""
         self.calls, self.call = self.calls + 1, call
-        with _losing_peers(call):
+        with _peer_errors(call):
             yield
 
     @contextmanager
-    def standing(self, call: str) -> Iterator[None]:
-        """While the process waits for the others in a collective."""
+    def blocked(self, call: str) -> Iterator[None]:
+        """Marks this rank as waiting for the others. Raises PeersLostError where the call fails."""
         self.waiting = True
         try:
-            with _losing_peers(call):
+            with _peer_errors(call):
                 yield
         finally:
             self.waiting = False
 
 
 @contextmanager
-def _losing_peers(call: str) -> Iterator[None]:
+def _peer_errors(call: str) -> Iterator[None]:
     try:
         yield
     except PeersLostError:
@@ -93,7 +116,7 @@ def _losing_peers(call: str) -> Iterator[None]:
 
 @dataclass
 class Traffic:
-    """What one rank sent: bytes and calls by kind of collective, and the seconds it stood still waiting for them."""
+    """Bytes and calls of one rank by kind of collective, and the seconds that it waited for them."""
 
     bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
@@ -106,7 +129,7 @@ class Traffic:
 
 
 class Pending:
-    """A collective under way; `wait` before its tensors are read or written."""
+    """A running collective. Call `wait` before you read or write its tensors."""
 
     def __init__(self, work: Any, group: ProcessGroup, call: str = "") -> None:
         self._work, self._group, self._call = work, group, call
@@ -114,24 +137,26 @@ class Pending:
     def wait(self) -> None:
         if self._work is None:
             return
-        with self._group.standing(self._call):
+        with self._group.blocked(self._call):
             self._work.wait()
         self._work = None
 
 
 class ProcessGroup:
-    """Some ranks of the mesh. Tensors are contiguous; all ranks of a group make the same calls in the same order."""
+    """Some ranks of the mesh. Tensors must be contiguous. All ranks of a group make the same calls in the same order.
 
-    def __init__(
-        self, name: str, size: int, rank: int, group: Any = None, whereabouts: Whereabouts | None = None
-    ) -> None:
-        """group: torch's process group, None for a group of one; whereabouts: where its calls are noted."""
+    Args:
+        group: torch's process group; None for a group of one.
+        progress: Records the calls of this group.
+    """
+
+    def __init__(self, name: str, size: int, rank: int, group: Any = None, progress: Progress | None = None) -> None:
         self.name, self.size, self.rank, self.group = name, size, rank, group
-        self.whereabouts = whereabouts or Whereabouts()
+        self.progress = progress or Progress()
         self.traffic = Traffic()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
-        """In place. op: "sum", "max" or "min"."""
+        """Reduces in place. op: "sum", "max" or "min"."""
         kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         if self.size == 1:
             return self._done()
@@ -139,7 +164,7 @@ class ProcessGroup:
             return Pending(dist.all_reduce(tensor, kinds[op], self.group, async_op=True), self, call)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Pending:
-        """out = the sum over ranks of their `whole`, this rank's equal part of it (cut along the first dim)."""
+        """out = this rank's equal part, along the first dim, of the sum of `whole` over the ranks."""
         if self.size == 1:
             out.copy_(whole.view_as(out))
             return self._done()
@@ -147,7 +172,7 @@ class ProcessGroup:
             return Pending(_reduce_scatter(out, whole, group=self.group, async_op=True), self, call)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
-        """whole = the parts of all ranks, one after the other along the first dim."""
+        """whole = the parts of all ranks, concatenated along the first dim in rank order."""
         if self.size == 1:
             whole.view_as(part).copy_(part)
             return self._done()
@@ -157,9 +182,11 @@ class ProcessGroup:
     def all_to_all(
         self, out: Tensor, whole: Tensor, received: list[int] | None = None, sent: list[int] | None = None
     ) -> Pending:
-        """Part i (along the first dim) of `whole` goes to rank i; `out` holds what came, in the order of ranks.
+        """Sends part i of `whole`, along the first dim, to rank i. `out` receives the parts in rank order.
 
-        received, sent: the lengths of each rank's part of `out` and of `whole`, where they are not all equal.
+        Args:
+            received: Length of each rank's part of `out`; None when they are equal.
+            sent: Length of each rank's part of `whole`; None when they are equal.
         """
         if self.size == 1:
             out.copy_(whole)
@@ -170,56 +197,56 @@ class ProcessGroup:
             return Pending(work, self, call)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """In place, from the group's rank `source`."""
+        """Broadcasts in place from the group's rank `source`."""
         if self.size == 1:
             return self._done()
         with self._counted("broadcast", tensor.nbytes) as call:
             return Pending(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), self, call)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """A small JSON-like value from the group's rank `source`; what the others hand in is ignored."""
+        """Returns the value of the group's rank `source`, a small JSON-like object, on every rank."""
         if self.size == 1:
             return value
         box = [value]
-        with self.whole_call("broadcast of a value"):
+        with self.blocking_call("broadcast of a value"):
             dist.broadcast_object_list(box, group=self.group, group_src=source)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's small JSON-like value, on every rank, in the order of ranks."""
+        """Returns the values of all ranks, small JSON-like objects, in rank order."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        with self.whole_call("all_gather of values"):
+        with self.blocking_call("all_gather of values"):
             dist.all_gather_object(found, value, group=self.group)
         return found
 
     def barrier(self) -> None:
         if self.size > 1:
-            with self.whole_call("barrier"):
+            with self.blocking_call("barrier"):
                 dist.barrier(group=self.group)
 
     @contextmanager
-    def whole_call(self, kind: str) -> Iterator[None]:
-        """Around a collective that returns when it is done. Raises PeersLostError where it fails."""
+    def blocking_call(self, kind: str) -> Iterator[None]:
+        """Wraps a collective that blocks until it is done. Raises PeersLostError where it fails."""
         call = f"{kind} over {self.name}"
-        with self.whereabouts.calling(call), self.standing(call):
+        with self.progress.calling(call), self.blocked(call):
             yield
 
     @contextmanager
-    def standing(self, call: str) -> Iterator[None]:
+    def blocked(self, call: str) -> Iterator[None]:
         start = time.perf_counter()
-        with self.whereabouts.standing(call):
+        with self.progress.blocked(call):
             yield
         self.traffic.waited_seconds += time.perf_counter() - start
 
     @contextmanager
     def _counted(self, kind: str, size_in_bytes: int, whole: bool = True) -> Iterator[str]:
-        """size_in_bytes: of the whole tensor, of which a ring does not send this rank's part; or of what is sent."""
+        """size_in_bytes: of the whole tensor, of which a ring keeps this rank's part; or, if not whole, bytes sent."""
         self.traffic.bytes[kind] += size_in_bytes * (self.size - 1) // self.size if whole else size_in_bytes
         self.traffic.calls[kind] += 1
         call = f"{kind} over {self.name}"
-        with self.whereabouts.calling(call):
+        with self.progress.calling(call):
             yield call
 
     def _done(self) -> Pending:
@@ -228,8 +255,15 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class Mesh:
-    """dp replicas of tp shards. data: the ranks that hold the same shard of each replica; model: the shards of this
-    replica; world: all."""
+    """dp replicas of tp shards.
+
+    Attributes:
+        data: The ranks that hold the same shard of each replica.
+        model: The shards of this replica.
+        world: All ranks.
+        files: All ranks over gloo, with a call order of its own, for checkpoints that are saved in the background.
+        store: torch's Store, through which ranks find each other; None for one process.
+    """
 
     dp: int
     tp: int
@@ -238,10 +272,8 @@ class Mesh:
     model: ProcessGroup
     world: ProcessGroup
     files: ProcessGroup
-    """All again, over gloo and with an order of calls of its own: what is saved in the background."""
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    progress: Progress = field(default_factory=Progress)
     store: Any = None
-    """Where ranks meet (torch's Store), None for one process."""
 
     @property
     def main(self) -> bool:
@@ -249,7 +281,7 @@ class Mesh:
         return self.rank == 0
 
     def traffic(self) -> dict[str, int]:
-        """Bytes sent so far, by "group/kind"."""
+        """Returns the bytes sent so far, by "group/kind"."""
         return {
             f"{group.name}/{kind}": count
             for group in (self.data, self.model, self.world)
@@ -257,7 +289,7 @@ class Mesh:
         }
 
     def waited_seconds(self) -> float:
-        """How long this process has stood still in collectives. On GPUs the device waits, and this stays small."""
+        """Returns how long this process was blocked in collectives. On GPUs the device waits, so this stays small."""
         return sum(group.traffic.waited_seconds for group in (self.data, self.model, self.world))
 
     def reset_traffic(self) -> None:
@@ -266,13 +298,13 @@ class Mesh:
 
 
 def alone() -> Mesh:
-    """One process."""
+    """Returns the mesh of a single process."""
     data, model, world, files = (ProcessGroup(name, 1, 0) for name in ("data", "model", "world", "files"))
     return Mesh(1, 1, 0, data, model, world, files)
 
 
 def refuse_uneven(ranks: int, tp: int) -> None:
-    """Raises ValueError, naming the valid sizes, when tp does not divide the number of ranks."""
+    """Raises ValueError, which names the valid sizes, when tp does not divide the number of ranks."""
     if ranks % tp:
         valid = [size for size in range(1, ranks + 1) if ranks % size == 0]
         raise ValueError(f"--tp {tp} does not divide {ranks} ranks: use one of {valid}")
@@ -286,11 +318,15 @@ def connect(
     timeout: timedelta = SET_UP_TIMEOUT,
     met: Callable[[], None] = lambda: None,
 ) -> Mesh:
-    """Joins the other processes (their addresses are in the environment, as torchrun sets it) into ranks/tp × tp.
+    """Connects to the other processes, as ranks/tp replicas of tp shards.
 
-    met: called once every process is there. What is left takes seconds, or an hour if one of them goes now, since gloo
-    waits five times the timeout (github.com/pytorch/gloo/issues/520): bound it.
-    Raises ValueError, naming the valid sizes, when tp does not divide the number of ranks.
+    Args:
+        met: Called once every process has arrived. The connections that follow take seconds. If a rank exits then, gloo
+            waits five times the timeout (github.com/pytorch/gloo/issues/520), so the caller must set a time limit.
+
+    Raises:
+        ValueError: when tp does not divide the number of ranks. The message names the valid sizes.
+        TimeoutError: when not all ranks arrive in time.
     """
     refuse_uneven(ranks, tp)
     if ranks == 1:
@@ -301,24 +337,23 @@ def connect(
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("data", "model"))
-    whereabouts = Whereabouts()
+    progress = Progress()
     groups = {}
     for name in ("data", "model"):
         group = mesh.get_group(name)
         size = dist.get_world_size(group)
-        groups[name] = ProcessGroup(name, size, dist.get_rank(group), group if size > 1 else None, whereabouts)
-    groups["world"] = ProcessGroup("world", ranks, rank, dist.group.WORLD, whereabouts)
+        groups[name] = ProcessGroup(name, size, dist.get_rank(group), group if size > 1 else None, progress)
+    groups["world"] = ProcessGroup("world", ranks, rank, dist.group.WORLD, progress)
     files = ProcessGroup("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
-    return Mesh(ranks // tp, tp, rank, **groups, files=files, whereabouts=whereabouts, store=store)
+    return Mesh(ranks // tp, tp, rank, **groups, files=files, progress=progress, store=store)
 
 
 def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
-    """The part of the store that belongs to this start, once every rank is there.
+    """Returns the part of the store that belongs to this start, once every rank is there. Raises TimeoutError.
 
-    torchrun keeps one store when it starts ranks anew, with all that the ranks before them have left in it: addresses
-    where nobody listens any more, and beats (heartbeat.py). Rank 0 numbers the starts; each of the others comes to
-    the newest, and sees by its own mark there that a number is one of an earlier start; only a living rank 0 completes
-    one. Raises TimeoutError.
+    torchrun keeps one store across restarts, with the stale addresses and beats of earlier ranks. So rank 0 numbers the
+    starts, and the other ranks wait for the newest number. A rank whose own mark is already set has found the number of
+    an earlier start, and waits on. Only a live rank 0 completes a start.
     """
     if rank == 0:
         store.set("start", str(store.add("starts", 1)))
@@ -334,7 +369,7 @@ def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
             return PrefixStore(f"{start}/mesh", store)
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-    raise TimeoutError(f"not all of {ranks} ranks came within {timeout.total_seconds():.0f} s")
+    raise TimeoutError(f"not all of {ranks} ranks arrived within {timeout.total_seconds():.0f} s")
 
 
 def disconnect(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""What `detect` decides and says; the fallback without a compiler is a real process that has none."""
+"""The decisions and notes of `detect`. A real process without a compiler tests the fallback."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_wrong_overrides_name_the_valid_values() -> None:
 
 
 def test_bf16_is_chosen_on_a_cpu_only_where_it_is_measured_faster() -> None:
-    """The decision is a measurement; where it is clear on this machine, `detect` must agree with it."""
+    """The decision is a measurement. Where it is clear on this machine, `detect` must agree with it."""
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has more than a CPU")
     probes = [matmul_seconds((torch.float32, torch.bfloat16)) for _ in range(3)]
@@ -81,7 +81,7 @@ for line in open("/proc/self/smaps"):
 """
 
 
-def test_tensors_lie_where_the_kernel_may_use_large_pages() -> None:
+def test_tensors_are_in_memory_that_may_have_large_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
         pytest.skip("this system has no large pages on request")
     command = [sys.executable, "-c", LARGE_PAGES]

@@ -1,4 +1,4 @@
-"""The meeting of the ranks: every start has a store of its own, whatever an earlier one has left behind."""
+"""How ranks find each other: every start gets its own store, without the remains of earlier starts."""
 
 import threading
 from datetime import timedelta
@@ -12,7 +12,7 @@ SECONDS = timedelta(seconds=20)
 
 
 def met(store: HashStore, ranks: list[int], of: int) -> dict[int, int]:
-    """Rank -> what it finds where all of this start count themselves; ranks come in the order given."""
+    """Returns rank → its count in the store of this start; ranks arrive in the given order."""
     found: dict[int, int] = {}
 
     def come(rank: int) -> None:
@@ -31,7 +31,7 @@ def met(store: HashStore, ranks: list[int], of: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_ranks_that_start_anew_meet_among_themselves(order: list[int]) -> None:
-    """Also those that come before rank 0 and find the earlier start's number."""
+    """Also ranks that arrive before rank 0 and find the number of the earlier start."""
     store = HashStore()
     for _ in range(3):
         assert sorted(met(store, order, 3).values()) == [1, 2, 3]

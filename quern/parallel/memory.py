@@ -1,22 +1,23 @@
-"""Memory of one rank of a layout, by category, in bytes: counted where it is tensors, traced where it is computation.
+"""Memory of one rank of a layout, by category, in bytes, predicted without running the model.
 
 Parameters, gradients, masters and moments are the optimizer's buffers (buckets.py), padding included, on the rank that
-owns most. Activations are found by running the forward pass of the largest micro-batch on "meta" and adding up what
-autograd keeps. The compiler keeps less: it computes pointwise results again from what else is kept, and keeps what a
-matrix product or attention made, in the dtype in which it was made. So the peak of a step is
+owns most. Activations come from a forward pass of the largest micro-batch on the "meta" device: the sum of what
+autograd keeps. A compiled model keeps the operands and results of matrix products and attention, in the dtype in which
+they were made, and computes pointwise results again (`Origins`). The peak of a step is
 
     buffers + max(activations + gradients in flight + loss, gradients in flight at the end of backward, update)
 
-Gradients in flight are autograd's own, until they lie in the buffers: with replicas the largest one; on one replica all
-of them, through all micro-batches. The loss is what its chunks take (kernels/cross_entropy.py), the update what the
-largest bucket's rule takes beside its buffers. Not counted: the interpreter and its libraries, a GPU's context, what
-allocators keep of freed blocks (on a CPU a third and more: machine.keep_freed_memory), and FP8's second copies.
+Gradients in flight are autograd's own, until they are copied into the buffers: with replicas the largest one, on one
+replica all of them, through all micro-batches. The loss is the memory of its chunks (kernels/cross_entropy.py). The
+update is the memory that the rule of the largest bucket needs beside its buffers. Not counted: the interpreter and its
+libraries, a GPU's context, freed blocks that allocators keep (on a CPU a third and more: machine.keep_freed_memory),
+and FP8's second copies.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from quern.kernels.attention.attend import MaskSpec, scale_or_default, split_window
 from quern.kernels.attention.blocked import attend_blocked, kept_elements
@@ -33,21 +35,12 @@ from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 
-POINTWISE = (
-    "Add", "Sub", "Mul", "Div", "Neg", "Pow", "Relu", "Silu", "Sigmoid", "Tanh", "Rsqrt", "ToCopy", "Cat", "Mean",
-    "Sum", "Square", "FusedRmsNorm",
-)  # fmt: skip
-"""Autograd's nodes whose results the compiler makes again rather than keep them."""
-VIEWS = (
-    "View", "ReshapeAlias", "Reshape", "Transpose", "Clone", "Split", "Slice", "Select", "Unsqueeze", "Unbind", "Alias",
-    "Expand", "Permute", "T", "ConstantPadNd", "UnsafeView", "Squeeze",
-)  # fmt: skip
-"""Those that move or cut one tensor."""
+LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank; what each is, is said above. `in_flight` are gradients."""
+    """Bytes of one rank, by the categories above. in_flight: gradients; accumulates: over several micro-batches."""
 
     parameters: int
     gradients: int
@@ -70,10 +63,12 @@ class Memory:
 
 
 def memory(layout: Layout, device: str, compiled: bool, row_bytes: int | None = None) -> Memory:
-    """device: "cpu" or "cuda", whose attention and loss keep different things; compiled: whether torch.compile is used;
-    row_bytes: what `activations` gave for this layout, where it is known.
+    """Predicts the memory of the rank that owns most, in a step of the recipe's batch and micro-batches.
 
-    Of the rank that owns most, in a step of the recipe's batch and micro-batches.
+    Args:
+        device: "cpu" or "cuda", whose attention and loss keep different tensors.
+        compiled: Whether torch.compile is used.
+        row_bytes: The result of `activations` for this layout, if it is known.
     """
     row_bytes = activations(layout, device, compiled) if row_bytes is None else row_bytes
     parameters = [p.nbytes for p in layout.shard.parameters()]
@@ -94,7 +89,7 @@ def memory(layout: Layout, device: str, compiled: bool, row_bytes: int | None = 
 
 
 def _owned(layout: Layout) -> tuple[int, int]:
-    """Bytes of masters and of moments, on the rank on which they are most."""
+    """Bytes of masters and of moments, on the rank that owns most."""
     masters, moments = [0] * (layout.dp * layout.tp), [0] * (layout.dp * layout.tp)
     for bucket in layout.buckets:
         # Parameters in fp32 are their own masters.
@@ -108,7 +103,7 @@ def _owned(layout: Layout) -> tuple[int, int]:
 
 
 def owned_counts(bucket: Bucket, layout: Layout) -> list[int]:
-    """Of masters, along their first dim, on each rank."""
+    """Counts the masters of each rank, along their first dim."""
     if bucket.stack is None:
         return [len(bucket.masters)] * (layout.dp * layout.tp)
     ownership, several = bucket.stack.ownership, bucket.stack.shape[:-2].numel()
@@ -122,8 +117,11 @@ def owned_counts(bucket: Bucket, layout: Layout) -> list[int]:
 
 
 def activations(layout: Layout, device: str, compiled: bool) -> int:
-    """Bytes that autograd keeps of one row's forward pass, up to the head. Raises ValueError where the model cannot be
-    run without numbers."""
+    """Counts the bytes that autograd keeps of one row's forward pass, up to the head.
+
+    Raises:
+        ValueError: when the model cannot run on the "meta" device.
+    """
     shape = layout.recipe.model
     assert shape.context
     tokens_BT = torch.empty(1, shape.context, dtype=torch.int64, device="meta")
@@ -131,46 +129,60 @@ def activations(layout: Layout, device: str, compiled: bool) -> int:
     _move_tables(model)
     context = model.context(tokens_BT, 1.0)
     context._attend = _attend_as_on_cpu if device == "cpu" else _attend_as_on_gpu
-    known = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, Tensor] = {}
+    origins = Origins(model.parameters())
+    saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in known:
-            kept.setdefault(storage, tensor)
+        saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        x_BTD = model(tokens_BT, context)
-    keep(x_BTD)
-    tensors = list(kept.values())
-    return sum(_compiled_bytes(tensors) if compiled else (t.untyped_storage().nbytes() for t in tensors))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), origins:
+        saved.append(model(tokens_BT, context))
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    if compiled:
+        return sum({at: size for one in storages for at, size in origins.of.get(one, {}).items()}.values())
+    return sum(size for at, size in storages.items() if at not in origins.parameters)
 
 
-def _compiled_bytes(kept: list[Tensor]) -> Iterator[int]:
-    """Operands of matrix products and attention stay. Nothing is kept that follows pointwise from the rest; and what
-    was only cast up to fp32, as it was before."""
-    nodes = {tensor.grad_fn for tensor in kept}
+class Origins(TorchDispatchMode):
+    """Records from which stored tensors the compiler can compute each tensor again with pointwise operators.
 
-    def follows(node: Any) -> bool:
-        inputs = [before for before, _ in node.next_functions if before is not None]
-        cheap = _operation(node) in POINTWISE + VIEWS
-        return cheap and bool(inputs) and all(one in nodes or follows(one) for one in inputs)
+    Results of matrix products, custom operators and lookups are stored, and so are the operands of the first two.
 
-    for tensor in kept:
-        node, size = tensor.grad_fn, tensor.untyped_storage().nbytes()
-        if node is not None and _operation(node) in POINTWISE and follows(node):
-            continue
-        cast_up = node is not None and _operation(node) == "ToCopy" and tensor.dtype == torch.float32
-        yield size // 2 if cast_up else size
+    Attributes:
+        of: Storage of a tensor → {storage: bytes} of the tensors that it is computed from.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.parameters = {p.untyped_storage()._cdata for p in parameters}
+        self.of: dict[int, dict[int, int]] = {}
+        self._alive: list[Tensor] = []  # a storage's address is not used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands, results = _storages((args, kwargs)), _storages(result)
+        self._alive += [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        packet, made = func.overloadpacket, {at: size for at, size in results.items() if at not in operands}
+        if packet in LOOKUPS:
+            self.of |= {at: {at: size} for at, size in made.items()}
+        elif packet in flop_registry or func.namespace != "aten":
+            stored = {at: size for at, size in (operands | made).items() if at not in self.parameters}
+            self.of |= {at: {at: size} for at, size in stored.items()}
+        else:
+            origins = {at: size for one in operands for at, size in self.of.get(one, {}).items()}
+            self.of |= dict.fromkeys(made, origins)
+        return result
 
 
-def _operation(node: Any) -> str:
-    return node.name().rstrip("0123456789").removesuffix("Backward")
+def _storages(values: Any) -> dict[int, int]:
+    """Storage → bytes of the tensors in nested containers."""
+    found = (t.untyped_storage() for t in tree_leaves(values) if isinstance(t, Tensor))
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 def _move_tables(model: torch.nn.Module) -> None:
-    """Constants that a module keeps beside its parameters follow them to "meta"."""
+    """Moves the constants that a module keeps beside its parameters to "meta"."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
@@ -178,7 +190,7 @@ def _move_tables(model: torch.nn.Module) -> None:
 
 
 def _attend_as_on_cpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-    """`kernels.attention.attend`, which asks where its tensors are."""
+    """Calls the CPU kernel, which `kernels.attention.attend` would not choose for tensors on "meta"."""
     q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
     scale, kept = scale_or_default(scale, q_BTHE), kept_elements(q_BHTE, fixed)
@@ -187,7 +199,7 @@ def _attend_as_on_cpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask
 
 
 def _attend_as_on_gpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
-    """Whatever kernel runs, none of them keeps probabilities."""
+    """Calls one GPU kernel for all of them: none keeps probabilities."""
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
     window = fixed if varying is None else varying
     scale = scale_or_default(scale, q_BTHE)
@@ -198,7 +210,7 @@ def _attend_as_on_gpu(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask
 
 
 def _loss(layout: Layout, tokens: int, device: str, compiled: bool) -> int:
-    """Gradients by hidden states and head, which are made along with the loss, and the logits of one chunk."""
+    """Gradients of hidden states and head, which are computed along with the loss, and the logits of one chunk."""
     (V, D), s = layout.shard.head.weight.shape, layout.dtype.itemsize
     path = COMPILED if device == "cpu" else TRITON
     chunk = min(tokens, path.chunks(tokens, V)[0].stop)
@@ -209,7 +221,7 @@ def _loss(layout: Layout, tokens: int, device: str, compiled: bool) -> int:
 
 
 def _loss_eagerly(layout: Layout, tokens: int, V: int) -> int:
-    """The most that stands beside a chunk's logits while its gradient is made, op by op."""
+    """The peak of the temporaries beside a chunk's logits while its gradient is computed, op by op."""
     logits, trace = torch.empty(tokens, V, dtype=layout.dtype, device="meta"), LiveBytes()
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     with torch.compiler.set_stance("force_eager"), torch.no_grad(), trace:
@@ -218,13 +230,13 @@ def _loss_eagerly(layout: Layout, tokens: int, V: int) -> int:
 
 
 def _update(bucket: Bucket, layout: Layout, compiled: bool) -> int:
-    """What the rule allocates at once, and the matrices that come from elsewhere for it."""
+    """The peak of the rule's temporaries, and the matrices that other ranks send for it."""
     come = 0
     if bucket.stack is not None and (bucket.moves or bucket.exchange):
         ownership = bucket.stack.ownership
         held = max(len(ownership.units(replica)) for replica in range(layout.dp)) * ownership.size
         come = (1 + bucket.moves + 2 * bucket.exchange) * held * bucket.grads.itemsize
-    if compiled and not bucket.rule.stacked:  # the compiler makes one pass of it; matrix products stay apart
+    if compiled and not bucket.rule.stacked:  # the compiler fuses it into one pass without temporaries
         return come
     trace = LiveBytes()
     run_update(bucket, max(owned_counts(bucket, layout)), trace)
@@ -232,7 +244,7 @@ def _update(bucket: Bucket, layout: Layout, compiled: bool) -> int:
 
 
 def run_update(bucket: Bucket, count: int, trace: AbstractContextManager[Any]) -> None:
-    """The rule once on "meta", under `trace`, on `count` masters."""
+    """Runs the bucket's rule once on "meta", under `trace`, on `count` masters."""
     masters = bucket.masters.new_empty(count, *bucket.masters.shape[1:])
     dtype, state = bucket.params.dtype, bucket.rule.init_state(masters)
     grads, out = masters.to(dtype), torch.empty_like(masters, dtype=dtype)
@@ -242,7 +254,7 @@ def run_update(bucket: Bucket, count: int, trace: AbstractContextManager[Any]) -
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operators make, until they are dropped."""
+    """Tracks the bytes of the storages that operators create, until they are freed. most: their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,10 +262,13 @@ class LiveBytes(TorchDispatchMode):
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        known = _storages((args, kwargs))
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in known | self.seen:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in known.keys() | self.seen
+            ):
                 self.seen.add(storage._cdata)
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._dropped, storage._cdata, storage.nbytes())

@@ -1,21 +1,20 @@
-"""Which parameter of an architecture is cut how, as a table; a model cut by it; and the bytes that this costs.
+"""Tables of which parameter is cut along which dim, the model that they cut, and the bytes that this costs.
 
 `shard_model` turns a whole single-device model into this process's shard of it, in place: the same class with the same
-parameter names, attributes and calls. Everything that parallelism needs is in the table, so an architecture knows
-nothing of it. What runs where: tensor.py, vocabulary.py. The optimizer and checkpoints are not here: they read
-`.sharding` off the parameters.
+parameter names, attributes and calls. The table holds everything that parallelism needs, so an architecture does not
+know of it. tensor.py and vocabulary.py run the shards. The optimizer and checkpoints read the parameters' `.sharding`.
 
 Bytes that one rank sends through its model group in one training micro-batch (`bytes_sent`), with a ring (mesh.py):
-n shards; N tokens, filled up to n·t; width D; R regions; s bytes per element of the parameters' dtype:
+n shards; N tokens, padded to n·t; width D; R regions; s bytes per element of the parameters' dtype:
 
     all-gather       (n-1)/n · s·D · (2(R+1) · n·t + M·n)     regions' inputs, the head's input, and backward the
                                                               gradients of regions' and embedding's outputs
-    reduce-scatter   as many                                  their transposes
+    reduce-scatter   the same                                 their transposes
     all-reduce       2(n-1)/n · (8·N + 4·P)                   softmax denominators and targets' logits; summed gradients
-                     and 2(n-1)/n · 4·N                       where the logits have no cap: maxima
+                     and 2(n-1)/n · 4·N                       maxima, if the logits have no cap
 
-with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. To compare: about 4·R+4 times
-the stream, where data parallelism sends each parameter's gradient and value once a step.
+with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. This is about 4·R+4 times the
+stream, where data parallelism sends each parameter's gradient and value once per step.
 """
 
 from __future__ import annotations
@@ -37,16 +36,19 @@ from quern.parallel.tensor import Region, Stream, StreamDropout, cut
 from quern.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 VOCABULARY = ("embedding.weight", "head.weight")
-"""Cut by rows in every architecture."""
+"""These are cut by rows in every architecture."""
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How an architecture is cut; names as patterns (`*`), each parameter in exactly one place.
+    """How an architecture is cut. Names are patterns (`*`), and each parameter is named exactly once.
 
-    regions: modules that run on all tokens with a part of their weights. cuts: their parameters, and embeddings that
-    are handed to them, each with the dim that is cut: heads or hidden channels. replicated: parameters held whole and
-    used on the stream, or on some heads. shifts: how often the model asks for the token before.
+    Attributes:
+        regions: Modules that run on all tokens with a part of their weights.
+        cuts: Their parameters, and embeddings that are passed to them, each with the dim that is cut: heads or hidden
+            channels.
+        replicated: Parameters that are held whole and used on the stream, or on some heads.
+        shifts: How often the model reads the previous token.
     """
 
     regions: tuple[str, ...]
@@ -55,7 +57,7 @@ class ShardingPlan:
     shifts: int = 0
 
     def dim_of(self, name: str) -> int | None:
-        """The dim along which a parameter is cut; None: it is replicated. Raises ValueError if the table is silent."""
+        """Returns the dim along which a parameter is cut; None if replicated. Raises ValueError if it is not named."""
         dims = [dim for pattern, dim in self.cuts.items() if fnmatchcase(name, pattern)]
         dims += [0 for known in VOCABULARY if name == known]
         replicated = any(fnmatchcase(name, pattern) for pattern in self.replicated)
@@ -112,7 +114,7 @@ PLANS: Mapping[type, ShardingPlan] = MappingProxyType(
 
 
 def plan_of(model: Any) -> ShardingPlan:
-    """The table of the model's class, or of the nearest class it derives from. Raises ValueError if there is none."""
+    """Returns the plan of the model's class, or of its nearest base class. Raises ValueError if there is none."""
     for kind in type(model).__mro__:
         if kind in PLANS:
             return PLANS[kind]
@@ -123,10 +125,16 @@ def plan_of(model: Any) -> ShardingPlan:
 def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any:
     """Cuts a whole model into this process's shard, in place, and returns it.
 
-    model: an `LanguageModel` whose weights are initialised or loaded, whole, alike on every rank. Call it
-    before FP8, compilation and the optimizer. Afterwards the model takes and gives what it did: whole rows of tokens
-    in, hidden states of all tokens out, `logits` over all the vocabulary; its loss is `model.criterion`. Raises
-    ValueError, with nothing changed, where the plan misses a parameter or the sizes do not divide.
+    Call this before FP8, compilation and the optimizer. The model's interface does not change: it takes whole rows of
+    tokens, and returns hidden states of all tokens and `logits` over the whole vocabulary. Its loss is
+    `model.criterion`.
+
+    Args:
+        model: A `LanguageModel` whose weights are initialised or loaded, whole and equal on every rank.
+        plan: None takes the plan of the model's class.
+
+    Raises:
+        ValueError: with nothing changed, when the plan misses a parameter or the sizes do not divide.
     """
     group = mesh.model
     if group.size == 1:
@@ -145,8 +153,8 @@ def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any
     for name, dropout in dropouts.items():
         model.set_submodule(name, StreamDropout.of(dropout, group))
     for region in _regions(model, plan):
-        Region(group).stand_around(region)
-    Stream(group, tuple(_owner(model, name) for name, dim in dims.items() if dim is None)).stand_around(model)
+        Region(group).wrap(region)
+    Stream(group, tuple(_owner(model, name) for name, dim in dims.items() if dim is None)).wrap(model)
     return model
 
 
@@ -165,7 +173,7 @@ def _make_logits_whole(model: Any, head: VocabularyHead) -> None:
 
 
 def _dropouts(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Dropout]:
-    """Those on the stream, by name. Raises ValueError for one inside of a region, where channels are cut."""
+    """Returns the dropouts on the stream. Raises ValueError for one inside a region, where channels are cut."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     for name, module in found.items():
         if module.p > 0 and any(fnmatchcase(name, f"{region}.*") for region in plan.regions):
@@ -188,8 +196,15 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks:
 
 
 def bytes_sent(model: Any, tokens: int, shards: int, plan: ShardingPlan | None = None) -> dict[str, int]:
-    """Bytes that a rank sends through its model group in one training micro-batch, by kind of collective: the formula
-    above. model: whole, on any device (also "meta"), in the dtype it trains in; tokens: B·T."""
+    """Returns the bytes that a rank sends through its model group in one training micro-batch, by the formula above.
+
+    Args:
+        model: Whole, on any device (also "meta"), in its training dtype.
+        tokens: B·T.
+
+    Returns:
+        Bytes by kind of collective.
+    """
     plan = plan or plan_of(model)
     width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
     filled = -(-tokens // shards) * shards

@@ -1,11 +1,12 @@
-"""Which part of a logical tensor a process holds: of parameters under tensor parallelism, of state on its way to disk.
+"""Which part of a logical tensor a process holds: of parameters under tensor parallelism, and of state in a checkpoint.
 
-A parameter that tensor parallelism cut carries a `Sharding` as its attribute `sharding`; one without it is held whole
-by every shard of the replica, and its gradient is the whole one after backward. The optimizer and the checkpoints read
-this and nothing else of how a model was cut.
+A parameter that tensor parallelism cut has a `Sharding` as its attribute `sharding`. Every shard of the replica holds a
+parameter without this attribute whole, and its gradient is complete after backward. The optimizer and the checkpoints
+need no other information about how a model was cut.
 
 A `Slice` is a rectangle of a logical tensor. It tells torch.distributed.checkpoint's planner what to write (the method
-with double underscores is that protocol): every rank writes its rectangles, and any number of ranks reads the whole.
+with double underscores belongs to that protocol). Every rank writes its rectangles, and any number of ranks reads the
+whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Sharding:
-    """Along dimension `dim` this process holds indices offset … offset + size - 1 of `whole` logical ones.
+    """Along dimension `dim` this process holds indices offset … offset + size - 1 of `whole` logical indices.
 
     The local tensor may be longer than `size` along `dim`: the rest is padding, whose gradient is zero.
     """
@@ -42,9 +43,13 @@ def sharding_of(parameter: Parameter) -> Sharding | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """tensor: the rectangle that begins at `offsets` of a logical tensor of shape `whole`, live memory.
+    """A rectangle of a logical tensor.
 
-    saved: whether this rank writes it; of equal copies one rank does.
+    Attributes:
+        tensor: The rectangle, not a copy.
+        offsets: Where the rectangle begins in the logical tensor.
+        whole: Shape of the logical tensor.
+        saved: Whether this rank writes it; one rank writes equal copies.
     """
 
     tensor: Tensor
@@ -53,7 +58,7 @@ class Slice:
     saved: bool = True
 
     def of(self, logical: Tensor) -> Tensor:
-        """This slice's part of a whole logical tensor, a view."""
+        """Returns a view of this slice's part of a whole logical tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             logical = logical.narrow(dim, offset, size)
         return logical
@@ -66,9 +71,10 @@ class Slice:
 
 
 def sliced(tensor: Tensor, sharding: Sharding | None, first_row: int, rows: int, *, saved: bool) -> Slice | None:
-    """The slice that `tensor` is: rows first_row … of a parameter's local part, itself cut as `sharding` says.
+    """Describes `tensor`, rows first_row … of a parameter's local part, as a slice of the logical tensor.
 
-    None where nothing but padding is left of it.
+    Returns:
+        None when `tensor` holds only padding.
     """
     offsets, whole = [0] * tensor.ndim, list(tensor.shape)
     offsets[0], whole[0] = first_row, rows
@@ -80,6 +86,6 @@ def sliced(tensor: Tensor, sharding: Sharding | None, first_row: int, rows: int,
 
 
 def _held(tensor: Tensor, sharding: Sharding, first_row: int) -> int:
-    """How many indices along the cut dimension are no padding."""
+    """Counts the indices along the cut dimension that are not padding."""
     begin = first_row if sharding.dim == 0 else 0
     return max(0, min(tensor.size(sharding.dim), sharding.size - begin))

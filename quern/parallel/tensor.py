@@ -1,16 +1,16 @@
-"""Tensor and sequence parallelism, the moving parts: collectives as autograd functions, and what stands around layers.
+"""Tensor and sequence parallelism: collectives as autograd functions, and hooks that wrap layers with them.
 
-The shards of a replica see the same micro-batch of N = B·T tokens. Between the layers each of them holds ceil(N / n)
-of these tokens, all channels: the *stream*, (1, t, D), cut from the flattened batch, so that any B and T will do; the
-last parts are filled up with zeros where N does not divide. Norms, residual sums and skips run on it as they are. A
-*region* (attention, feed-forward) runs on all tokens with a part of its heads or hidden channels: before it the stream
-is gathered, after it the partial results are summed and scattered. So a layer's linears stay ordinary linears around a
-part of their weight: those that come first hold rows of it (column-parallel), the last one columns (row-parallel).
+The shards of a replica see the same micro-batch of N = B·T tokens. Between the layers each shard holds ceil(N / n) of
+these tokens with all channels: the *stream*, (1, t, D). It is cut from the flattened batch, so any B and T work; the
+last parts are padded with zeros if N does not divide. Norms, residual sums and skips run on the stream unchanged. A
+*region* (attention, feed-forward) runs on all tokens with a part of its heads or hidden channels: the stream is
+gathered before it, and the partial results are summed and scattered after it. So the linears of a layer stay ordinary
+linears that hold a part of their weight: the first ones rows (column-parallel), the last one columns (row-parallel).
 
-Megatron-LM's scheme (arXiv 1909.08053, 2205.05198), with tokens of all rows cut in one piece where it cuts each row;
-gathered inputs are kept for the backward pass, not gathered again. Which layers are cut how: plan.py.
+This is Megatron-LM's scheme (arXiv 1909.08053, 2205.05198), except that the tokens of all rows are cut in one piece
+instead of each row, and that gathered inputs are kept for the backward pass. plan.py says how each layer is cut.
 
-n shards, t tokens of one part. Every rank of the group makes the same calls in the same order, also backward.
+n shards, t tokens of one part. Every rank of the group makes the same calls in the same order, also in backward.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Parts → whole, along the first dim. Its transpose is `_ReduceScatter`: what follows differs from shard to shard,
-    so each brings a part of the gradient."""
+    """Parts → whole, along the first dim. The transpose is `_ReduceScatter`, because each shard computes something else
+    from the result and has a part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
@@ -55,7 +55,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Sum over the shards → this one's part, along the first dim. Its transpose is `_Gather`."""
+    """Sum over the shards → this shard's part, along the first dim. The transpose is `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
@@ -68,8 +68,8 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Parts → whole, along the first dim, for what every shard then does alike. Its transpose takes a part out of a
-    gradient that all shards hold, and sends nothing."""
+    """Parts → whole, along the first dim, when every shard computes the same from it. The transpose takes this shard's
+    part of a gradient that all shards hold, and sends nothing."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
@@ -82,8 +82,8 @@ class _Collect(torch.autograd.Function):
 
 
 class _Replicate(torch.autograd.Function):
-    """Small parameters that every shard holds whole and uses on its part. The transpose is a sum over the shards: one
-    all-reduce, in fp32, for all of them, once the last gradient is there."""
+    """Small parameters that every shard holds whole and uses on its part. The transpose sums over the shards with one
+    all-reduce, in fp32, for all parameters, once the last gradient is complete."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -98,23 +98,23 @@ class _Replicate(torch.autograd.Function):
         return None, *(s.view_as(grad).to(grad.dtype) for s, grad in zip(sums, grads, strict=True))
 
 
-# The compiler leaves these alone: it compiles what lies before and behind.
+# torch.compile does not trace these functions; it compiles the code before and after them.
 
 
 def gather(x_1tD: Tensor, group: ProcessGroup) -> Tensor:
-    """The stream → all tokens (1, n·t, D), the zeros that fill it up included."""
+    """The stream → all tokens (1, n·t, D), with the padding."""
     return _apply(_Gather, x_1tD[0], group)[None]
 
 
 def reduce_scatter(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
-    """Each shard's share in all tokens → their sum, as the stream (1, t, D)."""
+    """Partial results for all tokens, (B, T, D) on each shard → their sum, as the stream (1, t, D)."""
     x_ND = x_BTD.flatten(0, 1)
     missing = -x_ND.size(0) % group.size
     return _apply(_ReduceScatter, F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND, group)[None]
 
 
 def collect(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Parts → whole, along the first dim, where every shard then computes the same from it."""
+    """Parts → whole, along the first dim. Every shard must compute the same from the result."""
     return _apply(_Collect, part, group)
 
 
@@ -124,7 +124,7 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, group: ProcessGro
 
 
 class StreamContext:
-    """The context of whole rows (B, T), for a model whose stream holds a part of their tokens."""
+    """Wraps the context of whole rows (B, T), for a model whose stream holds a part of their tokens."""
 
     def __init__(self, context: Context, rows: tuple[int, int], group: ProcessGroup) -> None:
         self.context, self.rows, self.group = context, rows, group
@@ -150,9 +150,9 @@ class StreamContext:
         return self.context.attend(layer, q_BTHE, k_BTKE, v_BTKE, window, scale)
 
     def previous(self, x_BTD: Tensor) -> Tensor:
-        """x is the stream: what precedes its first token is the last one of the part before."""
+        """x is the stream. The last token of the previous part precedes its first token."""
         t, rank = x_BTD.size(1), self.group.rank
-        lasts_1nD = gather(x_BTD[:, -1:], self.group)  # the first shard takes part too: all must, backward as well
+        lasts_1nD = gather(x_BTD[:, -1:], self.group)  # all shards must take part, also in backward
         before = lasts_1nD[:, rank - 1 : rank or None]
         begins = (torch.arange(t, device=x_BTD.device) + rank * t) % self.rows[1] == 0
         return torch.cat([before, x_BTD[:, :-1]], dim=1).masked_fill(begins[:, None], 0)
@@ -169,13 +169,13 @@ class StreamContext:
 
 @dataclass(frozen=True)
 class Region:
-    """Stands around a module that runs on all tokens with a part of its weights; its first argument and its only
-    result are the stream. A module that is handed the context gets whole rows (B, T, D), since its tokens mix;
-    another one the tokens as they come, (1, n·t, D)."""
+    """Wraps a module that runs on all tokens with a part of its weights. Its first argument and its only result become
+    the stream. A module that takes the context mixes tokens, so it gets whole rows (B, T, D); any other module gets
+    (1, n·t, D)."""
 
     group: ProcessGroup
 
-    def stand_around(self, module: nn.Module) -> None:
+    def wrap(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave)
 
@@ -190,17 +190,19 @@ class Region:
 
 @dataclass(frozen=True)
 class Stream:
-    """Stands around the whole model: its blocks find the stream's context, its caller whole rows (B, T, D).
+    """Wraps the whole model: its blocks get the stream's context, its caller whole rows (B, T, D).
 
-    replicated: parameters that are held whole and used on a part, as (module, name); while the model runs their copies
-    out of `_Replicate` take their place as attributes, and so gradients come summed.
-    What follows the model must differ by shard, as the vocabulary-parallel head does: gradients are summed there.
+    What follows the model must differ by shard, as the vocabulary-parallel head does, because gradients are summed.
+
+    Attributes:
+        replicated: Parameters that are held whole and used on a part, as (module, name). While the model runs, copies
+            from `_Replicate` replace them as attributes, so that their gradients are summed.
     """
 
     group: ProcessGroup
     replicated: tuple[tuple[nn.Module, str], ...]
 
-    def stand_around(self, model: nn.Module) -> None:
+    def wrap(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave)
         model.register_forward_hook(self._put_back, always_call=True)
@@ -210,7 +212,7 @@ class Stream:
         if torch.is_grad_enabled() and self.replicated:
             parameters = [module.get_parameter(name) for module, name in self.replicated]
             for (module, name), copied in zip(self.replicated, _Replicate.apply(self.group, *parameters), strict=True):
-                module.__dict__[name] = copied  # before the parameter of that name, which stays registered
+                module.__dict__[name] = copied  # found before the registered parameter of that name
         B, T = tokens_BT.shape
         return tokens_BT, StreamContext(context, (B, T), self.group)
 
@@ -223,9 +225,9 @@ class Stream:
 
 
 class StreamDropout(nn.Dropout):
-    """Dropout of a part of the tokens, as drawn for all of them: every shard draws the same and takes its part.
+    """Dropout of a part of the tokens. Every shard draws for all tokens and takes its part.
 
-    So shards must be seeded alike. Where the tokens divide, what is dropped is what one process drops.
+    So shards need the same seed. If the tokens divide, the result is that of one process.
     """
 
     group: ProcessGroup
@@ -246,7 +248,8 @@ class StreamDropout(nn.Dropout):
 def cut(module: nn.Module, name: str, dim: int, group: ProcessGroup, size: int | None = None) -> None:
     """Replaces a whole parameter by this shard's part of it along `dim`, with its `Sharding`.
 
-    size: of each part, the last ones being filled up with zeros; None cuts evenly.
+    Args:
+        size: Indices of each part; the last parts are padded with zeros. None cuts evenly.
     """
     whole = module.get_parameter(name)
     size = whole.size(dim) // group.size if size is None else size

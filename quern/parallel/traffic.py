@@ -1,22 +1,22 @@
-"""Bytes that one rank sends in one optimizer step, by group and kind of collective: the formula, and nothing measured.
+"""Predicts the bytes that one rank sends in one optimizer step, by group and kind of collective, without measuring.
 
 A ring sends 2(n-1)/n times a tensor's bytes to sum it on all n ranks, (n-1)/n to gather, scatter or exchange it
 (mesh.py). With n replicas, m shards, s bytes per element of the parameters' dtype, over the optimizer's buckets of P
 elements each, padding included (buckets.py):
 
     data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their regions
-    data/all_gather       as many                                             parameters back
+    data/all_gather       the same                                            parameters back
     data/all_to_all       s · Σ (E + O) of stacks that do not divide          from regions to owners, and back
     data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 8 + 8)       their gradients; the number of targets;
                                                                               the loss and the number of tokens
     world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
     model/all_to_all      s · Σ (H - W + (m-1) W) of stacks of cut matrices   gradients to whole matrices, and back
-    model/…               what each micro-batch sends: plan.py
+    model/…               sent in each micro-batch: plan.py
 
-E are the elements of a rank's region that other replicas own, O those that its replica owns in other regions
-(ownership.py; on average at most 2/n of P); H are those that it holds of the matrices of its replica, W those of its
-own matrices (H/m, where they divide by m). So these two kinds differ from rank to rank. A tensor's share is rounded
-down to whole bytes. What it is compared with: `Mesh.traffic` over a step.
+E are the elements of a rank's region that other replicas own, O the elements that its replica owns in other regions
+(ownership.py; on average at most 2/n of P). H are the elements that a rank holds of its replica's matrices, W the
+elements of its own matrices (H/m, where they divide by m). So these two kinds differ from rank to rank. A tensor's
+share is rounded down to whole bytes. `Mesh.traffic` measures the same over a step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NORM_BYTES = 4
 
 
 def bytes_per_step(layout: Layout, rank: int | None = None) -> dict[str, int]:
-    """By "group/kind", as `Mesh.traffic` counts them. rank: None for the most of each kind that any rank sends."""
+    """Returns bytes by "group/kind", as `Mesh.traffic` counts them. rank: None gives the maximum over the ranks."""
     sent = data_bytes(layout) + model_bytes(layout)
     for kind, counts in exchanged_bytes(layout).items():
         sent[kind] = max(counts) if rank is None else counts[rank]
@@ -42,7 +42,7 @@ def bytes_per_step(layout: Layout, rank: int | None = None) -> dict[str, int]:
 
 
 def data_bytes(layout: Layout) -> Counter[str]:
-    """Of the data group and the world: once a step."""
+    """Bytes of the data group and the world, which communicate once per step."""
     n, world = layout.dp, layout.dp * layout.tp
     sent: Counter[str] = Counter()
     small: Counter[tuple] = Counter()
@@ -59,7 +59,7 @@ def data_bytes(layout: Layout) -> Counter[str]:
 
 
 def model_bytes(layout: Layout) -> Counter[str]:
-    """Of the model group, in the micro-batches."""
+    """Bytes of the model group in all micro-batches."""
     sent: Counter[str] = Counter()
     if layout.tp == 1:
         return sent
@@ -72,7 +72,7 @@ def model_bytes(layout: Layout) -> Counter[str]:
 
 
 def exchanged_bytes(layout: Layout) -> dict[str, list[int]]:
-    """Of each rank: parts of matrices on their way to the owners and back, once a step."""
+    """Bytes of each rank for parts of matrices that go to their owners and back, once per step."""
     n, m = layout.dp, layout.tp
     over_data, over_model = [0] * n, [0] * (n * m)
     for bucket in layout.buckets:
@@ -90,5 +90,5 @@ def exchanged_bytes(layout: Layout) -> dict[str, list[int]]:
 
 
 def part(size_in_bytes: int, ranks: int) -> int:
-    """(n-1)/n of it."""
+    """Returns (n-1)/n of the size."""
     return size_in_bytes * (ranks - 1) // ranks

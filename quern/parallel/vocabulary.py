@@ -1,17 +1,18 @@
-"""The vocabulary cut into parts: embedding, head and cross-entropy of which every shard holds some rows.
+"""The vocabulary cut into parts: embedding, head and cross-entropy, of which every shard holds some rows.
 
-The embedding looks up what it holds, and the sum over the shards is scattered as the stream (tensor.py). The head makes
-logits of its own rows only; the loss needs no others, since a softmax over parts is made of each part's logsumexp:
+The embedding looks up the rows that it holds, and the sum over the shards is scattered as the stream (tensor.py). The
+head computes logits of its own rows only. The loss needs no others, since a softmax over parts follows from each part's
+logsumexp:
 
     lse = log Σ_parts exp(lse_part)          loss = lse - z[target], known to the part that holds the target
 
 So the loss runs the kernels of one process (kernels/cross_entropy.py) on the part, and for each chunk of tokens sends
-two numbers per token in one all-reduce; without a cap one more before that, the maximum. The kernel's gradient is
-exact but for two things, put right here: its softmax is the part's, a factor of the row; and the entry at the target,
-which most parts do not hold.
+two numbers per token in one all-reduce, and without a cap one more number before, the maximum. The kernel's gradient is
+exact except for two things, which are corrected here: its softmax is that of the part (a factor of the row), and the
+entry at the target, which most parts do not hold.
 
-Parts are of one size, a multiple of 16 where that fits: fast products want it, FP8 needs it. Rows beyond the vocabulary
-are zero, no logits are made of them, and so they stay zero.
+All parts have the same size, a multiple of 16 where possible: fast products prefer it, and FP8 requires it. Rows beyond
+the vocabulary are zero. They get no logits, so they stay zero.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from quern.parallel.tensor import collect, cut, reduce_scatter
 
 MULTIPLE = 16
 LEAST_SHARE = 1e-30
-"""Of a row's softmax that one part can have: below, its factor would leave fp32, and its inverse too."""
+"""The least share of a row's softmax that a part can have: its factor and the inverse must fit into fp32."""
 
 
 def part_rows(vocabulary: int, shards: int) -> int:
-    """Rows of each part. Raises ValueError where a shard would be left without any."""
+    """Returns the rows of each part. Raises ValueError if a shard would have none."""
     rows = -(-vocabulary // shards)
     rounded = -(-rows // MULTIPLE) * MULTIPLE
     if rounded * (shards - 1) < vocabulary:
@@ -54,7 +55,7 @@ class VocabularyEmbedding(nn.Embedding):
 
     @classmethod
     def of(cls, whole: nn.Embedding, group: ProcessGroup) -> VocabularyEmbedding:
-        """This shard's part of an embedding, whose weight keeps its name."""
+        """Returns this shard's part of an embedding. The weight keeps its name."""
         part = cls(whole.num_embeddings, whole.embedding_dim, device="meta")
         part.weight = whole.weight
         cut(part, "weight", 0, group, part_rows(whole.num_embeddings, group.size))
@@ -72,7 +73,7 @@ def _sharding(weight: Tensor) -> Sharding:
 
 
 def _localised(tokens: Tensor, held: Sharding) -> tuple[Tensor, Tensor]:
-    """→ which of the ids this part holds; their rows in it, 0 for the others."""
+    """Returns which of the ids this part holds, and their rows in it, 0 for the others."""
     local = tokens - held.offset
     ours = (local >= 0) & (local < held.size)
     return ours, torch.where(ours, local, 0)
@@ -80,19 +81,19 @@ def _localised(tokens: Tensor, held: Sharding) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """What a head that holds a part of the vocabulary needs to know."""
+    """The head and the loss of a shard that holds a part of the vocabulary."""
 
     group: ProcessGroup
     held: Sharding
 
     @classmethod
     def of(cls, head: nn.Linear, group: ProcessGroup) -> VocabularyHead:
-        """Cuts the weight of `head`, which stays a linear layer: of its own rows."""
+        """Cuts the weight of `head`, which stays a linear layer with its own rows."""
         cut(head, "weight", 0, group, part_rows(head.out_features, group.size))
         return cls(group, _sharding(head.weight))
 
     def whole_logits(self, part: Tensor) -> Tensor:
-        """(…, rows of this part) → (…, V): all logits on every shard."""
+        """Gathers logits (…, rows of this part) → (…, V) on every shard."""
         columns = collect(part.flatten(0, -2).T.contiguous(), self.group)
         return columns[: self.held.whole].T.unflatten(0, part.shape[:-1])
 
@@ -106,9 +107,9 @@ class VocabularyHead:
         products: MakeProducts = PlainProducts,
         path: ChunkPath | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`kernels.cross_entropy.cross_entropy`, for this part of the weight: the same results on every shard.
+        """Computes `kernels.cross_entropy.cross_entropy` from this part of the weight.
 
-        The gradient by x is this part's share: the sum over the shards is the whole.
+        The results are the same on every shard. The gradients of x sum over the shards to the whole gradient.
         """
         if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
             raise ValueError(f"{cap} is too wide: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()")
@@ -125,7 +126,7 @@ class VocabularyHead:
         return (losses * scale_N).sum(), losses
 
     def _loss(self, lse_N: Tensor, z_N: Tensor, ours_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
-        """From each part's logsumexp and the target's logit → losses and logsumexp of the whole vocabulary."""
+        """Each part's logsumexp and the target's logit → losses and logsumexp of the whole vocabulary."""
         highest = torch.zeros_like(lse_N)
         if cap.tanh_form is None:
             highest.copy_(lse_N)
@@ -138,7 +139,7 @@ class VocabularyHead:
     def chunk_gradient(
         self, logits_NV: Tensor, targets_N: Tensor, cap: Cap, path: ChunkPath
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """→ losses (N,); factor (N,) and over it the gradient of the losses by this part's logits (N, V)."""
+        """Returns losses (N,), a factor (N,), and the gradient by this part's logits (N, V) divided by the factor."""
         rows = logits_NV.size(1)
         ours_N, local_N = _localised(targets_N, self.held)
         own_NV = logits_NV[:, : self.held.size]
@@ -147,14 +148,14 @@ class VocabularyHead:
         lse_N = part_losses + z_N
         losses, whole_N = self._loss(lse_N, z_N, ours_N, cap)
         share = (lse_N - whole_N).exp().clamp(min=LEAST_SHARE)
-        # At the target, slope · (p - 1); where another part holds it, this is any entry, and has no 1.
+        # At the target, slope · (p - 1). If another part holds the target, this is an ordinary entry: slope · p.
         at_local = torch.where(ours_N, ((z_N - whole_N).exp() - 1) / share, (z_N - lse_N).exp()) * slope_N / factor
         grad = grad.scatter(1, local_N[:, None], at_local[:, None].to(grad.dtype))
         return losses, factor * share, F.pad(grad, (0, rows - grad.size(1))) if rows > grad.size(1) else grad
 
 
 def _capped(logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
-    """The capped logit at each target, in the cap's tanh form, and the cap's slope there; fp32."""
+    """Returns the capped logit at each target and the cap's slope there, from the cap's tanh form; fp32."""
     z_N = logits_NV.gather(1, targets_N[:, None])[:, 0].float()
     if cap.tanh_form is None:
         return z_N, torch.ones_like(z_N)
@@ -164,8 +165,8 @@ def _capped(logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> tuple[Tensor, Ten
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Gradients are computed along with the loss, as on one process; what they send is sent in the forward pass, and
-    the backward pass multiplies by a scalar that all shards hold."""
+    """Computes gradients along with the loss, as on one process. All collectives run in the forward pass. The backward
+    pass multiplies by a scalar that all shards hold."""
 
     @staticmethod
     def forward(
@@ -187,7 +188,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         for part in path.chunks(x_ND.size(0), weight_VD.size(0)):
             logits = own.logits(part)
             losses[part], factor, grad = head.chunk_gradient(logits, targets_N[part], cap, path)
-            del logits  # nothing of a chunk may still be held when the next one is made
+            del logits  # free this chunk before the next one is allocated
             dx[part], slice_dw = own.gradients(part, grad, factor * scale_N[part])
             del grad
             dw += slice_dw

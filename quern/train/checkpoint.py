@@ -1,16 +1,16 @@
-"""Checkpoints: a training state on disk that is either whole or absent, and says which.
+"""Checkpoints: a training state on disk that is either complete or absent, and verifiable.
 
 A checkpoint is a folder `step-00000100` of safetensors files and one `manifest.json` (manifest.py). A save writes
-to `step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs
-the parent, and only then removes what is older than the newest `keep` whole checkpoints. So a crash at any
-point leaves every earlier checkpoint as it was. Reading checks every hash: safetensors, DCP and pickle
-readers all load a flipped byte silently.
+to `step-00000100.tmp-<id>`, fsyncs the files, writes the manifest last, fsyncs the folder, renames it, fsyncs the
+parent, and only then removes checkpoints older than the newest `keep` complete ones. So a crash at any point leaves
+every earlier checkpoint intact. Reading checks every hash, because the safetensors, DCP and pickle readers all load a
+flipped byte silently.
 
-Tensors go through torch.distributed.checkpoint (DCP) and its Hugging Face storage, which shards and reshards
-over ranks and writes no pickle (its default storage does). On a mesh every rank writes its slices and hashes its share
-of the files, rank 0 does the rest; what is read back are whole tensors, whatever number of ranks wrote them. This file
-knows nothing of models or optimizers, only names of tensors, and JSON. One run at a time may write into a folder; any
-number of processes may read.
+Tensors are written by torch.distributed.checkpoint (DCP) and its Hugging Face storage, which shards and reshards over
+ranks and writes no pickle (the default storage does). On a mesh every rank writes its slices and hashes its share of
+the files, and rank 0 does the rest. Reading returns whole tensors, for any number of ranks that wrote them. This file
+knows names of tensors and JSON, not models or optimizers. One run at a time may write into a folder; any number of
+processes may read.
 """
 
 from __future__ import annotations
@@ -62,16 +62,21 @@ def save(
     at: Callable[[str], None] = lambda point: None,
     mesh: Mesh | None = None,
 ) -> Path:
-    """Write `tensors` and `meta` as the checkpoint of `step`; returns its path. Durable when it returns.
+    """Writes a checkpoint, which is durable when this returns. Every rank of the mesh calls this.
 
-    tensors: any dtype, shape and device; saved bit for bit, shared storage is written once per name. On a mesh: the
-    slices that this rank holds, and every rank calls this; meta is rank 0's.
-    meta: plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal. With a true `kept`,
-    this checkpoint is never removed, and later saves do not count it.
-    keep: how many whole checkpoints to leave, this one included; they are verified before anything goes.
-    at: called with a name before each change of the disk; tests stop the process there.
-    Raises CheckpointError, on all ranks, when the disk refuses (full, read-only): earlier checkpoints are then
-    untouched.
+    Args:
+        tensors: Of any dtype, shape and device, saved bit for bit; shared storage is written once per name. On a mesh,
+            the slices that this rank holds.
+        meta: Plain JSON (string keys, lists not tuples, finite numbers), so that it reads back equal; rank 0's is
+            saved. With a true `kept`, this checkpoint is never removed, and later saves do not count it.
+        keep: Number of complete checkpoints to leave, this one included. They are verified before any is removed.
+        at: Called with a name before each change of the disk; tests stop the process there.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, when the disk is full or read-only. Earlier checkpoints are then untouched.
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}")
@@ -104,24 +109,24 @@ def save(
         try:
             _prune(folder, final, keep, at)
         except OSError as error:
-            problem = f"{final} is saved, but an older one cannot be removed: {error}"
+            problem = f"{final} was saved, but an older one cannot be removed: {error}"
     if (problem := mesh.files.broadcast_object(problem)) is not None:
         raise CheckpointError(problem)
     return final
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a checkpoint folder, ascending, unverified; empty when there is no such folder."""
+    """Returns the steps with a checkpoint folder, ascending, unverified; empty when `folder` does not exist."""
     return sorted(_candidates(folder))
 
 
 def kept_steps(folder: Path) -> list[int]:
-    """Steps whose checkpoint is never removed, ascending, unverified."""
+    """Returns the steps whose checkpoint is never removed, ascending, unverified."""
     return sorted(step for step, path in _candidates(folder).items() if _is_kept(path))
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies. Raises CheckpointError when there is none."""
+    """Returns the path of the checkpoint of `step`. Raises CheckpointError when there is none."""
     candidates = _candidates(folder)
     if step not in candidates:
         raise CheckpointError(f"{folder} has no checkpoint of step {step}: there are {sorted(candidates)}")
@@ -129,21 +134,24 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """(path, manifest) of the newest checkpoint that verifies; None when there is none.
+    """Returns (path, manifest) of the newest checkpoint that verifies; None when there is none.
 
-    Each damaged one on the way is named through `report`. Raises NewerCheckpointError rather than
-    passing over a whole checkpoint that this version cannot read.
+    Args:
+        report: Takes a line for each damaged checkpoint that is skipped.
+
+    Raises:
+        NewerCheckpointError: for a complete checkpoint that this version cannot read.
     """
     return newest_good(_candidates(folder), verify, report)
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`, every size and hash checked; raises CheckpointError."""
+    """Returns the manifest of a checkpoint, after checking every size and hash. Raises CheckpointError."""
     manifest = read_manifest(path)
     named = _FOLDER.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         raise CheckpointError(f"{path} holds step {manifest['step']}, not the step it is named after")
-    # The reader takes every safetensors file that it finds, so a foreign one must not pass.
+    # The reader loads every safetensors file that it finds, so a foreign file is an error.
     foreign = {file.name for file in path.glob("*.safetensors")} - set(manifest["files"])
     if foreign:
         raise CheckpointError(f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them")
@@ -152,9 +160,10 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(whole tensors on the CPU, meta) of the checkpoint at `path`; raises CheckpointError.
+    """Returns (whole tensors on the CPU, meta) of a checkpoint. Raises CheckpointError.
 
-    verified: another rank has just checked the hashes.
+    Args:
+        verified: Whether another rank has just checked the hashes.
     """
     manifest = read_manifest(path) if verified else verify(path)
     described = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
@@ -174,7 +183,7 @@ def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor]
 
 @contextmanager
 def _failing_together(mesh: Mesh, folder: Path, step: int, needed: int) -> Iterator[None]:
-    """Turns an OSError of any rank into a CheckpointError on all: nobody is left waiting for the one that failed."""
+    """Turns an OSError of any rank into a CheckpointError on all, so that no rank waits for the one that failed."""
     failure: OSError | None = None
     try:
         yield
@@ -197,13 +206,13 @@ def _settle(temporary: Path, mesh: Mesh, at: Callable[[str], None]) -> dict[str,
 
 
 def _owned(tensors: Mapping[str, torch.Tensor | Slice]) -> dict[str, torch.Tensor]:
-    """The memory behind what this rank writes."""
+    """Returns the tensors that this rank writes."""
     saved = {name: part for name, part in tensors.items() if not isinstance(part, Slice) or part.saved}
     return {name: part.tensor if isinstance(part, Slice) else part for name, part in saved.items()}
 
 
 class _Planner(DefaultSavePlanner):
-    """Knows slices, which describe themselves to DCP but are no tensors."""
+    """Handles slices, which describe themselves to DCP but are not tensors."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         part = self.state_dict[index.fqn]
@@ -222,13 +231,13 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | Slice], me
         written[name] = replace(part, tensor=value) if isinstance(part, Slice) else value
     if not written and mesh.world.size == 1:
         return
-    # save_distributed: one process writes what one rank of many would, so the same reader serves both.
+    # save_distributed: one process writes the format of several ranks, so one reader serves both.
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     one = mesh.world.size == 1
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            with nullcontext() if one else mesh.files.whole_call("save"):
+            with nullcontext() if one else mesh.files.blocking_call("save"):
                 dcp_save(
                     written, storage_writer=writer, planner=_Planner(), process_group=mesh.files.group, no_dist=one
                 )
@@ -237,7 +246,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | Slice], me
 
 
 def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> None:
-    """Rename into place. One rename cannot replace a folder, so an earlier save of this step steps aside."""
+    """Renames into place. One rename cannot replace a folder, so an earlier save of this step is renamed first."""
     aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex}")
     if final.exists():
         at("move earlier save of this step aside")
@@ -252,7 +261,7 @@ def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> No
 
 
 def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None]) -> None:
-    """Remove what is older than the newest `keep` whole checkpoints; `saved` counts and never goes."""
+    """Removes checkpoints older than the newest `keep` complete ones; `saved` counts and is never removed."""
     candidates = {step: path for step, path in _candidates(folder).items() if path == saved or not _is_kept(path)}
     if len(candidates) <= keep:
         return
@@ -267,15 +276,15 @@ def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None]) -> N
 
 
 def _remove(path: Path, at: Callable[[str], None]) -> None:
-    """Remove a checkpoint: first out of sight in one rename, so that a half-removed one never shows."""
+    """Removes a checkpoint. One rename hides it first, so that a partly removed one is never visible."""
     trash = path.with_name(f"{path.name.partition('.')[0]}.tmp-{uuid.uuid4().hex}")
     os.rename(path, trash)
     at(f"remove {trash.name}")
-    shutil.rmtree(trash, ignore_errors=True)  # what a network file system still holds goes with the next save
+    shutil.rmtree(trash, ignore_errors=True)  # the next save removes files that a network file system still holds
 
 
 def _clean(folder: Path, at: Callable[[str], None]) -> None:
-    """Remove what crashed saves left; bring back an earlier save whose replacement never came."""
+    """Removes the remains of crashed saves, and restores an earlier save whose replacement is missing."""
     for path in sorted(folder.iterdir()):
         if _TRASH.fullmatch(path.name):
             at(f"clean {path.name}")
@@ -304,7 +313,7 @@ def _write_error(folder: Path, step: int, needed: int, error: OSError) -> Checkp
 
 
 def _candidates(folder: Path) -> dict[int, Path]:
-    """Step → the folder that may hold it; the replaced one only where its replacement is missing."""
+    """Returns step → folder; the replaced folder only where its replacement is missing."""
     found: dict[int, Path] = {}
     if not folder.is_dir():
         return found

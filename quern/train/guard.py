@@ -1,8 +1,8 @@
-"""Guard: what training does when a step goes wrong or someone asks it to stop. No tensors here.
+"""Guard: how training handles a step that is not finite, and a request to stop. No tensors here.
 
-`Guard` decides what becomes of a step whose loss or gradient is not finite; its state is JSON, so that a
-resumed run decides as the uninterrupted one would. `Stop` turns SIGTERM, SIGINT and SIGHUP into a flag that the
-loop reads between steps. The exit codes of the training commands are defined here too.
+`Guard` decides what happens to a step whose loss or gradient is not finite. Its state is JSON, so a resumed run decides
+as the uninterrupted run would. `Stop` turns SIGTERM, SIGINT and SIGHUP into a flag that the loop reads between steps.
+This file also defines the exit codes of the training commands.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Literal, TextIO
 
-# Exit codes of the training commands, after sysexits.h where it has a fitting name (Python and argument
-# parsing use 1 and 2). A second signal is what the process dies of: a shell shows 128 + its number,
-# subprocess minus it.
+# Exit codes of the training commands, after sysexits.h where it has a fitting name (Python and argument parsing use 1
+# and 2). A second signal kills the process: a shell shows 128 + its number, subprocess the negative number.
 EXIT_DONE = 0
-EXIT_DIVERGED = 70  # EX_SOFTWARE: too many steps in a row were not finite; the last good checkpoint was named
-EXIT_NOT_SAVED = 74  # EX_IOERR: a checkpoint could not be written; those before it are intact
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a whole step, saved: resume to go on
+EXIT_DIVERGED = 70  # EX_SOFTWARE: too many steps in a row were not finite; the message names the last good checkpoint
+EXIT_NOT_SAVED = 74  # EX_IOERR: a checkpoint could not be written; earlier ones are intact
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after a whole step, and saved: resume to continue
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Guard:
-    """Skips steps that are not finite, and stops when more than `max_skips` come in a row.
+    """Skips steps that are not finite, and stops after more than `max_skips` of them in a row.
 
-    A skipped step must leave weights and optimizer untouched; the next finite one is then taken as usual.
+    A skipped step must not change the weights or the optimizer. The next finite step is a normal step.
     """
 
     def __init__(self, max_skips: int):
@@ -42,7 +41,7 @@ class Guard:
         self.skips = 0
 
     def observe(self, finite: bool) -> Literal["step", "skip", "stop"]:
-        """What to do with this step, given whether its loss and gradient norm are finite (on every rank)."""
+        """Returns what to do with this step. finite: whether its loss and gradient norm are, on every rank."""
         if finite:
             self.skips_in_row = 0
             return "step"
@@ -51,7 +50,7 @@ class Guard:
         return "stop" if self.skips_in_row > self.max_skips else "skip"
 
     def state(self) -> dict[str, int]:
-        """JSON for the checkpoint; `max_skips` is the recipe's and is not in it."""
+        """Returns JSON for the checkpoint, without `max_skips`, which is part of the recipe."""
         return {"skips_in_row": self.skips_in_row, "skips": self.skips}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -68,22 +67,21 @@ class Stop:
                 if stop.requested:
                     ...save, and end with EXIT_STOPPED
 
-    Once Python has seen the first SIGTERM or SIGINT, both get back the kernel's own action. So the second one works
-    even while Python is stuck inside a native call, and the shell sees a death by signal; checkpoints and records
-    stand any death. Signals that arrive together, inside one native call, count as one. On leaving, the
-    handlers from before are put back. Outside the main thread, where Python allows no handlers, nothing is
-    installed.
+    After the first SIGTERM or SIGINT, both signals get the kernel's default action. So the second one works even while
+    Python is blocked in a native call, and the shell sees a death by signal. Checkpoints and records survive it.
+    Signals that arrive together, during one native call, count as one. On exit, the earlier handlers are restored.
+    Outside the main thread Python allows no handlers, so none are installed.
 
-    SIGHUP says that the terminal is gone. The kernel and the shell may each send it, so it never counts as the second
-    signal. Where it is ignored at the start (nohup) it stays ignored. What is printed to a terminal or a pipe that
-    nobody reads any more is dropped while this is open, and does not raise.
+    SIGHUP means that the terminal is gone. The kernel and the shell may each send it, so it never counts as the second
+    signal. If it is ignored at the start (nohup), it stays ignored. While this is open, output to a terminal or pipe
+    without a reader is dropped and raises nothing.
     """
 
     def __init__(self, alone: bool = True) -> None:
         """
         Args:
-            alone: False on one of several ranks. Rank 0 then reports the stop, when all have heard, and later signals
-                are ignored: the scheduler and the launcher may each send one, and the launcher ends ranks by SIGKILL.
+            alone: False on one of several ranks. Then rank 0 reports the stop, once all ranks know of it, and later
+                signals are ignored: the scheduler and the launcher may each send one, and the launcher uses SIGKILL.
         """
         self.alone = alone
         self.signal: signal.Signals | None = None
@@ -108,8 +106,8 @@ class Stop:
         self._output.close()
         for which, handler in self._before.items():
             if which == self.signal == signal.SIGHUP:
-                continue  # the second one of a session that ends may come while the process leaves
-            # None stands for a handler that was not installed from Python, and cannot be put back from it.
+                continue  # the second SIGHUP of a closing session may arrive while the process exits
+            # None means a handler that was not installed from Python. Python cannot restore it.
             signal.signal(which, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
@@ -121,17 +119,17 @@ class Stop:
         if not self.alone:
             return
         note = f"\n{signal.Signals(number).name}: finishing this step, saving, then exiting; once more exits at once.\n"
-        with contextlib.suppress(OSError):  # nobody may be listening any more
-            os.write(2, note.encode())  # print() is not safe here: it may have been interrupted midway
+        with contextlib.suppress(OSError):  # the reader may be gone
+            os.write(2, note.encode())  # print() is not reentrant
 
 
 def heeded() -> list[signal.Signals]:
-    """The signals that ask to stop. SIGHUP is not among them when it is ignored, as under nohup."""
+    """Returns the signals that request a stop; without SIGHUP if it is ignored, as under nohup."""
     return [which for which in SIGNALS if which != signal.SIGHUP or signal.getsignal(which) != signal.SIG_IGN]
 
 
 class _Unread:
-    """A text stream that drops what nobody reads any more."""
+    """A text stream that drops its output once the reader is gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -156,5 +154,5 @@ class _Unread:
             if error.errno not in (errno.EIO, errno.EPIPE):  # a terminal that hung up, a pipe that was closed
                 raise
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # what is still buffered is flushed at the exit, whose code counts
+            os.dup2(null, self._stream.fileno())  # the buffer is flushed at exit, and must not change the exit code
             os.close(null)

@@ -1,244 +1,230 @@
-"""Watch: tells the ranks of a mesh how far each of them is, and ends this one when another is lost.
+"""Heartbeat: every rank publishes its progress, and one rank names the rank that failed, hangs or is slow.
 
-A small thread of each rank writes its whereabouts to the store that the ranks met at, beat after beat, and looks
-whether anyone has fallen. When this rank has stood at the same place of a training step for longer than the timeout, or
-one of its collectives has failed, the beats tell the cause: the rank that beats no more (killed, or stopped), or that
-is behind. One rank says it, with the cause's number, collective and step; then all end, and torchrun starts them anew
-from the newest good checkpoint.
+A thread of each rank writes the rank's `Progress` to the store through which the ranks found each other, and checks
+whether a peer rank has failed. When this rank made no progress in a training step for longer than the timeout, or one
+of its collectives failed, the beats show the cause: a rank whose beats stopped (killed or suspended), or a rank that is
+behind. One rank logs the cause with its step and collective. Then all ranks exit, and torchrun restarts them.
 
-Nobody is timed before the first step is over: loading data and compiling take each rank its own time, and only the
-collectives' own timeout (mesh.SET_UP_TIMEOUT) counts; nor is a rank that beats while it saves or evaluates. A rank
-that waits for rank 0 to prepare the data, however long, counts rank 0's beats as progress. It is the same over gloo
-and NCCL, whose own timeouts know neither names nor steps.
+The timeout does not apply before the end of the first step, where loading and compiling take each rank its own time,
+nor to a rank that beats while it saves or evaluates. A rank that waits for rank 0 counts rank 0's beats as progress.
+torch's monitored barrier and NCCL's timeouts name neither the step nor the collective, so they are not used here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from statistics import median
+from typing import NamedTuple, NoReturn
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from quern.mesh import FIRST_STEP, FOR_MAIN, STEPPING, Mesh
+from quern.mesh import FOR_MAIN, TRAINING, Mesh, Progress
 
 BEAT_SECONDS = 1.0
-BEATS_TO_TELL = 4
-"""A rank whose beat stays the same for so long has stopped."""
+STALE_BEATS = 4
+"""A rank whose beat does not change for this many beats has stopped."""
 GRACE_SECONDS = 10.0
-"""When another rank has fallen: how long this one may take to notice by itself."""
+"""How long this rank may take to notice the failure of a peer by itself."""
 STORE_TIMEOUT = timedelta(seconds=10)
 
 
-@dataclass(frozen=True)
-class Beat:
-    """What a rank last wrote of itself. machine, parent, process: to end it where it is a sibling."""
+class Beat(NamedTuple):
+    """What a rank last published. process: host, parent and process id."""
 
     number: int
-    doing: str
-    step: int | None
-    calls: int
-    call: str
-    waiting: bool
-    machine: str
-    parent: int
-    process: int
-
-    @property
-    def place(self) -> tuple[int, int, bool]:
-        """Grows while a rank trains; the same for ranks that wait in the same collective."""
-        return (-1 if self.step is None else self.step, self.calls, self.waiting)
-
-    @property
-    def timed(self) -> bool:
-        return self.doing == FOR_MAIN or (self.step is not None and self.doing != FIRST_STEP)
-
-    def __str__(self) -> str:
-        if self.step is None:
-            return self.doing
-        at = "in" if self.waiting else "after it began"
-        call = f", {at} {self.call} (its collective {self.calls} of the step)" if self.calls else ""
-        return f"{self.doing}, step {self.step + 1}{call}"
+    process: tuple[str, int, int]
+    progress: Progress
 
 
-class Watch:
-    """Watches from the moment it is made; `close` it when the ranks are done, before the first of them leaves.
+class Failure(NamedTuple):
+    """The failure that was reported first. final: a restart would not help."""
 
-    timeout: seconds without progress in a training step, after which the cause is looked for; log: takes a line;
-    orphaned: whether what started this process is gone; end: ends this process at once.
+    rank: int
+    reason: str
+    final: bool
+
+
+class Heartbeat:
+    """Runs from its construction until `close`, which every rank calls before the first of them leaves.
+
+    Args:
+        timeout: Seconds without progress in a training step, after which this rank looks for the cause.
+        log: Takes a line for the user.
+        parent: Process id of the process that started the ranks; this process exits when that one is gone.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        timeout: float,
-        log: Callable[[str], None],
-        orphaned: Callable[[], bool],
-        end: Callable[[], None],
-    ) -> None:
-        self.mesh, self.timeout, self.log, self.orphaned, self.end = mesh, timeout, log, orphaned, end
-        self.beat_seconds = min(BEAT_SECONDS, timeout / 10)
+    def __init__(self, mesh: Mesh, timeout: float, log: Callable[[str], None], parent: int) -> None:
+        self.mesh, self.timeout, self.log = mesh, timeout, log
+        self._store = PrefixStore("heartbeat", mesh.store.clone())  # its own connection: a call blocks it
+        self._store.set_timeout(STORE_TIMEOUT)
+        self._interval = min(BEAT_SECONDS, timeout / 10)
         self._number = 0
-        self._process = (socket.gethostname(), os.getppid(), os.getpid())
-        self._closed = threading.Event()
-        self._falling = threading.Lock()
-        self._standing: list[int] = []
-        """Ranks that were found to beat no more."""
-        self._board = _Board(mesh)
-        self._beat()
-        self._thread = threading.Thread(target=self._run, args=(_Board(mesh),), name="watch", daemon=True)
+        self._process = (socket.gethostname(), parent, os.getpid())
+        self._closed, self._ending = threading.Event(), threading.Lock()
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
 
-    # When this rank falls ---------------------------------------------------------------------------------------
+    def report(self, reason: str, final: bool = False) -> bool:
+        """Records why the ranks exit, and returns whether this rank is the first to say so."""
+        failure = json.dumps(Failure(self.mesh.rank, reason, final))
+        return self._store.compare_set("failure", "", failure) == failure.encode()
 
-    def fell(self, reason: str, final: bool = False) -> None:
-        """Leaves this rank's last words for the others. final: a restart would not help."""
-        if self._falling.acquire(blocking=False):
-            self._board.leave(reason, final)
-        else:
-            time.sleep(GRACE_SECONDS)  # the thread was first, and ends the process when it has spoken
-
-    def lost(self, why: str) -> None:
-        """A collective has failed: says who is the cause, unless it has said so itself or another rank does."""
-        if not self._falling.acquire(blocking=False):
-            time.sleep(GRACE_SECONDS)
-            return
-        self._board.report_peer_loss()
-        if self._board.words():
-            return  # who fell has said why
-        cause = self._still(self._board)
-        if not self._board.words():
-            if cause and self._board.first():
-                self.log(f"{cause}; all end")
-            elif not cause:
-                self.log(f"rank {self.mesh.rank} lost the others: {why}")
-
-    def words_of_main(self, wait_seconds: float = 0.0) -> tuple[str, bool] | None:
-        """Rank 0's last words and whether they are final, if it leaves any within this time."""
+    def failure(self, wait_seconds: float = 0.0) -> Failure | None:
+        """Returns the failure that was reported first, if one is reported within this time."""
         until = time.monotonic() + wait_seconds
-        while (found := self._board.words().get(0)) is None and time.monotonic() < until:
+        while not self._store.check(["failure"]):
+            if time.monotonic() >= until:
+                return None
             time.sleep(0.05)
-        return found
+        return Failure(*json.loads(self._store.get("failure")))
 
-    # The thread -------------------------------------------------------------------------------------------------
+    def report_peer_loss(self, why: str) -> bool:
+        """Logs the cause of a collective that failed, unless another rank reports it.
 
-    def _run(self, board: _Board) -> None:
-        since, place = time.monotonic(), None
-        while not self._closed.wait(self.beat_seconds):
-            if self.orphaned():
-                if self.mesh.main:
-                    self.log("the process that started the ranks is gone: they end; go on with --resume")
-                self.end()
+        Returns:
+            Whether the failure is final.
+        """
+        self._end_if_orphaned()
+        lost = f"rank {self.mesh.rank} lost the others: {why}"
+        try:
+            if self.failure() is None:
+                cause = self._describe(self._stopped()) or lost
+                if self.report(cause):
+                    self.log(f"{cause}; all end")
+            failure = self.failure()
+            return failure is not None and failure.final
+        except RuntimeError:  # the store is gone, too
+            self.log(lost)
+            return False
+
+    def _run(self) -> None:
+        since, position = time.monotonic(), None
+        while not self._closed.wait(self._interval):
+            self._end_if_orphaned()
             try:
-                own = self._beat(board)
-                now_at = board.beat_of_main() if own.doing == FOR_MAIN else own.place
-                if now_at != place:
-                    since, place = time.monotonic(), now_at
-                if board.words() and not self._closed.wait(GRACE_SECONDS):
-                    self.end()
-                elif own.timed and time.monotonic() - since > self.timeout:
-                    self._look_for_cause(board)
+                self._publish()
+                progress = self.mesh.progress
+                now_at = self._store.get("beat/0") if progress.phase == FOR_MAIN else progress.position
+                if now_at != position:
+                    since, position = time.monotonic(), now_at
+                if self.failure() and not self._closed.wait(GRACE_SECONDS):
+                    exit_now(1)
+                elif progress.timed and time.monotonic() - since > self.timeout:
+                    self._end_with_cause()
             except RuntimeError as error:  # torch's stores raise nothing narrower
-                if not self._closed.wait(self.beat_seconds) and not self.orphaned():
+                if not self._closed.wait(self._interval):
+                    self._end_if_orphaned()
                     self.log(f"rank {self.mesh.rank} cannot reach the others' store any more ({error}): it ends")
-                    self.end()
+                    exit_now(1)
 
-    def _beat(self, board: _Board | None = None) -> Beat:
+    def _end_if_orphaned(self) -> None:
+        if os.getppid() != self._process[1]:
+            self._ending.acquire()  # never released: one thread logs and ends the process
+            if self.mesh.main:
+                self.log("the process that started the ranks is gone: they end; go on with --resume")
+            exit_now(1)
+
+    def _publish(self) -> None:
         self._number += 1
-        at = self.mesh.whereabouts
-        beat = Beat(self._number, at.doing, at.step, at.calls, at.call, at.waiting, *self._process)
-        (board or self._board).write(beat)
-        return beat
+        self._store.set(f"beat/{self.mesh.rank}", json.dumps([self._number, self._process, asdict(self.mesh.progress)]))
 
-    def _look_for_cause(self, board: _Board) -> None:
-        """Ends this process, with the cause said, unless there is a reason to wait on."""
-        cause = self._still(board) or self._behind(board)
-        if cause is None or not self._falling.acquire(blocking=False):
+    def _beats(self) -> dict[int, Beat]:
+        there = [rank for rank in range(self.mesh.world.size) if self._store.check([f"beat/{rank}"])]
+        found = {rank: json.loads(self._store.get(f"beat/{rank}")) for rank in there}
+        return {rank: Beat(number, tuple(process), Progress(**p)) for rank, (number, process, p) in found.items()}
+
+    def _stopped(self) -> dict[int, Beat]:
+        """Returns the last beats of the ranks whose beats have stopped."""
+        before = self._beats()
+        for _ in range(STALE_BEATS):
+            time.sleep(self._interval)
+            self._publish()
+        after = self._beats()
+        return {rank: after[rank] for rank, beat in before.items() if after[rank].number == beat.number}
+
+    def _describe(self, stopped: dict[int, Beat]) -> str | None:
+        places = "; ".join(f"rank {rank} is gone or stopped, last seen {b.progress}" for rank, b in stopped.items())
+        return f"{places}; rank {self.mesh.rank} is {self.mesh.progress}" if places else None
+
+    def _end_with_cause(self) -> None:
+        """Logs why this rank makes no progress, and ends the process. Returns when there is a reason to wait."""
+        stopped = self._stopped()
+        cause = self._describe(stopped) or self._behind()
+        if cause is None:
             return
-        if board.first():
-            board.leave(cause, False)
+        if self.report(cause):
             self.log(f"{cause}; all end")
-        for rank, beat in board.beats().items():
-            if rank in self._standing and (beat.machine, beat.parent) == self._process[:2]:
-                os.kill(beat.process, signal.SIGKILL)  # it is stopped, and would not hear anything milder
-        self.end()
+        for host, parent, process in (beat.process for beat in stopped.values()):
+            if (host, parent) == self._process[:2]:
+                os.kill(process, signal.SIGKILL)  # a suspended process handles no other signal
+        exit_now(1)
 
-    def _still(self, board: _Board) -> str | None:
-        """Who beats no more."""
-        before = board.beats()
-        for _ in range(BEATS_TO_TELL):
-            time.sleep(self.beat_seconds)
-            self._beat(board)
-        after = board.beats()
-        self._standing = [
-            rank for rank, beat in after.items() if beat.number == before[rank].number and rank not in board.mourning()
-        ]
-        places = "; ".join(f"rank {rank} is gone or stopped, last seen {after[rank]}" for rank in self._standing)
-        own = after[self.mesh.rank]
-        return f"{places}; rank {self.mesh.rank} is {own}" if places else None
-
-    def _behind(self, board: _Board) -> str | None:
-        beats = board.beats()
-        own = beats[self.mesh.rank]
-        if any(beat.doing != STEPPING for beat in beats.values()):
-            return None  # it saves or evaluates, and it is alive
-        late = min(beats, key=lambda rank: beats[rank].place)
+    def _behind(self) -> str | None:
+        ranks = {rank: beat.progress for rank, beat in self._beats().items()}
+        own = ranks[self.mesh.rank]
+        if any(progress.phase != TRAINING for progress in ranks.values()):
+            return None  # the rank is alive and saves or evaluates
+        late = min(ranks, key=lambda rank: ranks[rank].position)
         waited = f"rank {self.mesh.rank} has waited for more than {self.timeout:g} s, {own}"
-        if beats[late].place < own.place:
-            return f"rank {late} is behind, {beats[late]}; {waited}"
-        if own.waiting and all(beat.place == own.place for beat in beats.values()):
+        if ranks[late].position < own.position:
+            return f"rank {late} is behind, {ranks[late]}; {waited}"
+        if own.waiting and all(progress.position == own.position for progress in ranks.values()):
             return f"no rank is behind and nothing arrives: is the network whole? {waited}"
         return None
 
 
-class _Board:
-    """What ranks write for each other. Each thread has its own: a call blocks its connection."""
+def exit_now(code: int) -> NoReturn:
+    """Exits this process without cleanup, which would wait for collectives that cannot end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.ranks = mesh.rank, range(mesh.world.size)
-        self.store = PrefixStore("watch", mesh.store.clone())
-        self.store.set_timeout(STORE_TIMEOUT)
 
-    def write(self, beat: Beat) -> None:
-        self.store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+class StragglerDetector:
+    """Names the ranks that hold the others up, from each rank's own computing time. Gives the same on all ranks.
 
-    def beats(self) -> dict[int, Beat]:
-        return {rank: Beat(**beat) for rank, beat in self._read("beat").items()}
+    Args:
+        slow: How many times the median of the other ranks a slow rank takes.
+        window_steps: Steps that are summed, since single steps differ for many reasons.
+    """
 
-    def beat_of_main(self) -> bytes:
-        return self.store.get("beat/0")
+    def __init__(self, slow: float = 1.5, window_steps: int = 20) -> None:
+        self.slow, self.window_steps = slow, window_steps
+        self._steps: list[Sequence[float]] = []
+        self._named: set[int] = set()
 
-    def leave(self, reason: str, final: bool) -> None:
-        self.store.set(f"words/{self.rank}", json.dumps([reason, final]))
-        self.store.add("fallen", 1)
+    def observe(self, seconds: Sequence[float]) -> str | None:
+        """Takes each rank's seconds in this step, without waiting.
 
-    def words(self) -> dict[int, tuple[str, bool]]:
-        if not self.store.check(["fallen"]):
-            return {}
-        return {rank: (reason, final) for rank, (reason, final) in self._read("words").items()}
-
-    def report_peer_loss(self) -> None:
-        """This rank falls because another one did."""
-        self.store.set(f"mourning/{self.rank}", "1")
-
-    def mourning(self) -> set[int]:
-        return set(self._read("mourning"))
-
-    def first(self) -> bool:
-        """Whether nobody has spoken for all yet."""
-        return self.store.add("spoken", 1) == 1
-
-    def _read(self, kind: str) -> dict[int, Any]:
-        there = [rank for rank in self.ranks if self.store.check([f"{kind}/{rank}"])]
-        return {rank: json.loads(self.store.get(f"{kind}/{rank}")) for rank in there}
+        Returns:
+            A line for the user when a window ends in which a rank was slow that was not slow in the window before.
+        """
+        self._steps.append(seconds)
+        if len(self._steps) < self.window_steps:
+            return None
+        sums, self._steps = [sum(own) for own in zip(*self._steps, strict=True)], []
+        times = [own / median(sums[:rank] + sums[rank + 1 :]) for rank, own in enumerate(sums)]
+        slow = {rank for rank, ratio in enumerate(times) if ratio > self.slow}
+        lines = [
+            f"rank {rank} is slow: over {self.window_steps} steps it computed {times[rank]:.1f} times as long as the "
+            "other ranks' median, and they wait for it: look what else runs there"
+            for rank in sorted(slow - self._named)
+        ]
+        self._named = slow
+        return "; ".join(lines) or None

@@ -1,15 +1,15 @@
 """Several processes for one command: starts them with torch's elastic agent (torchrun), and joins them to a mesh.
 
-`quern pretrain … --ranks 2` becomes the ranks' parent; each rank runs the same command, finds its place in the
-environment, and joins. When a rank dies, the others end, and all start anew, up to `restarts` times; they go on from
-the newest good checkpoint by themselves. An outcome that a restart would not change (done, stopped by a signal,
-diverged, a recipe that is refused) travels in a file, because the agent takes every exit code but 0 for a failure. When
-the parent dies, however it does, the ranks notice and end. On several machines the same command runs on each, and the
-agents meet at one address (`--nodes`, `--rendezvous`).
+`quern pretrain … --ranks 2` becomes the parent of the ranks. Each rank runs the same command, reads its rank from the
+environment, and joins. When a rank fails, all exit and restart, up to `restarts` times, from the newest good
+checkpoint. An outcome that a restart would not change (done, stopped by a signal, diverged, a recipe that is refused)
+is passed in a file, because the agent takes every exit code except 0 for a failure. When the parent dies, the ranks
+notice and exit. On several machines the same command runs on each, and the agents meet at one address (`--nodes`,
+`--rendezvous`).
 
-The parent forwards signals to its ranks and leaves the agent running: the ranks of all machines stop after the same
-step and end with 0, so the agents end together. An agent that handles the signal itself leaves without telling the
-others, which then wait for it.
+The parent forwards signals to its ranks and lets the agent run. The ranks of all machines stop after the same step and
+exit with 0, so the agents end together. An agent that handles the signal itself leaves without telling the other
+agents, which then wait for it.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from quern.machine import Machine, environment, set_child_env
 from quern.mesh import Mesh, PeersLostError, alone, connect, disconnect
+from quern.temporaries import write_whole
 from quern.train.checkpoint import CheckpointError
 from quern.train.guard import heeded
-from quern.train.heartbeat import Watch
+from quern.train.heartbeat import Heartbeat, exit_now
 
 RESULT, PARENT = "QUERN_RESULT", "QUERN_PARENT"
-"""Name the file in which the first rank of a machine says how it ended, and the launching process."""
+"""Variables: the file for the exit code of a machine's first rank, and the process id of the parent."""
 TOGETHER_SECONDS = 1.0
 """Signals to the parent within this time count as one: the scheduler, the shell and a script may each send it."""
 EXIT_SECONDS = 10.0
-"""How long a machine whose ranks have ended waits for the other machines'."""
+"""How long a machine whose ranks have ended waits for the other machines."""
 MEET_SECONDS = 900
 """How long a machine waits for the others to start."""
 CONNECT_SECONDS = 60.0
-"""Once all ranks are there: how long they may take to connect to each other."""
+"""How long the ranks may take to connect, once all of them have arrived."""
 USERS = (ValueError, OSError, ImportError, CheckpointError)
-"""Errors that before training are the user's to mend: said once, by one rank, and not tried again."""
+"""Before training, these errors are for the user to correct: one rank reports them, and nothing restarts."""
 EXPECTED = (*USERS, RuntimeError)
-"""Errors that explain themselves without a traceback."""
+"""These errors are reported without a traceback."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among those of the command; restart: how often they were started anew."""
+    """Which of the command's processes this is. restart: how often all ranks were restarted."""
 
     rank: int
     ranks: int
@@ -72,15 +72,10 @@ class Place:
 
 
 def place() -> Place:
-    """As torchrun has told this process; alone when it has not."""
+    """Reads torchrun's variables; without them this is the only process."""
     given = environment()
-
-    def number(name: str, default: int) -> int:
-        return int(given.get(name, default))
-
-    return Place(
-        number("RANK", 0), number("WORLD_SIZE", 1), number("LOCAL_RANK", 0), number("TORCHELASTIC_RESTART_COUNT", 0)
-    )
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
+    return Place(*(int(given.get(name, default)) for name, default in names.items()))
 
 
 # The parent -------------------------------------------------------------------------------------------------
@@ -89,15 +84,15 @@ def place() -> Place:
 def launch(arguments: Sequence[str], ranks: int, restarts: int, nodes: int = 1, rendezvous: str = "") -> int:
     """Runs `quern` with these arguments on several processes, and waits for them.
 
-    SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and end. A second SIGTERM or SIGINT
-    ends them at once.
+    SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and exit. A second SIGTERM or
+    SIGINT kills them.
 
     Args:
-        arguments: the command line, after `quern`.
-        ranks: processes on this machine.
-        restarts: how often all are started again when one dies.
-        nodes: machines that run this command together.
-        rendezvous: host:port where they meet, on one of them; not used for one machine.
+        arguments: The command line, after `quern`.
+        ranks: Processes on this machine.
+        restarts: How often all ranks are restarted when one fails.
+        nodes: Machines that run this command together.
+        rendezvous: host:port of one of the machines, where they meet; unused for one machine.
 
     Returns:
         The command's exit code; 128 + the signal's number where a signal came before training began.
@@ -109,28 +104,27 @@ def launch(arguments: Sequence[str], ranks: int, restarts: int, nodes: int = 1, 
             RESULT: str(result),
             PARENT: str(os.getpid()),
             "OMP_NUM_THREADS": "1",
-            "LOGLEVEL": "CRITICAL",  # of the agent: what it would say, the ranks say better
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are `_Asked`'s
+            "LOGLEVEL": "CRITICAL",  # of the agent: the ranks report failures in more detail
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # `_forwarding` handles the others
         }
     )
     try:
         agent = _agent(arguments, ranks, restarts, folder, nodes, rendezvous if nodes > 1 else "localhost:0")
-        with _Asked(agent) as asked:
+        with _forwarding(agent) as received:
             failure = _supervise(agent, restarts, nodes)
         if result.exists():
             return json.loads(result.read_text(encoding="utf-8"))
-        if asked.signal is not None:
-            _say(f"quern {arguments[0]}: stopped by {asked.signal.name} before training began")
-            return 128 + asked.signal
-        _say(f"quern {arguments[0]}: {failure}")
-        return 1
+        if received:
+            failure = f"stopped by {received[0].name} before training began"
+        _log(f"quern {arguments[0]}: {failure}")
+        return 128 + received[0] if received else 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, nodes: int, rendezvous: str) -> Any:
-    """torch's elastic agent, as torch.distributed.launcher makes it, with a shorter wait at the end."""
-    # Imported late: it reads the log level when it is.
+    """Builds torch's elastic agent as torch.distributed.launcher does, with a shorter wait at the end."""
+    # Imported late: these modules read the log level at import.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -138,8 +132,8 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.launcher.api import LaunchConfig
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # also where it was imported before
-    config = LaunchConfig(nodes, nodes, ranks)  # for torch's own defaults
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # if it was imported before
+    config = LaunchConfig(nodes, nodes, ranks)  # for torch's defaults
     meeting = RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, timeout=MEET_SECONDS)
     spec = WorkerSpec(
         role="quern",
@@ -151,101 +145,82 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
         monitor_interval=config.monitor_interval,
         numa_options=config.numa_options,
     )
-    logs = DefaultLogsSpecs(log_dir=str(folder))
-    return LocalElasticAgent(spec, logs, exit_barrier_timeout=EXIT_SECONDS)
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=EXIT_SECONDS)
 
 
 def _supervise(agent: Any, restarts: int, nodes: int) -> str:
-    """Runs the agent to its end; says what failed, where the ranks have left no outcome."""
+    """Runs the agent to its end, and returns the failure to report if the ranks left no outcome."""
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous.api import (
-        RendezvousClosedError,
-        RendezvousError,
-        RendezvousTimeoutError,
-    )
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-    spec = agent.get_worker_group().spec
     try:
         result = agent.run()
-    except SignalException as asked:
-        return f"ended by {asked.sigval.name}"
+    except SignalException as received:
+        return f"ended by {received.sigval.name}"
     except RendezvousClosedError:
         return "another machine was asked to stop before training began, or has ended"
     except RendezvousTimeoutError:
-        return f"not all of {nodes} machines came within {MEET_SECONDS / 60:.0f} minutes"
+        return f"not all of {nodes} machines arrived within {MEET_SECONDS / 60:.0f} minutes"
     except RendezvousError as error:
         return f"cannot reach the other machines: {error}"
     finally:
-        spec.rdzv_handler.shutdown()
-    failures = result.failures if result else {}
-    ends = {rank: failure.signal_name() for rank, failure in failures.items() if failure.exitcode < 0}
-    signals = "".join(f"; rank {rank} was ended by {name}" for rank, name in sorted(ends.items()))
-    return f"given up after {restarts} restarts{signals}"
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
+    failures = sorted(result.failures.items()) if result else []
+    ends = [f"; rank {rank} was ended by {one.signal_name()}" for rank, one in failures if one.exitcode < 0]
+    return f"given up after {restarts} restarts{''.join(ends)}"
 
 
-class _Asked:
-    """While open, forwards signals to the agent's ranks. signal: the first one that came.
+@contextmanager
+def _forwarding(agent: Any) -> Iterator[list[signal.Signals]]:
+    """Forwards signals to the agent's ranks, and yields the list of those that were forwarded.
 
-    A thread does it: a handler may interrupt the agent where it holds a lock of the rendezvous.
+    A thread forwards them, because a handler may interrupt the agent while it holds a lock of the rendezvous.
     """
-
-    def __init__(self, agent: Any) -> None:
-        self.signal: signal.Signals | None = None
-        self._agent = agent
-        self._heard: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Asked:
-        for which in heeded():
-            self._before[which] = signal.signal(which, lambda number, _: self._heard.put(signal.Signals(number)))
-        threading.Thread(target=self._forward, name="signals", daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for which, handler in self._before.items() if self.signal is None else ():  # else the process is about to end
+    received: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+    forwarded: list[signal.Signals] = []
+    before = {which: signal.signal(which, lambda number, _: received.put(signal.Signals(number))) for which in heeded()}
+    threading.Thread(target=_forward, args=(agent, received, forwarded), name="signals", daemon=True).start()
+    try:
+        yield forwarded
+    finally:
+        for which, handler in before.items() if not forwarded else ():  # else the process is about to exit
             signal.signal(which, handler)
 
-    def _forward(self) -> None:
-        from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-        self.signal = self._heard.get()
-        until = time.monotonic() + TOGETHER_SECONDS
-        asked: set[int] = set()
-        closed = False
-        while True:
-            for pid in self._pids() - asked:  # also those that were just being started
-                self._send(pid, signal.SIGTERM)
-                asked.add(pid)
-            if not closed:
-                closed = True
-                with contextlib.suppress(RendezvousError):
-                    self._agent.get_worker_group().spec.rdzv_handler.set_closed()  # no machine starts ranks again
-            with contextlib.suppress(queue.Empty):
-                again = self._heard.get(timeout=0.2)
-                if again != signal.SIGHUP and time.monotonic() > until:
-                    for pid in self._pids():
-                        self._send(pid, signal.SIGKILL)
+def _forward(agent: Any, received: queue.SimpleQueue[signal.Signals], forwarded: list[signal.Signals]) -> None:
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    def _pids(self) -> set[int]:
-        return {worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None}
+    forwarded.append(received.get())
+    until = time.monotonic() + TOGETHER_SECONDS
+    asked = _send(agent, signal.SIGTERM)
+    with contextlib.suppress(RendezvousError):
+        agent.get_worker_group().spec.rdzv_handler.set_closed()  # no machine restarts its ranks
+    while True:
+        asked |= _send(agent, signal.SIGTERM, asked)  # also to ranks that had just been starting
+        with contextlib.suppress(queue.Empty):
+            if received.get(timeout=0.2) != signal.SIGHUP and time.monotonic() > until:
+                _send(agent, signal.SIGKILL)
 
-    def _send(self, pid: int, which: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+
+def _send(agent: Any, which: signal.Signals, skipped: Set[int] = frozenset()) -> set[int]:
+    """Sends a signal to the ranks of this machine, and returns their process ids."""
+    pids = {worker.id for worker in agent.get_worker_group().workers if worker.id is not None} - skipped
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has exited
             os.kill(pid, which)
+    return pids
 
 
 # A rank -----------------------------------------------------------------------------------------------------
 
 
 def finish(code: int) -> int:
-    """The exit code of a rank whose command has ended by itself: under `launch` 0, and the file says the rest."""
+    """Returns the exit code of a rank whose command ended by itself: under `launch` 0, and a file holds `code`."""
     path = environment().get(RESULT)
     if path is None:
         return code
     if place().local_rank == 0:
-        part = Path(path + ".part")
-        part.write_text(json.dumps(code), encoding="utf-8")
-        os.replace(part, path)
+        write_whole(Path(path), json.dumps(code))
     return 0
 
 
@@ -253,132 +228,113 @@ def finish(code: int) -> int:
 def joined(
     command: str, tp: int, detect: Callable[[int | None], Machine], threads: int | None, timeout: float
 ) -> Iterator[tuple[Machine, Mesh]]:
-    """This rank's machine and mesh. detect: given the number of threads; by default the cores are shared equally.
+    """Yields this rank's machine and mesh.
 
-    With several ranks nothing is raised: an error inside is reported, with the rank and the step, and ends the process;
-    so does what befalls another rank (train/heartbeat.py; timeout: see there). command: what the reports begin with.
+    With several ranks nothing is raised: an error in the body is reported, with the rank and the step, and ends the
+    process. So does the failure of a peer rank (train/heartbeat.py).
+
+    Args:
+        command: Begins every report.
+        tp: Tensor-parallel shards.
+        detect: Takes the number of CPU threads.
+        threads: CPU threads of this rank; None shares the cores equally.
+        timeout: See `Heartbeat`.
     """
     here = place()
     if here.ranks == 1:
         yield detect(threads), alone()
         return
     parent = os.getppid()
-    _leave_if_over(parent)
-    fall = _Fall(command, here)
-    with fall:
+    _exit_if_over(parent)
+    signal.signal(signal.SIGTERM, _terminate)
+    heartbeat = None
+
+    def log(line: str) -> None:
+        _log(f"{command}: {line}")
+
+    def give_up() -> None:
+        within = f"though all were there, within {CONNECT_SECONDS:.0f} s"
+        log(f"rank {here.rank} could not connect to the others, {within}; all end")
+        exit_now(1)
+
+    timer = threading.Timer(CONNECT_SECONDS, give_up)
+    timer.daemon = True
+    try:
         if torch.cuda.is_available():
             torch.cuda.set_device(here.local_rank)
         machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
-        with fall.limited(CONNECT_SECONDS, "connect to the others, though all were there") as begin:
-            mesh = connect(tp, machine.device, here.rank, here.ranks, met=begin)
-        fall.watch = Watch(mesh, timeout, fall.log, lambda: os.getppid() != parent, lambda: _leave(1))
+        mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start)
+        timer.cancel()
+        heartbeat = Heartbeat(mesh, timeout, log, parent)
         yield machine, mesh
         mesh.world.barrier()
-        fall.watch.close()
-        mesh.world.barrier()  # nobody's store goes while another still watches
+        heartbeat.close()
+        mesh.world.barrier()  # no rank's store is closed while another heartbeat uses it
         disconnect(mesh)
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        exit_now(_report_early(error, here, log) if heartbeat is None else _report(error, here, log, heartbeat))
 
 
 def restarted(mesh: Mesh) -> bool:
-    """Whether the ranks of any machine were started anew: then all resume."""
+    """Returns whether the ranks of any machine were restarted: then all ranks resume."""
     return any(mesh.world.gather_objects(place().restart > 0))
 
 
-class _Terminated(BaseException):
+class _TerminatedError(BaseException):
     """SIGTERM outside the training loop."""
 
 
-class _Fall:
-    """Around a rank's work: reports what ends it, and ends it without waiting for anyone."""
+def _terminate(number: int, frame: object) -> None:
+    """The agent terminates the ranks that a failed rank left; they report the peer first."""
+    raise _TerminatedError
 
-    def __init__(self, command: str, here: Place) -> None:
-        self.command, self.here = command, here
-        self.watch: Watch | None = None
-        self._falling = threading.Event()
 
-    def log(self, line: str) -> None:
-        _say(f"{self.command}: {line}")
+def _report_early(error: BaseException, here: Place, log: Callable[[str], None]) -> int:
+    """Reports an error before the ranks are connected, and returns the exit code. One rank of each machine reports."""
+    if isinstance(error, USERS):
+        if here.local_rank == 0:
+            log(str(error))
+        return finish(1)
+    if not isinstance(error, _TerminatedError):
+        log(f"rank {here.rank} failed while it joined the others: {type(error).__name__}: {error}")
+    return 1
 
-    @contextmanager
-    def limited(self, seconds: float, what: str) -> Iterator[Callable[[], None]]:
-        """Gives what starts the clock: this process ends, to be started anew, where it is not done in time."""
 
-        def end() -> None:
-            self.log(f"rank {self.here.rank} could not {what}, within {seconds:.0f} s; all end")
-            _leave(1)
-
-        clock = threading.Timer(seconds, end)
-        clock.daemon = True
-        try:
-            yield clock.start
-        finally:
-            clock.cancel()
-
-    def __enter__(self) -> None:
-        signal.signal(signal.SIGTERM, self._terminate)
-
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """The agent ends the ranks that another has left behind; they say first whom they miss."""
-        if not self._falling.is_set():
-            raise _Terminated
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, (SystemExit, GeneratorExit)):
-            return
-        self._falling.set()
-        _leave(self._before_watch(error) if self.watch is None else self._watched(error, self.watch))
-
-    def _before_watch(self, error: BaseException) -> int:
-        """Nothing connects the ranks yet; what is wrong on a machine is said by its first rank."""
-        if isinstance(error, USERS):
-            if self.here.local_rank == 0:
-                self.log(str(error))
+def _report(error: BaseException, here: Place, log: Callable[[str], None], heartbeat: Heartbeat) -> int:
+    """Reports an error, and returns the exit code."""
+    if isinstance(error, (PeersLostError, _TerminatedError)):
+        return finish(1) if heartbeat.report_peer_loss(str(error)) else 1
+    step = heartbeat.mesh.progress.step
+    if isinstance(error, USERS) and step is None:
+        if here.main:
+            heartbeat.report(str(error), final=True)
+            log(str(error))
             return finish(1)
-        if not isinstance(error, _Terminated):
-            self.log(f"rank {self.here.rank} failed while it joined the others: {type(error).__name__}: {error}")
-        return 1
-
-    def _watched(self, error: BaseException, watch: Watch) -> int:
-        step = watch.mesh.whereabouts.step
-        if isinstance(error, (PeersLostError, _Terminated)):
-            watch.lost(str(error))
-            words = watch.words_of_main()
-            return finish(1) if words and words[1] else 1
-        if isinstance(error, USERS) and step is None:
-            if self.here.main:
-                watch.fell(str(error), final=True)
-                self.log(str(error))
-                return finish(1)
-            words = watch.words_of_main(wait_seconds=5)
-            if words == (str(error), True):
-                return finish(1)
-        at = f"in step {step + 1}" if step is not None else "before its first step"
-        reason = f"rank {self.here.rank} failed {at}: {type(error).__name__}: {error}"
-        watch.fell(reason)
-        if not isinstance(error, EXPECTED) or environment().get("QUERN_TRACEBACK"):
-            traceback.print_exception(error)
-        self.log(f"{reason}; all end")
-        return 1
+        if heartbeat.failure(wait_seconds=5) == (0, str(error), True):
+            return finish(1)
+    at = f"in step {step + 1}" if step is not None else "before its first step"
+    reason = f"rank {here.rank} failed {at}: {type(error).__name__}: {error}"
+    with contextlib.suppress(RuntimeError):  # the store may be gone
+        heartbeat.report(reason)
+    if not isinstance(error, EXPECTED) or environment().get("QUERN_TRACEBACK"):
+        traceback.print_exception(error)
+    log(f"{reason}; all end")
+    return 1
 
 
-def _leave_if_over(parent: int) -> None:
-    """Ends a rank that was started after the outcome stood, or whose parent is gone."""
+def _exit_if_over(parent: int) -> None:
+    """Exits if this rank was started after the outcome was decided, or if its parent is gone."""
     given = environment()
     if RESULT in given and Path(given[RESULT]).exists():
-        _leave(0)
+        exit_now(0)
     if int(given.get(PARENT, parent)) != parent:
-        _leave(1)
+        exit_now(1)
 
 
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may be listening any more
-        sys.stderr.write(line + "\n")  # in one piece, since others write there too
+def _log(line: str) -> None:
+    with contextlib.suppress(OSError):  # the reader may be gone
+        sys.stderr.write(line + "\n")  # one write, because other ranks write there too
         sys.stderr.flush()
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends this process now: leaving in good order would wait for collectives that cannot end."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(code)

@@ -20,16 +20,16 @@ import torch
 from quern.data.batch import Batch, Batches
 from quern.data.loader import prefetch
 from quern.machine import Machine
-from quern.mesh import FIRST_STEP, STEPPING, Mesh
+from quern.mesh import FIRST_STEP, TRAINING, Mesh
 from quern.optim.schedule import Multipliers
 from quern.records import Records
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
+from quern.train.heartbeat import StragglerDetector
 from quern.train.replicas import refuse_unequal_replicas
 from quern.train.saver import Saver
 from quern.train.state import TrainState
 from quern.train.step import StepResult, train_step
-from quern.train.straggler import Pace
 
 Evaluator = Callable[[TrainState], dict[str, Any]]
 
@@ -76,13 +76,13 @@ def train(
     refuse_unequal_replicas(state)
     folder.rewind(state.step)  # also where a run died before its first checkpoint
     folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
-    window, pace = _Window(), Pace()
+    window, stragglers = _Window(), StragglerDetector()
     fresh = True
     mesh = state.optimizer.mesh
     saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background, plan.keep_step)
     with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan)) as batches:
         for batch in batches:
-            mesh.whereabouts.begin_step(state.step, FIRST_STEP if fresh else STEPPING)
+            mesh.progress.begin_step(state.step, FIRST_STEP if fresh else TRAINING)
             start, waited = time.perf_counter(), mesh.waited_seconds()
             _seed_draws(state, plan)
             result = train_step(
@@ -102,7 +102,7 @@ def train(
             if state.step % plan.log_every == 0 or state.step == plan.steps:
                 _log(state, result, window, plan, folder)
                 window = _Window(window.rate())
-            asked, slow = _exchange(stop.requested, seconds - mesh.waited_seconds() + waited, mesh, machine, pace)
+            asked, slow = _exchange(stop.requested, seconds - mesh.waited_seconds() + waited, mesh, machine, stragglers)
             stopping = asked and state.step < plan.steps
             if slow:
                 folder.event("slow", step=state.step, reason=slow)
@@ -121,7 +121,9 @@ def train(
     return EXIT_DONE
 
 
-def _exchange(asked: bool, seconds: float, mesh: Mesh, machine: Machine, pace: Pace) -> tuple[bool, str | None]:
+def _exchange(
+    asked: bool, seconds: float, mesh: Mesh, machine: Machine, stragglers: StragglerDetector
+) -> tuple[bool, str | None]:
     """→ whether a signal has reached any rank, so that all stop after the same step; what to say of a slow rank.
 
     seconds: this rank's own of the step.
@@ -132,7 +134,7 @@ def _exchange(asked: bool, seconds: float, mesh: Mesh, machine: Machine, pace: P
     heard = own.new_empty(2 * mesh.world.size)
     mesh.world.all_gather(heard, own).wait()
     signals, times = heard.view(-1, 2).T.tolist()
-    return any(signals), pace.observe(times)
+    return any(signals), stragglers.observe(times)
 
 
 def _batches(state: TrainState, loader: Batches, plan: TrainingPlan) -> Generator[Batch, None, None]:
@@ -173,7 +175,7 @@ def _evaluate(state: TrainState, plan: TrainingPlan, folder: Records) -> None:
     """What is due after this step."""
     for every, evaluator in plan.evaluators:
         if state.step % every == 0 or state.step == plan.steps:
-            with state.optimizer.mesh.whereabouts.during("evaluating"):
+            with state.optimizer.mesh.progress.during("evaluating"):
                 folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
 
 
@@ -183,7 +185,7 @@ def _save_is_due(step: int, plan: TrainingPlan) -> bool:
 
 def _save(state: TrainState, saver: Saver, plan: TrainingPlan, last: bool) -> None:
     """Raises CheckpointError. last: waits for what is saved in the background."""
-    with state.optimizer.mesh.whereabouts.during("saving"):
+    with state.optimizer.mesh.progress.during("saving"):
         saver.save(state, plan.meta)
         if last:
             saver.settle()

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: what it vouches for, and how it is written and read.
+"""The manifest of a checkpoint: its format, and how it is written and read.
 
 JSON: schema version, step, version of the library that wrote it, the caller's JSON (`meta`), size in bytes and SHA-256
 of each file, and the SHA-256 of all that. PyTorch (checkpoint.py) and JAX (grug/checkpoint.py) both use it, so this
@@ -20,11 +20,11 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be trusted; the message says which, and why."""
+    """A checkpoint could not be written, or is damaged. The message names it and the reason."""
 
 
 class NewerCheckpointError(CheckpointError):
-    """The checkpoint is whole, but written by a newer version than this one can read."""
+    """The checkpoint is complete, but a newer version wrote it, which this version cannot read."""
 
 
 def write_manifest(
@@ -57,16 +57,16 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """That of the checkpoint at `path`, its own hash checked. Raises CheckpointError, or NewerCheckpointError."""
+    """Returns a checkpoint's manifest, its own hash checked. Raises CheckpointError or NewerCheckpointError."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    # This rule (the hash covers the content without itself) holds for every schema, so that a damaged
-    # schema number is not taken for a newer version.
+    # The hash covers the content without itself in every schema, so a damaged schema number is not taken for a newer
+    # version.
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _content_hash(manifest):
         raise CheckpointError(f"{file} does not match its own sha256")
     if manifest["schema"] > SCHEMA:
@@ -83,7 +83,7 @@ def _content_hash(content: dict[str, Any]) -> str:
 
 
 def describe(file: Path) -> dict[str, Any]:
-    """Its size and hash, as the manifest states them."""
+    """Returns the size and hash of a file, as in the manifest."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {"bytes": stream.tell(), "sha256": digest}
@@ -123,7 +123,7 @@ def newest_good(
         except NewerCheckpointError:
             raise
         except CheckpointError as error:
-            report(f"step {step} is damaged and is passed over: {error}")
+            report(f"step {step} is damaged and is skipped: {error}")
     return None
 
 

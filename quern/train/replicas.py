@@ -26,7 +26,7 @@ def refuse_unequal_replicas(state: TrainState) -> None:
     The optimizer state that only one rank owns has no second copy to compare. Every rank of the mesh calls this.
 
     Args:
-        state: the state that training starts from, after a resume if there is one.
+        state: The state that training starts from, after a resume if there is one.
 
     Raises:
         ValueError: on every rank, when the ranks differ. The message names the ranks and a tensor.
@@ -46,8 +46,8 @@ def refuse_unequal_replicas(state: TrainState) -> None:
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
         raise ValueError(
             f"the ranks do not start from equal weights: {', '.join(f'rank {one} differs' for one, _ in differing)} "
-            f"from rank {reference} in {places[0]}{more}. Nothing was trained: start the same command again, and if it "
-            f"says this again, have the memory of these ranks' machines checked"
+            f"from rank {reference} in {places[0]}{more}. Nothing was trained: start the same command again. If it "
+            f"fails again, have the memory of these ranks' machines checked"
         )
 
 
@@ -55,7 +55,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """Hashes the bits of a tensor and their positions.
 
     A change of any one element changes the checksum, since each word is multiplied by an odd number modulo 2^64. The
-    odd numbers are pseudorandom, so that tensors that differ in many places are told apart, too.
+    odd numbers are pseudorandom, so that tensors that differ in many places get different checksums, too.
 
     Returns:
         int64, without dims, on the tensor's device.
@@ -87,7 +87,7 @@ def _replicated(state: TrainState) -> dict[str, Tensor]:
 
 
 def _differing(rows: Sequence[tuple[int, ...]], tp: int) -> list[tuple[int, int]]:
-    """The ranks that differ from most replicas of their shard, each with a rank that does not."""
+    """Returns the ranks that differ from most replicas of their shard, each with a rank that does not."""
     differing = []
     for shard in range(tp):
         ranks = range(shard, len(rows), tp)

@@ -1,9 +1,9 @@
-"""Saving: the checkpoint of a step, at once or in the background while training goes on.
+"""Saves the checkpoint of a step, at once or in the background while training continues.
 
-In the background the rank's slices are copied first; a thread then does what saving at once does,
-through collectives of their own (`Mesh.files`), so the checkpoint is the same, byte for byte. At most one save is under
-way: the next one waits for it. What went wrong in it is raised at the next save or at the end, on all ranks alike. The
-memory it takes is that of the rank's masters and moments once more.
+In the background the rank's slices are copied first. A thread then saves them through collectives of its own
+(`Mesh.files`), so the checkpoint is the same, byte for byte. At most one save runs at a time; the next save waits for
+it. Its error is raised at the next save or at the end, on all ranks. The copies take as much memory as the rank's
+masters and moments.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from quern.train.state import TrainState
 
 
 class Saver:
-    """Saves into a folder; `settle` it when training ends.
+    """Saves into a folder. Call `settle` when training ends.
 
-    keep: see `checkpoint.save`; keep_step: the checkpoint of this step is kept for good.
+    Args:
+        keep: See `checkpoint.save`.
+        keep_step: The checkpoint of this step is never removed.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Saver:
         self._error: Exception | None = None
 
     def save(self, state: TrainState, meta: dict[str, Any]) -> None:
-        """Raises CheckpointError, of this save or in the background of the one before it."""
+        """Saves the state. Raises CheckpointError for this save, or for the earlier save in the background."""
         self.settle()
         start, mesh, slices = time.perf_counter(), state.optimizer.mesh, state.slices()
         meta = {**meta, "state": state.meta(), "kept": state.step == self.keep_step}
@@ -58,7 +60,7 @@ class Saver:
         def write() -> None:
             try:
                 path = checkpoint.save(self.folder, step, copies, meta, self.keep, mesh=mesh)
-            except Exception as error:  # every kind: raised in the main thread by `settle`
+            except Exception as error:  # of any kind: `settle` raises it in the main thread
                 self._error = error
             else:
                 took = time.perf_counter() - start
@@ -68,7 +70,7 @@ class Saver:
         self._thread.start()
 
     def settle(self) -> None:
-        """Waits for the save under way, if there is one. Raises what went wrong in it."""
+        """Waits for the save in the background, if there is one, and raises its error."""
         if self._thread is None:
             return
         self._thread.join()

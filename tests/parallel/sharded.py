@@ -181,11 +181,11 @@ def _regions_not_summed() -> None:
 
 
 def _scalars_not_summed() -> None:
-    tensor.Stream.stand_around = _without_replicated(tensor.Stream.stand_around)  # type: ignore[method-assign]
+    tensor.Stream.wrap = _without_replicated(tensor.Stream.wrap)  # type: ignore[method-assign]
 
 
-def _without_replicated(stand_around: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, model: stand_around(tensor.Stream(self.group, ()), model)
+def _without_replicated(wrap: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, model: wrap(tensor.Stream(self.group, ()), model)
 
 
 def _loss_not_summed() -> None:

@@ -1,7 +1,7 @@
-"""Faults of a rank: everyone ends, soon, with the cause named once, and training goes on or can go on.
+"""Faults of a rank: all ranks exit soon, one line names the cause, and training continues or can be resumed.
 
-Real commands on two ranks over gloo, in forked processes under an agent that does what torchrun does. What is resumed
-afterwards is held against the run that nobody touched by tests/laws/test_ranks_resume_law.py.
+Real commands on two ranks over gloo, in forked processes under an agent that acts like torchrun.
+tests/laws/test_ranks_resume_law.py compares resumed runs with an undisturbed run.
 """
 
 import json
@@ -19,7 +19,7 @@ from quern.records import read_events, read_metrics
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
-from quern.train.straggler import Pace
+from quern.train.heartbeat import StragglerDetector
 from tests.support.faulty_ranks import FaultyRanks, faulty
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model
  --train.log-every 1 --train.eval-every 8 --out out --no-compile --dtype fp32 --threads 1""".split()
 SHORT = ("--train.steps", "12", "--train.save-every", "3")
 ENDLESS = ("--train.steps", "100000", "--train.save-every", "50000")
-"""Where a run must not be over before the fault is noticed."""
+"""For runs that must not end before the fault is noticed."""
 STATED_SECONDS = 30
 STOPPED_TIMEOUT_SECONDS = 5
 TIMES, CAMPAIGN_TIMES = 5, 20
@@ -42,7 +42,7 @@ def write_text(folder: Path) -> None:
 
 
 class Runs:
-    """Runs of the command above, each under a name of its own, with what goes wrong in one of two ranks."""
+    """Runs of the command above, each under its own name, with a fault in one of two ranks."""
 
     def __init__(self, folder: Path, server: FaultyRanks) -> None:
         self.folder, self.server, self.count = folder, server, 0
@@ -53,7 +53,7 @@ class Runs:
     def together(
         self, faults: Sequence[dict[str, Any] | None], flags: Sequence[str] = SHORT, restarts: int = 0
     ) -> list[Found]:
-        """One run for each fault. flags: further ones of the command; `stage`: where a run left its records."""
+        """Makes one run for each fault. flags: more flags of the command. `stage` in an answer: the run's records."""
         numbers = [self.count + 1 + number for number in range(len(faults))]
         self.count += len(faults)
         requests = [
@@ -80,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 @pytest.fixture(scope="module")
 def events(runs: Runs) -> list[dict[str, Any]]:
-    """How many of each part the ranks have that nothing befalls."""
+    """Counts the events of each part, by rank, in a run without faults."""
     untouched = runs()
     assert untouched["exits"] == [[0, 0]] and untouched["result"] == 0, untouched["said"]
     return [untouched["events"][str(rank)] for rank in range(2)]
@@ -106,13 +106,13 @@ def lines_with(words: str, said: str) -> list[str]:
 
 
 def during_training(events: dict[str, Any], stretch: float) -> int:
-    """An event between the beginning of the second step and that of the last but one."""
+    """Returns an event between the starts of the second step and the last but one."""
     first, last = events["begins"][1], events["begins"][-2]
     return int(first + stretch * (last - first))
 
 
 def during_a_save(events: dict[str, Any], stretch: float) -> int:
-    """An event of a save that is neither the first nor the last: of four equal ones the second or third."""
+    """Returns an event of the second or third of four equal saves."""
     return int(events["save"] * (0.3 + 0.4 * stretch))
 
 
@@ -155,7 +155,7 @@ def check_asked_to_stop(found: Found, rank: int, number: int) -> None:
 
 def check_without_agent(found: Found, rank: int, number: int) -> None:
     assert found["exits"] == [] and found["result"] is None, found
-    assert found["seconds"] < STATED_SECONDS, found  # known when no process is left
+    assert found["seconds"] < STATED_SECONDS, found  # the time until no process was left
     assert len(lines_with("the process that started the ranks is gone", found["said"])) == 1, found["said"]
 
 
@@ -166,7 +166,7 @@ def check_disk(found: Found, rank: int, number: int) -> None:
 
 
 def check_not_finite(found: Found, rank: int, number: int) -> None:
-    """Had one rank not skipped, nothing after it would be finite either."""
+    """If one rank had not skipped the step, no later step would be finite."""
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found
     assert [event["step"] for event in read_events(found["stage"]) if event["kind"] == "skip"] == [number]
     assert [line for line in read_metrics(found["stage"]) if "loss" in line][-1]["skipped"] == 1
@@ -181,7 +181,7 @@ def check_slow(found: Found, rank: int, number: int) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A fault of `faulty_ranks.py`: how it must end, in which part it happens, where in it, and in which run."""
+    """A fault of `faulty_ranks.py`: the check of its end, the part and event where it happens, and the run's flags."""
 
     check: Callable[[Found, int, int], None]
     part: str = "train"
@@ -202,7 +202,7 @@ KINDS = {
 
 
 def each_time(name: str, times: int, seed: int, runs: Runs, events: list[dict[str, Any]]) -> list[Found]:
-    """So many runs with this fault, on both ranks in turn, each somewhere in a stretch of its own; all checked."""
+    """Makes and checks runs with this fault, alternating between the ranks, each in its own stretch of the run."""
     kind, rng = KINDS[name], random.Random(f"{name} {seed}")
     faults = []
     for time in range(times):
@@ -232,8 +232,8 @@ def test_fault_many_times(name: str, runs: Runs, events: list[dict[str, Any]], l
 
 
 def test_only_a_rank_that_stays_slow_is_named_and_once() -> None:
-    pace = Pace(slow=1.5, window_steps=3)
-    said = [pace.observe(seconds) for seconds in [(1, 2, 1)] + [(1, 1, 1)] * 2 + [(1, 3, 1)] * 6]
+    detector = StragglerDetector(slow=1.5, window_steps=3)
+    said = [detector.observe(seconds) for seconds in [(1, 2, 1)] + [(1, 1, 1)] * 2 + [(1, 3, 1)] * 6]
     assert [number for number, line in enumerate(said) if line] == [5]
     assert said[5] is not None and "rank 1" in said[5] and "3.0 times" in said[5]
 
@@ -251,8 +251,7 @@ def test_users_errors_are_said_once_and_not_tried_again(runs: Runs) -> None:
 
 
 def test_saved_in_the_background_is_saved_at_once(runs: Runs) -> None:
-    """Byte for byte, but for what tells the recipes and the clocks apart, and for the order in a file's header, which
-    safetensors shuffles."""
+    """Byte for byte, except for recipe and clocks, and for the order in a file's header, which safetensors shuffles."""
     stages = [runs(flags=[*SHORT, *more])["stage"] for more in ([], ["--train.save-in-background"])]
     files = [
         {str(f.relative_to(stage)): header_and_data(f) for f in stage.glob("checkpoints/*/*.safetensors")}

@@ -1,4 +1,4 @@
-"""The memory of a rank: predicted without running, against the most that fresh processes held; and by hand."""
+"""The memory of a rank: predicted without running, against the peak of fresh processes; and by hand."""
 
 import sys
 from collections.abc import Callable, Iterator

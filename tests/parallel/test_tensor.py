@@ -1,5 +1,6 @@
-"""What tensor parallelism refuses, and its parts by themselves: transposes, the loss over a cut vocabulary, FP8,
-compilation. That shards are one model is the law's to say (tests/laws/test_tensor_law.py)."""
+"""Refusals and single parts of tensor parallelism: transposes, the loss over a cut vocabulary, FP8, compilation.
+
+tests/laws/test_tensor_law.py compares the shards with the whole model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def shard_of(tp: int, rank: int = 0) -> Mesh:
-    """A mesh whose groups send nothing: enough to cut a model, or to be refused."""
+    """A mesh whose groups send nothing: enough to cut a model, or to refuse it."""
     return replace(
         alone(), tp=tp, rank=rank, world=ProcessGroup("world", tp, rank), model=ProcessGroup("model", tp, rank)
     )
@@ -62,7 +63,7 @@ def test_names_and_order_stay_and_parts_make_the_whole(architecture: str) -> Non
 
 
 def test_what_a_shard_holds() -> None:
-    """By hand, for the largest of them: a quarter of all that multiplies."""
+    """By hand, for the largest of them: a quarter of all weights in products."""
     model = shard_model(whole_model("llama"), shard_of(4, 3))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes["blocks.0.attention.query.weight"] == (16, 64)
@@ -80,7 +81,7 @@ def test_what_a_shard_holds() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    """The key-value heads decide; nothing has been changed."""
+    """The number of key-value heads decides; the model is unchanged."""
     model = whole_model("gpt")
     shapes = [p.shape for p in model.parameters()]
     with pytest.raises(
@@ -146,7 +147,7 @@ def test_too_few_tokens_to_share() -> None:
 
 
 def test_each_collective_has_its_transpose(ranks: Ranks) -> None:
-    """⟨A x, y⟩ = ⟨x, Aᵀ y⟩ over all ranks, in fp64, for what the backward pass is told to be Aᵀ."""
+    """⟨A x, y⟩ = ⟨x, Aᵀ y⟩ over all ranks, in fp64, where the backward pass computes Aᵀ."""
     for count in (2, 3):
         for found in ranks(count, "tests.parallel.tensor_parts:transposes", tp=count):
             assert max(found.values()) <= 1e-12, found
@@ -154,7 +155,7 @@ def test_each_collective_has_its_transpose(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("cap", ["tanh", "sigmoid", "no"])
 def test_loss_over_parts_of_a_vocabulary(cap: str, ranks: Ranks) -> None:
-    """Several chunks, padding, weights of either sign, logits far apart; the same on every rank."""
+    """Several chunks, padding, weights of both signs, distant logits; equal results on every rank."""
     for found in ranks(3, "tests.parallel.tensor_parts:loss", tp=3, cap=cap):
         assert max(found["fp32"], found["far apart"], found["no gradient"]) <= 1e-5, found
         assert max(found[f"bf16 {name}"] for name in ("losses", "dx", "dW")) <= 1.1, found
@@ -169,7 +170,7 @@ def test_what_is_dropped_does_not_depend_on_shards(ranks: Ranks) -> None:
 
 
 def test_fp8_shards(ranks: Ranks) -> None:
-    """Dynamic scales are those of a part, so results differ by FP8's rounding, about as from fp32, and no more."""
+    """Dynamic scales depend on the part, so results differ by FP8's rounding, as much as from fp32."""
     for found in ranks(2, "tests.parallel.tensor_parts:fp8", tp=2):
         assert found["layers"] == found["layers of one process"]
         assert 0 < found["loss from fp32"] < 1e-2

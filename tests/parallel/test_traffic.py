@@ -1,4 +1,4 @@
-"""Bytes moved by a training step: counted on real processes over gloo, against the formula, and by hand; and when."""
+"""Bytes that a training step sends, counted on real processes over gloo, against the formula and by hand; and when."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def recipe(architecture: str) -> Recipe:
-    """Twelve rows, so that 2, 3 and 4 replicas have equal shares, of which each makes two unequal micro-batches."""
+    """Twelve rows, so that 2, 3 and 4 replicas have equal shares, each in two unequal micro-batches."""
     kv_heads = 8 if architecture == "unet" else 4
     shape = ModelRecipe(
         width=64, head_dim=8, heads=8, kv_heads=kv_heads, context=CONTEXT, vocab_size=1001, bos=0, windows="L"
@@ -43,12 +43,12 @@ def recipe(architecture: str) -> Recipe:
 
 
 def small_cuts() -> None:
-    """Several stacks, rows that are cut and rows that are not."""
+    """Several stacks, with cut and uncut rows."""
     buckets.SMALL_ELEMENTS, buckets.LEAST_ELEMENTS = 2000, 10_000
 
 
 def stepping(mesh: Mesh, architecture: str) -> tuple[TrainState, Callable[[], object]]:
-    """A model with its optimizer, and what makes a step on random tokens."""
+    """A model with its optimizer, and a function that makes a step on random tokens."""
     made = recipe(architecture)
     model = shard_model(build_model(made, CPU, 0), mesh)
     state = build_state(made, CPU, model, mesh)
@@ -59,7 +59,7 @@ def stepping(mesh: Mesh, architecture: str) -> tuple[TrainState, Callable[[], ob
 
 
 def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, int]:
-    """A step's traffic of this rank. broken: what is small travels with the rest, as in a simpler optimizer."""
+    """This rank's traffic of a step. broken: small buckets are cut like the others, as in a simpler optimizer."""
     torch.compiler.set_stance("force_eager")
     small_cuts()
     if broken:
@@ -71,7 +71,7 @@ def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, in
 
 
 def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
-    """Of three steps: how many buckets had left when the last backward pass had made its first gradient, its second…"""
+    """Of three steps: how many buckets were sent after the first, second… gradient of the last backward pass."""
     torch.compiler.set_stance("force_eager")
     small_cuts()
     state, step = stepping(mesh, architecture)
@@ -86,7 +86,7 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
 
 
 def formula(architecture: str, dp: int, tp: int) -> list[dict[str, int]]:
-    """Of each rank."""
+    """Elements of each rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "SMALL_ELEMENTS", 2000)
         patch.setattr(buckets, "LEAST_ELEMENTS", 10_000)
@@ -117,8 +117,8 @@ def test_the_comparison_can_fail(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama", "unet"])
 def test_gradients_leave_while_others_are_made(architecture: str, ranks: Ranks) -> None:
-    """In the first step buckets wait for those that the model completes last. All ranks send in the same order, or this
-    would not come to an end."""
+    """In the first step buckets wait for those that the model completes last. If the ranks sent in different orders,
+    this would hang."""
     for first, *later in ranks(2, "tests.parallel.test_traffic:leaving", architecture=architecture):
         half = len(first) // 2
         assert first[half] == 0

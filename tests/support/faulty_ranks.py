@@ -1,17 +1,17 @@
-"""Runs `quern` commands on several ranks, in one of which something goes wrong at a chosen event. A process of its own.
+"""A server process that runs `quern` commands on several ranks, with a fault in one of them at a chosen event.
 
-    python tests/support/faulty_ranks.py        a JSON request on each line of stdin, a JSON answer on each of stdout
+    python tests/support/faulty_ranks.py        reads a JSON request per line of stdin, writes a JSON answer per line
 
-What is slow to import is imported once. For each run this process forks an agent, which does what torchrun does:
-holds the store that ranks meet at, forks the ranks, and when one ends with an error sends SIGTERM to the others, after
-a while SIGKILL, and starts all anew. A request is a list of runs, several of which go on at once, since they mostly
-wait. A run holds `arguments` (the command line's), `ranks`, `restarts`, and `faults`: what goes wrong in each attempt
-(or null), as {"kind", "rank", "part", "number"}: see `Fault`. Events, and which parts there are, are those of
-tests/support/fork_server.py. The machine's peak is not measured.
+Slow imports happen once. For each run the server forks an agent, which acts like torchrun: it holds the store through
+which the ranks connect, and forks the ranks. When a rank exits with an error, the agent sends SIGTERM to the others,
+later SIGKILL, and restarts all. A request is a list of runs. Several run at once, since they mostly wait. A run has
+`arguments` (of the command line), `ranks`, `restarts`, and `faults`: the fault of each attempt (or null), as {"kind",
+"rank", "part", "number"}: see `Fault`. tests/support/fork_server.py defines events and parts. The machine's peak is not
+measured.
 
-An answer holds for each run `exits` (for each attempt, the ranks' statuses), `result` (the outcome that was left, or
-null), `events` (how many each rank had, in a run without faults), `places` and `seconds` (where the faults were, and
-the time from the last until no process was left of its attempt), `said` (all that was printed).
+An answer holds for each run `exits` (for each attempt, the ranks' statuses), `result` (the reported outcome, or null),
+`events` (the number of each rank's events, in a run without faults), `places` and `seconds` (of the faults, and the
+time from the last one until no process of its attempt was left), `said` (all output).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 SHUTDOWN_SECONDS = 30
 AT_ONCE = 5
-"""Runs under way at a time."""
+"""Concurrent runs."""
 
 
 class FaultyRanks:
-    """The server, from the outside."""
+    """The client of the server."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class FaultyRanks:
         return self.together([run])[0]
 
     def together(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The answers to several runs, in their order."""
+        """Returns the answers to several runs, in order."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(list(runs)) + "\n")
         self.process.stdin.flush()
@@ -93,12 +93,12 @@ def faulty(folder: Path) -> Iterator[FaultyRanks]:
 
 
 class Fault:
-    """A profile function that does something to this process before its `number`-th event of a part. Without a fault it
-    counts: the events of each part, and those of "train" that came before each step.
+    """A profile function that injects a fault into this process before its `number`-th event of a part. Without a fault
+    it counts the events of each part, and the events of "train" before each step.
 
-    kind: "kill", "stop" and "term" are signals to this process; "agent" kills the agent; "raise" raises a ValueError;
-    "disk" lets no file grow beyond 50,000 bytes from then on. "slow" is a rank that sleeps in every step. In the
-    `number`-th step, whatever the part, "nan" makes the rank's loss no number, and "changed" changes a weight.
+    Kinds: "kill", "stop" and "term" send signals to this process; "agent" kills the agent; "raise" raises a ValueError;
+    "disk" limits all files to 50,000 bytes from then on; "slow" sleeps in every step. In the `number`-th step, for any
+    part, "nan" makes the rank's loss NaN, and "changed" changes a weight.
     """
 
     def __init__(self, fault: dict[str, Any] | None, answers: int) -> None:
@@ -132,7 +132,7 @@ class Fault:
         self.begins.append(self.counts["train"])
         step = len(self.begins)
         if self.fault.get("kind") == "slow":
-            own = time.perf_counter() - self.woke  # of the step before, however loaded the machine is
+            own = time.perf_counter() - self.woke  # of the previous step, for any load of the machine
             time.sleep(min(2.0, own))
             self.woke = time.perf_counter()
         if self.fault.get("kind") == "nan" and self.fault["number"] == step:
@@ -142,7 +142,7 @@ class Fault:
             frame.f_locals["state"].optimizer.buckets[0].masters.data.view(-1)[0] += 1e-3
 
     def happen(self, place: str) -> None:
-        sys.setprofile(None)  # it costs as much again as the run
+        sys.setprofile(None)  # it doubles the time of the run
         put(self.answers, place=place, at=time.time())
         kind = self.fault["kind"]
         signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
@@ -212,7 +212,7 @@ def run_agent(request: dict[str, Any], answers: int, folder: Path) -> None:
                     sys.stdout.flush()
                     os._exit(status)
             pids[pid] = rank
-        store = TCPStore(  # begun late: it has threads, which a fork would lose
+        store = TCPStore(  # created after the forks, which would lose its threads
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         exits = supervised(pids)
@@ -223,7 +223,7 @@ def run_agent(request: dict[str, Any], answers: int, folder: Path) -> None:
 
 
 def supervised(pids: dict[int, int]) -> dict[int, int]:
-    """Rank → status, when all have ended."""
+    """Returns rank → status, when all ranks have exited."""
     exits: dict[int, int] = {}
     until = None
     while len(exits) < len(pids):
@@ -261,7 +261,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 os._exit(0)
         os.close(writer)
         at = None
-        with os.fdopen(reader, encoding="utf-8") as stream:  # ends when the agent and every rank have
+        with os.fdopen(reader, encoding="utf-8") as stream:  # ends when the agent and every rank have exited
             for line in stream:
                 facts = json.loads(line)
                 if "place" in facts:
@@ -282,7 +282,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def together(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers, in order; each is waited for by a process of its own."""
+    """Returns the answers, in order. One process waits for each."""
     waiting, found = list(enumerate(requests)), {}
     with selectors.DefaultSelector() as selector:
         while len(found) < len(requests):
@@ -313,11 +313,11 @@ def serve() -> None:
 
     session.measure_peak_flops = lambda machine: 1e12
     gc.collect()
-    gc.freeze()  # what a child never frees it need not copy
+    gc.freeze()  # children need not copy these objects
     for line in sys.stdin:
         print(json.dumps(together(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
     serve()
-    os._exit(0)  # taking everything down in good order would take seconds
+    os._exit(0)  # a clean shutdown would take seconds

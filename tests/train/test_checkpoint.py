@@ -1,4 +1,4 @@
-"""What a checkpoint holds, which one is the latest, and that no flipped bit is loaded."""
+"""The contents of a checkpoint, the choice of the latest, and the refusal of flipped bits."""
 
 import hashlib
 import json
@@ -150,7 +150,7 @@ def test_a_damaged_step_is_named_and_the_one_before_is_used(damage: str, tmp_pat
 
 
 def rewrite_manifest(path: Path, changes: dict[str, Any]) -> None:
-    """Change a manifest and make it whole again, as another version of quern would have written it."""
+    """Changes a manifest and updates its hash, as if another version of quern had written it."""
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8")) | changes
     del manifest["sha256"]
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
@@ -184,7 +184,7 @@ def flip(file: Path, offset: int, bit: int) -> None:
 
 
 def run_flips(folder: Path, count: int, law: Law) -> None:
-    """Flip one bit at a time, each file and region in turn: detected, or the same content is loaded."""
+    """Flips one bit at a time, in every file and region: it is detected, or the same content is loaded."""
     rng = random.Random(count)
     put(folder, 1, 1)
     path = put(folder, 2, 2)
@@ -231,7 +231,7 @@ def test_two_thousand_flipped_bits_are_detected_or_inert(fast_folder: Path, law:
 
 
 def test_without_the_hashes_a_flipped_bit_would_pass(tmp_path: Path) -> None:
-    """What the hashes are for: the format's own reader takes a flipped byte of data without a word."""
+    """The reason for the hashes: the format's own reader loads a flipped byte without an error."""
     path = put(tmp_path, 1, 1)
     (data,) = path.glob("*.safetensors")
     flip(data, data.stat().st_size - 1, 0)

@@ -1,4 +1,4 @@
-"""A save that dies or is refused at any point, and every order of saves, crashes and damage."""
+"""Saves that crash or fail at any point, and random orders of saves, crashes and damage."""
 
 import json
 import os
@@ -60,7 +60,7 @@ for out in map(Path, sys.argv[2:]):
 
 
 class Crash(BaseException):
-    """A stand-in for sudden death: no `except Exception` and no clean-up for errors catches it."""
+    """Simulates a kill: no `except Exception` and no clean-up for errors catches it."""
 
 
 # Death at any point
@@ -68,7 +68,7 @@ class Crash(BaseException):
 
 
 def test_killed_anywhere_in_a_save_leaves_the_old_or_the_new(fast_folder: Path, law: Law) -> None:
-    """Saving step 3 prunes step 1, saving step 2 replaces one; crashed saves lie there already."""
+    """Saving step 3 prunes step 1, and saving step 2 replaces a step. The folder holds remains of crashed saves."""
     base = fast_folder / "base"
     for step in (1, 2):
         put(base, step, step)
@@ -118,7 +118,7 @@ def check_deaths(folder: Path, deaths: int) -> None:
 def test_files_are_synced_before_the_rename_and_the_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a power cut would show: every name and byte is on the disk before the next thing builds on it."""
+    """Simulates a power cut: every name and byte is on the disk before a later operation depends on it."""
     order: list[int | str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -141,7 +141,7 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(
 
 
 def random_order(folder: Path, seed: int) -> tuple[int, int, int]:
-    """One order of saves, crashes, damage and losses; returns how many saves, crashes and prunes it had."""
+    """Runs one order of saves, crashes, damage and losses; returns the numbers of saves, crashes and prunes."""
     rng = random.Random(seed)
     keep, identity, newest, saves, crashes, prunes = rng.randint(1, 3), 0, 0, 0, 0, 0
     for _ in range(rng.randint(4, 12)):
@@ -255,7 +255,7 @@ def test_an_error_at_any_point_is_clear_and_harms_nothing(error: OSError, fast_f
 
 
 def test_a_file_size_limit_is_a_clear_error(fast_folder: Path) -> None:
-    """Not simulated: the kernel refuses the write (EFBIG; Python ignores SIGXFSZ)."""
+    """A real error: the kernel refuses the write (EFBIG; Python ignores SIGXFSZ)."""
     put(fast_folder, 1, 1)
     script = (
         "import resource, sys, torch\nfrom pathlib import Path\n"
@@ -278,7 +278,7 @@ def test_a_file_size_limit_is_a_clear_error(fast_folder: Path) -> None:
 
 
 def test_a_full_disk_is_a_clear_error_and_the_checkpoint_before_is_intact(tmp_path: Path) -> None:
-    """Not simulated either: a file system of one megabyte, where this process may mount one."""
+    """A real error: a file system of one megabyte, if this process may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

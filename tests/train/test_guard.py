@@ -55,7 +55,7 @@ def start(folder: Path, then: str, before: tuple[str, ...] = ()) -> subprocess.P
 
 
 def decisions(max_skips: int, finite: tuple[bool, ...]) -> list[str]:
-    """Each step restated on its own: the run of steps that were not finite and end here is counted afresh."""
+    """An independent restatement: counts the steps in a row, up to this one, that were not finite."""
     result = []
     for last in range(len(finite)):
         run = len(list(itertools.takewhile(lambda good: not good, reversed(finite[: last + 1]))))
@@ -188,7 +188,7 @@ def test_a_closed_pipe_does_not_lose_the_save(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_hangs_up_does_not_lose_the_save(tmp_path: Path) -> None:
-    """As when a remote session is dropped: the kernel sends SIGHUP, and writing to the terminal fails from then on."""
+    """Like a dropped remote session: the kernel sends SIGHUP, and writing to the terminal fails from then on."""
     terminal, ours = pty.openpty()
     process = subprocess.Popen(
         ["setsid", "--ctty", "--wait", sys.executable, "-c", TRAINER, str(tmp_path), "chatty"],

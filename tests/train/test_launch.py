@@ -1,5 +1,5 @@
-"""Joining: a rank that stays away after all have met does not keep the others waiting without end. Signals to the
-process that started the ranks, on one machine and on two, stop all ranks and save."""
+"""Joining: a rank that does not connect ends the others in time. Signals to the process that started the ranks, on one
+machine and on two, stop all ranks and save."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ with launch.joined("quern pretrain", 1, lambda threads: detect(device="cpu", thr
 
 
 def test_who_cannot_connect_ends() -> None:
-    """The other one, this process, meets it at the store, late, and does no more. Who waits for the others has time."""
+    """This process is the other rank: it arrives late at the store, and never connects. Waiting has no short limit."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
@@ -87,7 +87,7 @@ def start(folder: Path, *flags: str, before: Sequence[str] = ()) -> subprocess.P
 
 
 def wait_for_step(folder: Path, more_than: int, processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Until the run in `folder` has trained more than this many steps."""
+    """Waits until the run in `folder` has trained more than this many steps."""
     stage = folder / "out/runs/x/pretrain"
     while not any(line["step"] > more_than for line in read_metrics(stage)):
         assert all(process.poll() is None for process in processes), processes[0].communicate()
@@ -102,7 +102,7 @@ def saved_step(folder: Path) -> int:
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_to_one_of_two_nodes_stops_both(folder: Path, asked: int) -> None:
-    """One hosts the meeting, the other one does not."""
+    """One of them hosts the rendezvous."""
     flags = ("--nodes", "2", "--ranks", "1", "--rendezvous", f"127.0.0.1:{free_port()}")
     nodes = [start(folder, *flags) for _ in range(2)]
     try:
