@@ -50,6 +50,9 @@ def check(recipe: Recipe) -> None:
         f"train.packing must be one of {', '.join(packings)}, not {train.packing}",
     )
     _refuse(train.fp8 not in ("off", "head", "all"), f"train.fp8 must be off, head or all, not {train.fp8}")
+    _refuse(
+        train.grad_dtype not in ("compute", "fp32"), f"train.grad-dtype must be compute or fp32, not {train.grad_dtype}"
+    )
     _refuse(sft.too_long not in ("crop", "drop"), f"sft.too-long must be crop or drop, not {sft.too_long}")
 
 

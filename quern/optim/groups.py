@@ -1,17 +1,17 @@
-"""The table of parameter groups: which rule updates which parameters, at which rate.
+"""Parameter groups: which rule updates which parameters, at which rate and how often.
 
-The model reports its parameters by kind (`parameter_groups()`), the recipe holds the rates and hands over the
-table (`make_rules`): the one below, or its own, in which stand the betas and decays that nobody tunes. It moves no
-tensors: `parallel/zero2.py` does.
+A model reports its parameters by kind (`parameter_groups()`). A recipe gives the rule of each kind (`make_rules`). The
+table below is the default; it holds the betas and decays that are not tuned per run. `parallel/zero2.py` moves the
+tensors.
 
-Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (the values that
-nanochat tuned)."""
+Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (the values that nanochat tuned).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,24 +19,28 @@ from torch.nn import Parameter
 
 from quern.optim.adamw import AdamW, Scalar
 from quern.optim.muon import Muon
-from quern.recipe import OptimRecipe
+from quern.recipe import Recipe
 
 
 class Rule(Protocol):
-    """An update rule with its constants; immutable. All that changes is in the tensors and scalars it is
-    handed."""
+    """An update rule with its constants. Immutable: everything that changes is in the tensors and scalars it gets."""
 
     stacked: ClassVar[bool]
-    """True: works on (N, R, C) stacks of matrices of one shape; False: elementwise, on one flat buffer."""
+    """True: the rule takes (N, R, C) stacks of matrices of one shape. False: it is elementwise, on one flat buffer."""
 
     def init_state(self, master: Tensor) -> dict[str, Tensor]:
-        """Fresh state by name: each flat like the master, or a stack of N whose parts belong to the N
-        matrices."""
+        """Returns fresh state by name: flat like the master, or a stack of N whose parts belong to the N matrices."""
         ...
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
-        """The scalars of one update. step: its index from 1; lr: the rate with its schedule; momentum, decay:
-        of `schedule.Multipliers`."""
+        """Returns the scalars of one update.
+
+        Args:
+            step: The index of this update of the group, from 1.
+            lr: The rate, schedule included.
+            momentum: Of `schedule.Multipliers`.
+            decay: Of `schedule.Multipliers`.
+        """
         ...
 
     def update_(
@@ -49,37 +53,63 @@ class Rule(Protocol):
         dtype: torch.dtype,
         out: Tensor | None,
     ) -> None:
-        """One update in place. dtype: for matrix products; out: receives the master rounded to its dtype."""
+        """Updates master and state in place.
+
+        Args:
+            master: fp32.
+            grad: Any floating dtype.
+            state: Of `init_state`.
+            scalars: Of `scalars`.
+            dtype: Dtype of matrix products.
+            out: Receives the new master, rounded to its own dtype.
+        """
         ...
+
+
+class GroupRule(NamedTuple):
+    """How a recipe updates one group of parameters."""
+
+    rule: Rule
+    lr: float
+    """Peak learning rate; the schedule multiplies it (`schedule.Multipliers`: `lr`, and `groups` by group name)."""
+    every: int = 1
+    """The group is updated on every n-th step only, from the mean gradient of n steps."""
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a rule and a peak learning rate; each comes with its logical name."""
+    """Parameters, each with its logical name, that share a rule, a peak learning rate and a cadence (`GroupRule`)."""
 
     name: str
     rule: Rule
     parameters: tuple[tuple[str, Parameter], ...]
     lr: float
+    every: int = 1
 
 
 def make_groups(
     reported: Mapping[str, Sequence[tuple[str, Parameter]]],
-    rules: Mapping[str, tuple[Rule, float]],
+    rules: Mapping[str, GroupRule],
     all_parameters: Iterable[tuple[str, Parameter]],
 ) -> list[ParameterGroup]:
-    """The groups of a model, empty ones left out.
+    """Returns the groups of a model, without empty ones.
 
-    reported: `model.parameter_groups()`; rules: for each group its rule and peak rate, what the recipe's
-    `make_rules` returns; all_parameters: `model.named_parameters()`, which must hold the same parameters.
-    Raises ValueError naming what is missing, unknown or reported twice.
+    Args:
+        reported: `model.parameter_groups()`.
+        rules: What the recipe's `make_rules` returns.
+        all_parameters: `model.named_parameters()`, which must hold the same parameters.
+
+    Raises:
+        ValueError: A parameter is missing, unknown or reported twice, or a rule does not fit its group.
     """
     check_complete(reported, all_parameters)
     unknown = sorted(set(reported) - set(rules))
     if unknown:
         raise ValueError(f"no optimizer group is called {', '.join(unknown)}: use one of {', '.join(rules)}")
     groups = []
-    for name, (rule, lr) in rules.items():
+    for name, (rule, lr, every) in rules.items():
+        if every < 1:
+            raise ValueError(f"group '{name}' cannot be updated every {every} steps: every must be at least 1")
         parameters = tuple(reported.get(name, ()))
         for parameter_name, parameter in parameters:
             if rule.stacked and parameter.ndim < 2:
@@ -88,34 +118,35 @@ def make_groups(
                     "report it under a group that AdamW updates"
                 )
         if parameters:
-            groups.append(ParameterGroup(name, rule, parameters, lr))
+            groups.append(ParameterGroup(name, rule, parameters, lr, every))
     return groups
 
 
-def table(recipe: OptimRecipe) -> dict[str, tuple[Rule, float]]:
-    """group → (rule, peak learning rate) of the `gpt` architecture. Unresolved scales (None) count as 1."""
-    scale, width = _or_one(recipe.lr_scale), _or_one(recipe.width_scale)
-    decay = recipe.matrix_decay * _or_one(recipe.decay_scale)
+def table(recipe: Recipe) -> dict[str, GroupRule]:
+    """Returns the rules of the `gpt` architecture by group. Unresolved scales (None) count as 1."""
+    optim = recipe.optim
+    scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0
+    decay = optim.matrix_decay * (1.0 if optim.decay_scale is None else optim.decay_scale)
 
-    def adamw(beta1: float, beta2: float, weight_decay: float) -> AdamW:
-        return AdamW((beta1, beta2), recipe.eps, weight_decay)
+    def adamw(lr: float, beta1: float, beta2: float, weight_decay: float) -> GroupRule:
+        return GroupRule(AdamW((beta1, beta2), optim.eps, weight_decay), lr)
 
     return {
-        "matrices": (Muon(recipe.muon_beta2, decay, recipe.muon_steps), recipe.matrix_lr * scale),
-        "head": (adamw(0.8, 0.96, 0.01), recipe.head_lr * scale * width),
-        "embedding": (adamw(0.8, 0.995, 0.001), recipe.embedding_lr * scale * width),
-        "value_embeddings": (adamw(0.8, 0.995, 0.01), recipe.value_embedding_lr * scale * width),
-        "residual_scales": (adamw(0.8, 0.95, 0.05), recipe.residual_lr * scale),
-        "x0_scales": (adamw(0.96, 0.95, 0.0), recipe.x0_lr * scale),
-        "gates": (adamw(0.8, 0.95, 0.0), recipe.gate_lr * scale),
-        "smear": (adamw(0.8, 0.95, 0.0), recipe.smear_lr * scale),
+        "matrices": GroupRule(Muon(optim.muon_beta2, decay, optim.muon_steps), optim.matrix_lr * scale),
+        "head": adamw(optim.head_lr * scale * width, 0.8, 0.96, 0.01),
+        "embedding": adamw(optim.embedding_lr * scale * width, 0.8, 0.995, 0.001),
+        "value_embeddings": adamw(optim.value_embedding_lr * scale * width, 0.8, 0.995, 0.01),
+        "residual_scales": adamw(optim.residual_lr * scale, 0.8, 0.95, 0.05),
+        "x0_scales": adamw(optim.x0_lr * scale, 0.96, 0.95, 0.0),
+        "gates": adamw(optim.gate_lr * scale, 0.8, 0.95, 0.0),
+        "smear": adamw(optim.smear_lr * scale, 0.8, 0.95, 0.0),
     }
 
 
 def check_complete(
     reported: Mapping[str, Sequence[tuple[str, Parameter]]], all_parameters: Iterable[tuple[str, Parameter]]
 ) -> None:
-    """Raises ValueError unless every parameter is in exactly one group, and no group holds anything else."""
+    """Raises ValueError unless every parameter is in exactly one group and the groups hold nothing else."""
     expected = {id(parameter): name for name, parameter in all_parameters}
     places: dict[int, list[str]] = {}
     names: dict[str, int] = {}
@@ -139,7 +170,3 @@ def check_complete(
             f"every parameter must be in exactly one optimizer group; {'; '.join(problems)}. "
             "Correct the model's parameter_groups()."
         )
-
-
-def _or_one(scale: float | None) -> float:
-    return 1.0 if scale is None else scale

@@ -97,8 +97,9 @@ def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int) -> Layout:
     mesh = unconnected(dp, tp)
     whole = weightless(recipe, dtype)
     shard = shard_model(weightless(recipe, dtype), mesh)
-    groups = make_groups(shard.parameter_groups(), recipe.make_rules(recipe.optim), shard.named_parameters())
-    return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, Settings(mesh, dtype, False)))
+    groups = make_groups(shard.parameter_groups(), recipe.make_rules(recipe), shard.named_parameters())
+    settings = Settings(mesh, dtype, False, recipe.train.grad_dtype == "fp32")
+    return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, settings))
 
 
 def weightless(recipe: Recipe, dtype: torch.dtype) -> Any:

@@ -82,7 +82,7 @@ def memory(layout: Layout, device: str, compiled: bool, row_bytes: int | None = 
     assert context
     return Memory(
         parameters=sum(bucket.params.nbytes for bucket in layout.buckets),
-        gradients=sum(bucket.grads.nbytes for bucket in layout.buckets),
+        gradients=sum(bucket.grads.nbytes * (1 if bucket.group.every == 1 else 2) for bucket in layout.buckets),
         masters=masters,
         moments=moments,
         activations=most_rows * row_bytes,

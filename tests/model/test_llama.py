@@ -258,7 +258,7 @@ def test_training_learns() -> None:
 def test_everything_has_a_rule_and_norms_do_not_decay() -> None:
     recipe = toy_llama()
     model = Llama(recipe.model)
-    found = make_groups(model.parameter_groups(), recipe.make_rules(recipe.optim), model.named_parameters())
+    found = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
     groups = {group.name: group for group in found}
     assert groups.keys() == {"matrices", "head", "embedding", "norms"}
     norms = groups["norms"]

@@ -1,6 +1,7 @@
 """The optimizer's driver against plain loops: the same numbers, whatever the buffers' layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from quern.optim.muon import Muon, muon_
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe
+from quern.recipes.gpt import RECIPE
 
 
 class Toy(nn.Module):
@@ -55,7 +57,7 @@ def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
 
 
 def driver(model: Toy, **options: Any) -> Zero2:
-    rules = table(OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0))
+    rules = table(replace(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
     return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 
 
