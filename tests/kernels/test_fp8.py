@@ -252,7 +252,7 @@ def expected_loss_and_gradients(inputs: tuple[Tensor, ...], cap: Cap) -> list[np
     assert logits.grad is not None
     slope = cap.tanh_form[0] / cap.tanh_form[1] if cap.tanh_form else 1.0
     bound = np.float32(slope * float(scale.abs().max()))
-    g8 = through(array(logits.grad), oracle.E5M2, bound * np.float32(1 / 448))
+    g8 = through(array(logits.grad), oracle.E5M2, bound * np.float32(1 / 57344))
     return [array(losses), g8 @ w8, g8.T @ x8]
 
 

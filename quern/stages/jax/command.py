@@ -36,6 +36,7 @@ WITHOUT = {
     "model.bos": "follows from the tokenizer",
     "train.minutes": "is for `quern pretrain`: the JAX twin trains for --train.steps",
     "train.fp8": "is for `quern pretrain`: the JAX twin has no FP8",
+    "train.grad_dtype": "is for `quern pretrain`: the JAX twin sums gradients in fp32",
     "train.save_in_background": "is not needed: the JAX twin always saves beside the training",
 }
 """Fields of the recipe that `train` has no flag for, and what to say of them."""
