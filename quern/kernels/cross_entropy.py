@@ -110,7 +110,7 @@ def cross_entropy(
         raise ValueError(
             f"{cap} is too wide for the chunked loss: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()"
         )
-    path = path or (TRITON if x_ND.is_cuda and triton_found() else COMPILED)
+    path = path or path_for(x_ND)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, cap, products, path)
     losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
@@ -257,3 +257,8 @@ def _triton_gradient(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap:
 
 
 TRITON = ChunkPath(_triton_losses, _triton_gradient, 2**20, GPU_CHUNK_LOGITS)
+
+
+def path_for(x_ND: Tensor) -> ChunkPath:
+    """The path that suits the device."""
+    return TRITON if x_ND.is_cuda and triton_found() else COMPILED

@@ -12,6 +12,7 @@ from experiments.adamw_every_second import rules
 from quern.mesh import Mesh, alone
 from quern.parallel.plan import shard_model
 from quern.parallel.zero2 import Zero2
+from quern.recipe import OptimRecipe
 from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
 from tests.parallel.compared import advance, apart, recipe, small_cuts, state_apart
@@ -63,7 +64,9 @@ def resume(mesh: Mesh, path: Path) -> TrainState:
 
 
 def cadence_state(mesh: Mesh) -> TrainState:
-    asked = replace(recipe(), make_rules=rules)
+    asked = recipe()
+    optim = OptimRecipe(lr_scale=0.01, decay_scale=0.1, width_scale=1.0, eps=1e-4)  # as in `compared.optimized_shards`
+    asked = replace(asked, make_rules=rules, optim=optim, model=replace(asked.model, kv_heads=2))
     model = build_model(asked, CPU, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
