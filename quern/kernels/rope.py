@@ -56,14 +56,14 @@ def _(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each pair clockwise, computed in fp32 → (B, T, H, E) in x's dtype. With -sin it rotates back."""
     if x_BTHE.is_cuda and triton_found():
-        return rotate_operator(x_BTHE, cos, sin, False)
+        return rotate_operator(x_BTHE, cos, sin, None, False)
     return rotate_plain(x_BTHE, cos, sin)
 
 
 def rotate_normed(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
     """Rotates as `rotate` does, and scales each head to a root mean square of `gain` → (B, T, H, E) in x's dtype."""
     if x_BTHE.is_cuda and triton_found():
-        return rotate_normed_operator(x_BTHE, cos, sin, gain)
+        return rotate_operator(x_BTHE, cos, sin, gain, False)
     return rotate_normed_plain(x_BTHE, cos, sin, gain)
 
 
@@ -78,42 +78,16 @@ def rotate_normed_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -
 
 
 @torch.library.custom_op("quern::rotate", mutates_args=())
-def rotate_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """Returns a contiguous tensor. back: rotate counterclockwise."""
+def rotate_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float | None, back: bool) -> Tensor:
+    """Returns a contiguous tensor. gain: root mean square of each head, None for no norm; back: counterclockwise."""
     from quern.kernels.rope_triton import turn
 
     with torch.cuda.device_of(x_BTHE):
-        return turn(x_BTHE, cos, sin, back=back, gain=None, eps=EPS)
+        return turn(x_BTHE, cos, sin, back=back, gain=gain, eps=EPS)
 
 
 @rotate_operator.register_fake
-def _(x_BTHE: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    return x_BTHE.new_empty(x_BTHE.shape)
-
-
-def _save_tables(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    _, cos, sin, ctx.back = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return rotate_operator(grad, *ctx.saved_tensors, not ctx.back), None, None, None
-
-
-rotate_operator.register_autograd(_turn_back, setup_context=_save_tables)
-
-
-@torch.library.custom_op("quern::rotate_normed", mutates_args=())
-def rotate_normed_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
-    """Returns a contiguous tensor."""
-    from quern.kernels.rope_triton import turn
-
-    with torch.cuda.device_of(x_BTHE):
-        return turn(x_BTHE, cos, sin, back=False, gain=gain, eps=EPS)
-
-
-@rotate_normed_operator.register_fake
-def _(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+def _(x_BTHE: Tensor, *others: Any) -> Tensor:
     return x_BTHE.new_empty(x_BTHE.shape)
 
 
@@ -127,17 +101,20 @@ def rotate_normed_backward(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: 
 
 
 @rotate_normed_backward.register_fake
-def _(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+def _(grad_BTHE: Tensor, x_BTHE: Tensor, *others: Any) -> Tensor:
     return x_BTHE.new_empty(x_BTHE.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
-    x, cos, sin, ctx.gain = inputs
-    ctx.save_for_backward(x, cos, sin)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float | None, bool], output: Tensor) -> None:
+    x, cos, sin, ctx.gain, ctx.back = inputs
+    ctx.save_for_backward(None if ctx.gain is None else x, cos, sin)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return rotate_normed_backward(grad, *ctx.saved_tensors, ctx.gain), None, None, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    x, cos, sin = ctx.saved_tensors
+    if ctx.gain is None:
+        return rotate_operator(grad, cos, sin, None, not ctx.back), None, None, None, None
+    return rotate_normed_backward(grad, x, cos, sin, ctx.gain), None, None, None, None
 
 
-rotate_normed_operator.register_autograd(_backward, setup_context=_save)
+rotate_operator.register_autograd(_backward, setup_context=_save)

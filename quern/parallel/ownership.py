@@ -66,13 +66,12 @@ class Ownership:
         low, high = self._owned(replica)
         return [_overlap((low, high), self._region(other)) for other in range(self.replicas)]
 
-    def sent(self, replica: int) -> int:
-        """Elements that one rank of the replica sends to other replicas in a step: gradients to their owners, and
-        parameters back."""
+    def sent(self, replica: int) -> tuple[int, int]:
+        """Elements that one rank of the replica sends to other replicas in a step: of gradients, and of parameters."""
         low, high = self._region(replica)
         summed = min(high, self.cuts[-1] * self.size) - min(low, self.cuts[-1] * self.size)
         kept = _overlap((low, high), self._owned(replica))
-        return summed - kept + self._outside(replica) if self.moves else 0
+        return (summed - kept, self._outside(replica)) if self.moves else (0, 0)
 
     def _outside(self, replica: int) -> int:
         low, high = self._owned(replica)

@@ -18,8 +18,8 @@ from quern.parallel.ownership import Ownership
 
 @dataclass(frozen=True)
 class Stack:
-    """shape: of this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that is cut
-    by tensor parallelism; None where this rank has whole matrices."""
+    """shape: of this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that
+    tensor parallelism cuts; None where this rank has whole matrices."""
 
     ownership: Ownership
     shape: torch.Size
