@@ -9,8 +9,8 @@ second step. There the two gradients are summed; under Adam sum and mean are the
 Expected effect: at equal steps, the same loss or slightly worse. AdamW's share of the update's time and of the bytes
 between ranks halves.
 
-Verdict: open. On one CPU core (depth 4, bf16, eager) two updates take TIME of the baseline's time. No losses were
-compared yet.
+Verdict: open. On one CPU core (depth 4, 11.5 million parameters of which 8.4 million are AdamW's, fp32, eager) the two
+updates of a cycle take 0.80 s rather than 0.96 s, 17% less. No losses were compared yet.
 """
 
 from __future__ import annotations
