@@ -176,8 +176,8 @@ class Bucket:
         """
         found = {} if self.held is None else self._held_slices(self.held)
         for kind, buffer in {"master": self.masters, **self.state}.items():
-            for name, part in self._slices(buffer):
-                found[f"{kind}.{name}"] = part
+            parts = self._row_slices(buffer) if self.stack is None else self._stack_slices(self.stack, buffer)
+            found |= {f"{kind}.{name}": part for name, part in parts}
         return found
 
     def _held_slices(self, held: Tensor) -> dict[str, Slice]:
@@ -192,9 +192,6 @@ class Bucket:
                 offsets, whole = (data.rank, *part.offsets), (data.size, *part.whole)
                 found[f"held.{name}"] = replace(part, tensor=part.tensor[None], offsets=offsets, whole=whole)
         return found
-
-    def _slices(self, buffer: Tensor) -> list[tuple[str, Slice]]:
-        return self._row_slices(buffer) if self.stack is None else self._stack_slices(self.stack, buffer)
 
     def _stack_slices(self, stack: Stack, buffer: Tensor) -> list[tuple[str, Slice]]:
         """Whole parameters; each is one matrix or several."""

@@ -88,7 +88,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHE, k_BTKE, v_BTKE))
     padded = -(-T // LONGEST_TILE) * LONGEST_TILE
     lse_log2, sums = (torch.empty((B, H, padded), dtype=torch.float32, device=q_BTHE.device) for _ in range(2))
-    strides = _strides(y_BTHE), _strides(grad_BTHE)
+    strides = y_BTHE.stride()[:3], grad_BTHE.stride()[:3]
     KERNELS["statistics"][(padded // 64 * B * H,)](
         y_BTHE, grad_BTHE, lse_BHT, lse_log2, sums, *strides, H, T, padded, E=E, BLOCK_M=64
     )
@@ -107,7 +107,7 @@ def _launch(
     _, T, H, E = tensors["q"].shape
     arguments = {
         **tensors,
-        **{f"{key}_strides": _strides(x) for key, x in tensors.items()},
+        **{f"{key}_strides": x.stride()[:3] for key, x in tensors.items()},
         **others,
         "T": T,
         "window": min(window, T) or T,
@@ -137,10 +137,6 @@ def _run_interpreted(name: str, grid: Callable[[Any], tuple[Any]], arguments: di
             "which TRITON_INTERPRET=1 must be set before Triton is imported; use another attention backend"
         )
     KERNELS[name][grid](**arguments | {key: make(arguments) for key, make in _descriptors(name).items()})
-
-
-def _strides(x_BTHE: Tensor) -> tuple[int, int, int]:
-    return x_BTHE.stride(0), x_BTHE.stride(1), x_BTHE.stride(2)
 
 
 def can_describe(tensors: list[Tensor]) -> bool:
