@@ -150,6 +150,8 @@ class TrainRecipe:
     """Non-finite steps in a row before the run stops."""
     fp8: str = "off"
     """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
+    grad_dtype: str = "compute"
+    """compute or fp32: the dtype in which gradients are summed over micro-batches, steps and ranks."""
 
 
 OPERATIONAL = frozenset(
@@ -195,7 +197,7 @@ class Recipe:
     make_model: Callable[..., Any]
     """(ModelRecipe) → the model."""
     make_rules: Callable[..., Any]
-    """(OptimRecipe) → for each optimizer group of the model its update rule and peak learning rate."""
+    """(Recipe) → for each optimizer group of the model its rule, peak rate and cadence (`optim.groups.GroupRule`)."""
     make_schedule: Callable[..., Any]
     """(TrainRecipe) → what the update of each step is told (`optim.schedule.Multipliers`)."""
     make_batches: Callable[..., Any] | None = None

@@ -18,6 +18,7 @@ KINDS: dict[str, tuple[type, str]] = {"str": (str, "a text"), "bool": (bool, "tr
 CHOICES = {
     "train.packing": ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream"),
     "train.fp8": ("off", "head", "all"),
+    "train.grad_dtype": ("compute", "fp32"),
     "sft.too_long": ("crop", "drop"),
 }
 

@@ -119,6 +119,7 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         ("sft", "batch_tokens", 700, "sft.batch-tokens must be a multiple of .* 512 tokens: 512 or 1024, not 700"),
         ("train", "micro_batch_tokens", 511, "must hold a row of model.context: at least 512, not 511"),
         ("train", "fp8", "on", "train.fp8 must be one of off, head, all, not on"),
+        ("train", "grad_dtype", "fp16", "train.grad-dtype must be one of compute, fp32, not fp16"),
         ("train", "warmdown_share", 1.5, "train.warmdown-share must be a number between 0 and 1, not 1.5"),
         (
             "train",

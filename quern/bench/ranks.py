@@ -131,7 +131,7 @@ def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str
     mesh = connect(1, machine.device, order["rank"], order["ranks"])
     recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
     model = build_model(recipe, machine, recipe.seed)
-    groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe.optim), model.named_parameters())
+    groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
     optimizer = DelayedZero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh)
     state = TrainState(model, optimizer, Guard(recipe.train.max_skips))
     compile_model(model, machine)

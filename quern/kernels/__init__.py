@@ -1,4 +1,4 @@
-"""Plain functions on tensors: every fast kernel beside the plain one that it must equal.
+"""Functions on tensors: each fast kernel with the plain twin that it must equal.
 
-Nothing here knows of models or processes. The attention kernels are in attention/.
+They know no models and no processes. The attention kernels are in attention/.
 """

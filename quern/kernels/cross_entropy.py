@@ -1,15 +1,14 @@
-"""Linear head + softcap + cross-entropy, without ever holding the full logits: the plain twin and the chunked path.
+"""Linear head + softcap + cross-entropy without the full logits: the plain twin and the chunked path.
 
 loss_n = scale_n · (logsumexp(z_n) - z_n[target_n]) with z = cap(x Wᵀ), in nats, computed in fp32 from logits in the
-compute dtype. The caller's `scale` holds mask, weight and normaliser at once, so that masked tokens and
-token-weighted losses need nothing else.
+compute dtype. The caller's `scale` holds mask, weight and normaliser at once.
 
 The chunked path takes a slice of tokens at a time and computes the gradients of x and W along with the loss, as Liger
-(arXiv 2410.10989) does, so a backward pass only multiplies by a scalar. Where a cap bounds the logits no maximum is
-subtracted; and since a row's softmax denominator is only a factor of that row, the gradient is stored unnormalised
-in one pass over the logits and the factor is applied to the small matrices on either side. How the three products of
-the head are computed is handed in; so is what becomes of a chunk's logits: `COMPILED` here, or on a GPU `TRITON`,
-whose kernel (cross_entropy_triton.py) writes the gradient over the logits.
+(arXiv 2410.10989) does, so a backward pass only multiplies by a scalar. Where a cap bounds the logits, no maximum is
+subtracted. The softmax denominator of a row is only a factor of that row: the gradient is stored unnormalised in one
+pass over the logits, and the factor multiplies the small matrices on either side. Two parts are arguments: how the
+three products of the head are computed (`Products`), and how the gradient of a chunk is computed (`ChunkPath`):
+`COMPILED`, or on a GPU `TRITON`, whose kernel (cross_entropy_triton.py) writes the gradient over the logits.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from quern.kernels.triton_found import triton_found
 
 CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 2**24
-"""A chunk is smaller than CHUNK_TOKENS where it would hold more logits than this: larger products run closer to the
-peak, but a chunk's logits and their gradient are most of the memory that the loss takes."""
+"""The most logits in a chunk, whatever CHUNK_TOKENS: larger products run closer to the peak, but a chunk's logits and
+their gradient are most of the memory of the loss."""
 GPU_CHUNK_LOGITS = 2**27
-"""A GPU reaches its peak on larger products only, and has no gradient beside the logits."""
+"""A GPU reaches its peak on larger products only, and stores no gradient besides the logits."""
 MAX_HEIGHT = 60.0
 """exp(height) times the vocabulary must stay far below the largest fp32."""
 
@@ -49,12 +48,12 @@ class Products(Protocol):
         ...
 
     def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
-        """dx of the slice, and what it adds to dW; grad · factor[:, None] is the gradient by its logits."""
+        """Returns dx of the slice and its part of dW; grad · factor[:, None] is the gradient by its logits."""
         ...
 
 
 class PlainProducts:
-    """Products in the dtype of the operands. bound: what no gradient by a logit exceeds (0-dim), of no use here."""
+    """Products in the dtype of the operands; `bound` is not used."""
 
     def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor) -> None:
         self.x_ND, self.weight_VD = x_ND, weight_VD
@@ -68,16 +67,16 @@ class PlainProducts:
 
 
 MakeProducts = Callable[[Tensor, Tensor, Tensor], Products]
-"""(x (N, D), weight (V, D), bound of the gradients by the logits) → products, made once for each call of the loss."""
+"""(x (N, D), weight (V, D), bound of the gradients by the logits, 0-dim) → the products of one call of the loss."""
 
 
 @dataclass(frozen=True)
 class ChunkPath:
-    """What becomes of a chunk's logits (N, V) of integer targets (N,) under a cap.
+    """How the losses and gradients of a chunk of logits (N, V) are computed. Both functions may overwrite the logits.
 
-    losses: (logits, targets, cap) → (N,) fp32 losses in nats; it may overwrite the logits.
-    gradient: (logits, targets, scale, cap) → the losses; factor (N,) = scale · steepest slope / denominator; and over
-    that factor the gradient by the logits, which may take their place.
+    losses: (logits, integer targets (N,), cap) → (N,) fp32 losses in nats.
+    gradient: (logits, targets, scale, cap) → the losses; a factor (N,) = scale · steepest slope / denominator; and the
+    gradient by the logits divided by that factor, (N, V).
     """
 
     losses: Callable[[Tensor, Tensor, Cap], Tensor]
@@ -86,7 +85,7 @@ class ChunkPath:
     chunk_logits: int
 
     def chunks(self, N: int, V: int) -> list[slice]:
-        """The slices of tokens that are computed at once."""
+        """The slices of tokens that are the chunks."""
         size = min(self.chunk_tokens, max(64, self.chunk_logits // V // 64 * 64))
         return [slice(start, start + size) for start in range(0, N, size)]
 
@@ -100,17 +99,25 @@ def cross_entropy(
     products: MakeProducts = PlainProducts,
     path: ChunkPath | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """→ (sum of scale · loss, a differentiable fp32 scalar; (N,) fp32 losses, unscaled and not differentiable).
+    """Computes the loss of a linear head.
 
-    targets: (N,) integers in [0, V), also where scale is 0; scale: (N,) fp32; products: used where gradients are
-    recorded, elsewhere the product is plain; path: None for what suits the device. Raises ValueError for a cap that
-    lets logits lie more than 120 apart, yet bounds them.
+    Args:
+        targets_N: Integers in [0, V), also where scale is 0.
+        scale_N: fp32.
+        products: Used where gradients are recorded; otherwise the product is plain.
+        path: None for the path of the device.
+
+    Returns:
+        The sum of scale · loss, a differentiable fp32 scalar; (N,) fp32 losses, unscaled and not differentiable.
+
+    Raises:
+        ValueError: The cap bounds the logits, but to a range of more than 120.
     """
     if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
         raise ValueError(
             f"{cap} is too wide for the chunked loss: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()"
         )
-    path = path or (TRITON if x_ND.is_cuda and triton_found() else COMPILED)
+    path = path or path_for(x_ND)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, scale_N, cap, products, path)
     losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
@@ -140,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in path.chunks(N, weight_VD.size(0)):
             logits = head.logits(part)
             losses[part], factor, grad = path.gradient(logits, targets_N[part], scale_N[part], cap)
-            del logits  # nothing of a chunk may still be held when the next one is made
+            del logits  # frees the chunk before the next one is made
             dx[part], slice_dw = head.gradients(part, grad, factor)
             del grad
             dw += slice_dw
@@ -170,8 +177,8 @@ def _gradient(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap) -
 def _capped(
     logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, slope_N: Tensor, height: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cap is height · tanh(slope · z). The slope comes once for each row, since only then does the compiler see
-    that the loop goes by rows, and adds a row's exponentials up as it makes them instead of storing them."""
+    """The cap is height · tanh(slope · z). The slope has one entry per row, since only then does the compiler loop over
+    rows and sum a row's exponentials without storing them."""
     capped = rational_tanh(logits_NV.float() * slope_N[:, None])
     e = _exp(capped, height)
     total = e.sum(-1)
@@ -184,7 +191,7 @@ def _capped(
 
 @torch.compile(dynamic=False)
 def _uncapped(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Against the row's maximum, without which exp would overflow."""
+    """Subtracts the row's maximum, without which exp would overflow."""
     highest = logits_NV.amax(-1, keepdim=True).float()
     e = torch.exp(logits_NV.float() - highest)
     total = e.sum(-1)
@@ -193,8 +200,8 @@ def _uncapped(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor) -> tuple[Te
     return torch.log(total) - z[:, 0], scale_N / total, grad
 
 
-# tanh and exp in plain arithmetic: the compiler inlines and vectorises these, where it would call a library function
-# for each vector; together they are a third of a CPU's training step otherwise.
+# tanh and exp in plain arithmetic: the compiler inlines and vectorises these. It would call library functions for each
+# vector, which take a third of a CPU's training step.
 
 _TANH_TOP = (-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
              1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03)  # fmt: skip
@@ -209,10 +216,10 @@ def rational_tanh(y: Tensor) -> Tensor:
 
 
 def _exp(capped: Tensor, height: float) -> Tensor:
-    """exp(height · capped) for |capped| ≤ 1: a Taylor polynomial of a small part, squared as often as needed."""
+    """exp(height · capped) for |capped| ≤ 1: a Taylor polynomial of a small part, squared repeatedly."""
     squarings = max(0, math.ceil(math.log2(height / 0.5)))
     value = _polynomial(capped * (height / 2**squarings), tuple(1 / math.factorial(i) for i in range(7, -1, -1)))
-    while squarings:  # as powers: of a product the compiler writes out each factor, and theirs, 2^squarings times
+    while squarings:  # as powers: the compiler would expand products into 2^squarings factors
         value = value.pow(2 ** min(squarings, 4))
         squarings -= min(squarings, 4)
     return value
@@ -232,7 +239,7 @@ COMPILED = ChunkPath(_losses, _gradient, CHUNK_TOKENS, CHUNK_LOGITS)
 def _operator(
     logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float | None, divisor: float, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """→ losses and factor; the logits become the gradient over that factor, if asked for. height None: no cap."""
+    """Returns losses and factor; with `gradient`, overwrites the logits. height None: no cap."""
     from quern.kernels.cross_entropy_triton import losses_and_factor
 
     with torch.cuda.device_of(logits_NV):
@@ -240,9 +247,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _(
-    logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float | None, divisor: float, gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scale_N), torch.empty_like(scale_N)
 
 
@@ -257,3 +262,8 @@ def _triton_gradient(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap:
 
 
 TRITON = ChunkPath(_triton_losses, _triton_gradient, 2**20, GPU_CHUNK_LOGITS)
+
+
+def path_for(x_ND: Tensor) -> ChunkPath:
+    """The path that suits the device."""
+    return TRITON if x_ND.is_cuda and triton_found() else COMPILED

@@ -1,12 +1,12 @@
 """Softcap and cross-entropy of a chunk of logits in Triton: losses, and the gradient written over the logits.
 
-One program takes a row. Under a cap, logits are bounded, so one pass over the row reads each logit and writes
-exp(capped) · slope in its place, while the denominator is added up; without a cap a first pass finds the maximum and
-the denominator, online (Milakov & Gimelshein 2018, arXiv 1805.02867), and a second one writes. The denominator, known
-only at the end, stays outside of the gradient as a factor of its row (cross_entropy.py). As Liger (arXiv 2410.10989),
-in one pass less.
+One program computes a row. Under a cap, logits are bounded, so one pass over the row reads each logit, writes
+exp(capped) · slope in its place and sums the denominator. Without a cap a first pass finds the maximum and the
+denominator, online (Milakov & Gimelshein 2018, arXiv 1805.02867), and a second pass writes. The denominator, known only
+at the end, is a factor of its row outside the gradient (cross_entropy.py). As Liger (arXiv 2410.10989), with one pass
+less.
 
-Device code and what launches it; imports Triton, so it is itself imported by the first call.
+The file imports Triton, so the first call imports it.
 """
 
 import torch
@@ -21,10 +21,13 @@ BLOCK = 4096
 def losses_and_factor(
     logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, height: float | None, divisor: float, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """→ losses (N,) and factor (N,) = scale · height / divisor / denominator, fp32. The cap is height · tanh(z /
-    divisor), or none; the gradient over `factor` takes the logits' place, if asked for.
+    """Returns losses (N,) and factor (N,) = scale · height / divisor / denominator, fp32.
 
-    logits: rows contiguous, bf16 or fp32; targets: integers in [0, V).
+    Args:
+        logits_NV: bf16 or fp32, contiguous rows.
+        targets_N: Integers in [0, V).
+        height: The cap is height · tanh(z / divisor); None is no cap.
+        gradient: Overwrite the logits with the gradient divided by the factor.
     """
     N, V = logits_NV.shape
     assert logits_NV.stride(1) == 1
@@ -62,10 +65,10 @@ def loss_kernel(
     logits, targets, scale, losses, factor, row_stride, V, height, slope,
     CAPPED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. The target's own gradient comes last, when the denominator is known.
+    """One row. The target's own gradient is written last, when the denominator is known.
 
-    Barriers keep its reading before and its writing after that of the row, which other threads may do. Leaving it out
-    of the row's mask instead would break up the wide stores.
+    Barriers order its load and its store around those of the row, which other threads may do. Excluding it from the
+    row's mask instead would split the wide stores.
     """
     row = tl.program_id(0)
     logits += tl.cast(row, tl.int64) * row_stride

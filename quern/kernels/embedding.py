@@ -1,8 +1,8 @@
-"""Embedding look-up whose backward pass on a CPU is the library's own scatter.
+"""Embedding lookup whose backward pass on a CPU is the library's scatter.
 
-The compiler turns the backward pass of an embedding into atomic additions, element by element, which on a CPU takes
-several times as long as the library's kernel. As a custom operator it is left alone. Gradients of a token that occurs
-often are summed in fp32, whatever dtype they have. On other devices nothing changes.
+The compiler turns the backward pass of an embedding into atomic additions per element, which on a CPU is several times
+slower than the library's kernel. A custom operator prevents this. The gradients of a token that occurs often are summed
+in fp32, whatever dtype they have. On other devices nothing changes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import Tensor
 
 
 def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
-    """Rows of the weight: (B, T) integers → (B, T, D)."""
-    one_token = tokens_BT.size(-1) == 1 and not torch.is_grad_enabled()  # the operator's call costs more than the rows
+    """Returns rows of the weight: (B, T) integers → (B, T, D)."""
+    one_token = (
+        tokens_BT.size(-1) == 1 and not torch.is_grad_enabled()
+    )  # the call of the operator costs more than the rows
     if weight_VD.device.type != "cpu" or one_token:
         return F.embedding(tokens_BT, weight_VD)
     return _embed(tokens_BT, weight_VD)
@@ -36,7 +38,7 @@ def _(tokens: Tensor, weight: Tensor) -> Tensor:
 def _embed_backward(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
     if grad.dtype == torch.float32:
         return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
-    # In bf16 the library's sum of 256 equal gradients stops growing: fp32, for the rows that occur.
+    # In bf16 the library's sum of 256 equal gradients stops growing; this sums in fp32, for the rows that occur.
     used, places = torch.unique(tokens, return_inverse=True)
     sums = torch.zeros(len(used), grad.size(-1), device=grad.device)
     sums.index_add_(0, places.flatten(), grad.flatten(0, -2).float())

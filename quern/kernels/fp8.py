@@ -1,16 +1,16 @@
-"""Matrix products in FP8: scales, quantisation, the scaled product or its emulation; a linear layer, a head.
+"""FP8 matrix products: scales, quantisation, the scaled product and its emulation; a linear layer and a head.
 
-y = x Wᵀ, dx = g W and dW = gᵀ x with operands of 8 bits: E4M3 (±448, 3 bits of mantissa) for x and W, E5M2 (±57344,
-2 bits) for gradients, which need range more than precision (Micikevicius et al., arXiv 2209.05433). A tensor t stands
-as clamp(t / s), rounded to nearest, with one fp32 scale s; a product multiplies by both scales. Clamped, because what
-a cast does beyond the range differs by device: to infinity, to NaN or to the largest number.
+y = x Wᵀ, dx = g W and dW = gᵀ x with 8-bit operands: E4M3 (±448, 3 bits of mantissa) for x and W, E5M2 (±57344, 2 bits)
+for gradients, which need range more than precision (Micikevicius et al., arXiv 2209.05433). A tensor t is stored as
+clamp(t / s), rounded to nearest, with one fp32 scale s; a product multiplies by both scales. The clamp is explicit,
+because a cast beyond the range gives infinity, NaN or the largest number, depending on the device.
 
-Scales are dynamic (largest magnitude / largest number of the format, found on the device without waiting for it), or
-static where a bound is known beforehand (the head's, from modded-nanogpt). They hold no state.
+Scales are dynamic (largest magnitude / largest number of the format, computed on the device without synchronisation),
+or static where a bound is known (the head's). They hold no state.
 
-The product alone is a custom operator, since it is one of two: `torch._scaled_mm`, or where there is no fast one its
-emulation. Scaling and casting are ordinary operations, so that the compiler fuses them with what makes a tensor.
-Not here: which layers use it, and when (model/fp8.py).
+Only the product is a custom operator, since it has two implementations: `torch._scaled_mm`, and an emulation for
+devices without a fast one. Scaling and casting are ordinary operations, so that the compiler can fuse them.
+model/fp8.py decides which layers use FP8.
 
 Shapes: N tokens, D inputs, O outputs, V vocabulary; M, N, K of a product a_MK · b_NKᵀ.
 """
@@ -28,26 +28,30 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""What the hardware asks of K and N; the products of a layer so ask it of inputs, outputs and tokens."""
+"""The hardware needs multiples for K and N. In the products of a layer these are inputs, outputs and tokens."""
 LEAST_AMAX = 2.0**-100
-"""Below this a tensor counts as zero: its scale would near the end of fp32."""
+"""A tensor with a smaller largest magnitude counts as zero: its scale would be close to fp32's smallest number."""
 
 
 class Quantised(NamedTuple):
-    """values · scale ≈ the tensor it was made from; values: FP8; scale: fp32, 0-dim."""
+    """values · scale ≈ the original tensor. values: FP8; scale: fp32, 0-dim."""
 
     values: Tensor
     scale: Tensor
 
     def transposed(self) -> Quantised:
-        """Of a matrix: laid out anew, since the hardware reads both operands along K."""
+        """The transposed matrix, contiguous, since the hardware reads both operands along K."""
         return Quantised(self.values.t().contiguous(), self.scale)
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Quantised:
-    """x in FP8 (`dtype`), beyond the range the largest number. scale: fp32, 0-dim; None: such that x just fits.
+    """Casts x to FP8; values beyond the range become the largest number.
 
-    Where the scale is not given, an x that is not finite becomes NaN, and so stays visible; zeros stay zeros.
+    Args:
+        x: Any shape and floating dtype.
+        dtype: E4M3 or E5M2.
+        scale: fp32, 0-dim; None chooses the scale at which x just fits. Then a non-finite x becomes NaN everywhere, and
+            zeros stay zeros.
     """
     largest = torch.finfo(dtype).max
     if scale is None:
@@ -56,10 +60,17 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Quan
 
 
 def product(a_MK: Quantised, b_NK: Quantised, dtype: torch.dtype, *, fast: bool = False, emulated: bool) -> Tensor:
-    """a · bᵀ → (M, N) in `dtype` (bf16 or fp32), accumulated in fp32; one operand at most is E5M2.
+    """a · bᵀ → (M, N), accumulated in fp32.
 
-    fast: the hardware may accumulate in fewer bits than fp32 has. Raises ValueError unless K and N are multiples
-    of 16.
+    Args:
+        a_MK: At most one of the operands is E5M2.
+        b_NK: See `a_MK`.
+        dtype: bf16 or fp32.
+        fast: The hardware may accumulate in fewer bits than fp32 has.
+        emulated: Multiply in fp32.
+
+    Raises:
+        ValueError: K or N is no multiple of 16.
     """
     (M, K), N = a_MK.values.shape, b_NK.values.size(0)
     if K % MULTIPLE or N % MULTIPLE:
@@ -71,7 +82,7 @@ def product(a_MK: Quantised, b_NK: Quantised, dtype: torch.dtype, *, fast: bool 
 def _product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, emulated: bool
 ) -> Tensor:
-    if emulated:  # FP8 numbers and products of two are exact in fp32: only the order of the sum is open
+    if emulated:  # FP8 numbers and products of two of them are exact in fp32: only the order of the sum differs
         return (a.float() @ b.float().t() * (a_scale * b_scale)).to(dtype)
     return torch.ops.aten._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
@@ -83,9 +94,9 @@ def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
 
 @cache
 def has_fast_product(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` runs on the device, is right, and about as fast as its emulation or faster.
+    """Whether `torch._scaled_mm` runs on the device, is correct, and is not much slower than its emulation.
 
-    Found by a tiny product. Libraries run it also on processors without FP8 units, and a thousand times slower.
+    A tiny product decides. Libraries also run it on processors without FP8 units, a thousand times slower.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device) for _ in range(2))
@@ -112,7 +123,7 @@ def _best_seconds(a: Quantised, b: Quantised, *, emulated: bool) -> float:
 
 
 def fp8_linear(x_ND: Tensor, weight_OD: Tensor, emulated: bool) -> Tensor:
-    """x Wᵀ → (N, O) in x's dtype, its gradients in FP8 too; scales are dynamic.
+    """x Wᵀ → (N, O) in x's dtype, with dynamic scales, in FP8 forward and backward.
 
     Raises ValueError unless N, D and O are multiples of 16.
     """
@@ -142,7 +153,7 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class HeadScales:
-    """Static scales of a head; grad: of the gradients by the logits, for a loss whose tokens count 1 each."""
+    """Static scales of a head. grad: of the gradient with respect to the logits, per unit of its bound."""
 
     x: float
     weight: float
@@ -150,16 +161,20 @@ class HeadScales:
 
     @classmethod
     def for_width(cls, width: int) -> HeadScales:
-        """modded-nanogpt's: x is normed, so that no entry exceeds sqrt(width); weights are trusted to stay within 24;
-        and no gradient exceeds 1, the largest difference of a probability from its target."""
-        return cls(math.sqrt(width) / 448, 24 / 448, 1 / 448)
+        """The scales at which the bounds become the largest numbers of the formats.
+
+        As modded-nanogpt: x is normed, so that no entry exceeds sqrt(width), and weights are assumed to stay within 24.
+        The gradient's bound is divided by E5M2's largest number; modded-nanogpt divides by E4M3's, a bug that
+        nanochat's log points out (docs/numerics.md has the measured difference).
+        """
+        return cls(math.sqrt(width) / 448, 24 / 448, 1 / 57344)
 
 
 class HeadProducts:
-    """The products of a head for the chunked loss (`cross_entropy.Products`), in FP8 at static scales."""
+    """The products of a head for the chunked loss (`cross_entropy.Products`), in FP8 with static scales."""
 
     def __init__(self, x_ND: Tensor, weight_VD: Tensor, bound: Tensor, scales: HeadScales, emulated: bool) -> None:
-        """bound: what no gradient by a logit exceeds, 0-dim."""
+        """bound: of the magnitude of the gradients with respect to the logits, 0-dim."""
         self.dtype, self.emulated = x_ND.dtype, emulated
         self.x = _quantise_compiled(x_ND, E4M3, _constant(scales.x, x_ND.device))
         self.weight = _quantise_compiled(weight_VD, E4M3, _constant(scales.weight, x_ND.device))
@@ -171,10 +186,10 @@ class HeadProducts:
         return product(self._slice(part), self.weight, self.dtype, fast=True, emulated=self.emulated)
 
     def gradients(self, part: slice, grad_NV: Tensor, factor_N: Tensor) -> tuple[Tensor, Tensor]:
-        """dx in x's dtype and what the slice adds to dW, in fp32.
+        """dx in x's dtype, and the slice's contribution to dW in fp32.
 
-        The factor goes in before the rounding: it holds a row's softmax denominator, without which rows would differ
-        by more than FP8's range.
+        The factor is multiplied before the rounding: it holds a row's softmax denominator, without which rows would
+        differ by more than FP8's range.
         """
         grad = Quantised(_rows_scaled(grad_NV, factor_N, self.grad_scale), self.grad_scale)
         dx = product(grad, self.weight_transposed, self.dtype, emulated=self.emulated)
@@ -186,10 +201,10 @@ class HeadProducts:
 
 
 def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)  # written by the device: nothing is copied to it
+    return torch.full((), value, dtype=torch.float32, device=device)  # no copy from the host
 
 
-# The loss is not compiled as a whole; these are one pass each over tensors that are large.
+# The loss is not compiled as a whole; each of these is one pass over a large tensor.
 
 
 @torch.compile(dynamic=False)

@@ -1,13 +1,12 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864), alone or with the RMSNorm of queries and keys: plain twins,
-operators around Triton kernels, and the pick.
+"""Rotary positions (RoFormer, arXiv 2104.09864), alone or with the RMSNorm of queries and keys.
 
-x: (B, T, H, E); the pairs (i, i + E/2) of a head turn clockwise by their position's angles, whose cosines and sines
-come as tables, (1 or B, T, 1, E/2) fp32. Pairs that stand still have an angle of zero in the table, as the second half
-of them in half-truncated RoPE: the kernels are bound by reading x, which that does not change. A rotation keeps the
-norm, so norm and rotation may change places but for rounding; and its gradient is the rotation back.
+x: (B, T, H, E). The pairs (i, i + E/2) of a head are rotated clockwise by the angles of their position. The tables of
+cosines and sines are (1 or B, T, 1, E/2) fp32. Pairs that do not rotate, as half of them in half-truncated RoPE, have
+an angle of zero in the table: the kernels are bound by reading x, which that does not change. A rotation keeps the
+norm, so norm and rotation commute up to rounding. The gradient is the rotation back.
 
-On a GPU a kernel reads and writes each element once; elsewhere the plain twins run, which the compiler fuses. Device
-code is in rope_triton.py.
+On a GPU a kernel reads and writes each element once (rope_triton.py). On other devices the plain twins run, and the
+compiler fuses them.
 """
 
 from __future__ import annotations
@@ -24,17 +23,47 @@ EPS = 1e-6
 """Added to the mean square of a head."""
 
 
+def rotary_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles.
+
+    For several tokens this is a custom operator, because the compiler would otherwise compute the cosines again for
+    every element of every layer. For one token the call of the operator would cost more than that.
+
+    Args:
+        positions: (…, T) integers.
+        frequencies: (E / 2,) fp32, in radians per token.
+
+    Returns:
+        Two tensors (…, T, 1, E / 2), fp32.
+    """
+    return (_angles if positions.size(-1) == 1 else _rotary_angles)(positions, frequencies)
+
+
+def _angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions.float()[..., None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+_rotary_angles = torch.library.custom_op("quern::rotary_angles", _angles, mutates_args=())
+
+
+@_rotary_angles.register_fake
+def _(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, 1, *frequencies.shape)
+    return frequencies.new_empty(shape), frequencies.new_empty(shape)
+
+
 def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair clockwise, computed in fp32 → (B, T, H, E) in x's dtype. Turns it back with -sin."""
+    """Rotates each pair clockwise, computed in fp32 → (B, T, H, E) in x's dtype. With -sin it rotates back."""
     if x_BTHE.is_cuda and triton_found():
-        return rotate_operator(x_BTHE, cos, sin, False)
+        return rotate_operator(x_BTHE, cos, sin, None, False)
     return rotate_plain(x_BTHE, cos, sin)
 
 
 def rotate_normed(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
-    """Turned as by `rotate`, with each head brought to a root mean square of `gain` → (B, T, H, E) in x's dtype."""
+    """Rotates as `rotate` does, and scales each head to a root mean square of `gain` → (B, T, H, E) in x's dtype."""
     if x_BTHE.is_cuda and triton_found():
-        return rotate_normed_operator(x_BTHE, cos, sin, gain)
+        return rotate_operator(x_BTHE, cos, sin, gain, False)
     return rotate_normed_plain(x_BTHE, cos, sin, gain)
 
 
@@ -49,48 +78,22 @@ def rotate_normed_plain(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -
 
 
 @torch.library.custom_op("quern::rotate", mutates_args=())
-def rotate_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """back: counterclockwise. Returns a contiguous tensor."""
+def rotate_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float | None, back: bool) -> Tensor:
+    """Returns a contiguous tensor. gain: root mean square of each head, None for no norm; back: counterclockwise."""
     from quern.kernels.rope_triton import turn
 
     with torch.cuda.device_of(x_BTHE):
-        return turn(x_BTHE, cos, sin, back=back, gain=None, eps=EPS)
+        return turn(x_BTHE, cos, sin, back=back, gain=gain, eps=EPS)
 
 
 @rotate_operator.register_fake
-def _(x_BTHE: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    return x_BTHE.new_empty(x_BTHE.shape)
-
-
-def _save_tables(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    _, cos, sin, ctx.back = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return rotate_operator(grad, *ctx.saved_tensors, not ctx.back), None, None, None
-
-
-rotate_operator.register_autograd(_turn_back, setup_context=_save_tables)
-
-
-@torch.library.custom_op("quern::rotate_normed", mutates_args=())
-def rotate_normed_operator(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
-    """Returns a contiguous tensor."""
-    from quern.kernels.rope_triton import turn
-
-    with torch.cuda.device_of(x_BTHE):
-        return turn(x_BTHE, cos, sin, back=False, gain=gain, eps=EPS)
-
-
-@rotate_normed_operator.register_fake
-def _(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+def _(x_BTHE: Tensor, *others: Any) -> Tensor:
     return x_BTHE.new_empty(x_BTHE.shape)
 
 
 @torch.library.custom_op("quern::rotate_normed_backward", mutates_args=())
 def rotate_normed_backward(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
-    """dx, contiguous; the norm is computed once more from x."""
+    """dx, contiguous; recomputes the norm from x."""
     from quern.kernels.rope_triton import turn_back_normed
 
     with torch.cuda.device_of(x_BTHE):
@@ -98,17 +101,20 @@ def rotate_normed_backward(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: 
 
 
 @rotate_normed_backward.register_fake
-def _(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
+def _(grad_BTHE: Tensor, x_BTHE: Tensor, *others: Any) -> Tensor:
     return x_BTHE.new_empty(x_BTHE.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
-    x, cos, sin, ctx.gain = inputs
-    ctx.save_for_backward(x, cos, sin)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float | None, bool], output: Tensor) -> None:
+    x, cos, sin, ctx.gain, ctx.back = inputs
+    ctx.save_for_backward(None if ctx.gain is None else x, cos, sin)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return rotate_normed_backward(grad, *ctx.saved_tensors, ctx.gain), None, None, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    x, cos, sin = ctx.saved_tensors
+    if ctx.gain is None:
+        return rotate_operator(grad, cos, sin, None, not ctx.back), None, None, None, None
+    return rotate_normed_backward(grad, x, cos, sin, ctx.gain), None, None, None, None
 
 
-rotate_normed_operator.register_autograd(_backward, setup_context=_save)
+rotate_operator.register_autograd(_backward, setup_context=_save)

@@ -1,9 +1,9 @@
 """Rotary positions in Triton, with or without RMSNorm, forward and backward; see rope.py for what they compute.
 
-A row is one head of one token. A program takes ROWS of them whole, so that the norm needs no second look: the first
-half of each head against the second, and the token's row of the tables. fp32 inside; bound by reading and writing.
+A row is one head of one token. A program loads ROWS whole rows, so that the norm needs no second pass: both halves of
+each head, and the token's row of the tables. It computes in fp32 and is bound by memory.
 
-Device code and what launches it; imports Triton, so it is itself imported by the first call.
+The file imports Triton, so the first call imports it.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAM_ELEMENTS = 4096
-"""Of x, in one program; 32 for each thread of four warps."""
+"""Elements of x in one program; 32 for each thread of four warps."""
 
 
 def turn(x_BTHE: Tensor, cos: Tensor, sin: Tensor, *, back: bool, gain: float | None, eps: float) -> Tensor:
-    """x turned clockwise, or `back`; with a gain, each head is first brought to a root mean square of `gain`."""
+    """Rotates x clockwise, or `back`. With a gain, scales each head to a root mean square of `gain`."""
     y_BTHE = torch.empty(x_BTHE.shape, dtype=x_BTHE.dtype, device=x_BTHE.device)
     x_BTHE = _readable(x_BTHE)
     scalars = {"direction": -1.0 if back else 1.0, "gain": 1.0 if gain is None else gain, "eps": eps}
@@ -29,7 +29,7 @@ def turn(x_BTHE: Tensor, cos: Tensor, sin: Tensor, *, back: bool, gain: float | 
 
 
 def turn_back_normed(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor, *, gain: float, eps: float) -> Tensor:
-    """The gradient of x, given that of `turn` with a gain."""
+    """Returns the gradient of x, given that of `turn` with a gain."""
     dx_BTHE = torch.empty(x_BTHE.shape, dtype=x_BTHE.dtype, device=x_BTHE.device)
     x_BTHE, grad_BTHE = _readable(x_BTHE), _readable(grad_BTHE)
     tensors = {"x": x_BTHE, "x_strides": x_BTHE.stride()[:3], "grad": grad_BTHE, "dx": dx_BTHE}
@@ -39,7 +39,7 @@ def turn_back_normed(grad_BTHE: Tensor, x_BTHE: Tensor, cos: Tensor, sin: Tensor
 
 
 def _readable(x_BTHE: Tensor) -> Tensor:
-    """Slices of a merged projection are read where they are."""
+    """Slices of a merged projection need no copy."""
     return x_BTHE if x_BTHE.stride(-1) == 1 else x_BTHE.contiguous()
 
 
@@ -55,7 +55,7 @@ def _launch(kernel: Any, x_BTHE: Tensor, cos: Tensor, sin: Tensor, arguments: di
 
 @triton.jit
 def places(B, T, H, E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """Of this program's rows: batch, token and head (ROWS, 1), columns of a half (1, HALF), what there is of these."""
+    """Batch, token and head (ROWS, 1) of this program's rows, columns of a half (1, HALF), and which of them exist."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, HALF)[None, :]
     there = (row < B * T * H) & (column < E // 2)

@@ -1,7 +1,7 @@
-"""What a model does to its logits before the softmax: a cap, as a small callable value; no kernel itself.
+"""Caps of the logits before the softmax, as small callable values.
 
-A cap maps fp32 logits to fp32 logits, elementwise. Since top · σ(z / b) = top/2 + top/2 · tanh(z / 2b) and no softmax
-sees a constant, both bounded caps are height · tanh(z / divisor) to a loss kernel: it asks for `tanh_form`.
+A cap maps fp32 logits to fp32 logits, elementwise. Since top · σ(z / b) = top/2 + top/2 · tanh(z / 2b), and a softmax
+ignores constants, both bounded caps are height · tanh(z / divisor) to a loss kernel: their `tanh_form`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""alpha · X Xᵀ + beta · A for stacks of matrices, by computing one triangle of blocks and mirroring it.
+"""alpha · X Xᵀ + beta · A for stacks of matrices: computes one triangle of blocks and mirrors it.
 
-The result is symmetric, as A must be, so that half of the work is enough; X may be symmetric itself, and X Xᵀ is then
-its square. These are two of the three products in each step of Muon's iteration (optim/muon.py). It is kept from there
-until it is measured to win in a whole training step: modded-nanogpt, where the idea comes from, reports that the gain
-washed out. So nothing but `quern bench gpu`, which measures it, uses it.
+The result is symmetric, as A must be, so half of the work is enough. X may be symmetric itself; X Xᵀ is then its
+square. These are two of the three products in each step of Muon's iteration (optim/muon.py). Only `quern bench gpu`
+uses the kernel: Muon does not, until a whole training step is measured to be faster. modded-nanogpt, the source of the
+idea, reports that the gain washed out.
 
 A plain twin, and an operator around a Triton kernel (symmetric_triton.py). Shapes: N matrices, R rows, C columns.
 """

@@ -1,10 +1,10 @@
 """alpha · X Xᵀ + beta · A in Triton, one triangle of blocks; see symmetric.py.
 
 A program computes the block (i, j) with j ≤ i of one matrix and stores it twice, the second time transposed as the
-block (j, i). Programs are numbered along the triangle, so that none is started for nothing. Blocks on the diagonal are
-computed whole, and the lower half is stored for both: not every machine adds up the two halves in the same order.
+block (j, i). Programs are numbered along the triangle, so that each has work. Blocks on the diagonal are computed
+whole, and the lower half is stored for both: not every machine sums the two halves in the same order.
 
-Device code and what launches it; imports Triton, so it is itself imported by the first call.
+The file imports Triton, so the first call imports it.
 """
 
 from functools import cache
@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 TILES = ((128, 64, 4, 8), (128, 64, 3, 8), (128, 32, 4, 4), (64, 64, 4, 4), (64, 128, 3, 4))
-"""Candidates: rows and columns of a block of the result, what is added up at a time, stages, warps."""
+"""Candidates: rows (and columns) of a block of the result, columns of X per step, stages, warps."""
 INTERPRETED = {"BLOCK": 32, "BLOCK_K": 16}
 
 
 def product(x_NRC: Tensor, a_NRR: Tensor | None, beta: float, alpha: float) -> Tensor:
-    """(N, R, C) and (N, R, R) or None → (N, R, R), contiguous. Either may lie in memory transposed."""
+    """(N, R, C) and (N, R, R) or None → (N, R, R), contiguous. Either may be a transposed view."""
     N, R, C = x_NRC.shape
     y_NRR = torch.empty((N, R, R), dtype=x_NRC.dtype, device=x_NRC.device)
     tensors = {"x": x_NRC, "x_strides": x_NRC.stride(), "a": a_NRR, "a_strides": (0, 0, 0), "y": y_NRR}

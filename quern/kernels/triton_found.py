@@ -1,6 +1,6 @@
-"""Whether Triton is there: torch's builds for CUDA on Linux bring it along, others do not.
+"""Whether Triton is installed: torch's builds for CUDA on Linux include it, others do not.
 
-Files named *_triton.py import it at their head, so they are imported by the first call only.
+Files named *_triton.py import it at the top, so only the first call imports them.
 """
 
 import importlib.util
@@ -14,6 +14,6 @@ def _found() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@torch.compiler.assume_constant_result  # the compiler need not look into how Python finds packages
+@torch.compiler.assume_constant_result  # the compiler need not trace how Python finds packages
 def triton_found() -> bool:
     return _found()

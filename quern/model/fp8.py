@@ -1,12 +1,8 @@
-"""Makes a model train in FP8, from outside: linear layers are replaced, fused products (fused_linear.py) multiply in
-another way, parameters stay what and where they are.
+"""Makes a model train in FP8: replaces linear layers and the multiplication of merged ones (fused_linear.py).
 
-FP8 applies where gradients are recorded, and only there: evaluation and generation run without a graph, so they
-compute in the parameters' dtype, from the same module. Whether a graph is recorded is a property of the call, which
-autograd and the compiler know already; a mode of the module would be a second truth, to be set and put back around
-every evaluation inside training.
-
-Not here: the arithmetic (kernels/fp8.py).
+Parameters stay the same objects. FP8 is used where gradients are recorded, and only there: evaluation and generation
+record no graph, so they compute in the parameters' dtype with the same module. No mode has to be switched around an
+evaluation during training. kernels/fp8.py has the arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from quern.model.fused_linear import Merged
 
 @dataclass(frozen=True)
 class Fp8Product:
-    """F.linear whose three products run in FP8, at dynamic scales, where gradients are recorded."""
+    """F.linear whose three products run in FP8 with dynamic scales where gradients are recorded."""
 
     emulated: bool
 
@@ -38,7 +34,7 @@ class Fp8Product:
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear by an `Fp8Product`."""
+    """nn.Linear that multiplies by an `Fp8Product`."""
 
     emulated: bool
 
@@ -47,7 +43,7 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8Head(nn.Linear):
-    """A head whose products run in FP8 inside the loss, at static scales; called by itself it is nn.Linear."""
+    """A head whose products run in FP8 inside the loss, with static scales; called by itself it is nn.Linear."""
 
     emulated: bool
 
@@ -56,14 +52,14 @@ class Fp8Head(nn.Linear):
 
 
 def head_products(head: nn.Linear) -> MakeProducts:
-    """How the loss multiplies by this head."""
+    """The products with which the loss multiplies by this head."""
     return head.products if isinstance(head, Fp8Head) else PlainProducts
 
 
 @dataclass(frozen=True)
 class Fp8Report:
-    """Names of layers, of merged products their parameter's: with dynamic scales, with static ones, and those left
-    alone, each with the reason."""
+    """Names of the layers with dynamic scales, with static scales, and of the skipped ones, each with the reason. A
+    merged product has the name of its parameter."""
 
     dynamic: tuple[str, ...]
     static: tuple[str, ...]
@@ -74,7 +70,7 @@ class Fp8Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        """One line for the user."""
+        """Returns one line for the user."""
         parts = [f"fp8: {len(self.dynamic)} layers at dynamic scales, {len(self.static)} at static ones"]
         if self.emulated and self.dynamic + self.static:
             parts.append("emulated, since this device has no fast FP8 product: the same numbers, slower")
@@ -87,11 +83,14 @@ class Fp8Report:
 
 
 def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
-    """Makes the linear layers and merged products of a model (`LanguageModel`) multiply in FP8, in place,
-    where the hardware can; a merged product is named by its parameter.
+    """Makes the linear layers and merged products of a model multiply in FP8, in place.
 
-    Call it on the device that trains, before compilation; weights may be loaded and the optimizer made before or
-    after. What the hardware refuses keeps its dtype, decided here once and named in the report.
+    Call it on the device that trains, before compilation; loading weights and making the optimizer may come before or
+    after. Layers that the hardware cannot multiply in FP8 keep their dtype; the report names them.
+
+    Args:
+        model: A `LanguageModel`.
+        head_only: Change only the head.
     """
     device, context = model.head.weight.device, model.shape.context
     emulated = not has_fast_product(device)
@@ -116,7 +115,7 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
 
 
 def _obstacle(module: nn.Linear | Merged, context: int) -> str | None:
-    """Why this layer cannot be multiplied in FP8; None if it can."""
+    """The reason why this layer cannot be multiplied in FP8; None if it can."""
     if isinstance(module, Merged):
         if isinstance(module.multiply, Fp8Product):
             return "it is multiplied in FP8 already"
@@ -134,7 +133,7 @@ def _obstacle(module: nn.Linear | Merged, context: int) -> str | None:
 
 def _replaced(linear: nn.Linear, kind: type[Fp8Linear] | type[Fp8Head], emulated: bool) -> nn.Linear:
     """A `kind` around the same parameter."""
-    outputs, inputs = linear.weight.shape  # which may be a shard's
+    outputs, inputs = linear.weight.shape  # of this shard
     replaced = kind(inputs, outputs, bias=False, device="meta")
     replaced.weight = linear.weight
     replaced.emulated = emulated

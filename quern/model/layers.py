@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
+from quern.kernels.rope import rotary_angles
 from quern.model.initialize import Draw
 
 
@@ -21,28 +22,9 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864).
-
-    positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2). For several tokens an operator of
-    its own, because the compiler would otherwise take the cosines anew for every element of every layer; for one, the
-    call would cost more than that.
-    """
-    return (_angles if positions.size(-1) == 1 else _rotary_table)(positions, head_dim, base)
-
-
-def _angles(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `rotary_angles` at the frequencies base^(-2i / head_dim), for (1 or B, T) positions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float()[..., None, None] * (base**-exponents)
-    return angles.cos(), angles.sin()
-
-
-_rotary_table = torch.library.custom_op("quern::rotary_table", _angles, mutates_args=())
-
-
-@_rotary_table.register_fake
-def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, 1, head_dim // 2)
-    return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
+    return rotary_angles(positions, base**-exponents)
 
 
 class Embedding(nn.Embedding):

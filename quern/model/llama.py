@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.rope import rotate
+from quern.kernels.rope import rotary_angles, rotate
 from quern.kernels.softcap import NoCap
 from quern.model.base import LanguageModel
 from quern.model.context import Context
@@ -62,24 +62,23 @@ class RotaryTable(nn.Module):
 
     def forward(self, positions_BT: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
         """positions: (1 or B, T) integers, all below `horizon` → two of (1 or B, T, 1, E / 2)."""
-        if horizon > len(self.cos_NE):
-            self._fill(horizon, self.cos_NE.device)
-        return self.cos_NE[positions_BT][..., None, :], self.sin_NE[positions_BT][..., None, :]
+        if horizon > len(self.cos_N1E):
+            self._fill(horizon, self.cos_N1E.device)
+        return self.cos_N1E[positions_BT], self.sin_N1E[positions_BT]
 
     def _fill(self, rows: int, device: torch.device) -> None:
         rows = -(-(rows + SPARE_ROWS) // TABLE_ROWS) * TABLE_ROWS
         # It may first be needed in generation and then in training, which could not use a tensor of inference mode.
         with torch.inference_mode(False):
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-            positions = torch.arange(rows, dtype=torch.float32, device=device)
-            angles_NE = positions[:, None] * (1.0 / self.base**exponents)
-            self.cos_NE, self.sin_NE = angles_NE.cos(), angles_NE.sin()
+            positions = torch.arange(rows, device=device)
+            self.cos_N1E, self.sin_N1E = rotary_angles(positions, 1.0 / self.base**exponents)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         """Follows the model to its device, but not to its dtype: positions need more digits than bf16 has."""
-        device = fn(torch.empty(0, device=self.cos_NE.device)).device
-        if device != self.cos_NE.device and device.type != "meta":
-            self.cos_NE, self.sin_NE = self.cos_NE.to(device), self.sin_NE.to(device)
+        device = fn(torch.empty(0, device=self.cos_N1E.device)).device
+        if device != self.cos_N1E.device and device.type != "meta":
+            self.cos_N1E, self.sin_N1E = self.cos_N1E.to(device), self.sin_N1E.to(device)
         return self
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quern.kernels.embedding import embed
-from quern.kernels.rope import rotate_normed
+from quern.kernels.rope import rotary_angles, rotate_normed
 from quern.kernels.softcap import SigmoidCap
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext, Context
@@ -57,9 +57,7 @@ def half_rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Te
     positions: (1 or B, T) integers. Returns two fp32 tensors (1 or B, T, 1, E / 2).
     """
     turning = torch.linspace(0, 1, head_dim // 4, dtype=torch.float32, device=positions.device)
-    frequencies = F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4))
-    angles = positions.float()[..., None, None] * frequencies
-    return angles.cos(), angles.sin()
+    return rotary_angles(positions, F.pad(base**-turning, (0, head_dim // 2 - head_dim // 4)))
 
 
 class MergedAttention(Merged):

@@ -1,7 +1,8 @@
-"""AdamW on one flat buffer: an elementwise update rule, without modules, process groups or state of its own.
+"""AdamW on one flat buffer: an elementwise update rule without modules, process groups or state.
 
-Method: Kingma & Ba 2014 (arXiv 1412.6980) with decoupled decay, Loshchilov & Hutter 2017 (arXiv 1711.05101);
-the bias correction comes before epsilon, as in torch.optim.AdamW, which is the oracle of its law."""
+Method: Kingma & Ba 2014 (arXiv 1412.6980) with decoupled decay, Loshchilov & Hutter 2017 (arXiv 1711.05101). The bias
+correction comes before epsilon, as in torch.optim.AdamW, the oracle of its law.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,18 @@ def adamw_(
     kept: Scalar,
     out: Tensor | None = None,
 ) -> None:
-    """One AdamW update in place of master, m and v; all tensors have one shape, of any rank.
+    """One AdamW update in place of master, m and v. All tensors have one shape.
 
-    master, m, v: fp32. grad: any floating dtype. step_size: the rate over m's bias correction;
-    bias_correction2_sqrt: the root of v's; kept: the share of the weights that decay leaves (`AdamW.scalars`). out:
-    receives the new master rounded to its own dtype. Safe to compile whole, with dynamic shapes."""
+    The function can be compiled whole, with dynamic shapes.
+
+    Args:
+        master: fp32, as m and v.
+        grad: Any floating dtype.
+        step_size: The rate over m's bias correction.
+        bias_correction2_sqrt: The root of v's bias correction.
+        kept: The share of the weights that decay leaves.
+        out: Receives the new master, rounded to its own dtype.
+    """
     grad = grad.to(master.dtype)
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
@@ -51,7 +59,7 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-10
     weight_decay: float = 0.0
-    """Share of the weights that decays at a rate of 1; constant over the run, only the rate scales it."""
+    """Share of the weights that decays at a rate of 1; only the rate scales it."""
 
     stacked: ClassVar[bool] = False
 
@@ -59,8 +67,7 @@ class AdamW:
         return {"m": torch.zeros_like(master), "v": torch.zeros_like(master)}
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
-        """All that depends on no element is computed here: a compiled loop would take the powers of its bias
-        corrections anew for every vector. step: the index of this update, from 1."""
+        """Precomputes the scalars of a step; a compiled loop would compute the powers again for every vector."""
         beta1, beta2 = self.betas
         return {
             "beta1": beta1,

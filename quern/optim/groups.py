@@ -1,17 +1,17 @@
-"""The table of parameter groups: which rule updates which parameters, at which rate.
+"""Parameter groups: which rule updates which parameters, at which rate and how often.
 
-The model reports its parameters by kind (`parameter_groups()`), the recipe holds the rates and hands over the
-table (`make_rules`): the one below, or its own, in which stand the betas and decays that nobody tunes. It moves no
-tensors: `parallel/zero2.py` does.
+A model reports its parameters by kind (`parameter_groups()`). A recipe gives the rule of each kind (`make_rules`). The
+table below is the default; it holds the betas and decays that are not tuned per run. `parallel/zero2.py` moves the
+tensors.
 
-Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (the values that
-nanochat tuned)."""
+Rates and constants: research on small models at width 768 and a batch of 2^19 tokens (the values that nanochat tuned).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,24 +20,28 @@ from torch.nn import Parameter
 from quern.optim.adamw import AdamW, Scalar
 from quern.optim.constants import adamw_groups, muon_rate
 from quern.optim.muon import Muon
-from quern.recipe import OptimRecipe
+from quern.recipe import Recipe
 
 
 class Rule(Protocol):
-    """An update rule with its constants; immutable. All that changes is in the tensors and scalars it is
-    handed."""
+    """An update rule with its constants. Immutable: everything that changes is in the tensors and scalars it gets."""
 
     stacked: ClassVar[bool]
-    """True: works on (N, R, C) stacks of matrices of one shape; False: elementwise, on one flat buffer."""
+    """True: the rule takes (N, R, C) stacks of matrices of one shape. False: it is elementwise, on one flat buffer."""
 
     def init_state(self, master: Tensor) -> dict[str, Tensor]:
-        """Fresh state by name: each flat like the master, or a stack of N whose parts belong to the N
-        matrices."""
+        """Returns fresh state by name: flat like the master, or a stack of N whose parts belong to the N matrices."""
         ...
 
     def scalars(self, step: int, lr: float, momentum: float, decay: float) -> dict[str, float]:
-        """The scalars of one update. step: its index from 1; lr: the rate with its schedule; momentum, decay:
-        of `schedule.Multipliers`."""
+        """Returns the scalars of one update.
+
+        Args:
+            step: The index of this update of the group, from 1.
+            lr: The rate, schedule included.
+            momentum: Of `schedule.Multipliers`.
+            decay: Of `schedule.Multipliers`.
+        """
         ...
 
     def update_(
@@ -50,37 +54,63 @@ class Rule(Protocol):
         dtype: torch.dtype,
         out: Tensor | None,
     ) -> None:
-        """One update in place. dtype: for matrix products; out: receives the master rounded to its dtype."""
+        """Updates master and state in place.
+
+        Args:
+            master: fp32.
+            grad: Any floating dtype.
+            state: Of `init_state`.
+            scalars: Of `scalars`.
+            dtype: Dtype of matrix products.
+            out: Receives the new master, rounded to its own dtype.
+        """
         ...
+
+
+class GroupRule(NamedTuple):
+    """How a recipe updates one group of parameters."""
+
+    rule: Rule
+    lr: float
+    """Peak learning rate; the schedule multiplies it (`schedule.Multipliers`: `lr`, and `groups` by group name)."""
+    every: int = 1
+    """The group is updated on every n-th step only, from the mean gradient of n steps."""
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a rule and a peak learning rate; each comes with its logical name."""
+    """Parameters, each with its logical name, that share a rule, a peak learning rate and a cadence (`GroupRule`)."""
 
     name: str
     rule: Rule
     parameters: tuple[tuple[str, Parameter], ...]
     lr: float
+    every: int = 1
 
 
 def make_groups(
     reported: Mapping[str, Sequence[tuple[str, Parameter]]],
-    rules: Mapping[str, tuple[Rule, float]],
+    rules: Mapping[str, GroupRule],
     all_parameters: Iterable[tuple[str, Parameter]],
 ) -> list[ParameterGroup]:
-    """The groups of a model, empty ones left out.
+    """Returns the groups of a model, without empty ones.
 
-    reported: `model.parameter_groups()`; rules: for each group its rule and peak rate, what the recipe's
-    `make_rules` returns; all_parameters: `model.named_parameters()`, which must hold the same parameters.
-    Raises ValueError naming what is missing, unknown or reported twice.
+    Args:
+        reported: `model.parameter_groups()`.
+        rules: What the recipe's `make_rules` returns.
+        all_parameters: `model.named_parameters()`, which must hold the same parameters.
+
+    Raises:
+        ValueError: A parameter is missing, unknown or reported twice, or a rule does not fit its group.
     """
     check_complete(reported, all_parameters)
     unknown = sorted(set(reported) - set(rules))
     if unknown:
         raise ValueError(f"no optimizer group is called {', '.join(unknown)}: use one of {', '.join(rules)}")
     groups = []
-    for name, (rule, lr) in rules.items():
+    for name, (rule, lr, every) in rules.items():
+        if every < 1:
+            raise ValueError(f"group '{name}' cannot be updated every {every} steps: every must be at least 1")
         parameters = tuple(reported.get(name, ()))
         for parameter_name, parameter in parameters:
             if rule.stacked and parameter.ndim < 2:
@@ -89,23 +119,24 @@ def make_groups(
                     "report it under a group that AdamW updates"
                 )
         if parameters:
-            groups.append(ParameterGroup(name, rule, parameters, lr))
+            groups.append(ParameterGroup(name, rule, parameters, lr, every))
     return groups
 
 
-def table(recipe: OptimRecipe) -> dict[str, tuple[Rule, float]]:
-    """group → (rule, peak learning rate) of the `gpt` architecture. Unresolved scales (None) count as 1."""
-    lr, decay = muon_rate(recipe)
-    rules: dict[str, tuple[Rule, float]] = {"matrices": (Muon(recipe.muon_beta2, decay, recipe.muon_steps), lr)}
-    for name, group in adamw_groups(recipe).items():
-        rules[name] = AdamW((group.beta1, group.beta2), recipe.eps, group.weight_decay), group.lr
+def table(recipe: Recipe) -> dict[str, GroupRule]:
+    """Returns the rules of the `gpt` architecture by group. Unresolved scales (None) count as 1."""
+    optim = recipe.optim
+    lr, decay = muon_rate(optim)
+    rules = {"matrices": GroupRule(Muon(optim.muon_beta2, decay, optim.muon_steps), lr)}
+    for name, group in adamw_groups(optim).items():
+        rules[name] = GroupRule(AdamW((group.beta1, group.beta2), optim.eps, group.weight_decay), group.lr)
     return rules
 
 
 def check_complete(
     reported: Mapping[str, Sequence[tuple[str, Parameter]]], all_parameters: Iterable[tuple[str, Parameter]]
 ) -> None:
-    """Raises ValueError unless every parameter is in exactly one group, and no group holds anything else."""
+    """Raises ValueError unless every parameter is in exactly one group and the groups hold nothing else."""
     expected = {id(parameter): name for name, parameter in all_parameters}
     places: dict[int, list[str]] = {}
     names: dict[str, int] = {}

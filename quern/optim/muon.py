@@ -1,14 +1,14 @@
-"""Muon: momentum whose every matrix is replaced by (nearly) its polar factor. Update rules on stacks of equal
-shape.
+"""Muon: momentum whose every matrix is replaced by (nearly) its polar factor. Update rules on stacks of matrices.
 
 Stacks are (N, R, C): N matrices with R rows (outputs) and C columns (inputs). The order of operations:
 
     Nesterov momentum → rows to equal norm → orthogonalisation → Frobenius norm to that of an orthogonal
     matrix → variance reduction per row or column → cautious weight decay and step
 
-No modules, no process groups, no global state: under sharding a whole matrix must be here (a shard's polar
-factor is not a shard of the polar factor). Sources: Muon, Jordan et al. 2024
-(kellerjordan.github.io/posts/muon); the others stand at their functions."""
+No modules, no process groups, no global state. Under sharding, a rank must have whole matrices: the polar factor of a
+shard is no shard of the polar factor. Source: Muon, Jordan et al. 2024 (kellerjordan.github.io/posts/muon); the
+functions cite the other sources.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ Orthogonalize = Callable[[Tensor, int], Tensor]
 
 
 def polar_express(x_NRC: Tensor, steps: int = 5) -> Tensor:
-    """Singular values to about 1 in `steps` quintic steps, singular vectors unchanged; computed in x's dtype.
+    """Brings singular values to about 1 in `steps` quintic steps; keeps singular vectors. Computed in x's dtype.
 
-    Five steps bring values above 1/1000 of the Frobenius norm near 1; from the sixth step on it converges.
+    Five steps bring values above 1/1000 of the Frobenius norm near 1; from the sixth step on the iteration converges.
     """
     return _iterate(x_NRC, polar_coefficients(steps), margin=POLAR_MARGIN)
 
 
 def newton_schulz(x_NRC: Tensor, steps: int = 5) -> Tensor:
-    """Muon's first iteration: one fixed quintic, which leaves singular values in a band around 1."""
+    """Muon's first iteration: one fixed quintic, which brings singular values into a band around 1."""
     return _iterate(x_NRC, [NEWTON_SCHULZ] * steps, margin=1.0)
 
 
 def _iterate(x_NRC: Tensor, coefficients: Sequence[tuple[float, float, float]], margin: float) -> Tensor:
-    """Applies the quintics to the singular values of each matrix, after scaling it to a Frobenius norm of
-    1/margin."""
+    """Scales each matrix to a Frobenius norm of 1/margin, then applies the quintics to its singular values."""
     tall = x_NRC.size(-2) > x_NRC.size(-1)
     x = x_NRC.mT if tall else x_NRC  # so that the Gram matrix is the small one
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=_accumulate(x.dtype))
@@ -58,40 +57,37 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def nesterov_(momentum_NRC: Tensor, grad_NRC: Tensor, momentum: Scalar) -> Tensor:
-    """Updates the running mean of the gradients in place; returns it with the newest gradient counted once
-    more."""
+    """Updates the running mean of the gradients in place; returns it with the newest gradient counted once more."""
     grad = grad_NRC.to(momentum_NRC.dtype)
     momentum_NRC.lerp_(grad, 1 - momentum)
     return grad.lerp(momentum_NRC, momentum)
 
 
 def equal_rows(x_NRC: Tensor) -> Tensor:
-    """Every row to norm 1, so that no loud row dominates the spectrum that is orthogonalised; zero rows stay
-    zero.
+    """Scales every row to norm 1, so that no row dominates the spectrum that is orthogonalised. Zero rows stay zero.
 
-    MuonEq-R (arXiv 2603.28254) rescales to the mean row norm instead; the scaling that opens the
-    orthogonalisation makes the two the same. Rows below a millionth of the mean are taken for zero, not blown
-    up."""
+    MuonEq-R (arXiv 2603.28254) rescales to the mean row norm instead; the first scaling of the orthogonalisation makes
+    the two equal. Rows below a millionth of the mean count as zero.
+    """
     norm = torch.linalg.vector_norm(x_NRC, dim=-1, keepdim=True)
     floor = ROW_FLOOR * norm.square().mean(dim=-2, keepdim=True).sqrt()
     return x_NRC / (torch.maximum(norm, floor) + TINY)
 
 
 def restore_norm(x_NRC: Tensor) -> Tensor:
-    """Frobenius norm to sqrt(min(R, C)), that of an exactly semi-orthogonal matrix. Muon+ (arXiv
-    2602.21545)."""
+    """Scales to the Frobenius norm sqrt(min(R, C)) of a semi-orthogonal matrix. Muon+ (arXiv 2602.21545)."""
     target = min(x_NRC.size(-2), x_NRC.size(-1)) ** 0.5
     norm = torch.linalg.vector_norm(x_NRC, dim=(-2, -1), keepdim=True)
     return x_NRC * (target / (norm + TINY))
 
 
 def reduce_variance_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
-    """Divides rows (second is (N, R, 1)) or columns ((N, 1, C)) by their running RMS, keeping the Frobenius
-    norm.
+    """Divides rows (second is (N, R, 1)) or columns ((N, 1, C)) by their running RMS, and keeps the Frobenius norm.
 
-    NorMuon (arXiv 2510.05491), which does so per row; here along the longer side, whose entries vary more and
-    whose second moment is the smaller state per weight. No bias correction: a common factor falls out with
-    the norm."""
+    NorMuon (arXiv 2510.05491) does this per row. Here the longer side has the running means, max(R, C) numbers per
+    matrix: in an orthogonalised matrix the vectors of the shorter side have norm 1, so only those of the longer side
+    vary. There is no bias correction, since a common factor cancels with the norm.
+    """
     dim = -1 if second.size(-1) == 1 else -2
     energy = x_NRC.square().mean(dim=dim, keepdim=True)
     second.lerp_(energy, 1 - beta2)
@@ -102,11 +98,11 @@ def reduce_variance_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
 
 
 def cautious_step_(master_NRC: Tensor, update_NRC: Tensor, lr: Scalar, weight_decay: Scalar) -> None:
-    """master -= lr · (update + decay · master), decaying only where the update shrinks the weight anyway.
+    """master -= lr · (update + decay · master), with decay only where the update shrinks the weight.
 
     Cautious weight decay (arXiv 2510.12402); the mask is update · master >= 0.
     """
-    against = (update_NRC * master_NRC).sign_().clamp_(max=0)  # -1 or 0; `where` takes a CPU ten times as long
+    against = (update_NRC * master_NRC).sign_().clamp_(max=0)  # -1 or 0; `where` is ten times slower on a CPU
     decayed = torch.addcmul(master_NRC, against, master_NRC)
     master_NRC.sub_(decayed.mul_(weight_decay).add_(update_NRC).mul_(lr))
 
@@ -128,9 +124,13 @@ def muon_(
 ) -> None:
     """One Muon update in place of master, momentum (N, R, C) and second ((N, R, 1) or (N, 1, C)), all fp32.
 
-    grad: (N, R, C) in any floating dtype. dtype: of the matrix products in the orthogonalisation. out:
-    receives the new master rounded to its own dtype. The rate is scaled by sqrt(max(1, R/C)), so that the
-    step's RMS effect on the outputs does not depend on the shape. Safe to compile whole, with dynamic shapes.
+    The rate is scaled by sqrt(max(1, R/C)), so that the RMS effect of a step on the outputs does not depend on the
+    shape. The function can be compiled whole, with dynamic shapes.
+
+    Args:
+        grad_NRC: Any floating dtype.
+        dtype: Of the matrix products in the orthogonalisation.
+        out: Receives the new master, rounded to its own dtype.
     """
     update = equal_rows(nesterov_(momentum_NRC, grad_NRC, momentum))
     update = orthogonalize(update.to(dtype), steps).to(master_NRC.dtype)
@@ -147,7 +147,7 @@ class Muon:
 
     beta2: float = 0.9
     weight_decay: float = 0.0
-    """Share of the weights that decays at a rate of 1, before the decay schedule."""
+    """Share of the weights that decays at a rate of 1, before the schedule of the decay."""
     steps: int = 5
     orthogonalize: Orthogonalize = polar_express
 

@@ -1,7 +1,8 @@
-"""Muon as it was first published: Nesterov momentum, one fixed quintic, a step; nothing of what muon.py adds to it.
+"""Muon as first published: Nesterov momentum, one fixed quintic, a step; without the additions of muon.py.
 
 No weight decay, no second moment, no normalised rows. A rule on stacks (N, R, C) as in muon.py. Source: Jordan et al.
-2024 (kellerjordan.github.io/posts/muon); `torch.optim.Muon` is the oracle of its test."""
+2024 (kellerjordan.github.io/posts/muon); `torch.optim.Muon` is the oracle of its test.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from quern.optim.muon import nesterov_, newton_schulz
 
 @dataclass(frozen=True)
 class PlainMuon:
-    """The rule of a parameter group (see `groups.Rule`). steps: of the orthogonalisation."""
+    """The rule of a parameter group (see `groups.Rule`). steps: iterations of the orthogonalisation."""
 
     steps: int = 5
 
@@ -39,7 +40,7 @@ class PlainMuon:
         dtype: torch.dtype,
         out: Tensor | None,
     ) -> None:
-        """The rate is scaled by sqrt(max(1, R/C)), so that tall matrices move their outputs as far as square ones."""
+        """The rate is scaled by sqrt(max(1, R/C)): tall matrices then move their outputs as far as square ones."""
         direction = nesterov_(state["momentum"], grad, scalars["momentum"])
         direction = newton_schulz(direction.to(dtype), self.steps).to(master.dtype)
         shape_scale = max(1.0, master.size(-2) / master.size(-1)) ** 0.5

@@ -1,37 +1,40 @@
-"""What changes over a run: multipliers of the learning rates and of the decay, and Muon's momentum.
+"""Schedules: multipliers of the learning rates and of the decay, and Muon's momentum.
 
-Pure functions of (step, steps), where step counts from 0. The rules that set the peaks from batch, width and
-horizon stand in `recipe.py`."""
+Pure functions of (step, steps), where step counts from 0. `resolve.py` derives the peak rates from batch, width and
+horizon.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from quern.recipe import TrainRecipe
 
 
 class Multipliers(NamedTuple):
-    """What one step is told."""
+    """What the schedule gives to one step."""
 
     lr: float = 1.0
     """Multiplies every group's peak rate."""
     momentum: float = 0.95
     """Muon's momentum itself."""
     decay: float = 1.0
-    """Multiplies Muon's weight decay (AdamW's follows its rate alone)."""
+    """Multiplies Muon's weight decay (AdamW's decay follows its rate alone)."""
     progress: float = 1.0
-    """Share of the run that is done; what grows or anneals in a model follows it."""
+    """Share of the run that is done; values that grow or anneal in a model follow it."""
+    groups: Mapping[str, float] | None = None
+    """Further factors of the rates of some groups, by group name; None is 1 for all of them."""
 
 
 def learning_rate(
     step: int, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final: float = 0.05
 ) -> float:
-    """Linear up over `warmup_steps` (1/warmup_steps at step 0), flat at 1, linear down over the last
-    `warmdown_share` of the run to `final`, which is reached one step after the last.
+    """Rises linearly over `warmup_steps` (1/warmup_steps at step 0), stays at 1, then falls linearly over the last
+    `warmdown_share` of the run to `final`, which it reaches one step after the last.
 
-    Where a short run's ramps overlap, the lower one holds.
+    Where the ramps of a short run overlap, the lower one applies.
     """
     up = (step + 1) / warmup_steps if warmup_steps > 0 else 1.0
     return min(1.0, up, _down(step, steps, warmdown_share, 1.0, final))
@@ -47,9 +50,9 @@ def muon_momentum(
     peak: float = 0.97,
     final: float = 0.90,
 ) -> float:
-    """From start to peak over `warmup_steps`, flat, then linear to `final` over the warm-down.
+    """Rises from `start` to `peak` over `warmup_steps`, then falls linearly to `final` over the warm-down.
 
-    Where a short run's ramps overlap, the lower one holds.
+    Where the ramps of a short run overlap, the lower one applies.
     """
     up = start + (peak - start) * min(1.0, step / warmup_steps) if warmup_steps > 0 else peak
     return min(up, _down(step, steps, warmdown_share, peak, final))
@@ -63,7 +66,7 @@ def weight_decay(step: int, steps: int) -> float:
 def multipliers(
     step: int, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final_lr: float = 0.05
 ) -> Multipliers:
-    """All three at once, with Muon's momentum on the same warm-down as the rates."""
+    """All three schedules at once. Muon's momentum has the same warm-down as the rates."""
     return Multipliers(
         lr=learning_rate(step, steps, warmup_steps=warmup_steps, warmdown_share=warmdown_share, final=final_lr),
         momentum=muon_momentum(step, steps, warmdown_share=warmdown_share),
@@ -73,7 +76,7 @@ def multipliers(
 
 
 def warmup_stable_decay(train: TrainRecipe) -> Callable[[int], Multipliers]:
-    """The schedule of a resolved recipe, by step from 0."""
+    """Returns the schedule of a resolved recipe: a function of the step, which counts from 0."""
     steps, warmup = train.steps, train.warmup_steps
     assert steps is not None and warmup is not None
     return lambda step: multipliers(
@@ -82,7 +85,7 @@ def warmup_stable_decay(train: TrainRecipe) -> Callable[[int], Multipliers]:
 
 
 def _down(step: int, steps: int, share: float, high: float, low: float) -> float:
-    """high until the last `share` of the run, then linear to low at `steps`."""
+    """`high` until the last `share` of the run, then linear to `low` at `steps`."""
     length = share * steps
     left = min(1.0, max(0.0, (steps - step) / length)) if length > 0 else 1.0
     return low + (high - low) * left

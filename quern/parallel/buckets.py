@@ -1,25 +1,28 @@
-"""Buckets: parameters that lie in one buffer, travel together, and share an update rule; who owns which part.
+"""Buckets: parameters that share one buffer and one update rule, and are communicated together.
 
-A bucket's buffer is cut into one equal region for each rank of the data group. Gradients are reduced so that each
-region's sum ends up on its rank, the owners update their fp32 masters, and the regions are gathered back.
+A bucket's buffer is cut into one equal region per rank of the data group. The gradient of each region is summed to its
+rank. The owners update their fp32 masters, and the regions are gathered back. There are three kinds:
 
-- Rows: parameters of an elementwise rule, one after the other, cut at multiples of a row, so that what a rank owns of
-  a parameter is a rectangle of it. A region's rank owns it.
-- Stacks: matrices of one shape, each owned whole. Where their number divides by the ranks, a region is those that its
-  rank owns. Else regions end within matrices, and the parts travel to the owners and back (all-to-all); who they are
-  follows the work that the ranks have (ownership.py). Under tensor parallelism a rank holds parts of matrices: the
-  shards of a replica exchange those they own, so that each has whole ones to update, and back (stacks.py).
-- Small: what is too little to cut; summed in one all-reduce with all other small ones and updated on every rank.
+- Rows: the parameters of an elementwise rule, concatenated and cut at multiples of a row, so that a rank owns a
+  rectangle of a parameter. The rank of a region owns it.
+- Stacks: matrices of one shape, each owned whole by one rank. Where their number divides by the ranks, a rank owns the
+  matrices of its region. Otherwise regions end within matrices, and the parts travel to the owners and back
+  (all-to-all); ownership.py balances the work. Under tensor parallelism a rank holds parts of matrices, and the shards
+  of a replica exchange parts so that each has whole matrices to update (stacks.py).
+- Small: parameters that are too small to cut. One all-reduce sums all small buckets, and every rank updates them.
 
-On one process a region is the whole buffer and nothing travels. Memory per parameter and rank of n, in bytes, with
-bf16 parameters and AdamW: 2 + 2 + 12/n (ZeRO stage 2, arXiv 1910.02054).
+A group that is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps: nothing is
+communicated or updated. Its next update uses the mean over the n steps.
+
+On one process a region is the whole buffer and nothing is communicated. With bf16 parameters and AdamW, a rank of n
+needs 2 + 2 + 12/n bytes per parameter (ZeRO stage 2, arXiv 1910.02054), and 2 more for gradients in fp32.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -33,24 +36,24 @@ from quern.parallel.sharding import Slice, sharding_of, sliced
 from quern.parallel.stacks import Stack
 
 ALIGNMENT = 64
-"""Elements: a parameter in a small bucket starts at a multiple, since fast matmuls need aligned operands."""
+"""In elements: a parameter of a small bucket starts at a multiple of it, since fast matmuls need aligned operands."""
 
 Named = list[tuple[str, Parameter]]
 
 
 @dataclass
 class Bucket:
-    """Its parameters are views into `params`, their gradients into `grads`; `masters` and `state` are this rank's."""
+    """Parameters of one group. They are views into `params`, their gradients into `grads`; `masters` and `state` are
+    the part that this rank owns."""
 
-    rule: Rule
-    lr: float
+    group: ParameterGroup
     parameters: Named
     params: Tensor
     grads: Tensor
     param_views: list[Tensor]
     grad_views: list[Tensor]
     masters: Tensor
-    """fp32; of what this rank owns; (N, R, C) for a rule on stacks. Parameters in fp32 are their own, in its region."""
+    """fp32; (N, R, C) for a rule on stacks. fp32 parameters are their own masters, in this rank's region."""
     state: dict[str, Tensor]
     update: Callable[..., None]
     mesh: Mesh
@@ -59,10 +62,22 @@ class Bucket:
     end: int
     small: bool
     stack: Stack | None = None
-    """Where the rule works on stacks: who owns the matrices, and how they get there."""
+    """For a rule on stacks: who owns the matrices, and how they travel."""
     pending: Pending | None = field(default=None, repr=False)
     travelling: Tensor | None = field(default=None, repr=False)
-    """Parts of matrices on the way between regions and owner."""
+    """Parts of matrices that travel between regions and owners."""
+    held: Tensor | None = field(default=None, repr=False)
+    """For a group that is updated every n-th step: the sum of this rank's gradients of `held_steps` steps."""
+    held_steps: int = 0
+
+    @property
+    def rule(self) -> Rule:
+        return self.group.rule
+
+    @property
+    def due(self) -> bool:
+        """Whether the current step updates this bucket."""
+        return self.held_steps + 1 >= self.group.every
 
     @property
     def region_grads(self) -> Tensor:
@@ -74,37 +89,50 @@ class Bucket:
 
     @property
     def replicated(self) -> bool:
-        """Whether every shard of the replica holds the same."""
+        """Whether every shard of the replica holds the same parameters."""
         return sharding_of(self.parameters[0][1]) is None
 
     @property
     def moves(self) -> bool:
-        """Whether owners are elsewhere than the regions."""
+        """Whether some matrices are owned outside their region."""
         return self.stack is not None and self.stack.moves
 
     @property
     def exchange(self) -> bool:
-        """Whether an owner must put matrices together, out of the shards' parts."""
+        """Whether an owner must assemble whole matrices from the parts of the shards."""
         return self.stack is not None and self.stack.exchange is not None
 
+    def hold(self) -> None:
+        """Keeps the gradients of this step for a later update."""
+        self.held = self.grads.clone() if self.held is None else self.held.add_(self.grads)
+        self.held_steps += 1
+
+    def add_held(self) -> None:
+        """Replaces the gradients by the mean over this step and the held ones."""
+        if self.held is not None:
+            self.grads.add_(self.held).div_(self.held_steps + 1)
+
     def reduce(self) -> None:
-        """Starts to sum the region's gradients over the data group; in place."""
+        """Starts to sum the gradients of the region over the data group, in place."""
+        self.add_held()
         self.pending = self.mesh.data.reduce_scatter(self.region_grads, self.grads)
 
     def fetch(self) -> None:
-        """Starts to bring the gradients of the matrices that this replica owns, where they are not in its region."""
+        """Starts to fetch the gradients of the matrices that this replica owns outside its region."""
         if self.stack is not None and self.moves:
             self.travelling, self.pending = self.stack.fetch(self.region_grads)
 
     def apply(self, scalars: dict[str, Tensor] | dict[str, float]) -> None:
-        """Updates what is owned, after `fetch`, and starts to bring the parameters back: to the regions where they are
-        elsewhere, and `gather` remains to be called; else to all."""
-        come = self.travelling
+        """Updates what this rank owns, after `fetch`, and starts to send the parameters back.
+
+        Where the bucket `moves`, they go to their regions, and the caller must call `gather`. Otherwise they go to all.
+        """
+        self.held, self.held_steps = None, 0
+        fetched = self.travelling
         self.wait()
         if self.stack is not None and (self.moves or self.exchange):
-            parts = self.stack.of_replica(self.grads) if come is None else come
-            whole = self.stack.put_together(parts)
-            rounded = torch.empty_like(whole)
+            whole = self.stack.put_together(self.stack.of_replica(self.grads) if fetched is None else fetched)
+            rounded = torch.empty_like(whole, dtype=self.params.dtype)
             if len(whole):
                 self.update(self.masters, whole, self.state, scalars, out=rounded)
             self._send_back(self.stack, rounded)
@@ -114,13 +142,13 @@ class Bucket:
             self.gather()
 
     def gather(self) -> None:
-        """Starts to collect every rank's region of the parameters; `pending` when it is under way."""
+        """Starts to collect the parameters from all regions; `pending` is the collective."""
         self.wait()
         if not self.small and self.mesh.data.size > 1:
             self.pending = self.mesh.data.all_gather(self.params, self.region_params)
 
     def round_masters(self) -> None:
-        """Parameters from the masters, which were loaded."""
+        """Sets the parameters from the masters, which were loaded."""
         if self.stack is not None and (self.moves or self.exchange):
             self._send_back(self.stack, self.masters.to(self.params.dtype))
         elif (out := self._out()) is not None:
@@ -133,7 +161,7 @@ class Bucket:
             self.pending = self.travelling = None
 
     def _send_back(self, stack: Stack, whole: Tensor) -> None:
-        """Whole matrices to the regions; where these are elsewhere, starts to."""
+        """Returns whole matrices to the regions; where the bucket `moves`, only starts to."""
         parts = stack.take_apart(whole)
         if stack.moves:
             self.travelling, self.pending = parts, stack.send_back(parts, self.region_params)
@@ -141,18 +169,32 @@ class Bucket:
             self.region_params.copy_(parts.view(-1))
 
     def slices(self) -> dict[str, Slice]:
-        """What this rank holds of masters and state, by logical name ("master.<parameter>", "m.<parameter>")."""
-        found = {}
+        """What this rank holds of masters and state, by logical name ("master.<parameter>", "m.<parameter>").
+
+        Held gradients are in "held.<parameter>", with one entry per replica along the first dim, and their number in
+        "held_steps.<parameter>".
+        """
+        found = {} if self.held is None else self._held_slices(self.held)
         for kind, buffer in {"master": self.masters, **self.state}.items():
-            for name, part in self._slices(buffer):
-                found[f"{kind}.{name}"] = part
+            parts = self._row_slices(buffer) if self.stack is None else self._stack_slices(self.stack, buffer)
+            found |= {f"{kind}.{name}": part for name, part in parts}
         return found
 
-    def _slices(self, buffer: Tensor) -> list[tuple[str, Slice]]:
-        return self._row_slices(buffer) if self.stack is None else self._stack_slices(self.stack, buffer)
+    def _held_slices(self, held: Tensor) -> dict[str, Slice]:
+        """Each replica's own sum, so that a resumed run adds the same numbers in the same order."""
+        data, found = self.mesh.data, {}
+        for (name, parameter), view in zip(self.parameters, self.param_views, strict=True):
+            own = held.as_strided(view.shape, view.stride(), view.storage_offset())
+            saved = not self.replicated or self.mesh.model.rank == 0
+            part = sliced(own, sharding_of(parameter), 0, len(own), saved=saved)
+            found[f"held_steps.{name}"] = Slice(torch.tensor([self.held_steps]), (0,), (1,), self.mesh.main)
+            if part is not None:
+                offsets, whole = (data.rank, *part.offsets), (data.size, *part.whole)
+                found[f"held.{name}"] = replace(part, tensor=part.tensor[None], offsets=offsets, whole=whole)
+        return found
 
     def _stack_slices(self, stack: Stack, buffer: Tensor) -> list[tuple[str, Slice]]:
-        """Whole parameters, each one matrix or several."""
+        """Whole parameters; each is one matrix or several."""
         parts = buffer.view(len(stack.units), *stack.shape[:-2], *buffer.shape[1:])
         saved = self.exchange or self.mesh.model.rank == 0
         return [
@@ -161,7 +203,7 @@ class Bucket:
         ]
 
     def _row_slices(self, buffer: Tensor) -> list[tuple[str, Slice]]:
-        """Of each parameter the rows that lie in the region."""
+        """The rows of each parameter that are in the region."""
         found = []
         saved = (not self.small or self.mesh.data.rank == 0) and (not self.replicated or self.mesh.model.rank == 0)
         for (name, parameter), view in zip(self.parameters, self.param_views, strict=True):
@@ -183,30 +225,32 @@ class Bucket:
         return None if same else self.region_params.view_as(self.masters)
 
 
-# Making them ------------------------------------------------------------------------------------------------
+# Construction -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Settings:
-    """dtype_ns: of Muon's matrix products; compile: run the rules through torch.compile."""
+    """dtype_ns: of Muon's matrix products; compile: run the rules through torch.compile; fp32_gradients: sum gradients
+    in fp32 rather than in the parameters' dtype."""
 
     mesh: Mesh
     dtype_ns: torch.dtype
     compile: bool
+    fp32_gradients: bool = False
 
 
 SMALL_ELEMENTS = 16_384
-"""A bucket of an elementwise rule with fewer is not cut."""
+"""A bucket of an elementwise rule with fewer elements is not cut."""
 MOST_ELEMENTS = 2**24
 LEAST_ELEMENTS = 2**18
-"""A stack is split into buckets of an eighth of all parameters, within these bounds: large enough for a link's
-bandwidth, small enough that the first leave early in the backward pass."""
+"""A stack is split into buckets of an eighth of all parameters, within these bounds: large enough for the bandwidth of
+a link, small enough that the first buckets are reduced early in the backward pass."""
 LEAST_REGION = 2**19
-"""Many replicas have larger buckets, of as much for each: with less, a ring waits longer than it sends."""
+"""In elements per replica: with smaller regions, a ring waits longer than it sends."""
 
 
 def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[Bucket]:
-    """With several replicas, the last layers' first."""
+    """The buckets of all groups. With several replicas, the buckets of the last layers come first."""
     data, model = settings.mesh.data.size, settings.mesh.model.size
     total = sum(p.numel() for group in groups for _, p in group.parameters)
     eighth = max(LEAST_ELEMENTS, total // 8)
@@ -232,7 +276,7 @@ def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[B
 
 
 def _kind(group: ParameterGroup, parameter: Parameter, data: int) -> tuple:
-    """Parameters of one kind can lie in one bucket."""
+    """Parameters of one kind can share a bucket."""
     sharding = sharding_of(parameter)
     common = (parameter.device, parameter.dtype, sharding is not None)
     if group.rule.stacked:
@@ -241,8 +285,8 @@ def _kind(group: ParameterGroup, parameter: Parameter, data: int) -> tuple:
 
 
 def _parts(parameters: Named, most: int, largest: int, ranks: int) -> list[Named]:
-    """Consecutive parameters with at most `most` elements; as many as divide by the ranks, so that none has to move,
-    where that takes no more than `largest`."""
+    """Splits parameters into consecutive parts of at most `most` elements. Where that takes no more than `largest`
+    elements, the number of parameters in a part divides by the ranks, so that no matrix has to move."""
     size, count = parameters[0][1].numel(), max(1, most // parameters[0][1].numel())
     if ranks <= len(parameters) and ranks * size <= largest:
         count = max(ranks, count // ranks * ranks)
@@ -252,7 +296,7 @@ def _parts(parameters: Named, most: int, largest: int, ranks: int) -> list[Named
 
 
 def _shared_out(stacks: Sequence[Named], replicas: int, shards: int) -> dict[str, Ownership]:
-    """By the name of a stack's first parameter. A unit costs what the products of its matrices do."""
+    """Ownership by the name of a stack's first parameter. The cost of a unit is that of its matrix products."""
     work = [[0] * shards for _ in range(replicas)]
     costs = {stack[0][0]: _cost(stack[0][1], shards) for stack in stacks}
     owned = {}
@@ -267,7 +311,7 @@ def _shared_out(stacks: Sequence[Named], replicas: int, shards: int) -> dict[str
 
 
 def _cost(parameter: Parameter, shards: int) -> int:
-    """Multiplications in the Gram matrices of whole matrices."""
+    """Multiplications in the Gram matrices of the whole matrices."""
     sharding, shape = sharding_of(parameter), list(parameter.shape)
     if sharding is not None:
         shape[sharding.dim] *= shards
@@ -277,7 +321,7 @@ def _cost(parameter: Parameter, shards: int) -> int:
 def _stack(group: ParameterGroup, parameters: Named, settings: Settings, ownership: Ownership) -> Bucket:
     first, mesh, whole = parameters[0][1], settings.mesh, len(parameters) * parameters[0][1].numel()
     sharding = sharding_of(first)
-    exchange = sharding.dim - first.ndim + 3 if sharding is not None else None  # of (N, R, C)
+    exchange = sharding.dim - first.ndim + 3 if sharding is not None else None  # a dim of (N, R, C)
     params = first.new_zeros(ownership.replicas * ownership.region)
     begin = mesh.data.rank * ownership.region
     stack = Stack(ownership, first.shape, exchange, mesh)
@@ -318,41 +362,25 @@ def _bucket(
     stack: Stack | None = None,
     small: bool = False,
 ) -> Bucket:
-    """Moves the parameters into `params`, and makes masters and state of what this rank owns."""
+    """Moves the parameters into `params`; makes masters and state for the part that this rank owns."""
     param_views = views(params)
     for (_, parameter), view in zip(parameters, param_views, strict=True):
         view.copy_(parameter)
         parameter.data = view
     owned = params[begin:end] if stack is None else stack.put_together(stack.of_replica(params))
-    apart = stack is not None and stack.moves  # what a rank owns is not its region
-    masters = owned.to(_master_dtype(params.dtype), copy=apart)
+    apart = stack is not None and stack.moves  # a rank owns more than its region
+    master_dtype = torch.promote_types(params.dtype, torch.float32)
+    masters = owned.to(master_dtype, copy=apart)
     update = partial(group.rule.update_, dtype=settings.dtype_ns)
-    # Rules on stacks are mostly matrix products: compiled they save a CPU little time in a step and cost it more at
-    # the start than that comes to in an hour. dynamic: one compilation serves all sizes.
+    # Rules on stacks are mostly matrix products. On a CPU, compiling them saves less time in an hour of training than
+    # it costs at the start. dynamic: one compilation serves all sizes.
     if settings.compile and not (group.rule.stacked and params.device.type == "cpu"):
         update = torch.compile(update, dynamic=True)
-    grads = torch.zeros_like(params)
-    return Bucket(
-        group.rule,
-        group.lr,
-        parameters,
-        params,
-        grads,
-        param_views,
-        views(grads),
-        masters,
-        group.rule.init_state(masters),
-        update,
-        settings.mesh,
-        begin,
-        end,
-        small,
-        stack,
-    )
-
-
-def _master_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    grads = torch.zeros_like(params, dtype=master_dtype if settings.fp32_gradients else params.dtype)
+    for _, parameter in parameters:
+        parameter.grad_dtype = grads.dtype  # autograd accumulates in it
+    tensors = params, grads, param_views, views(grads), masters, group.rule.init_state(masters)
+    return Bucket(group, parameters, *tensors, update, settings.mesh, begin, end, small, stack)
 
 
 def _unflatten(buffer: Tensor, shapes: Sequence[torch.Size], alignment: int) -> list[Tensor]:

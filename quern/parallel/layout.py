@@ -1,8 +1,8 @@
-"""What a rank of a mesh would hold, worked out without its memory and without the other ranks.
+"""What a rank of a mesh would hold, computed without its memory and without the other ranks.
 
-The recipe's model, cut, and the optimizer's buckets are made by the code that makes them in training, but on torch's
-"meta" device, which keeps shapes and no numbers, and around groups that send nothing. So sizes are those of training,
-padding included; what they cost is counted in traffic.py and memory.py.
+The code of training makes the sharded model and the optimizer's buckets, but on torch's "meta" device, which keeps
+shapes and no numbers, and with groups that send nothing. So sizes are those of training, padding included. traffic.py
+and memory.py count what they cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quern.recipe import Recipe
 
 
 class Done(Pending):
-    """What is no longer under way."""
+    """A collective that is complete."""
 
     def __init__(self) -> None:
         pass
@@ -32,7 +32,7 @@ class Done(Pending):
 
 
 class Unconnected(ProcessGroup):
-    """A group whose collectives move nothing: its tensors have shapes only."""
+    """A group whose collectives move nothing: its tensors have no data."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         return Done()
@@ -50,15 +50,15 @@ class Unconnected(ProcessGroup):
 
 
 def unconnected(dp: int, tp: int) -> Mesh:
-    """The mesh as rank 0 sees it."""
+    """The mesh from the view of rank 0."""
     data, model, world = (Unconnected(name, n, 0) for name, n in (("data", dp), ("model", tp), ("world", dp * tp)))
     return replace(alone(), dp=dp, tp=tp, data=data, model=model, world=world)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """recipe: resolved; whole: the model; shard: what rank 0 holds of it, in the dtype of training, on "meta"; buckets:
-    its optimizer's."""
+    """recipe: resolved; whole: the model; shard: rank 0's part of it, in the dtype of training, on "meta"; buckets: of
+    its optimizer."""
 
     recipe: Recipe
     dp: int
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of one replica in one step; of the largest share where they cannot be shared evenly."""
+        """Rows of one replica in one step; the largest share where they do not divide evenly."""
         context, batch_tokens = self.recipe.model.context, self.recipe.train.batch_tokens
         assert context and batch_tokens
         return -(-max(1, batch_tokens // context) // self.dp)
@@ -88,7 +88,7 @@ class Layout:
 
 
 def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int) -> Layout:
-    """recipe: resolved. Raises ValueError where the model cannot be cut so, or a replica would be left without rows."""
+    """recipe: resolved. Raises ValueError where the model cannot be sharded so, or a replica would have no rows."""
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
     assert context and batch_tokens
     rows = max(1, batch_tokens // context)
@@ -97,12 +97,13 @@ def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int) -> Layout:
     mesh = unconnected(dp, tp)
     whole = weightless(recipe, dtype)
     shard = shard_model(weightless(recipe, dtype), mesh)
-    groups = make_groups(shard.parameter_groups(), recipe.make_rules(recipe.optim), shard.named_parameters())
-    return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, Settings(mesh, dtype, False)))
+    groups = make_groups(shard.parameter_groups(), recipe.make_rules(recipe), shard.named_parameters())
+    settings = Settings(mesh, dtype, False, recipe.train.grad_dtype == "fp32")
+    return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, settings))
 
 
 def weightless(recipe: Recipe, dtype: torch.dtype) -> Any:
-    """The recipe's model on "meta". Which token the BOS is costs nothing, and is not known before the tokenizer."""
+    """The recipe's model on "meta". The id of BOS does not matter, and is not known before the tokenizer."""
     bos = 0 if recipe.model.bos is None else recipe.model.bos
     with torch.device("meta"):
         return recipe.make_model(replace(recipe.model, bos=bos)).to(dtype=dtype)

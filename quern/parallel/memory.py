@@ -71,18 +71,19 @@ def memory(layout: Layout, device: str, compiled: bool, row_bytes: int | None = 
         row_bytes: The result of `activations` for this layout, if it is known.
     """
     row_bytes = activations(layout, device, compiled) if row_bytes is None else row_bytes
-    parameters = [p.nbytes for p in layout.shard.parameters()]
+    grad_bytes = layout.buckets[0].grads.itemsize
+    gradients = [p.numel() * grad_bytes for p in layout.shard.parameters()]
     masters, moments = _owned(layout)
     most_rows, context = max(layout.micro_batches), layout.recipe.model.context
     assert context
     return Memory(
         parameters=sum(bucket.params.nbytes for bucket in layout.buckets),
-        gradients=sum(bucket.grads.nbytes for bucket in layout.buckets),
+        gradients=sum(bucket.grads.nbytes * (1 if bucket.group.every == 1 else 2) for bucket in layout.buckets),
         masters=masters,
         moments=moments,
         activations=most_rows * row_bytes,
         loss=_loss(layout, most_rows * context, device, compiled),
-        in_flight=sum(parameters) if layout.dp == 1 else max(parameters),
+        in_flight=sum(gradients) if layout.dp == 1 else max(gradients),
         update=max(_update(bucket, layout, compiled) for bucket in layout.buckets),
         accumulates=len(layout.micro_batches) > 1,
     )

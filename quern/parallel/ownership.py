@@ -1,15 +1,14 @@
-"""Who owns which matrices, and how many elements of them travel from where they are summed to where they are updated.
+"""Who owns which matrices, and how many elements travel between where gradients are summed and where they are updated.
 
-Parameters of one shape ("units") lie one after the other in a buffer, which is cut into one equal region for each
-replica, wherever the cuts fall: nothing is padded but the end. Gradients are summed there. A unit is owned whole, by
-one rank of all; ownership is cut between units, in the same order. So what a replica owns is one stretch of the buffer,
-and what of it lies in each region is one stretch too: what does not lie in the owner's region goes to the owner before
-the update, and comes back after it. A rank sends a region at most, and back what it owns: of n replicas, on average
-no more than 2/n of the buffer. Where the units divide by the replicas, regions and ownership are the same.
+Parameters of one shape ("units") are consecutive in a buffer, which is cut into one equal region per replica, possibly
+within a unit; only the end is padded. Gradients are summed in regions. One rank owns a unit whole; ownership is cut
+between units, in the same order. So a replica owns one interval of the buffer, and its part of each region is an
+interval too. Parts outside the owner's region travel to the owner before the update and back after it. A rank sends at
+most a region, and what it owns back: of n replicas, on average at most 2/n of the buffer. Where the units divide by the
+replicas, regions and ownership are the same.
 
-Owners follow the work: what does not divide goes, unit by unit, to the rank that has the least, the most costly shapes
-first (longest processing time first: Graham, 1969). Among the shards of a replica its units are divided in the same
-way.
+Owners balance the work: where units do not divide, each goes to the rank with the least work, the most costly shapes
+first (longest processing time first: Graham, 1969). The shards of a replica divide its units in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +22,14 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Ownership:
-    """size: elements of a unit on one rank; region: elements of the buffer that each replica sums; cuts: rank
-    replica · shards + shard owns units cuts[rank] … cuts[rank + 1] - 1, where shards is 1 if all shards do the same."""
+    """The owners of the units of one buffer.
+
+    Args:
+        size: Elements of a unit on one rank.
+        region: Elements of the buffer that each replica sums.
+        cuts: Rank replica · shards + shard owns units cuts[rank] … cuts[rank + 1] - 1; shards is 1 if all shards do
+            the same.
+    """
 
     size: int
     region: int
@@ -36,38 +41,37 @@ class Ownership:
         return (len(self.cuts) - 1) // self.replicas
 
     def units(self, replica: int, shard: int | None = None) -> range:
-        """Owned by one shard, or by all of the replica."""
+        """The units of one shard, or of the whole replica."""
         first = replica * self.shards
         if shard is None:
             return range(self.cuts[first], self.cuts[first + self.shards])
         return range(self.cuts[first + shard], self.cuts[first + shard + 1])
 
     def counts(self, replica: int) -> list[int]:
-        """Units of each of its shards."""
+        """The number of units of each shard of the replica."""
         return [len(self.units(replica, shard)) for shard in range(self.shards)]
 
     @cached_property
     def moves(self) -> bool:
-        """Whether anything lies outside of its owner's region."""
+        """Whether some unit is outside its owner's region."""
         return any(self._outside(replica) for replica in range(self.replicas))
 
     def owners_of_region(self, replica: int) -> list[int]:
-        """Elements of its region that each replica owns: they are one after the other in it."""
+        """How many elements of the replica's region each replica owns, in the order of the region."""
         low, high = self._region(replica)
         return [_overlap((low, high), self._owned(other)) for other in range(self.replicas)]
 
     def owned_in_regions(self, replica: int) -> list[int]:
-        """Elements that it owns in each replica's region."""
+        """How many elements the replica owns in each region."""
         low, high = self._owned(replica)
         return [_overlap((low, high), self._region(other)) for other in range(self.replicas)]
 
-    def sent(self, replica: int) -> int:
-        """Elements that one of its ranks sends to other replicas in a step: of its region to their owners, and of what
-        it owns back."""
+    def sent(self, replica: int) -> tuple[int, int]:
+        """Elements that one rank of the replica sends to other replicas in a step: of gradients, and of parameters."""
         low, high = self._region(replica)
         summed = min(high, self.cuts[-1] * self.size) - min(low, self.cuts[-1] * self.size)
         kept = _overlap((low, high), self._owned(replica))
-        return summed - kept + self._outside(replica) if self.moves else 0
+        return (summed - kept, self._outside(replica)) if self.moves else (0, 0)
 
     def _outside(self, replica: int) -> int:
         low, high = self._owned(replica)
@@ -86,9 +90,15 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
 
 
 def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tuple[int, ...]:
-    """The cuts between owners of `units` of one cost each; adds it to `work`, which is that of each replica's shards.
+    """Divides units of one cost among the ranks.
 
-    whole: every shard holds whole units and does what its replica does."""
+    Args:
+        work: The work of each shard of each replica; increased by the units' cost.
+        whole: Every shard holds whole units and updates all units of its replica.
+
+    Returns:
+        The cuts between the owners.
+    """
     counts: list[int] = []
     for shards, count in zip(work, _spread(units, cost, [sum(shards) for shards in work]), strict=True):
         parts = [count] if whole else _spread(count, cost, shards)
@@ -99,7 +109,7 @@ def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tupl
 
 
 def _spread(units: int, cost: int, work: Sequence[int]) -> list[int]:
-    """How many each gets: the same where that can be, else one after the other to those with the least work."""
+    """How many units each rank gets: equally many if possible, otherwise each unit goes to the least work."""
     if units % len(work) == 0:
         return [units // len(work)] * len(work)
     counts = [0] * len(work)

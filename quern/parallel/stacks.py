@@ -1,9 +1,8 @@
-"""How matrices come whole to their owners, and back: the collectives of a stack of parameters of one shape.
+"""Collectives that bring matrices whole to their owners and back, for a stack of parameters of one shape.
 
-Two ways lie between a matrix's gradient and its owner. Over the data group, from the regions in which gradients are
-summed, where these are not what their rank owns (ownership.py). Under tensor parallelism, over the model group, since
-each shard has a part of every matrix. Parameters go the same ways back. Who owns what is not decided here, and what
-the owner does with it is the update rule's.
+There are two of them. Over the data group, gradients travel from the regions in which they are summed to the owners,
+where these differ (ownership.py). Under tensor parallelism, the shards of the model group exchange their parts of
+matrices. Parameters take the same ways back. ownership.py decides the owners, the update rule what they compute.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from quern.parallel.ownership import Ownership
 
 @dataclass(frozen=True)
 class Stack:
-    """shape: of one parameter's part here, a matrix or several. exchange: the dimension of (N, R, C) that is cut by
-    tensor parallelism, None where matrices are whole here."""
+    """shape: of this rank's part of a parameter, one matrix or several. exchange: the dimension of (N, R, C) that
+    tensor parallelism cuts; None where this rank has whole matrices."""
 
     ownership: Ownership
     shape: torch.Size
@@ -29,7 +28,7 @@ class Stack:
 
     @property
     def moves(self) -> bool:
-        """Whether owners are elsewhere than the regions."""
+        """Whether some matrices are owned outside their region."""
         return self.ownership.moves
 
     @property
@@ -38,18 +37,18 @@ class Stack:
         return self.ownership.units(self.mesh.data.rank, None if self.exchange is None else self.mesh.model.rank)
 
     def of_replica(self, buffer: Tensor) -> Tensor:
-        """(n, r, c): what this rank holds of the matrices that its replica owns, out of all replicas' regions."""
+        """Returns this rank's part (n, r, c) of the matrices that its replica owns, from a buffer of all regions."""
         units = self.ownership.units(self.mesh.data.rank)
         return self._matrices(buffer[units.start * self.ownership.size : units.stop * self.ownership.size])
 
     def fetch(self, region: Tensor) -> tuple[Tensor, Pending]:
-        """region: a flat one, of gradients → `of_replica`, when it has come."""
+        """Starts to fetch `of_replica` of the gradients; read it after the wait. region: this replica's, flat."""
         here, there = self._lengths()
         parts = region.new_empty(sum(here))
         return self._matrices(parts), self.mesh.data.all_to_all(parts, region[: sum(there)], here, there)
 
     def put_together(self, parts: Tensor) -> Tensor:
-        """`of_replica` → (N, R, C), this rank's own, whole."""
+        """`of_replica` → (N, R, C), the whole matrices that this rank owns."""
         if self.exchange is None:
             return parts
         counts, shards, shard = self._counts(), self.mesh.model.size, self.mesh.model.rank
@@ -68,7 +67,7 @@ class Stack:
         return parts
 
     def send_back(self, parts: Tensor, region: Tensor) -> Pending:
-        """The inverse of `fetch`, into a flat region of parameters. Keep parts until it is over."""
+        """The inverse of `fetch`, into a flat region of parameters. Keep `parts` until the wait."""
         here, there = self._lengths()
         return self.mesh.data.all_to_all(region[: sum(there)], parts.view(-1), there, here)
 
@@ -76,11 +75,11 @@ class Stack:
         return flat.view(-1, *self.shape[-2:])
 
     def _lengths(self) -> tuple[list[int], list[int]]:
-        """Elements that this replica owns in each region; those of its region that each replica owns."""
+        """How many elements this replica owns in each region, and each replica in this region."""
         replica = self.mesh.data.rank
         return self.ownership.owned_in_regions(replica), self.ownership.owners_of_region(replica)
 
     def _counts(self) -> list[int]:
-        """Matrices of each shard of the replica."""
+        """The number of matrices of each shard of the replica."""
         several = self.shape[:-2].numel()
         return [units * several for units in self.ownership.counts(self.mesh.data.rank)]

@@ -1,8 +1,8 @@
 """Predicts the bytes that one rank sends in one optimizer step, by group and kind of collective, without measuring.
 
 A ring sends 2(n-1)/n times a tensor's bytes to sum it on all n ranks, (n-1)/n to gather, scatter or exchange it
-(mesh.py). With n replicas, m shards, s bytes per element of the parameters' dtype, over the optimizer's buckets of P
-elements each, padding included (buckets.py):
+(mesh.py). With n replicas, m shards, s bytes per element (of a gradient on the way there, of a parameter on the way
+back), over the optimizer's buckets of P elements each, padding included (buckets.py), of which a step updates all:
 
     data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their regions
     data/all_gather       the same                                            parameters back
@@ -78,14 +78,15 @@ def exchanged_bytes(layout: Layout) -> dict[str, list[int]]:
     for bucket in layout.buckets:
         if bucket.stack is None:
             continue
-        s, ownership = bucket.params.itemsize, bucket.stack.ownership
+        s, grad, ownership = bucket.params.itemsize, bucket.grads.itemsize, bucket.stack.ownership
         for replica in range(n):
             if bucket.moves:
-                over_data[replica] += s * ownership.sent(replica)
+                gradients, parameters = ownership.sent(replica)
+                over_data[replica] += grad * gradients + s * parameters
             if bucket.exchange:
                 held = len(ownership.units(replica))
                 for shard, own in enumerate(ownership.counts(replica)):
-                    over_model[replica * m + shard] += s * ownership.size * (held - own + (m - 1) * own)
+                    over_model[replica * m + shard] += ownership.size * (grad * (held - own) + s * (m - 1) * own)
     return {"data/all_to_all": [count for count in over_data for _ in range(m)], "model/all_to_all": over_model}
 
 

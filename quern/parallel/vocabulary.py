@@ -17,14 +17,15 @@ the vocabulary are zero. They get no logits, so they stay zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.cross_entropy import COMPILED, MAX_HEIGHT, TRITON, ChunkPath, MakeProducts, PlainProducts
+from quern.kernels.cross_entropy import ChunkPath, MakeProducts, PlainProducts, cross_entropy, path_for
 from quern.kernels.embedding import embed
 from quern.kernels.softcap import Cap
 from quern.mesh import ProcessGroup
@@ -111,19 +112,16 @@ class VocabularyHead:
 
         The results are the same on every shard. The gradients of x sum over the shards to the whole gradient.
         """
-        if cap.tanh_form is not None and cap.tanh_form[0] > MAX_HEIGHT:
-            raise ValueError(f"{cap} is too wide: keep logits within {2 * MAX_HEIGHT:g}, or use NoCap()")
-        path = path or (TRITON if x_ND.is_cuda else COMPILED)
-        if torch.is_grad_enabled():
-            return _VocabularyCrossEntropy.apply(self, x_ND, weight_VD, targets_N, scale_N, cap, products, path)
-        losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
-        for part in path.chunks(x_ND.size(0), weight_VD.size(0)):
-            logits = (x_ND[part] @ weight_VD.T)[:, : self.held.size]
-            ours_N, local_N = _localised(targets_N[part], self.held)
-            z_N, _ = _capped(logits, local_N, cap)
-            lse_N = path.losses(logits, local_N, cap) + z_N
-            losses[part] = self._loss(lse_N, z_N, ours_N, cap)[0]
-        return (losses * scale_N).sum(), losses
+        path = path or path_for(x_ND)
+        path = replace(path, losses=partial(self._losses, path), gradient=partial(self.chunk_gradient, path))
+        return cross_entropy(x_ND, weight_VD, targets_N, scale_N, cap, products, path)
+
+    def _losses(self, path: ChunkPath, logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> Tensor:
+        logits_NV = logits_NV[:, : self.held.size]
+        ours_N, local_N = _localised(targets_N, self.held)
+        z_N, _ = _capped(logits_NV, local_N, cap)
+        lse_N = path.losses(logits_NV, local_N, cap) + z_N
+        return self._loss(lse_N, z_N, ours_N, cap)[0]
 
     def _loss(self, lse_N: Tensor, z_N: Tensor, ours_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
         """Each part's logsumexp and the target's logit → losses and logsumexp of the whole vocabulary."""
@@ -137,9 +135,9 @@ class VocabularyHead:
         return whole_N - both_2N[1], whole_N
 
     def chunk_gradient(
-        self, logits_NV: Tensor, targets_N: Tensor, cap: Cap, path: ChunkPath
+        self, path: ChunkPath, logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns losses (N,), a factor (N,), and the gradient by this part's logits (N, V) divided by the factor."""
+        """`ChunkPath.gradient` for this part of the vocabulary; `path` computes it as if the part were all of it."""
         rows = logits_NV.size(1)
         ours_N, local_N = _localised(targets_N, self.held)
         own_NV = logits_NV[:, : self.held.size]
@@ -151,7 +149,7 @@ class VocabularyHead:
         # At the target, slope · (p - 1). If another part holds the target, this is an ordinary entry: slope · p.
         at_local = torch.where(ours_N, ((z_N - whole_N).exp() - 1) / share, (z_N - lse_N).exp()) * slope_N / factor
         grad = grad.scatter(1, local_N[:, None], at_local[:, None].to(grad.dtype))
-        return losses, factor * share, F.pad(grad, (0, rows - grad.size(1))) if rows > grad.size(1) else grad
+        return losses, factor * share * scale_N, F.pad(grad, (0, rows - grad.size(1))) if rows > grad.size(1) else grad
 
 
 def _capped(logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> tuple[Tensor, Tensor]:
@@ -162,41 +160,3 @@ def _capped(logits_NV: Tensor, targets_N: Tensor, cap: Cap) -> tuple[Tensor, Ten
     height, divisor = cap.tanh_form
     t_N = torch.tanh(z_N / divisor)
     return height * t_N, height / divisor * (1 - t_N * t_N)
-
-
-class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Computes gradients along with the loss, as on one process. All collectives run in the forward pass. The backward
-    pass multiplies by a scalar that all shards hold."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        head: VocabularyHead,
-        x_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        scale_N: Tensor,
-        cap: Cap,
-        products: MakeProducts,
-        path: ChunkPath,
-    ) -> tuple[Tensor, Tensor]:
-        steepest = cap.tanh_form[0] / cap.tanh_form[1] if cap.tanh_form is not None else 1.0
-        own = products(x_ND, weight_VD, steepest * scale_N.abs().amax())
-        losses = torch.empty(x_ND.size(0), dtype=torch.float32, device=x_ND.device)
-        dx = torch.empty_like(x_ND)
-        dw = torch.zeros_like(weight_VD, dtype=torch.float32)
-        for part in path.chunks(x_ND.size(0), weight_VD.size(0)):
-            logits = own.logits(part)
-            losses[part], factor, grad = head.chunk_gradient(logits, targets_N[part], cap, path)
-            del logits  # free this chunk before the next one is allocated
-            dx[part], slice_dw = own.gradients(part, grad, factor * scale_N[part])
-            del grad
-            dw += slice_dw
-        ctx.save_for_backward(dx, dw.to(weight_VD.dtype))
-        ctx.mark_non_differentiable(losses)
-        return (losses * scale_N).sum(), losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        return None, dx * grads[0].to(dx.dtype), dw * grads[0].to(dw.dtype), None, None, None, None, None

@@ -1,11 +1,14 @@
-"""The optimizer's driver: fp32 masters, sharded over the data group, and the bytes between them and the model.
+"""The optimizer's driver: fp32 masters sharded over the data group, and the communication between them and the model.
 
-An update rule sees tensors only; how they lie in memory, and who owns what, is decided in buckets.py. Gradients leave
-for their owners while the backward pass of the last micro-batch still runs, one bucket after the other; the parameters
-come back while the next bucket is updated. Parameters stay in the compute dtype; where that is not fp32 the masters
-exist once more in fp32, else a parameter is its own master. On one process nothing travels.
+An update rule sees tensors only; buckets.py decides their memory layout and who owns what. During the backward pass of
+the last micro-batch, each bucket's gradients are reduced as soon as they are complete. The parameters of a bucket are
+gathered while the next bucket is updated. Parameters stay in the compute dtype; where that is not fp32, fp32 masters
+exist besides, otherwise a parameter is its own master. On one process nothing is communicated.
 
-Not a torch.optim.Optimizer: schedules come in as numbers. Every rank makes the same calls in the same order.
+A group that is updated every n-th step keeps its gradients on the other steps, so these cost neither an update nor
+communication. The gradient norm, and clipping by it, cover the groups that the step updates.
+
+This is no torch.optim.Optimizer: schedules come in as numbers. Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from quern.mesh import Mesh, Pending, alone
+from quern.mesh import Mesh, alone
 from quern.optim.groups import ParameterGroup
 from quern.optim.schedule import Multipliers
 from quern.parallel.buckets import Bucket, Settings, make_buckets
@@ -28,9 +31,15 @@ from quern.parallel.sharding import Slice
 class Zero2:
     """Updates the parameters of `groups`, which become views into this object's buffers.
 
-    Load weights, move the model to its device and cut it (parallel/plan.py) before this is made; afterwards change
-    weights in place only, and through `load_state_tensors`. dtype_ns: dtype of Muon's matrix products (the machine's
-    compute dtype). compile: run the update rules through torch.compile.
+    Load weights, move the model to its device and shard it (parallel/plan.py) before the construction. Afterwards
+    change weights in place only, and through `load_state_tensors`.
+
+    Args:
+        groups: Of `make_groups`.
+        dtype_ns: Dtype of Muon's matrix products: the machine's compute dtype.
+        compile: Run the update rules through torch.compile.
+        mesh: The ranks; None is this process alone.
+        fp32_gradients: Sum gradients over micro-batches, steps and ranks in fp32 rather than in the parameters' dtype.
     """
 
     def __init__(
@@ -40,20 +49,21 @@ class Zero2:
         dtype_ns: torch.dtype = torch.float32,
         compile: bool = False,
         mesh: Mesh | None = None,
+        fp32_gradients: bool = False,
     ) -> None:
         self.mesh = mesh or alone()
         self.compile = compile
-        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile))
+        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile, fp32_gradients))
         if not self.buckets:
             raise ValueError("there is nothing to optimize: the groups hold no parameters")
         self._reduced = False
         self._left: list[int] = []
-        """While the last micro-batch's backward runs: for each bucket, the parameters still without a gradient."""
+        """During the last backward pass: for each bucket, how many parameters have no gradient yet."""
         self._next = 0
         self._order = [number for number, bucket in enumerate(self.buckets) if not bucket.small]
-        """In which buckets leave."""
+        """The order in which buckets are reduced."""
         self._completed: list[int] | None = []
-        """In which this rank's first backward pass completes them; None once the order is rank 0's."""
+        """The order in which this rank's first backward pass completes buckets; None once `_order` is rank 0's."""
         self._small = _share_memory([bucket for bucket in self.buckets if bucket.small])
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
@@ -62,14 +72,14 @@ class Zero2:
         ]
 
     def close(self) -> None:
-        """Lets go of the parameters, so that another optimizer can take them over."""
+        """Releases the parameters, so that another optimizer can take them."""
         for hook in self._hooks:
             hook.remove()
 
     # Gradients ------------------------------------------------------------------------------------------------
 
     def drop_grads(self) -> None:
-        """Forgets all gradients, so that the next backward pass hands over its own instead of adding to zeros."""
+        """Drops the gradients of this step; the next backward pass then hands over its own instead of adding."""
         for bucket in self.buckets:
             for _, parameter in bucket.parameters:
                 parameter.grad = None
@@ -77,7 +87,7 @@ class Zero2:
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Around the backward pass that completes the gradients: what is complete leaves at once for its owner."""
+        """Wraps the backward pass that completes the gradients: complete buckets are reduced at once."""
         self._left, self._next = [len(bucket.parameters) for bucket in self.buckets], 0
         if self._completed is not None:
             self._completed = []
@@ -87,7 +97,7 @@ class Zero2:
             self._left = []
 
     def _arrived(self, number: int, place: int, parameter: Parameter) -> None:
-        """Autograd has accumulated a gradient: it moves into its buffer, and completes a bucket perhaps."""
+        """Autograd's hook: moves a gradient into its buffer, and reduces the buckets that are complete."""
         view = self.buckets[number].grad_views[place]
         if parameter.grad is not view:
             assert parameter.grad is not None
@@ -100,14 +110,16 @@ class Zero2:
             self._launch()
 
     def _launch(self) -> None:
-        """Buckets leave in their order, whatever order they are completed in, so that all ranks agree."""
+        """Reduces buckets in their order, whatever the order of completion, so that all ranks agree."""
         while self._next < len(self._order) and not self._left[self._order[self._next]]:
-            self.buckets[self._order[self._next]].reduce()
+            bucket = self.buckets[self._order[self._next]]
+            if bucket.due:
+                bucket.reduce()
             self._next += 1
 
     def _agree(self) -> None:
-        """Takes over the order in which rank 0 has completed buckets, if it has, so that from now on none waits for one
-        that comes later. Which order it is changes no number."""
+        """Adopts the order in which rank 0 completed its buckets, if it did: then no complete bucket waits for a later
+        one. The order changes no number."""
         if self._completed is not None:
             complete = len(self._completed) == len(self._order)
             order = self.mesh.world.broadcast_object(self._completed if complete else None)
@@ -115,23 +127,27 @@ class Zero2:
                 self._order, self._completed = order, None
 
     def _reduce(self) -> None:
-        """All gradients summed over the data group, each at its owner. Raises ValueError naming silent parameters."""
+        """Sums the gradients that are due over the data group. Raises ValueError naming parameters without one."""
         if self._reduced:
             return
         self._gather_grads()
-        if self.mesh.data.size > 1:
-            small = [self.mesh.data.all_reduce(buffer) for buffer in self._small]
+        alone = self.mesh.data.size == 1
+        for bucket in self.buckets:
+            if bucket.due and (bucket.small or alone):
+                bucket.add_held()
+        if not alone:
+            small = [self.mesh.data.all_reduce(buffer) for buffer, bucket in self._small if bucket.due]
             for number in self._order[self._next :]:
-                self.buckets[number].reduce()
-            _wait(small)
-            for bucket in self.buckets:
-                bucket.wait()
+                if self.buckets[number].due:
+                    self.buckets[number].reduce()
+            for pending in (*small, *self.buckets):
+                pending.wait()
             self._agree()
         self._next = 0
         self._reduced = True
 
     def _gather_grads(self) -> None:
-        """Makes every `.grad` the view of its buffer, copying what autograd put elsewhere."""
+        """Makes every `.grad` the view of its buffer; copies gradients that autograd put elsewhere."""
         silent = [name for bucket in self.buckets for name, p in bucket.parameters if p.grad is None]
         if silent:
             raise ValueError(
@@ -147,13 +163,17 @@ class Zero2:
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The global 2-norm of all gradients: fp32, 0-dim; not finite when any of them is not, on any rank."""
+        """The global 2-norm of the gradients that this step uses: fp32, 0-dim.
+
+        Not finite when any gradient is not, on any rank, those of groups that are not updated in this step included.
+        """
         self._reduce()
-        norms = [
-            torch.linalg.vector_norm(bucket.region_grads, dtype=torch.float32)
-            for bucket in self.buckets
-            if self._counts(bucket)
-        ]
+        norms = []
+        for bucket in self.buckets:
+            if not bucket.due:  # adds 0, or NaN
+                norms.append(0 * torch.linalg.vector_norm(bucket.grads, dtype=torch.float32))
+            elif self._counts(bucket):
+                norms.append(torch.linalg.vector_norm(bucket.region_grads, dtype=torch.float32))
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if self.mesh.world.size == 1:
             return norm
@@ -162,63 +182,85 @@ class Zero2:
         return square.sqrt()
 
     def _counts(self, bucket: Bucket) -> bool:
-        """Whether this rank's copy is the one of several equal ones that enters the norm."""
+        """Whether this rank's copy enters the norm; of several equal copies one does."""
         first_copy = not bucket.small or self.mesh.data.rank == 0
         return first_copy and (not bucket.replicated or self.mesh.model.rank == 0)
 
     @torch.no_grad()
     def clip_grads(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
-        """Scales all gradients so that their global norm is at most max_norm; returns the norm from before.
+        """Scales the gradients that this step uses so that their global norm is at most `max_norm`.
 
-        norm: `grad_norm()`'s result, if it was already computed for these gradients.
+        Args:
+            max_norm: The bound.
+            norm: The result of `grad_norm()`, if the caller has it.
+
+        Returns:
+            The norm before.
         """
         norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for bucket in self.buckets:
-            bucket.region_grads.mul_(scale)
+            if bucket.due:
+                bucket.region_grads.mul_(scale)
         return norm
 
     # Updates --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, step: int, multipliers: Multipliers) -> None:
-        """One update from the gradients at hand, which are used up: drop them before the next backward pass.
+        """Updates the groups that are due, and holds the gradients of the others.
 
-        step: how many updates were made before this one.
+        The gradients are used up: drop them before the next backward pass.
+
+        Args:
+            step: The number of updates before this one.
+            multipliers: Of the schedule.
+
+        Raises:
+            ValueError: The schedule has a factor for a group that does not exist.
         """
+        factors = multipliers.groups or {}
+        if unknown := factors.keys() - (names := {bucket.group.name for bucket in self.buckets}):
+            raise ValueError(f"the schedule has factors for {sorted(unknown)}: the model's groups are {sorted(names)}")
         self._reduce()
         self._reduced = False
+        due = [bucket for bucket in self.buckets if bucket.due]
+        for bucket in self.buckets:
+            if not bucket.due:
+                bucket.hold()
         before: Bucket | None = None
-        self.buckets[0].fetch()
-        for number, bucket in enumerate(self.buckets, start=1):
-            if number < len(self.buckets):
-                self.buckets[number].fetch()
-            scalars = bucket.rule.scalars(step + 1, bucket.lr * multipliers.lr, multipliers.momentum, multipliers.decay)
-            if self.compile:  # as tensors: a changed Python number would compile the update anew
+        for bucket in due[:1]:
+            bucket.fetch()
+        for number, bucket in enumerate(due, start=1):
+            for following in due[number : number + 1]:
+                following.fetch()
+            group = bucket.group
+            lr = group.lr * multipliers.lr * factors.get(group.name, 1.0)
+            scalars = group.rule.scalars(step // group.every + 1, lr, multipliers.momentum, multipliers.decay)
+            if self.compile:  # as tensors: a changed Python number would compile the update again
                 bucket.apply({name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()})
             else:
                 bucket.apply(scalars)
             if before is not None:
                 before.gather()
-            before = bucket if bucket.moves else None  # while its matrices travel, the next ones are updated
+            before = bucket if bucket.moves else None  # the next bucket is updated while its matrices travel
         if before is not None:
             before.gather()
-        for bucket in self.buckets:
+        for bucket in due:
             bucket.wait()
 
     # State ----------------------------------------------------------------------------------------------------
 
     def slices(self) -> dict[str, Slice]:
-        """Masters and state that this rank holds, by logical name ("master.<parameter>", "m.<parameter>"): over all
-        ranks, all that a resume needs.
+        """The masters and state that this rank holds, by logical name ("master.<parameter>", "m.<parameter>").
 
-        The tensors are views of the live buffers: copy what must outlive the next step. The parameters themselves are
-        the masters rounded to their dtype.
+        Over all ranks, this is all that a resume needs: the parameters are the masters rounded to their dtype. The
+        tensors are views of the live buffers; copy what must outlive the next step.
         """
         return {name: part for bucket in self.buckets for name, part in bucket.slices().items()}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """`slices` as whole tensors. Raises ValueError unless one process holds everything."""
+        """`slices` as whole tensors. Raises ValueError unless this process holds everything."""
         slices = self.slices()
         cut = [name for name, part in slices.items() if part.tensor.shape != part.whole]
         if cut or self.mesh.world.size > 1:
@@ -227,10 +269,22 @@ class Zero2:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores whole logical tensors, bit for bit, each rank its slices, and the parameters from the masters.
+        """Restores this rank's part of whole logical tensors, bit for bit, and sets the parameters from the masters.
 
-        Raises ValueError, before anything is changed, when a tensor is missing, has another shape or is one
-        too many."""
+        Held gradients of another number of replicas are summed.
+
+        Raises:
+            ValueError: A tensor is missing, unknown or has another shape; then nothing has changed.
+        """
+        held = [(bucket.held, bucket.held_steps) for bucket in self.buckets]
+        for bucket in self.buckets:
+            count = tensors.get(f"held_steps.{bucket.parameters[0][0]}")
+            bucket.held_steps = 0 if count is None else int(count)
+            bucket.held = None if count is None else torch.zeros_like(bucket.grads)
+        tensors = {
+            name: _of_replicas(tensor, self.mesh.data.size) if name.startswith("held.") else tensor
+            for name, tensor in tensors.items()
+        }
         own = self.slices()
         problems = [f"missing: {name}" for name in own if name not in tensors]
         if self.mesh.world.size == 1:
@@ -239,6 +293,8 @@ class Zero2:
             if own[name].whole != tuple(tensors[name].shape):
                 problems.append(f"{name} is {tuple(tensors[name].shape)}, not {own[name].whole}")
         if problems:
+            for bucket, before in zip(self.buckets, held, strict=True):
+                bucket.held, bucket.held_steps = before
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ValueError(
                 f"the optimizer state does not fit this model ({'; '.join(sorted(problems)[:5])}{more}): "
@@ -252,11 +308,22 @@ class Zero2:
             bucket.wait()
 
 
-def _share_memory(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """Moves the small buckets' gradients into one buffer for each dtype and device, which travels in one call."""
+def _of_replicas(sums: Tensor, replicas: int) -> Tensor:
+    """Held gradients, one sum for each replica along the first dim, for another number of replicas."""
+    if len(sums) == replicas:
+        return sums
+    return torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(replicas - 1, *sums.shape[1:])])
+
+
+def _share_memory(buckets: Sequence[Bucket]) -> list[tuple[Tensor, Bucket]]:
+    """Moves the gradients of the small buckets into few buffers, so that one all-reduce sums many of them.
+
+    Returns:
+        Each buffer, and one of its buckets: the buckets of a buffer have one dtype, device and cadence.
+    """
     kinds: dict[tuple, list[Bucket]] = {}
     for bucket in buckets:
-        kinds.setdefault((bucket.grads.dtype, bucket.grads.device), []).append(bucket)
+        kinds.setdefault((bucket.grads.dtype, bucket.grads.device, bucket.group.every), []).append(bucket)
     shared = []
     for members in kinds.values():
         buffer = torch.cat([bucket.grads for bucket in members])
@@ -267,10 +334,5 @@ def _share_memory(buckets: Sequence[Bucket]) -> list[Tensor]:
                 part[at : at + view.numel()].view(view.shape)
                 for at, view in zip(views, bucket.param_views, strict=True)
             ]
-        shared.append(buffer)
+        shared.append((buffer, members[0]))
     return shared
-
-
-def _wait(pending: Sequence[Pending]) -> None:
-    for one in pending:
-        one.wait()

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from quern.model.llama import Llama
 from quern.optim.adamw import AdamW
-from quern.optim.groups import Rule
+from quern.optim.groups import GroupRule
 from quern.optim.muon import Muon
 from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe
 
 
-def rules(recipe: OptimRecipe) -> dict[str, tuple[Rule, float]]:
-    """group → (rule, peak learning rate). Unresolved scales (None) count as 1."""
-    scale = 1.0 if recipe.lr_scale is None else recipe.lr_scale
-    width = 1.0 if recipe.width_scale is None else recipe.width_scale
-    decay = recipe.matrix_decay * (1.0 if recipe.decay_scale is None else recipe.decay_scale)
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    """group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
+    optim = recipe.optim
+    scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0
+    decay = optim.matrix_decay * (1.0 if optim.decay_scale is None else optim.decay_scale)
 
-    def adamw(weight_decay: float) -> AdamW:
-        return AdamW((0.9, 0.95), recipe.eps, weight_decay)
+    def adamw(lr: float, weight_decay: float) -> GroupRule:
+        return GroupRule(AdamW((0.9, 0.95), optim.eps, weight_decay), lr)
 
     return {
-        "matrices": (Muon(recipe.muon_beta2, decay, recipe.muon_steps), recipe.matrix_lr * scale),
-        "head": (adamw(0.01), recipe.head_lr * scale * width),
-        "embedding": (adamw(0.001), recipe.embedding_lr * scale * width),
-        "norms": (adamw(0.0), recipe.residual_lr * scale),
+        "matrices": GroupRule(Muon(optim.muon_beta2, decay, optim.muon_steps), optim.matrix_lr * scale),
+        "head": adamw(optim.head_lr * scale * width, 0.01),
+        "embedding": adamw(optim.embedding_lr * scale * width, 0.001),
+        "norms": adamw(optim.residual_lr * scale, 0.0),
     }
 
 

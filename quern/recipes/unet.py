@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from quern.model.unet import UNet
 from quern.optim.adamw import AdamW
-from quern.optim.groups import Rule
+from quern.optim.groups import GroupRule
 from quern.optim.plain_muon import PlainMuon
 from quern.optim.schedule import Multipliers, learning_rate
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
@@ -25,17 +25,17 @@ MOMENTUM_WARMUP_SHARE = 300 / 1770
 """Of the source's run; what a shorter one has of it."""
 
 
-def rules(optim: OptimRecipe) -> dict[str, tuple[Rule, float]]:
-    """Group → (rule, peak learning rate). Unresolved scales (None) count as 1."""
-    scale = 1.0 if optim.lr_scale is None else optim.lr_scale
-    width = 1.0 if optim.width_scale is None else optim.width_scale
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    """Group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
+    optim = recipe.optim
+    scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0
     adam = AdamW((0.8, 0.95), optim.eps, 0.0)
     return {
-        "matrices": (PlainMuon(optim.muon_steps), optim.matrix_lr * scale),
-        "head": (adam, optim.head_lr * scale * width),
-        "embedding": (adam, optim.embedding_lr * scale * width),
-        "value_embeddings": (adam, optim.value_embedding_lr * scale * width),
-        "scales": (adam, optim.residual_lr * scale),
+        "matrices": GroupRule(PlainMuon(optim.muon_steps), optim.matrix_lr * scale),
+        "head": GroupRule(adam, optim.head_lr * scale * width),
+        "embedding": GroupRule(adam, optim.embedding_lr * scale * width),
+        "value_embeddings": GroupRule(adam, optim.value_embedding_lr * scale * width),
+        "scales": GroupRule(adam, optim.residual_lr * scale),
     }
 
 

@@ -73,9 +73,9 @@ def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
 
 def build_state(recipe: Recipe, machine: Machine, model: Any, mesh: Mesh | None = None) -> TrainState:
     """A fresh state around a model whose weights are in place, and which is cut for the mesh. recipe: resolved."""
-    rules = recipe.make_rules(recipe.optim)
-    groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
-    optimizer = Zero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh)
+    groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
+    fp32 = recipe.train.grad_dtype == "fp32"
+    optimizer = Zero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh, fp32_gradients=fp32)
     return TrainState(model, optimizer, Guard(recipe.train.max_skips))
 
 

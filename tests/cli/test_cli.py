@@ -290,9 +290,9 @@ def test_flags_reach_every_part_of_the_recipe() -> None:
 
 
 def test_every_field_of_sampling_is_a_flag() -> None:
-    flags: list[str] = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-tokens 5 --seed 4".split()
+    flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-tokens 5 --seed 4".split()
     for verb, kind in (("chat", options.ChatOptions), ("complete", options.CompleteOptions)):
-        parsed, _ = verbs.parse(verb, flags, kind)
+        parsed, _ = verbs.parse(verb, list(map(str, flags)), kind)
         assert (parsed.sampling, parsed.max_tokens, parsed.seed) == (Sampling(0.5, 3, 0.9, 0.1), 5, 4)
         assert verbs.parse(verb, [], kind)[0].sampling == Sampling(0.7, 50)
 

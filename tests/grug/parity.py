@@ -196,7 +196,7 @@ def direction() -> float:
     rng = np.random.default_rng(1)
     worst, mesh = 0.0, mesh_of("one")
     rule: Any = rules(recipe_of().optim, jnp.dtype("float32"))["matrices"]
-    torch_rule, lr = groups.table(recipe_of().optim)["matrices"]
+    torch_rule, lr, _ = groups.table(recipe_of())["matrices"]
     assert isinstance(torch_rule, Muon)
     with jax.set_mesh(mesh):
         for shape in ((24, 8), (8, 24), (16, 16)):
@@ -237,7 +237,7 @@ def table() -> list[str]:
     theirs = {
         name: group for group, members in toy_state(recipe).model.parameter_groups().items() for name, _ in members
     }
-    names = rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe.optim).keys()
+    names = rules(recipe.optim, jnp.dtype("float32")).keys() ^ groups.table(recipe).keys()
     return sorted(names | {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)})
 
 

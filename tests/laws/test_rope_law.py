@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quern.kernels.rope import (
-    rotate_normed_operator,
     rotate_normed_plain,
     rotate_operator,
     rotate_plain,
@@ -30,11 +29,11 @@ Path = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def by_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate_operator(x, cos, sin, False)
+    return rotate_operator(x, cos, sin, None, False)
 
 
 def normed_by_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate_normed_operator(x, cos, sin, GAIN)
+    return rotate_operator(x, cos, sin, GAIN, False)
 
 
 def normed_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,8 +120,8 @@ def test_the_compiler_passes_through(interpreted: Interpreted) -> None:
 def check_operators() -> None:
     x, cos, sin, _ = next(cases((5,)))
     x = x.detach().requires_grad_()
-    torch.library.opcheck(torch.ops.quern.rotate, (x, cos, sin, False))
-    torch.library.opcheck(torch.ops.quern.rotate_normed, (x, cos, sin, GAIN))
+    torch.library.opcheck(torch.ops.quern.rotate, (x, cos, sin, None, False))
+    torch.library.opcheck(torch.ops.quern.rotate, (x, cos, sin, GAIN, False))
 
 
 def test_the_operators_say_what_they_do(interpreted: Interpreted) -> None:

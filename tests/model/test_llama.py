@@ -131,9 +131,9 @@ def test_the_table_grows_past_the_training_context() -> None:
     shape = replace(SHAPE, context=4)
     model, [ids] = random_model(shape), tokens(1, 1200)
     short = model(ids[None, :24], CausalContext())
-    before = len(model.rotary.cos_NE)
+    before = len(model.rotary.cos_N1E)
     long = model(ids[None], CausalContext())
-    assert before < 1200 <= len(model.rotary.cos_NE)
+    assert before < 1200 <= len(model.rotary.cos_N1E)
     assert (long[:, :24] - short).abs().max() <= 1e-5
     angles = torch.tensor([[1199]]).double()[..., None, None] * 1e4 ** (-torch.arange(0, 6, 2).double() / 6)
     cos, sin = model.rotary(torch.tensor([[1199]]), 1200)
@@ -143,12 +143,12 @@ def test_the_table_grows_past_the_training_context() -> None:
 
 def test_the_table_follows_to_a_device_but_not_to_a_dtype() -> None:
     table = RotaryTable(6, 1e4, 4).to(torch.bfloat16)
-    assert table.cos_NE.dtype == torch.float32
+    assert table.cos_N1E.dtype == torch.float32
     with torch.device("meta"):
         weightless = Llama(SHAPE)
     assert weightless.embedding.weight.device.type == "meta"
     made = weightless.to_empty(device="cpu")
-    assert torch.equal(made.rotary.cos_NE, Llama(SHAPE).rotary.cos_NE)
+    assert torch.equal(made.rotary.cos_N1E, Llama(SHAPE).rotary.cos_N1E)
     assert not any("rotary" in name for name in made.state_dict())
 
 
@@ -158,7 +158,7 @@ def test_a_table_grown_in_generation_serves_training() -> None:
         cache = KVCache.for_model(model, 1, 1300)
         cache.prefill(model, ids, torch.tensor([1200]))
         decode(model, cache, torch.tensor([5]), torch.arange(1300))
-    assert len(model.rotary.cos_NE) >= 1300
+    assert len(model.rotary.cos_N1E) >= 1300
     model(ids, CausalContext()).sum().backward()
     assert model.embedding.weight.grad is not None
 
@@ -258,7 +258,7 @@ def test_training_learns() -> None:
 def test_everything_has_a_rule_and_norms_do_not_decay() -> None:
     recipe = toy_llama()
     model = Llama(recipe.model)
-    found = make_groups(model.parameter_groups(), recipe.make_rules(recipe.optim), model.named_parameters())
+    found = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
     groups = {group.name: group for group in found}
     assert groups.keys() == {"matrices", "head", "embedding", "norms"}
     norms = groups["norms"]

@@ -1,5 +1,7 @@
 """The group table: rates follow the recipe, and every parameter is in exactly one group."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -8,8 +10,9 @@ from quern.optim.adamw import AdamW
 from quern.optim.groups import make_groups, table
 from quern.optim.muon import Muon
 from quern.recipe import OptimRecipe
+from quern.recipes.gpt import RECIPE
 
-RULES = table(OptimRecipe())
+RULES = table(RECIPE)
 Reported = dict[str, list[tuple[str, Parameter]]]
 
 
@@ -36,7 +39,9 @@ def everything(groups: Reported) -> list[tuple[str, Parameter]]:
 def test_rates_follow_batch_and_width() -> None:
     recipe = OptimRecipe(lr_scale=0.5, decay_scale=2.0, width_scale=3.0)
     model = reported()
-    groups = {group.name: group for group in make_groups(model, table(recipe), everything(model))}
+    groups = {
+        group.name: group for group in make_groups(model, table(replace(RECIPE, optim=recipe)), everything(model))
+    }
     rates = {name: group.lr for name, group in groups.items()}
     assert rates == pytest.approx(
         {
@@ -103,3 +108,10 @@ def test_a_vector_among_the_matrices_is_refused() -> None:
     model = {"matrices": [("bias", Parameter(torch.ones(3)))]}
     with pytest.raises(ValueError, match="'bias' has 1 dimensions"):
         make_groups(model, RULES, everything(model))
+
+
+def test_a_group_that_is_never_updated_is_refused() -> None:
+    model = reported()
+    rules = RULES | {"head": RULES["head"]._replace(every=0)}
+    with pytest.raises(ValueError, match="group 'head' cannot be updated every 0 steps: every must be at least 1"):
+        make_groups(model, rules, everything(model))

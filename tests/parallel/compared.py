@@ -106,7 +106,8 @@ def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str)
 
 def _state(model: Any, architecture: str, mesh: Mesh) -> TrainState:
     # An eps under which AdamW does not make a whole step of the rounding of a gradient that cancels out, as with 1e-10.
-    rules = RECIPES[architecture].make_rules(OptimRecipe(lr_scale=0.01, decay_scale=0.1, eps=1e-4))
+    optim = OptimRecipe(lr_scale=0.01, decay_scale=0.1, eps=1e-4)
+    rules = RECIPES[architecture].make_rules(replace(RECIPES[architecture], optim=optim))
     groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
     return TrainState(model, Zero2(groups, mesh=mesh), Guard(1))
 

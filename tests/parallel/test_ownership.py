@@ -87,7 +87,7 @@ def test_by_hand() -> None:
     assert owners.moves
     assert owners.owners_of_region(0) == [10, 6] and owners.owners_of_region(1) == [0, 14]
     assert owners.owned_in_regions(0) == [10, 0] and owners.owned_in_regions(1) == [6, 14]
-    assert [owners.sent(replica) for replica in (0, 1)] == [6, 6]
+    assert [owners.sent(replica) for replica in (0, 1)] == [(6, 0), (0, 6)]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -107,4 +107,4 @@ def test_what_is_sent_is_what_is_expected(seed: int) -> None:
     assert sum(map(sum, sums)) == units * size
     for replica in range(replicas):
         kept = sums[replica][replica]
-        assert owners.sent(replica) == sum(sums[replica]) + sum(owned[replica]) - 2 * kept
+        assert owners.sent(replica) == (sum(sums[replica]) - kept, sum(owned[replica]) - kept)

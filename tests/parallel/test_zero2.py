@@ -1,6 +1,7 @@
 """The optimizer's driver against plain loops: the same numbers, whatever the buffers' layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from quern.optim.muon import Muon, muon_
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe
+from quern.recipes.gpt import RECIPE
 
 
 class Toy(nn.Module):
@@ -55,7 +57,7 @@ def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
 
 
 def driver(model: Toy, **options: Any) -> Zero2:
-    rules = table(OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0))
+    rules = table(replace(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
     return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
 
 
@@ -293,3 +295,93 @@ def test_compiled_updates_are_the_plain_ones() -> None:
 def test_nothing_to_optimize_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to optimize"):
         Zero2([])
+
+
+# Groups that are updated on every n-th step -----------------------------------------------------------------
+
+
+def cadence_driver(model: Toy, **options: Any) -> Zero2:
+    """Embedding every second step, head every third, the others on every step."""
+    rules = table(replace(RECIPE, optim=OptimRecipe(lr_scale=0.2, decay_scale=1.0, width_scale=1.0)))
+    rules |= {name: rules[name]._replace(every=every) for name, every in (("embedding", 2), ("head", 3))}
+    return Zero2(make_groups(model.parameter_groups(), rules, model.named_parameters()), **options)
+
+
+def test_updates_on_every_nth_step_are_those_of_a_plain_loop() -> None:
+    ours, theirs = toy(), toy()
+    every, halves = (1, 3), [list(m.named_parameters()) for m in (ours, theirs)]
+    rule, options = AdamW((0.8, 0.95), 1e-3, 0.1), {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+    optimizer = Zero2([ParameterGroup(f"{i}", rule, tuple(halves[0][i::2]), 0.01, every[i]) for i in (0, 1)])
+    oracles = [torch.optim.AdamW([p for _, p in halves[1][i::2]], lr=(0.01, 0.02)[i], **options) for i in (0, 1)]
+    for step in range(12):
+        for model in (ours, theirs):
+            model.loss(step).backward()
+        optimizer.step(step, Multipliers(groups={"1": 2.0}))
+        optimizer.drop_grads()
+        for n, oracle in zip(every, oracles, strict=True):
+            if (step + 1) % n == 0:
+                for group in oracle.param_groups:
+                    for p in group["params"]:
+                        p.grad /= n
+                oracle.step()
+                oracle.zero_grad()
+    for (name, mine), (_, other) in zip(*halves, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+def test_a_run_that_stops_between_updates_resumes_bit_for_bit(stop: int, dtype: torch.dtype) -> None:
+    whole, first, second = toy(dtype), toy(dtype), toy(dtype, seed=7)
+    optimizer, first_optimizer = cadence_driver(whole), cadence_driver(first)
+    losses = train(whole, optimizer, range(7))
+    train(first, first_optimizer, range(stop))
+    saved = snapshot(first_optimizer)
+    assert ("held.embedding" in saved, "held.head" in saved) == (stop % 2 > 0, stop % 3 > 0)
+    second_optimizer = cadence_driver(second)
+    train(second, second_optimizer, range(1))  # something is held that must not survive
+    second_optimizer.load_state_tensors(saved)
+    assert train(second, second_optimizer, range(stop, 7)) == losses[stop:]
+    expected, found = optimizer.state_tensors(), second_optimizer.state_tensors()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_bad_gradient_between_updates_is_noticed_and_leaves_the_held_ones() -> None:
+    clean, ours = toy(), toy()
+    optimizers = cadence_driver(clean), cadence_driver(ours)
+    for model, optimizer in zip((clean, ours), optimizers, strict=True):
+        train(model, optimizer, range(2))
+    for name in ("embedding", "head"):  # not due and due; the head's comes next
+        ours.loss(2).backward()
+        grad = dict(ours.named_parameters())[name].grad
+        assert grad is not None
+        grad.view(-1)[0] = torch.nan
+        assert not optimizers[1].grad_norm().isfinite()
+        optimizers[1].drop_grads()
+    for model, optimizer in zip((clean, ours), optimizers, strict=True):
+        train(model, optimizer, range(2, 6))
+    for mine, other in zip(ours.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_factor_for_an_unknown_group_is_refused() -> None:
+    model = toy()
+    optimizer = driver(model)
+    model.loss(0).backward()
+    with pytest.raises(ValueError, match=r"factors for \['heads'\]: the model's groups are \['embedding', 'head'"):
+        optimizer.step(0, Multipliers(groups={"heads": 0.5}))
+
+
+def test_gradients_in_fp32_are_summed_in_fp32() -> None:
+    """256 equal gradients: a bf16 sum stops growing at 2^8 times the first bit that is added."""
+    sums = []
+    for fp32 in (False, True):
+        parameter = Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = Zero2([ParameterGroup("all", AdamW(), (("p", parameter),), 0.1)], fp32_gradients=fp32)
+        for _ in range(1000):
+            parameter.sum().backward()
+        sums.append(float(optimizer.grad_norm()) / 2)
+        optimizer.step(0, Multipliers())
+        assert parameter.dtype == torch.bfloat16
+    assert sums == [256, 1000]

@@ -26,7 +26,7 @@ def test_at_the_sources_size_rates_and_rules_are_the_sources() -> None:
     assert (recipe.model.width, recipe.model.heads, recipe.model.head_dim) == (768, 6, 128)
     with torch.device("meta"):
         model = recipe.make_model(recipe.model)
-    groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe.optim), model.named_parameters())
+    groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
     rates = {group.name: group.lr for group in groups}
     expected = {"matrices": 0.05, "head": 0.22, "embedding": 0.6, "value_embeddings": 0.6, "scales": 0.04}
     assert rates == pytest.approx(expected)
@@ -38,7 +38,7 @@ def test_at_the_sources_size_rates_and_rules_are_the_sources() -> None:
 
 def test_rates_fall_with_the_root_of_the_batch() -> None:
     small = resolve(replace(SPEEDRUN, train=replace(SPEEDRUN.train, batch_tokens=2 * 48 * 1024)))
-    rules = small.make_rules(small.optim)
+    rules = small.make_rules(small)
     assert rules["matrices"][1] == pytest.approx(0.025) and rules["head"][1] == pytest.approx(0.11)
 
 
@@ -50,7 +50,7 @@ def test_rates_fall_with_the_root_of_the_batch() -> None:
 def test_the_schedule_at_points_worked_out_by_hand(step: int, lr: float, momentum: float) -> None:
     recipe = resolve(SPEEDRUN)
     told = recipe.make_schedule(recipe.train)(step)
-    assert told == pytest.approx((lr, momentum, 0.0, step / 1770))
+    assert told[:4] == pytest.approx((lr, momentum, 0.0, step / 1770))
 
 
 @pytest.mark.parametrize("steps", [1, 7, 400])

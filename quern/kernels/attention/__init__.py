@@ -1,4 +1,4 @@
 """Attention: its definition, the paths that run everywhere, the Triton kernels, and the choice among them.
 
-`attend.py` defines what every path must equal; `autotune.py` measures which one is fastest here.
+`attend.py` has the definition, which every path must equal; `autotune.py` measures which path is the fastest.
 """

@@ -1,9 +1,8 @@
-"""Causal attention with a window, packed documents and grouped queries: what it is, its plain twin, and two paths
-that run everywhere.
+"""Causal attention with a window, packed documents and grouped queries: its definition and two paths for any device.
 
-q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. What a query sees is said by a `MaskSpec` and nothing dense.
-The plain twin builds the whole score matrix in fp32; every other path must equal it. Paths for particular devices
-are in backends.py, which of them is fastest here is found by autotune.py.
+q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H. A `MaskSpec` says what a query sees; no dense mask is stored.
+The plain twin builds the whole score matrix in fp32, and every other path must equal it. backends.py has the paths for
+particular devices; autotune.py finds the fastest.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from quern.kernels.attention.blocked import attend_blocked, kept_elements
 
 @dataclass(frozen=True, eq=False)
 class MaskSpec:
-    """What a query at position p sees: keys p - window + 1 … p (window None: 0 … p) of its own document.
+    """The keys that a query at position p sees: p - window + 1 … p (window None: 0 … p) of its own document.
 
-    window: an int, or, where it changes from call to call, a 0-dim integer tensor on the CPU: that is data to a
-    compiled model, which an int is not, so it never compiles again; what is kept for the backward pass then has
-    room for every key. documents_BT: (B, T) int32 document ids, non-decreasing along T; None is one document a row.
-    blocks: what a path has worked out from the two for all layers of a step (`Backend.prepare`).
+    Args:
+        window: An int, or, where it changes between calls, a 0-dim integer tensor on the CPU. A compiled model takes
+            the tensor as data, so a new value compiles nothing; the buffers for the backward pass then have room for
+            every key.
+        documents_BT: (B, T) int32 document ids, non-decreasing along T; None is one document per row.
+        blocks: What a path precomputed from these for all layers of a step (`Backend.prepare`).
     """
 
     window: int | Tensor | None = None
@@ -34,7 +35,7 @@ class MaskSpec:
 
 
 def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
-    """Causal attention → (B, T, H, E), by the path that suits the device. scale None is 1/sqrt(E)."""
+    """Causal attention → (B, T, H, E), by the path for the device. scale None is 1/sqrt(E)."""
     path = attend_in_blocks if q_BTHE.device.type == "cpu" else attend_sdpa
     return path(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
@@ -42,8 +43,10 @@ def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale
 def attend_in_blocks(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
 ) -> Tensor:
-    """Batched products over blocks of queries and what they see (blocked.py): made for CPUs, right anywhere.
-    Without a window it keeps half of all probabilities for the backward pass."""
+    """Batched products over blocks of queries and the keys they see (blocked.py), for CPUs, correct on any device.
+
+    Without a window it keeps half of all probabilities for the backward pass.
+    """
     scale = scale_or_default(scale, q_BTHE)
     q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2).contiguous() for x in (q_BTHE, k_BTKE, v_BTKE))
     fixed, varying = split_window(mask.window, q_BTHE.size(1))
@@ -53,7 +56,7 @@ def attend_in_blocks(
 
 
 def attend_plain(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
-    """The definition, in fp32, returned in q's dtype."""
+    """The definition, computed in fp32 and returned in q's dtype."""
     scale = scale_or_default(scale, q_BTHE)
     groups = q_BTHE.size(2) // k_BTKE.size(2)
     k_BTHE, v_BTHE = k_BTKE.repeat_interleave(groups, dim=2), v_BTKE.repeat_interleave(groups, dim=2)
@@ -64,7 +67,7 @@ def attend_plain(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec,
 
 
 def visible(T: int, mask: MaskSpec, device: torch.device) -> Tensor:
-    """May query row see key column: booleans (T, T), or (B, 1, T, T) where there are documents."""
+    """Whether query row sees key column: booleans (T, T), or (B, 1, T, T) where there are documents."""
     distance = torch.arange(T, device=device)[:, None] - torch.arange(T, device=device)
     seen = distance >= 0 if mask.window is None else (distance >= 0) & (distance < mask.window)
     if mask.documents_BT is None:
@@ -77,14 +80,14 @@ def scale_or_default(scale: float | None, q_BTHE: Tensor) -> float:
 
 
 def split_window(window: int | Tensor | None, T: int) -> tuple[int, Tensor | None]:
-    """(the window as a constant, 0 for none; the tensor that holds it instead, if one does)."""
+    """Returns the window as a constant, 0 for none, and the tensor that holds it instead, if there is one."""
     if isinstance(window, Tensor):
         return 0, window
     return (0, None) if window is None or window >= T else (window, None)
 
 
 def attend_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None) -> Tensor:
-    """torch's own kernels (cuDNN, flash); a window or documents make it build a dense mask, which is slow."""
+    """torch's own kernels (cuDNN, flash). For a window or documents it builds a dense mask, which is slow."""
     dense = not (split_window(mask.window, q_BTHE.size(1)) == (0, None) and mask.documents_BT is None)
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2),

@@ -1,17 +1,19 @@
-"""Which path of attention is fastest here, for each kind of mask: found by running them, never by a version number.
+"""Measures which path of attention is the fastest on this machine, for each kind of mask.
 
-A path is taken if it is there, agrees with the plain twin forward and backward on a small odd shape, and survives the
-compiler where the machine compiles; of those the fastest at a usual shape. The first in the list stays unless another
-is clearly faster, so that the choice doesn't change from start to start. A path that builds a dense mask is asked for
-windows and documents only when nothing else works, the blocked path included: windows get faster with whatever is
-picked. `quern bench attention` prints the table behind a choice.
+A path is eligible if it is installed, agrees with the plain twin forward and backward on a small odd shape, and can be
+compiled where the machine compiles. The fastest eligible path at a usual shape wins; a later path must be clearly
+faster than an earlier one, so that the choice is the same at every start. A path that builds a dense mask serves
+windows and documents only if nothing else works, the blocked path included. `quern bench attention` prints the timings
+behind a choice.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,18 +32,18 @@ from quern.kernels.attention.backends import (
 from quern.machine import Machine
 
 KINDS = ("full", "window", "growing", "documents")
-"""What masks there are: nothing but causal; a fixed window; a window held in a tensor; documents, with or without."""
+"""Kinds of masks: causal only; a fixed window; a window in a tensor; documents, with or without a window."""
 MARGIN = 1.1
-"""How much faster a later path must be to displace an earlier one."""
+"""The factor by which a later path must be faster than an earlier one."""
 SIZES = (2, 4096, 8, 8, 128)
-"""What is timed: rows, tokens, heads, key/value heads, head dim."""
+"""The timed shape: rows, tokens, heads, key/value heads, head dim."""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""Error relative to the plain twin's in 2-norm; fp32 leaves room for the tensor cores' own format of it."""
+"""Error relative to the plain twin in 2-norm; fp32 allows for TF32."""
 
 
 @dataclass(frozen=True)
 class Picked:
-    """Attention with the path that suits each kind of mask; called like `attend`."""
+    """Attention with the chosen path for each kind of mask; called like `attend`."""
 
     full: Backend
     window: Backend
@@ -54,7 +56,7 @@ class Picked:
         return self._for(mask, q_BTHE.size(1)).attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
     def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-        """The mask with what its path works out once for all layers. T: tokens in a row."""
+        """Returns the mask with what its path precomputes for all layers. T: tokens in a row."""
         return self._for(mask, T).prepare(mask, T, device)
 
     def _for(self, mask: MaskSpec, T: int) -> Backend:
@@ -73,41 +75,30 @@ def kind_of(mask: MaskSpec, T: int) -> str:
 
 
 def fits(backend: Backend, kind: str) -> bool:
-    """Whether it leaves out what such a mask hides."""
-    return {"full": True, "window": backend.windows, "growing": backend.windows and backend.growing}.get(
-        kind, backend.documents and backend.growing
-    )
-
-
-def candidates(machine: Machine) -> Iterator[Callable[[], Backend]]:
-    """What might be there, the one that is expected to be best first."""
-    if machine.device.type == "cuda":
-        yield triton_flash
-        yield cudnn
-        yield lambda: SDPA
-        for module in ("flash_attn_interface", "flash_attn.cute", "flash_attn"):
-            yield lambda module=module: installed_flash(module)
-        if machine.compile:
-            yield flex
-    else:
-        yield lambda: SDPA
+    """Whether the path skips the keys that such a mask hides."""
+    growing = backend.growing
+    skips = {"full": True, "window": backend.windows, "growing": backend.windows and growing}
+    return skips.get(kind, backend.documents and growing)
 
 
 def available(machine: Machine) -> list[Backend]:
-    """Those that are installed, whether they work or not."""
-    there = []
-    for make in candidates(machine):
-        try:
-            there.append(make())
-        except ImportError:
-            continue  # not installed
-    return there
+    """The installed paths, whether they work or not, in the order of preference."""
+    makers: list[Callable[[], Backend]] = [lambda: SDPA]
+    if machine.device.type == "cuda":
+        modules = ("flash_attn_interface", "flash_attn.cute", "flash_attn")
+        makers = [triton_flash, cudnn, *makers, *(partial(installed_flash, module) for module in modules)]
+        makers += [flex] if machine.compile else []
+    installed = []
+    for make in makers:
+        with suppress(ImportError):  # not installed
+            installed.append(make())
+    return installed
 
 
 def select_attention(machine: Machine) -> Machine:
-    """The machine with its attention chosen; what does not work here is said in its notes.
+    """Returns the machine with its attention chosen, and with a note for each path that does not work.
 
-    A CPU has one path that skips what is hidden, and it is the fastest (`quern bench attention`): nothing is timed.
+    On a CPU nothing is timed: the blocked path is the only one that skips hidden keys, and it is the fastest.
     """
     if machine.device.type == "cpu":
         return replace(machine, attention=Picked(BLOCKED, BLOCKED, BLOCKED, BLOCKED))
@@ -121,10 +112,10 @@ def select_attention(machine: Machine) -> Machine:
 def pick(
     kind: str, there: list[Backend], machine: Machine, sizes: tuple[int, ...] = SIZES
 ) -> tuple[Backend, list[str]]:
-    """The fastest of those that work, and a line for each that does not."""
+    """Returns the fastest path that works, and a line for each that does not."""
     best, best_seconds, notes = None, float("inf"), []
     for backend in there:
-        # What compiles for every shape only ever stands in for kernels that need not.
+        # A path that compiles for every shape is only a substitute for the others.
         if not fits(backend, kind) or (backend.by_shape and best is not None):
             continue
         problem = problem_with(backend, kind, machine)
@@ -138,14 +129,14 @@ def pick(
         return best, notes
     if kind != "full":
         if problem_with(BLOCKED, kind, machine) is None:
-            notes.append("no kernel here leaves out what a window hides: plain products, block by block, stand in")
+            notes.append("no kernel here skips what a window hides: using plain products, block by block")
             return BLOCKED, notes
-        notes.append("nothing here leaves out what a window hides: windows cost as much as full attention")
+        notes.append("nothing here skips what a window hides: windows cost as much as full attention")
     return (SDPA if problem_with(SDPA, kind, machine) is None else PLAIN), notes
 
 
 def example(kind: str, T: int) -> MaskSpec:
-    """A mask of that kind, for 2 rows."""
+    """A mask of the kind, for 2 rows."""
     if kind == "growing":
         return MaskSpec(torch.tensor(T // 4, dtype=torch.int32))
     if kind == "documents":
@@ -155,7 +146,7 @@ def example(kind: str, T: int) -> MaskSpec:
 
 
 def inputs(machine: Machine, B: int, T: int, H: int, K: int, E: int) -> tuple[list[Tensor], Tensor]:
-    """Random q, k, v that want gradients, and a gradient for y."""
+    """Random q, k, v that require gradients, and a gradient for y."""
     numbers = machine.generator(0)
     sizes = [(B, T, H, E), (B, T, K, E), (B, T, K, E), (B, T, H, E)]
     *x, grad = (torch.randn(size, generator=numbers).to(machine.device, machine.dtype) for size in sizes)
@@ -163,11 +154,11 @@ def inputs(machine: Machine, B: int, T: int, H: int, K: int, E: int) -> tuple[li
 
 
 def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
-    """None where it agrees with the plain twin, forward and backward; else the reason in a few words."""
+    """The reason in a few words why the path does not work; None if it agrees with the plain twin."""
     T = 301
-    (q, k, v), grad = inputs(machine, 2, T, 4, 2, SIZES[-1])  # the head dim that is timed: what it compiles is used
+    (q, k, v), grad = inputs(machine, 2, T, 4, 2, SIZES[-1])  # the timed head dim: its compiled kernels are used again
     mask = on_device(example(kind, T), machine.device)
-    # Traced whole, as a model's blocks are; what the compiler makes of the rest does not matter here.
+    # Traced whole, as a model's blocks are; the compiler's backend does not matter here.
     traced = torch.compile(backend.attend, backend="aot_eager", dynamic=False, fullgraph=True)
     attend = traced if machine.compile else backend.attend
     wanted = attend_plain(q, k, v, mask, 0.1)
@@ -176,7 +167,7 @@ def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
         y = attend(q, k, v, backend.prepare(mask, T, machine.device), 0.1)
         found = [y, *torch.autograd.grad(y, (q, k, v), grad)]
         machine.synchronize()
-    except Exception as error:  # whatever a kernel's author, a driver or the compiler thought of
+    except Exception as error:  # of a kernel, a driver or the compiler: any class
         text = str(error).strip().splitlines() or [type(error).__name__]
         return text[0][:120]
     for a, b in zip(found, expected, strict=True):
@@ -187,7 +178,7 @@ def problem_with(backend: Backend, kind: str, machine: Machine) -> str | None:
 
 
 def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, ...], repeats: int = 5) -> float:
-    """The best of a few runs, forward and backward. sizes: rows, tokens, heads, key/value heads, head dim."""
+    """The fastest of a few runs, forward and backward. sizes: rows, tokens, heads, key/value heads, head dim."""
     (q, k, v), grad = inputs(machine, *sizes)
     mask = backend.prepare(on_device(example(kind, sizes[1]), machine.device), sizes[1], machine.device)
     best = float("inf")
@@ -201,6 +192,6 @@ def seconds_of(backend: Backend, kind: str, machine: Machine, sizes: tuple[int, 
 
 
 def on_device(mask: MaskSpec, device: torch.device) -> MaskSpec:
-    """Document ids live beside the tokens; a window in a tensor stays on the CPU."""
+    """Moves document ids to the device; a window in a tensor stays on the CPU."""
     documents_BT = mask.documents_BT
     return replace(mask, documents_BT=None if documents_BT is None else documents_BT.to(device))

@@ -1,7 +1,7 @@
-"""The paths of attention that not every machine has: Triton, cuDNN, flex_attention, an installed Flash Attention.
+"""Paths of attention that not every machine has: Triton, cuDNN, flex_attention, an installed Flash Attention.
 
-Each is a `Backend`: a function with the arguments of `attend`, and what it does without building a dense mask. Which
-of them exist here is found by importing, whether they work and how fast by running them (autotune.py).
+Each is a `Backend`: a function with the arguments of `attend`, and which masks it supports without a dense mask. An
+import shows which of them exist; autotune.py runs them to find which work and how fast they are.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ AttendFunction = Callable[[Tensor, Tensor, Tensor, MaskSpec, float | None], Tens
 
 
 def as_it_is(mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
-    """Nothing to work out beforehand."""
+    """Precomputes nothing."""
     return mask
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention. windows, documents: it leaves out what those hide, so that it gets faster;
-    growing: the window may be a tensor. by_shape: it compiles for every shape, which takes long. prepare: called once
-    for each window of a step, before its layers."""
+    """One way to compute attention.
+
+    Args:
+        windows: It skips what windows hide.
+        documents: It skips what documents hide.
+        growing: The window may be a tensor.
+        by_shape: It compiles for every shape, which takes long.
+        prepare: Called once for each window of a step, before its layers.
+    """
 
     name: str
     attend: AttendFunction
@@ -51,11 +57,11 @@ class Backend:
 PLAIN = Backend("plain", attend_plain, growing=True)
 SDPA = Backend("sdpa", attend_sdpa, growing=True)
 BLOCKED = Backend("blocked", attend_in_blocks, windows=True, documents=True, growing=True)
-"""`attend` on a CPU; elsewhere what skips when no kernel does."""
+"""`attend` on a CPU; on other devices the substitute where no kernel skips hidden keys."""
 
 
 def cudnn() -> Backend:
-    """SDPA by cuDNN alone, which is faster than torch's first choice on some GPUs."""
+    """SDPA by cuDNN only, which is faster than torch's first choice on some GPUs."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend_cudnn(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
@@ -66,7 +72,7 @@ def cudnn() -> Backend:
 
 
 def flex(compile: Callable[..., Any] = WITH_FIXED_SHAPES) -> Backend:
-    """torch's flex_attention with block masks, which only compiled is an attention that skips."""
+    """torch's flex_attention with block masks; it skips hidden keys only when compiled."""
     from torch.nn.attention import flex_attention as flexible
 
     compiled, make_blocks = compile(flexible.flex_attention), compile(flexible.create_block_mask)
@@ -87,7 +93,7 @@ def flex(compile: Callable[..., Any] = WITH_FIXED_SHAPES) -> Backend:
 
 
 def mask_function(mask: MaskSpec, T: int, device: torch.device) -> Callable[..., Tensor]:
-    """May query q of row b see key k: what flex_attention asks, a tensor for each."""
+    """Whether query q of row b sees key k, as a function of tensors for flex_attention."""
     fixed, varying = split_window(mask.window, T)
     window: int | Tensor = fixed or T
     if varying is not None:
@@ -105,7 +111,7 @@ def mask_function(mask: MaskSpec, T: int, device: torch.device) -> Callable[...,
 
 
 def triton_flash() -> Backend:
-    """This project's own kernels. Raises ImportError where there is no Triton."""
+    """The kernels of this project. Raises ImportError where Triton is not installed."""
     importlib.import_module("quern.kernels.attention.flash_launch")
     from quern.kernels.attention.flash import flash_attention
 
@@ -118,7 +124,7 @@ def triton_flash() -> Backend:
 
 
 def installed_flash(module: str) -> Backend:
-    """Flash Attention 2, 3 or 4, as its package calls it. Raises ImportError when it is not installed."""
+    """Flash Attention 2, 3 or 4, by the name of its module. Raises ImportError where it is not installed."""
     function: Any = importlib.import_module(module).flash_attn_func
 
     def attend_installed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None) -> Tensor:
@@ -127,6 +133,6 @@ def installed_flash(module: str) -> Backend:
         found = function(
             q_BTHE, k_BTKE, v_BTKE, softmax_scale=scale_or_default(scale, q_BTHE), causal=True, window_size=reach
         )
-        return found[0] if isinstance(found, tuple) else found  # some versions return the log-sum-exp as well
+        return found[0] if isinstance(found, tuple) else found  # some versions also return the log-sum-exp
 
     return Backend(module.split(".")[0], attend_installed, windows=True)

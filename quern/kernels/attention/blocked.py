@@ -1,9 +1,9 @@
-"""The CPU path of attention: batched matmuls over blocks of queries and the keys that they can see.
+"""The CPU path of attention: batched products over blocks of queries and the keys that they see.
 
-For each block of queries only the keys that some of them sees are multiplied, around the library's own vectorised
-softmax. The probabilities are kept for the backward pass: on a CPU, at the lengths that are trained there, reading
-them back is far cheaper than exponentiating again. It is a custom operator, so that torch.compile passes around it;
-whatever decides the shapes of its results is among its arguments. What it computes is said in attention.py.
+For each block of queries only the keys that some of them sees are multiplied, with the library's vectorised softmax.
+The probabilities are kept for the backward pass: on a CPU, at the lengths that are trained there, reading them is far
+cheaper than exponentiating again. The path is a custom operator, so that torch.compile does not trace it; its arguments
+determine the shapes of its results. attend.py defines the result.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries first … last - 1 and keys low … last - 1; some query does not see some key below `apart`, which belongs
-    to another document."""
+    """Queries first … last - 1 and keys low … last - 1. Keys below `apart` may belong to another document."""
 
     first: int
     last: int
@@ -28,18 +27,18 @@ class _Block:
 
 
 def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
-    """window 0 is no window.
+    """The blocks of a row; window 0 is no window.
 
-    Measured on CPUs with matrix units: small blocks skip more of what is masked, large ones run closer to the peak,
-    and keys are read from a multiple of 64 on, since unaligned operands halve the speed of a product. The last block
-    comes first, because without a window or documents it sees every key (`_Sum`).
+    Measured on CPUs with matrix units: small blocks skip more masked keys, large blocks run closer to the peak. Keys
+    begin at a multiple of 64, since unaligned operands halve the speed of a product. The last block comes first,
+    because without a window or documents it sees every key (`_Sum`).
     """
     size = min(256, max(128, 3 * window // 8 // 64 * 64)) if window else 256
     firsts = list(reversed(range(0, T, size)))
     spans = [(i, min(T, i + size), max(0, i - window + 1) // 64 * 64 if window else 0) for i in firsts]
     if documents_BT is None:
         return [_Block(*span) for span in spans]
-    # Where the documents of each block's first query begin, and those of its last.
+    # The first positions of the documents of each block's first and last query.
     ends_BN = documents_BT[:, [first for first, _, _ in spans] + [last - 1 for _, last, _ in spans]]
     begins_BN = torch.searchsorted(documents_BT.contiguous(), ends_BN)
     earliest = begins_BN[:, : len(spans)].amin(0).tolist()
@@ -52,7 +51,7 @@ def _blocks(T: int, window: int, documents_BT: Tensor | None) -> list[_Block]:
 
 
 class _Hider:
-    """Adds -inf to the scores that queries may not see; of one call, since most of its blocks look alike."""
+    """Adds -inf to the scores of hidden keys. Caches the masks of one call, since most of its blocks are alike."""
 
     def __init__(self, window: int, documents_BT: Tensor | None, like: Tensor) -> None:
         self.window, self.documents_BT, self.like = window, documents_BT, like
@@ -61,7 +60,7 @@ class _Hider:
     def hide(self, scores_NTT: Tensor, block: _Block) -> None:
         queries, beside = block.last - block.first, block.first - block.low
         scores_NTT[:, :, beside:] += self._triangle(queries, queries, 1, upper=True)
-        behind = block.last - self.window - block.low  # how many keys the last query no longer sees
+        behind = block.last - self.window - block.low  # the number of keys that the last query does not see
         if self.window and behind > 0:
             scores_NTT[:, :, :behind] += self._triangle(queries, behind, beside - self.window, upper=False)
         if self.documents_BT is not None and block.apart > block.low:
@@ -72,7 +71,7 @@ class _Hider:
             scores_NTT.unflatten(0, (len(own_BT), -1))[..., : block.apart - block.low] += bias_B1TT
 
     def _triangle(self, queries: int, keys: int, diagonal: int, *, upper: bool) -> Tensor:
-        """-inf on and above (or below) a diagonal, 0 elsewhere."""
+        """-inf on and above (or below) a diagonal, otherwise 0."""
         key = (queries, keys, diagonal, upper)
         if key not in self.made:
             full = self.like.new_full((queries, keys), -math.inf)
@@ -86,17 +85,16 @@ def _heads(x_BKTE: Tensor, groups: int) -> Tensor:
 
 
 def kept_elements(q_BHTE: Tensor, window: int) -> int:
-    """How many probabilities the blocked path has room for: all that a window of 0 (none) or more needs.
+    """The number of probabilities for which the blocked path has room: as many as the window needs (0 is none).
 
-    Documents, and a narrower window in the tensor, need less: blocks as large as possible under no window cover
-    the most.
+    Documents, and a narrower window in a tensor, need fewer.
     """
     B, H, T, _ = q_BHTE.shape
     return B * H * sum((block.last - block.first) * (block.last - block.low) for block in _blocks(T, window, None))
 
 
 def _now(window: int, varying: Tensor | None, T: int) -> int:
-    """The window of this call; 0 is none."""
+    """The window of this call; 0 is no window."""
     if varying is None:
         return window
     value = int(varying)
@@ -116,9 +114,11 @@ def attend_blocked(
 ) -> tuple[Tensor, Tensor]:
     """The blocked path on contiguous (B, H, T, E) → y and the probabilities, flat.
 
-    window: 0 is no window; varying: a 0-dim tensor that holds the window instead, with window 0. kept_elements:
-    `kept_elements(q, window)`. It is handed in so that it stands in the compiled graph: the compiler's cache on disk
-    knows a graph by its arguments, and would otherwise outlive a change of the blocks.
+    Args:
+        window: 0 is no window.
+        varying: A 0-dim tensor that holds the window instead; `window` is then 0.
+        kept_elements: `kept_elements(q, window)`. As an argument it is part of the compiled graph; otherwise the
+            compiler's cache on disk would not notice a change of the blocks.
     """
     B, H, T, E = q_BHTE.shape
     groups, window = H // k_BKTE.size(1), _now(window, varying, T)
@@ -130,7 +130,7 @@ def attend_blocked(
         queries, keys = slice(block.first, block.last), slice(block.low, block.last)
         p = _part(kept, offset, (B * H, block.last - block.first, block.last - block.low))
         offset += p.numel()
-        # The scale stands in the product, whose accumulation is fp32, so that no rounding is added.
+        # The product accumulates in fp32, so scaling inside it adds no rounding.
         turned = k[:, keys].contiguous().transpose(1, 2)
         torch.baddbmm(p, q[:, queries].contiguous(), turned, beta=0, alpha=scale, out=p)
         hider.hide(p, block)
@@ -140,17 +140,8 @@ def attend_blocked(
 
 
 @attend_blocked.register_fake
-def _(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    documents_BT: Tensor | None,
-    window: int,
-    varying: Tensor | None,
-    scale: float,
-    kept_elements: int,
-) -> tuple[Tensor, Tensor]:
-    return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(kept_elements)
+def _(q_BHTE: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(others[-1])
 
 
 @torch.library.custom_op("quern::attend_blocked_backward", mutates_args=())
@@ -200,7 +191,7 @@ def _part(flat: Tensor, offset: int, shape: tuple[int, int, int]) -> Tensor:
 
 
 class _Sum:
-    """Sums pieces along the tokens, in fp32 if there are more than two; a first one that covers all is taken as is."""
+    """Sums pieces along the tokens, in fp32 if there are more than two. A first piece that covers all is not copied."""
 
     def __init__(self, like_NTE: Tensor, pieces: int) -> None:
         self.like, self.total = like_NTE, None
@@ -222,24 +213,14 @@ class _Sum:
 
 
 @attend_blocked_backward.register_fake
-def _(
-    grad_BHTE: Tensor,
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    kept: Tensor,
-    documents_BT: Tensor | None,
-    window: int,
-    varying: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_BHTE: Tensor, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return q_BHTE.new_empty(q_BHTE.shape), k_BKTE.new_empty(k_BKTE.shape), v_BKTE.new_empty(v_BKTE.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents_BT, ctx.window, varying, ctx.scale, _ = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # of the probabilities there is none, and it would be as large as they are
+    ctx.set_materialize_grads(False)  # the probabilities have no gradient, and zeros would be as large as they are
     ctx.save_for_backward(q, k, v, output[1], documents_BT, varying)
 
 

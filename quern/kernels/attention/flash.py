@@ -3,9 +3,9 @@
 q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; bf16, fp16 or fp32, accumulated in fp32. Any length; head dims
 16 to 256 (powers of two). A query sees the keys up to itself, at most `window` of them, of its own document.
 
-This file is the contract: checks, the operators, their shapes and gradients for torch.compile. The device code is in
-`flash_forward.py` and `flash_backward.py`; `flash_launch.py` runs it and is imported by the first call, since Triton is
-not installed everywhere. Which backend attention uses is decided elsewhere (`attention.py`).
+This file has the checks, the operators, and their shapes and gradients for torch.compile. The device code is in
+`flash_forward.py` and `flash_backward.py`. `flash_launch.py` runs it; the first call imports it, since Triton is not
+installed everywhere. autotune.py decides whether attention uses it.
 
 Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691).
 """
@@ -33,14 +33,18 @@ def flash_attention(
 ) -> Tensor:
     """Causal attention → (B, T, H, E), contiguous, in q's dtype.
 
-    window: the number of keys that a query sees at most, itself included; 0 is no limit. An int, or a 0-dim integer
-    tensor on the CPU: that may change without compiling a model again. documents_BT: document ids, integers that never
-    decrease along T; None is one document a row. scale: what scores are multiplied by; positive.
+    Slices of one merged projection need no copy, as long as the last dimension is contiguous.
 
-    Strides are read: slices of one merged projection need no copy, as long as the last dimension is contiguous.
+    Args:
+        window: The number of keys that a query sees at most, itself included; 0 is no limit. An int, or a 0-dim
+            integer tensor on the CPU, which may change without a new compilation of the model.
+        documents_BT: Document ids, integers that never decrease along T; None is one document per row.
+        scale: Multiplies the scores; positive.
 
-    Raises ValueError for shapes, dtypes or a scale that it can't compute, ModuleNotFoundError where Triton is missing,
-    RuntimeError on a CPU outside Triton's interpreter.
+    Raises:
+        ValueError: For unsupported shapes, dtypes or scales.
+        ModuleNotFoundError: Triton is not installed.
+        RuntimeError: The tensors are on a CPU, outside Triton's interpreter.
     """
     _check(q_BTHE, k_BTKE, v_BTKE, documents_BT, scale)
     first_BT, last_BT = (None, None) if documents_BT is None else document_bounds(documents_BT)
@@ -49,7 +53,7 @@ def flash_attention(
 
 
 def document_bounds(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the last position of each token's document: two (B, T) int32."""
+    """Returns the first and the last position of each token's document: two (B, T) int32."""
     documents_BT = documents_BT.contiguous()
     first = torch.searchsorted(documents_BT, documents_BT, out_int32=True)
     past = torch.searchsorted(documents_BT, documents_BT, out_int32=True, right=True)
@@ -107,7 +111,7 @@ def forward_operator(
     varying: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """y and the log-sum-exp (B, H, T) fp32. first_BT, last_BT: `document_bounds`; varying: the window, if a tensor."""
+    """Returns y and the log-sum-exp (B, H, T) fp32. first_BT, last_BT: of `document_bounds`."""
     launcher = _launcher()
     with torch.cuda.device_of(q_BTHE):
         q, k, v = (_readable(x) for x in (q_BTHE, k_BTKE, v_BTKE))
@@ -115,16 +119,7 @@ def forward_operator(
 
 
 @forward_operator.register_fake
-def _(
-    q_BTHE: Tensor,
-    k_BTKE: Tensor,
-    v_BTKE: Tensor,
-    first_BT: Tensor | None,
-    last_BT: Tensor | None,
-    window: int,
-    varying: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _(q_BTHE: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q_BTHE.shape
     return q_BTHE.new_empty(q_BTHE.shape), q_BTHE.new_empty((B, H, T), dtype=torch.float32)
 
@@ -152,19 +147,7 @@ def backward_operator(
 
 
 @backward_operator.register_fake
-def _(
-    grad_BTHE: Tensor,
-    q_BTHE: Tensor,
-    k_BTKE: Tensor,
-    v_BTKE: Tensor,
-    y_BTHE: Tensor,
-    lse_BHT: Tensor,
-    first_BT: Tensor | None,
-    last_BT: Tensor | None,
-    window: int,
-    varying: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_BTHE: Tensor, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return q_BTHE.new_empty(q_BTHE.shape), k_BTKE.new_empty(k_BTKE.shape), v_BTKE.new_empty(v_BTKE.shape)
 
 

@@ -1,9 +1,9 @@
 """Flash attention in Triton, backward: D, then dQ, then dK with dV. Device code only, as `flash_forward.py`.
 
-Probabilities are computed again from the scores and the saved log-sum-exp. Each output tile is summed by one program,
-in a fixed order and without atomics, so that two runs give the same bits: dQ by a program that walks over the keys of
-its queries, dK and dV by one that walks over the queries of its keys, head by head of the group that shares them.
-That costs seven matrix products where one kernel with atomics would need five.
+Probabilities are recomputed from the scores and the saved log-sum-exp. One program sums each output tile, in a fixed
+order and without atomics, so that two runs give the same bits: dQ by a program that walks over the keys of its queries,
+dK and dV by a program that walks over the queries of its keys, head by head of the group that shares them. This costs
+seven matrix products, where one kernel with atomics would need five.
 
 Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), algorithm 2, split in two.
 """
@@ -18,7 +18,7 @@ from quern.kernels.attention.flash_forward import key_runs, load_tile, lowest_ke
 def statistics_kernel(
     y, grad, lse, lse_log2, sums, y_strides, grad_strides, H, T, padded, E: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """What both kernels below need of each query, both (B, H, padded) fp32 and zero from T on: D = rowsum(dO ∘ O) →
+    """Statistics of each query for both kernels below, (B, H, padded) fp32 and zero from T on: D = rowsum(dO ∘ O) →
     sums, and the log-sum-exp to base 2 → lse_log2. Grid: tiles of queries × B · H; BLOCK_M divides padded."""
     blocks = padded // BLOCK_M
     pair = tl.program_id(0) // blocks
@@ -38,8 +38,8 @@ def statistics_kernel(
 def load_statistics(x, pair, start, padded, ROWS: tl.constexpr, TMA: tl.constexpr):
     """Entries start … of one head of a (B, H, padded) tensor → (ROWS,).
 
-    With TMA x is a descriptor of the flat tensor: when a pipelined loop reads through pointers, each thread copies each
-    of its entries by itself, many times over.
+    With TMA x is a descriptor of the flat tensor: in a pipelined loop that reads through pointers, each thread would
+    copy each of its entries separately.
     """
     if TMA:
         loaded = x.load([tl.cast(pair * padded + start, tl.int32)])

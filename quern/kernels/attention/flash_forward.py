@@ -1,9 +1,9 @@
-"""Flash attention in Triton, forward: online softmax over tiles of keys; and what its backward shares with it.
+"""Flash attention in Triton, forward: online softmax over tiles of keys. The backward kernels share some functions.
 
 One program computes BLOCK_M queries of one head. It walks over the keys that they can see in tiles of BLOCK_N, in up
 to three runs: tiles that the start of a document or window cuts through (masked), tiles that every query sees (no mask
 is computed), tiles on the diagonal (masked). Tiles that no query sees are never visited. What a query sees is an
-interval of positions, since documents lie one after the other: `low … itself`.
+interval of positions, since documents follow each other: `low … itself`.
 
 fp32 accumulation; exponentials to base 2, with log2(e) in the scale. This file holds device code only and imports
 Triton; nothing imports it before a kernel is launched (`flash_launch.py`).
@@ -38,7 +38,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(x, tile, strides, batch, start, head, T, E: tl.constexpr, ROWS: tl.constexpr):
-    """Writes (ROWS, E) to tokens start … of one head, as far as T."""
+    """Writes (ROWS, E) to tokens start … of one head, up to T."""
     tokens = tl.arange(0, ROWS)
     base = x + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
     places = base + tl.cast(start, tl.int64) * strides[1] + tokens[:, None] * strides[1] + tl.arange(0, E)[None, :]
@@ -60,7 +60,7 @@ def lowest_keys(rows, first, batch, T, window):
 
 @triton.jit
 def key_runs(low, start, T, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the runs over the keys of queries start … start + BLOCK_M begin and end: four multiples of BLOCK_N.
+    """The bounds of the runs over the keys of queries start … start + BLOCK_M: four multiples of BLOCK_N.
 
     Masked from the first to the second, unmasked to the third, masked to the fourth.
     """
@@ -81,7 +81,7 @@ def attend_run(
     E: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over one run of keys: (acc, peak, total) so far → the same, further on.
+    """The online softmax over one run of keys: updates and returns (acc, peak, total).
 
     acc: the weighted sum of values; peak: the largest score, to base 2; total: the sum of exponentials below it.
     """

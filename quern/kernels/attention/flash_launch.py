@@ -1,14 +1,14 @@
 """Launches flash attention's Triton kernels: arguments, grids, descriptors, and the choice of tile sizes.
 
-Imports Triton; `flash.py` imports this when a kernel is first called, so that the package itself needs no Triton.
+It imports Triton; the first call of a kernel imports it (`flash.py`), so that the package needs no Triton.
 
-Tile sizes. On a GPU the first call with a class of shapes (head dim, dtype, bounded or not, length to within a factor
-of four) times the candidates of `flash_tiles.py`. Trying one runs the kernel into the real outputs, which is harmless:
-every run writes all of them and reads none, and the chosen candidate runs last. Triton keeps the choice on disk beside
-the compiled kernels, so that a run that is resumed on the same machine computes the same bits.
+Tile sizes: on a GPU the first call with a class of shapes (head dim, dtype, bounded or not, length to within a factor
+of four) times the candidates of `flash_tiles.py`. A trial runs the kernel into the real outputs, which is harmless:
+every run writes all of them and reads none, and the chosen candidate runs last. Triton stores the choice on disk with
+the compiled kernels, so that a run resumed on the same machine computes the same bits.
 
-Bulk copies (TMA): from compute capability 9.0 on, tiles are fetched by the copy engine through descriptors, where base
-and strides are multiples of 16 bytes. That saves a third of the registers and the address arithmetic in the loops.
+Bulk copies (TMA): from compute capability 9.0 on, the copy engine fetches tiles through descriptors, where base and
+strides are multiples of 16 bytes. This saves a third of the registers and the address arithmetic in the loops.
 
 In Triton's interpreter (tensors on the CPU) tiles are small and nothing is tuned.
 """
@@ -54,10 +54,12 @@ LOG2_E = 1 / math.log(2)
 def forward(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, first_BT: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """y (B, T, H, E) and the log-sum-exp (B, H, T) fp32.
+    """Returns y (B, T, H, E) and the log-sum-exp (B, H, T) fp32.
 
-    first_BT: where each token's document starts, or None; window: 0 is none. The last dimension of q, k and v must be
-    contiguous, the others are read by their strides.
+    Args:
+        q_BTHE: The last dimension is contiguous, as those of k and v; the others may have any strides.
+        first_BT: The first position of each token's document, or None.
+        window: 0 is no window.
     """
     B, T, H, _ = q_BTHE.shape
     y_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
@@ -79,14 +81,14 @@ def backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the inputs' shapes and dtypes. documents: where each token's document starts and ends, (B, T)."""
+    """Returns dq, dk, dv in the inputs' shapes and dtypes. documents: of `document_bounds`."""
     B, T, H, E = q_BTHE.shape
     K = k_BTKE.size(2)
     first_BT, last_BT = documents or (None, None)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHE, k_BTKE, v_BTKE))
     padded = -(-T // LONGEST_TILE) * LONGEST_TILE
     lse_log2, sums = (torch.empty((B, H, padded), dtype=torch.float32, device=q_BTHE.device) for _ in range(2))
-    strides = _strides(y_BTHE), _strides(grad_BTHE)
+    strides = y_BTHE.stride()[:3], grad_BTHE.stride()[:3]
     KERNELS["statistics"][(padded // 64 * B * H,)](
         y_BTHE, grad_BTHE, lse_BHT, lse_log2, sums, *strides, H, T, padded, E=E, BLOCK_M=64
     )
@@ -101,11 +103,11 @@ def backward(
 def _launch(
     name: str, pairs: int, tensors: dict[str, Tensor], others: dict[str, Any], window: int, packed: bool
 ) -> None:
-    """Runs one kernel over `pairs` of batch and head. tensors: those of shape (B, T, heads, E)."""
+    """Runs one kernel over `pairs` of batch and head. tensors: the arguments of shape (B, T, heads, E)."""
     _, T, H, E = tensors["q"].shape
     arguments = {
         **tensors,
-        **{f"{key}_strides": _strides(x) for key, x in tensors.items()},
+        **{f"{key}_strides": x.stride()[:3] for key, x in tensors.items()},
         **others,
         "T": T,
         "window": min(window, T) or T,
@@ -137,12 +139,8 @@ def _run_interpreted(name: str, grid: Callable[[Any], tuple[Any]], arguments: di
     KERNELS[name][grid](**arguments | {key: make(arguments) for key, make in _descriptors(name).items()})
 
 
-def _strides(x_BTHE: Tensor) -> tuple[int, int, int]:
-    return x_BTHE.stride(0), x_BTHE.stride(1), x_BTHE.stride(2)
-
-
 def can_describe(tensors: list[Tensor]) -> bool:
-    """Whether the copy engine can read these: 16-byte aligned, and tokens outside heads."""
+    """Whether the copy engine can read the tensors: 16-byte aligned, with heads inside tokens."""
     return all(
         x.data_ptr() % 16 == 0
         and (x.dim() < 4 or all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3]))
@@ -161,7 +159,7 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _descriptors(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """For each argument that is read in tiles, what a kernel gets for it: a descriptor or, without TMA, itself."""
+    """For each argument that is read in tiles: makes the descriptor or, without TMA, returns the tensor."""
 
     def make(key: str, rows: str, arguments: dict[str, Any]) -> Any:
         return describe(arguments[key], arguments[rows]) if arguments["TMA"] else arguments[key]
@@ -171,7 +169,7 @@ def _descriptors(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
 
 @cache
 def _tuned(name: str, E: int, element_bytes: int, tma: bool, device: torch.device) -> Any:
-    """The kernel with its candidates of tiles for one kind of input."""
+    """The autotuned kernel for one kind of input."""
     gpus: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]: what CUDA's driver adds
     shared_memory = gpus.get_device_properties(device.index)["max_shared_mem"]
     tiles = candidates(name, E, element_bytes, tma, shared_memory)

@@ -1,9 +1,9 @@
-"""Which tile sizes are worth trying for flash attention's kernels on a GPU. Numbers only; `flash_launch.py` times them.
+"""Candidate tile sizes for flash attention's kernels on a GPU. Numbers only; `flash_launch.py` times them.
 
-They come from compiled code, not from timings: compiled for sm_80 and sm_90, what stands here spills few registers or
-none, and with descriptors matrix instructions run asynchronously (`test_flash_compiled.py` holds that).
-The second reason is arithmetic: head dim 128 in bf16 does 64 floating-point operations for each byte of keys and
-values when a tile has 64 queries and 128 when it has 128; Hopper needs the latter, lest level-2 cache be the limit.
+The candidates follow from compiled code, not from timings: compiled for sm_80 and sm_90 they spill few registers or
+none, and with descriptors the matrix instructions are asynchronous (`test_flash_compiled.py` checks this). The second
+reason is arithmetic: head dim 128 in bf16 does 64 floating-point operations per byte of keys and values when a tile has
+64 queries, and 128 when it has 128; Hopper needs the latter, or its level-2 cache is the limit.
 
 Shared memory is in bytes.
 """
@@ -18,7 +18,7 @@ TRIED = 3  # each costs seconds of compilation per class of shapes
 
 
 class Tiles(NamedTuple):
-    """queries × keys, the warps that share a tile, and the stages of the software pipeline."""
+    """Queries × keys, the warps of a tile, and the stages of the software pipeline."""
 
     queries: int
     keys: int
@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By kernel and the largest head dim they are for; the likeliest first, the last ones small enough for any GPU.
+# By kernel and largest head dim; the likeliest first, the last ones small enough for any GPU.
 Table = dict[str, dict[int, list[Tiles]]]
 WITH_DESCRIPTORS: Table = {
     "forward": {
@@ -67,7 +67,7 @@ SINGLE = [Tiles(16, 16, 4, 1)]
 
 
 def candidates(kernel: str, E: int, element_bytes: int, descriptors: bool, shared_memory: int) -> list[Tiles]:
-    """The tiles to time, the likeliest first: those that fit into shared memory, at most `TRIED`."""
+    """The tiles to time, the likeliest first: at most `TRIED` that fit into shared memory."""
     if element_bytes == 4:
         return SINGLE
     table = (WITH_DESCRIPTORS if descriptors else WITH_POINTERS)[kernel]
@@ -77,9 +77,9 @@ def candidates(kernel: str, E: int, element_bytes: int, descriptors: bool, share
 
 
 def shared_bytes(kernel: str, tiles: Tiles, E: int, element_bytes: int, descriptors: bool) -> int:
-    """About what a kernel keeps in shared memory: each stage's two tiles and, with descriptors, its own one or two.
+    """Estimates a kernel's shared memory: two tiles per stage and, with descriptors, one or two of its own.
 
-    Without descriptors a program's own tiles may stay in registers. Triton itself discards what is found not to fit.
+    Without descriptors a program's own tiles may stay in registers. Triton discards candidates that do not fit.
     """
     own, walked = (tiles.keys, tiles.queries) if kernel == "key_gradients" else (tiles.queries, tiles.keys)
     held = 0 if not descriptors else own * (1 if kernel == "forward" else 2)

@@ -1,0 +1,37 @@
+"""Law: groups updated on every second step: N ranks = 1 rank, and resumed = not resumed between two updates."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import Ranks, running
+
+BAR = 1e-5
+Law = Callable[[str, float | int | str, str], None]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with running() as server:
+        yield server
+
+
+@pytest.mark.parametrize(("count", "tp"), [(2, 1), (3, 1), (4, 2)])
+def test_n_ranks_are_one(count: int, tp: int, ranks: Ranks, law: Law, tmp_path: Path) -> None:
+    found = ranks(count, "tests.parallel.cadence:every_second", tp, folder=str(tmp_path))
+    worst = max(max(one["worst"], one["reshaped"]) for one in found)
+    law(f"updates on every second step, {count} ranks (tp {tp}) = 1: losses, norms, state", worst, "≤ 1e-5")
+    assert worst <= BAR, found
+    differing = [name for one in found for name in one["differing"]]
+    law(f"updates on every second step, {count} ranks (tp {tp}): resumed between them", len(differing), "0")
+    assert differing == []
+    for one in found:
+        first, second = one["sent"][:4:2], one["sent"][1:4:2]
+        assert max(first) < min(second), one["sent"]
+        assert tp > 1 or max(first) < 0.9 * min(second), one["sent"]
+
+
+def test_the_law_can_fail(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2, "tests.parallel.cadence:every_second", folder=str(tmp_path), forget=True)
+    assert max(one["worst"] for one in found) > 100 * BAR
