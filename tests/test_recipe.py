@@ -227,8 +227,9 @@ def test_the_dial_turns_every_number_the_right_way() -> None:
     width_scales = [r.optim.width_scale or 0.0 for r in recipes]
     assert width_scales == sorted(width_scales, reverse=True)
     for recipe in recipes:
-        assert recipe.model.width == 64 * recipe.depth
-        assert (recipe.model.heads or 0) * (recipe.model.head_dim or 0) <= 64 * recipe.depth
+        head_dim = recipe.model.head_dim or 1
+        assert recipe.model.width == (recipe.model.heads or 0) * head_dim  # attention is as wide as the stream
+        assert 0 <= (recipe.model.width or 0) - 64 * recipe.depth < head_dim
         assert (recipe.train.micro_batch_tokens or 0) <= (recipe.train.batch_tokens or 0)
 
 
