@@ -37,7 +37,8 @@ def _shown_without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | N
     if info.type_origin not in UNIONS or len(kinds) != 1 or len(get_args(info.type)) != 2:
         return None
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
-    assert isinstance(spec, PrimitiveConstructorSpec)
+    if not isinstance(spec, PrimitiveConstructorSpec):
+        return None
     return replace(
         spec,
         instance_from_str=lambda given: None if given == ["None"] else spec.instance_from_str(given),

@@ -68,7 +68,7 @@ def field_names(part: Any, prefix: str = "") -> Iterator[str]:
         value = getattr(part, f.name)
         if is_dataclass(value):
             yield from field_names(value, f"{prefix}{f.name}.")
-        elif not callable(value):
+        elif not _is_code(f.name, value):
             yield prefix + f.name
 
 
@@ -109,7 +109,7 @@ def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, pref
     offered, values = [], {}
     for f in fields(part):
         name, kind, value = prefix + f.name, hints[f.name], getattr(part, f.name)
-        hide = name in hidden or callable(value)
+        hide = name in hidden or _is_code(f.name, value)
         if is_dataclass(value):
             hide = hidden.issuperset(field_names(value, name + "."))
             value = _offered(value, hidden, getattr(filled, f.name), derived, name + ".")
@@ -121,6 +121,11 @@ def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, pref
     made = make_dataclass(type(part).__name__, offered, bases=(type(part),), frozen=True, kw_only=True)
     made.__doc__ = type(part).__doc__
     return made(**values)
+
+
+def _is_code(name: str, value: Any) -> bool:
+    """Whether a field holds a function of the recipe's file, or would hold one."""
+    return callable(value) or name.startswith("make_")
 
 
 def _filled(recipe: Recipe) -> Recipe:
