@@ -46,9 +46,11 @@ class GrowingBatches(Batches):
 
 
 def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
-    context, tokens, steps = recipe.model.context, recipe.train.batch_tokens, recipe.train.steps
-    assert context and tokens and steps
-    return GrowingBatches(Loader(corpus, context, max(1, tokens // context // 2), recipe.seed), steps)
+    context, tokens, steps, seed = recipe.model.context, recipe.train.batch_tokens, recipe.train.steps, recipe.data_seed
+    assert context and tokens and steps and seed is not None
+    if tokens // context % 2:
+        raise ValueError(f"this idea halves the batch: give --train.batch-tokens an even number of rows of {context}")
+    return GrowingBatches(Loader(corpus, context, tokens // context // 2, seed), steps)
 
 
-RECIPE = replace(BASELINE, name="growing_batch", make_batches=make_batches)
+RECIPE = replace(BASELINE, name="growing_batch", make_batches=make_batches, unused=(*BASELINE.unused, "train.packing"))

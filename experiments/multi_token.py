@@ -28,9 +28,10 @@ class MultiTokenGPT(GPT):
         for further, weight in enumerate(WEIGHTS, start=1):
             ends = 1 - further / (len(WEIGHTS) + 1)  # the third token until 1/3 of the run, the second until 2/3
             weight *= max(0.0, 1 - context.progress / ends)
-            if weight > 0 and x_BTD.size(1) > further:
-                ahead = (x_BTD[:, :-further], targets_BT[:, further:], weight * scale_BT[:, further:])
-                total = total + super().loss(*ahead, context)[0]
+            if weight > 0:
+                further_scale_BT = weight * scale_BT.roll(-further, 1)
+                further_scale_BT[:, -further:] = 0  # the end of a row has no target so far ahead
+                total = total + super().loss(x_BTD, targets_BT.roll(-further, 1), further_scale_BT, context)[0]
         return total, losses_BT
 
 

@@ -29,9 +29,9 @@ def next_fit(lengths: np.ndarray, row_tokens: int, buffer: int, keep_tails: bool
 
 
 def make_batches(recipe: Recipe, corpus: Corpus) -> Batches:
-    context, tokens = recipe.model.context, recipe.train.batch_tokens
-    assert context and tokens
-    return Loader(corpus, context, tokens // context, recipe.seed, next_fit)
+    context, tokens, seed = recipe.model.context, recipe.train.batch_tokens, recipe.data_seed
+    assert context and tokens and seed is not None
+    return Loader(corpus, context, tokens // context, seed, next_fit)
 
 
-RECIPE = replace(BASELINE, name="next_fit", make_batches=make_batches)
+RECIPE = replace(BASELINE, name="next_fit", make_batches=make_batches, unused=(*BASELINE.unused, "train.packing"))

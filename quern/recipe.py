@@ -270,6 +270,8 @@ class Recipe:
                 body[name] = part(**body[name])
             for name, value in body.items():
                 if name.startswith("make_") and isinstance(value, str):
+                    if callables and name not in callables and not value.startswith("quern."):
+                        raise ValueError(f"the recipe was saved with {name} = {value}, which its file lacks now")
                     body[name] = callables.get(name) or _import(value)
             return Recipe(**body)
         except (TypeError, KeyError) as error:

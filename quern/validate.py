@@ -34,6 +34,11 @@ def install(extra: str) -> str:
 def check(recipe: Recipe) -> None:
     """Checks every value by itself, and that unused fields have their defaults. The recipe may be unresolved."""
     refuse_unused(recipe)
+    for name, value in recipe.callables().items():
+        _refuse(
+            not hasattr(value, "__qualname__"),
+            f"{name} must be a function or a class, so that a saved run finds it again by its name, not {value!r}",
+        )
     for part in (None, *PARTS):
         _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
     for name in ("data", "val", "conversations"):

@@ -4,7 +4,7 @@ Each layer has a ring of slots: its window's length for a windowed layer, the ma
 a layer without attention. The token at position p is stored in slot p mod ring, so the ring of a windowed layer holds
 exactly the keys that the next query sees. Each row has its own position: prompts of unequal length share a batch,
 padded on the right, and padding is not stored. The cache also holds the embedding of each row's last token, which the
-smear reads.
+smear reads, and the ids of as many last tokens as the model looks back (`lookback`).
 
 Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E head dim, D width.
 """

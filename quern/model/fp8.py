@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quern.kernels.cross_entropy import MakeProducts, PlainProducts, Products
 from quern.kernels.fp8 import MULTIPLE, HeadProducts, HeadScales, fp8_linear, has_fast_product
+from quern.kernels.softcap import has_kernel
 from quern.model.fused_linear import Merged
 
 
@@ -102,6 +103,8 @@ def use_fp8(model: Any, *, head_only: bool = False) -> Fp8Report:
         if isinstance(module, Merged):
             name = f"{name}.{module.stacked}"
         reason = absent or _obstacle(module, context)
+        if module is model.head and not has_kernel(model.cap):
+            reason = "the loss has no kernel for this cap of the logits"
         if reason is not None:
             skipped[name] = reason
         elif isinstance(module, Merged):

@@ -169,7 +169,7 @@ class Llama(LanguageModel):
     default_groups: ClassVar = ("matrices", "embedding", "norms")
 
     def __init__(self, shape: ModelRecipe) -> None:
-        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `initialize`."""
+        """shape: resolved (`resolve`). Weights are uninitialised until `initialize`."""
         super().__init__()
         assert shape.depth and shape.width and shape.vocab_size and shape.head_dim and shape.context
         self.shape = shape

@@ -146,7 +146,7 @@ class UNet(LanguageModel):
     """Tokens that an L layer sees once windows are grown, if the context is that long; an S layer sees half."""
 
     def __init__(self, shape: ModelRecipe) -> None:
-        """shape: resolved (`recipe.resolve`). Weights are uninitialised until `initialize`.
+        """shape: resolved (`resolve`). Weights are uninitialised until `initialize`.
 
         Raises ValueError for an odd depth, for fewer key-value heads than heads and for a head dim that 4 does not
         divide.

@@ -32,6 +32,7 @@ from quern.kernels.attention.attend import MaskSpec, scale_or_default, split_win
 from quern.kernels.attention.blocked import attend_blocked, kept_elements
 from quern.kernels.attention.flash import flash_attention
 from quern.kernels.cross_entropy import COMPILED, TRITON
+from quern.kernels.softcap import has_kernel
 from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 
@@ -214,6 +215,8 @@ def _loss(layout: Layout, tokens: int, device: str, compiled: bool) -> int:
     """Gradients of hidden states and head, which are computed along with the loss, and the logits of one chunk."""
     (V, D), s = layout.shard.head.weight.shape, layout.dtype.itemsize
     path = COMPILED if device == "cpu" else TRITON
+    if not has_kernel(layout.whole.cap):  # logits, capped logits and their gradients, whole and in fp32
+        return tokens * D * s + V * D * 4 + 4 * tokens * V * 4
     chunk = min(tokens, path.chunks(tokens, V)[0].stop)
     beside = 0  # a GPU's kernel writes the gradient over the logits
     if device == "cpu":

@@ -211,5 +211,5 @@ def bytes_sent(model: Any, tokens: int, shards: int, plan: ShardingPlan | None =
     rows = 2 * (len(_regions(model, plan)) + 1) * filled + plan.shifts * shards
     replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
     stream = rows * width * itemsize * (shards - 1) // shards
-    numbers = (8 if model.cap.tanh_form is not None else 12) * tokens + 4 * replicated
+    numbers = (8 if getattr(model.cap, "tanh_form", None) is not None else 12) * tokens + 4 * replicated
     return {"all_gather": stream, "reduce_scatter": stream, "all_reduce": 2 * numbers * (shards - 1) // shards}

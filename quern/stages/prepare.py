@@ -78,12 +78,14 @@ def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda l
     """
     for folder in (out / "tokenizers", out / "data", *(out / "data").glob("*/")):
         remove_abandoned(folder)
-    source = _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
-    make = recipe.make_documents
-    if make is None:
-        return source
-    mark = fingerprint(source.fingerprint, inspect.getsource(make))  # another filter makes another text
-    return replace(source, fingerprint=mark, read=lambda split: iter(make(source.read(split), split)))
+    source = _tinyworld(recipe) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
+    make, texts = recipe.make_documents, source.read
+    if make is not None:
+        # Another filter makes another text. Its constants and helpers are in its file, so the whole file counts.
+        mark = fingerprint(source.fingerprint, make.__qualname__, inspect.getsource(inspect.getmodule(make) or make))
+        source = replace(source, fingerprint=mark, read=lambda split: iter(make(texts(split), split)))
+    _check_splits(source.name, source.read, log)
+    return source
 
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
@@ -115,7 +117,6 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
         return held_out.read(split)
 
     name = path.stem or "data"
-    _check_splits(name, documents, log)
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
@@ -160,14 +161,13 @@ def fetch(name: str, out: Path) -> Path:
         )
 
 
-def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
+def _tinyworld(recipe: Recipe) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
     def documents(split: str) -> Iterator[str]:
         return corpus.documents(recipe.seed, sizes[split], split)
 
-    _check_splits("tinyworld", documents, log)
     return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample), documents)
 
 
@@ -216,6 +216,10 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
 def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
     """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
     if is_tokens(recipe.data):
+        if recipe.make_documents is not None:
+            raise ValueError(
+                f"{recipe.data} holds token ids, and the recipe's make_documents works on text: give text with --data"
+            )
         tokenizer, train, val = open_tokens(recipe, log, tokenizer)
         samples = {"validation text": sample(val, tokenizer)}
         text = text_fingerprint(recipe, out)

@@ -82,6 +82,11 @@ def _run(asked: Recipe, session: Session) -> int:
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.initialize(recipe.seed)
     changed = changes(recipe, session.folder, besides=FOR_FINE_TUNING) if session.resume else []
+    if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
+        raise ValueError(
+            "train.steps cannot change in a run whose recipe makes its own batches, since they may follow the number "
+            f"of steps: train on from its model with `quern pretrain --from {run_dir.run} --run NAME`"
+        )
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
     base = None if start is None else load_start(state, start, log)
@@ -100,7 +105,8 @@ def _run(asked: Recipe, session: Session) -> int:
         lower_rates=f"--optim.lr-scale {recipe.optim.lr_scale / 2:.3g}",
         keep_step=warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
     )
-    packing = {"method": recipe.train.packing, **batches.report()}
+    made_by = getattr(recipe.make_batches, "__qualname__", None)
+    packing = {"method": made_by or recipe.train.packing, **batches.report()}
     lines = overview(recipe, counts.parameters.total, plan, prepared, needed, mesh)
     return session.train(
         recipe,

@@ -198,9 +198,15 @@ def _with_steps(recipe: Recipe, asked: Recipe, steps_per_epoch: int) -> Recipe:
 
 
 def _schedule(sft: SftRecipe) -> Callable[[int], Multipliers]:
+    """Rates fall to zero; what grows in pretraining (`progress`) has grown."""
     steps, share = sft.steps, sft.warmdown_share
     assert steps
-    return lambda step: multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
+
+    def schedule(step: int) -> Multipliers:
+        told = multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
+        return told._replace(progress=1.0)
+
+    return schedule
 
 
 def conversations(

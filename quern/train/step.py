@@ -60,7 +60,8 @@ def train_step(
     totals = torch.stack([part.float(), part.new_tensor(batch.tokens.size, dtype=torch.float32)])
     state.optimizer.mesh.data.all_reduce(totals).wait()
     norm = state.optimizer.grad_norm()
-    loss, positions, norm_value, targets = torch.stack([*totals, norm, tokens.float()]).tolist()  # the wait
+    loss, positions, norm_value = torch.stack([*totals, norm]).tolist()  # the step's wait for the device
+    targets = int(tokens)  # ready by now
     if targets == 0:
         raise ValueError("a batch without a single target cannot train: check the data's masks")
     verdict = state.guard.observe(bool(np.isfinite(loss) and np.isfinite(norm_value)))
@@ -69,8 +70,8 @@ def train_step(
             state.optimizer.clip_grads(clip_norm, norm)
         state.optimizer.step(state.step - state.guard.skips, multipliers)
     state.step += 1
-    state.tokens += int(targets)
-    return StepResult(loss, norm_value, int(targets), int(positions), verdict)
+    state.tokens += targets
+    return StepResult(loss, norm_value, targets, int(positions), verdict)
 
 
 def accumulate(
@@ -83,7 +84,7 @@ def accumulate(
     Returns:
         This replica's part of the mean loss, and the valid targets of the global batch; 0-dim tensors on the device.
     """
-    count = torch.tensor(float(batch.mask.sum()), device=machine.device)  # exact: a batch has fewer than 2^24 targets
+    count = torch.tensor(int(batch.mask.sum()), device=machine.device)
     state.optimizer.mesh.data.all_reduce(count).wait()
     micros = [to_device(micro, count, machine) for micro in batch.split(micro_batch_rows)]
     state.optimizer.drop_grads()  # the first micro-batch's gradients are taken as they come

@@ -109,6 +109,14 @@ def test_the_other_weights_start_as_in_the_baseline(name: str) -> None:
     assert [key for key, p in shared.items() if not torch.equal(p, expected[key])] == []
 
 
+@pytest.mark.parametrize("name", idea_files())
+def test_another_data_seed_gives_other_batches(name: str) -> None:
+    """`--from` reads the documents in a new order by this seed."""
+    recipe = toy(name)
+    one, same, other = (batches_of(replace(recipe, data_seed=seed)).token_hash(0) for seed in (0, 0, 1))
+    assert one == same != other
+
+
 def test_a_lookback_that_is_not_declared_is_refused() -> None:
     recipe = toy("bigram")
     with pytest.raises(ValueError, match="looks 1 tokens back and declares 0: set its `lookback`"):

@@ -15,6 +15,7 @@ import pytest
 
 from quern.data.shards import Corpus
 from quern.recipe import Recipe, TextRecipe
+from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare, split_pattern, train_tokenizer
@@ -66,6 +67,40 @@ def test_a_recipe_filters_its_documents_and_makes_another_text(tmp_path: Path) -
     found = [texts_of(corpus, filtered.tokenizer) for corpus in (filtered.train, filtered.val)]
     assert sorted(found[0] + found[1]) == sorted(text for text in texts if int(text.split(":")[0]) % 3 == 1)
     assert filtered.text != everything.text and filtered.folder != everything.folder
+
+
+FILTER = """
+from dataclasses import replace
+from quern.recipes.gpt import RECIPE as BASE
+SHARE = {share}
+
+def some(texts, split):
+    return (text for text in texts if int(text.split(":")[0]) % SHARE == 1)
+
+RECIPE = replace(BASE, make_documents=some)
+"""
+
+
+def test_a_constant_of_the_filter_makes_another_text(tmp_path: Path) -> None:
+    plain = recipe_for(write_jsonl(tmp_path / "t.jsonl", documents(90)))
+    found = []
+    for share in (3, 9, 3):
+        path = tmp_path / f"idea{share}.py"
+        path.write_text(FILTER.format(share=share), encoding="utf-8")
+        idea, _ = read_recipe_file(path)
+        found.append(made(replace(plain, make_documents=idea.make_documents), tmp_path / "out")[0].text)
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_filter_that_leaves_nothing_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    recipe = recipe_for(write_jsonl(tmp_path / "t.jsonl", documents(90)))
+    with pytest.raises(ValueError, match="the train text of 't' is empty"):
+        made(replace(recipe, make_documents=nothing), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("tokenizers/*"))
+
+
+def nothing(texts: Iterator[str], split: str) -> Iterator[str]:
+    return iter(())
 
 
 def test_every_document_is_in_exactly_one_split(tmp_path: Path) -> None:

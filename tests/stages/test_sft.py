@@ -10,6 +10,7 @@ import pytest
 from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
+from quern.stages import sft
 from quern.stages.sft import conversations, sft_recipe
 from quern.text.tokenizer import Tokenizer
 
@@ -81,3 +82,9 @@ def test_one_conversation_is_too_few(tmp_path: Path) -> None:
     tokenizer = Tokenizer.train(["hi hello"], 270)
     with pytest.raises(ValueError, match="talks.jsonl holds 1 conversation: fine-tuning needs at least 2$"):
         conversations(replace(gpt.RECIPE, conversations=str(path)), tokenizer, tmp_path)
+
+
+def test_what_grows_in_pretraining_has_grown() -> None:
+    """Windows and annealed losses follow `progress`, which fine-tuning does not begin again."""
+    schedule = sft._schedule(SftRecipe(steps=5))
+    assert [schedule(step).progress for step in range(5)] == [1.0] * 5 and schedule(4).lr < schedule(0).lr
