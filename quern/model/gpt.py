@@ -87,6 +87,8 @@ class GPT(LanguageModel):
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
+        # nanochat taps one block later. Over three paired seeds (depth 4, width 128, 200 steps of 2,048 tokens) that
+        # changed the bits per byte by -0.013, -0.003 and +0.002: no difference, so the tap stays.
         self.backout_layer = shape.depth // 2 - 1
         self.kept_layers = {self.backout_layer}
         """Layers whose outputs `before_block` and backout read."""
