@@ -162,21 +162,20 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
 def verb_run(verb: str, rest: list[str]) -> int:
     from quern.flags.recipe_flags import named
     from quern.stages import run_all
+    from quern.stages.session import Session
 
     options, source = parse(verb, rest, RunAllOptions)
-    run_dir = options.where.run_dir
-    return run_all.run(
-        options.recipe,
-        options.where.machine(),
-        run_dir,
-        questions=options.questions,
-        fine_tune=options.sft,
-        source=source,
+    session = Session(
+        stage="pretrain",
+        machine=options.where.machine(),
+        run_dir=options.where.run_dir,
         command=command_line(verb, rest),
-        named=set(named(rest)),
-        go_on=go_on(verb, rest, run_dir),
+        source=source,
         log=log,
+        named=set(named(rest)),
+        go_on=go_on(verb, rest, options.where.run_dir),
     )
+    return run_all.run(options.recipe, session, questions=options.questions, fine_tune=options.sft)
 
 
 def open_engine(options: CompleteOptions | ChatOptions | ServeOptions, log: Callable[[str], None] = log) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from quern.machine import Machine
 from quern.recipe import Recipe
-from quern.report import build
+from quern.report.build import build
 from quern.report.run_records import read_run
 from quern.runs.run_dir import RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
@@ -19,69 +18,30 @@ from quern.train import checkpoint
 from quern.train.guard import EXIT_DONE
 
 
-def run(
-    recipe: Recipe,
-    machine: Machine,
-    run_dir: RunDir,
-    *,
-    questions: int,
-    fine_tune: bool,
-    source: str | None,
-    command: str,
-    named: Collection[str],
-    go_on: str,
-    log: Callable[[str], None],
-) -> int:
-    """Prepares, pretrains, fine-tunes, evaluates and reports.
+def run(recipe: Recipe, session: Session, *, questions: int, fine_tune: bool) -> int:
+    """Prepares, pretrains, fine-tunes, evaluates and reports; each stage continues where it was stopped.
 
     Args:
         recipe: What to train; fields that are None follow from depth.
-        machine: What computes.
-        run_dir: The run; stages that it has go on where they were stopped.
+        session: Where, and how the command was given.
         questions: Held-out questions of each kind to evaluate with.
         fine_tune: Whether to fine-tune the base model on conversations.
-        source: The text of the recipe's own file, if it came from one.
-        command: The command line, for the record.
-        named: Fields that the user named in this command.
-        go_on: The command that goes on after a stop, for messages.
-        log: Takes lines for the user.
 
     Returns:
         An exit code of `train.guard`.
     """
-    refuse_unwritable(run_dir.out)
-    with run_lock(run_dir, command):
-        return _run(recipe, machine, run_dir, questions, fine_tune, source, command, named, go_on, log)
+    refuse_unwritable(session.run_dir.out)
+    with run_lock(session.run_dir, session.command):
+        return _run(recipe, replace(session, locked=True), questions, fine_tune)
 
 
-def _run(
-    recipe: Recipe,
-    machine: Machine,
-    run_dir: RunDir,
-    questions: int,
-    fine_tune: bool,
-    source: str | None,
-    command: str,
-    named: Collection[str],
-    go_on: str,
-    log: Callable[[str], None],
-) -> int:
-    session = Session(
-        stage="pretrain",
-        machine=machine,
-        run_dir=run_dir,
-        command=command,
-        source=source,
-        log=log,
-        go_on=go_on,
-        named=named,
-        locked=True,
-    )
+def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> int:
+    run_dir, source, log = session.run_dir, session.source, session.log
     steps: dict[str, Callable[[bool], int]] = {
-        "pretrain": lambda resume: pretrain.run(recipe, replace(session, resume=resume))
+        "pretrain": lambda resume: pretrain.run(recipe, replace(session, stage="pretrain", resume=resume))
     }
     if fine_tune:
-        chat_recipe = _for_fine_tuning(recipe, run_dir, named, source)
+        chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, source)
         refuse_conversations(chat_recipe, run_dir, log)  # before hours of pretraining, not after
         steps["sft"] = lambda resume: sft.run(chat_recipe, replace(session, stage="sft", resume=resume))
     for name, step in steps.items():
@@ -89,8 +49,8 @@ def _run(
         if code != EXIT_DONE:
             return code
     callables = recipe.callables() if source else None
-    evaluate.run(run_dir, machine, questions=questions, log=log, callables=callables)
-    for path in build.build(run_dir.folder):
+    evaluate.run(run_dir, session.machine, questions=questions, log=log, callables=callables)
+    for path in build(run_dir.folder):
         log(f"report: {path}")
     log("")
     for line in sample_chat(run_dir):
