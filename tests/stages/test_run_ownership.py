@@ -276,7 +276,7 @@ def test_a_resume_changes_what_it_names_and_says_so(folder: Path, capsys: pytest
     [
         (["--model.width", "32"], "model.width 16 → 32 would make it another run"),
         (["--seed", "3"], "seed 0 → 3 would make it another run"),
-        (["--train.steps", "3"], "has trained for 6 steps, so train.steps 3 is behind it"),
+        (["--train.steps", "3"], "was pretrained for 6 steps, so train.steps 3 is behind it"),
         (["--train.minutes", "9"], "train.minutes unset → 9 would make it another run"),
     ],
 )

@@ -33,6 +33,8 @@ TRAINING = tuple(
     str(ROOT / part)
     for part in ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
 )
+BEFORE_TRAINING = str(ROOT / "parallel" / "memory.py")
+"""Plans memory before any step: a death there loses nothing and proves little."""
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
 
 
@@ -49,6 +51,8 @@ class Events:
         if code in PARTS and event in ("call", "return"):
             self.part = PARTS[code] if event == "call" else "train"
         if event not in ("call", "c_call") or not code.co_filename.startswith(TRAINING):
+            return
+        if code.co_filename == BEFORE_TRAINING:
             return
         part = self.part
         self.counts[part] += 1
