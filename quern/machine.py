@@ -214,11 +214,6 @@ def set_child_env(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
-def on_terminal() -> bool:
-    """Returns whether progress can be drawn as a bar; otherwise it is printed in plain lines."""
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-
-
 def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12, seconds: float = 1.0) -> float:
     """Measures the machine's matmul peak in FLOP/s in the compute dtype: the best of a few large square products.
 

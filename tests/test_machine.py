@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.machine import Machine, detect, matmul_seconds, on_terminal
+from quern.machine import Machine, detect, matmul_seconds
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,10 +117,6 @@ def test_initial_weights_do_not_depend_on_the_device_or_on_other_draws() -> None
     torch.manual_seed(5)
     assert machine.generator(9).device.type == "cpu"
     assert torch.equal(torch.rand(5, generator=machine.generator(9)), first)
-
-
-def test_output_to_a_file_is_no_terminal() -> None:
-    assert on_terminal() is False  # pytest captures
 
 
 BROKEN_COMPILER = """

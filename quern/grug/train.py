@@ -133,7 +133,7 @@ def train(
                 if stopping:
                     saver.wait()
                     folder.event("stop", step=counters.step, reason="signal")
-                    log(f"stopped after step {counters.step} as asked, and saved: go on with --resume")
+                    log(f"stopped after step {counters.step} as asked, and saved: continue with --resume")
                     return EXIT_STOPPED, state
     except CheckpointError as error:
         folder.event("stop", step=counters.step, reason=str(error))

@@ -23,8 +23,8 @@ from quern.model.initialize import Draw
 from quern.recipe import ModelRecipe
 
 KINDS = ("embedding", "value_embeddings", "head", "matrices", "scalars")
-"""What a group of parameters can be counted as (`count.Parameters`). Each parameter of the matrices and of the head is
-multiplied with every token; the others are looked up, or too small to count in FLOPs."""
+"""The kinds that `count.Parameters` distinguishes. Every token is multiplied by each parameter of the matrices and of
+the head; the other kinds are looked up, or too small to count in FLOPs."""
 
 
 class LanguageModel(nn.Module):

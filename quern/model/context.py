@@ -25,7 +25,7 @@ class Context(Protocol):
         ...
 
     def horizon(self, x_BTD: Tensor) -> int:
-        """A number that every position lies below, known without looking at them."""
+        """An upper bound of all positions, known without reading them."""
         ...
 
     def windows(self, full: Sequence[int | None]) -> Sequence[int | Tensor | None]:

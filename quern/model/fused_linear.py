@@ -1,7 +1,7 @@
-"""Several projections of the same input as one product: their matrices stand stacked in one parameter.
+"""Several projections of one input as one product: one parameter holds their stacked matrices.
 
-A base class for the modules that hold such a parameter, so that whoever changes how linear layers multiply (fp8.py)
-finds these products too, which no nn.Linear computes.
+fp8.py changes how linear layers multiply. The base class here lets it find these products too, since no nn.Linear
+computes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Merged(nn.Module):
-    """multiply: (x (…, D), weight (O, D)) → x Wᵀ (…, O); what stands in for F.linear must mean the same."""
+    """multiply: (x (…, D), weight (O, D)) → x Wᵀ (…, O). A replacement of F.linear must compute the same product."""
 
     stacked: ClassVar[str]
     """The name of the parameter: (matrices, outputs of each, D)."""
@@ -27,5 +27,5 @@ class Merged(nn.Module):
         return self.get_parameter(self.stacked)
 
     def project(self, x: Tensor) -> Tensor:
-        """x: (…, D) → (…, matrices · outputs of each), one matrix's outputs after the other's."""
+        """x: (…, D) → (…, matrices · outputs of each), the outputs of each matrix in order."""
         return self.multiply(x, self.stacked_weight().flatten(0, 1))

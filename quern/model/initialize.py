@@ -1,4 +1,4 @@
-"""How initial values are drawn: every parameter has a generator of its own. Which values is said by the modules."""
+"""Draws initial values: each parameter has its own generator. The modules choose the distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes that come with quern, one file each, and how one is found: by its name, or in a file of one's own."""
+"""The recipes that come with quern, one file each, and the search for a recipe by its name or file."""
 
 from __future__ import annotations
 

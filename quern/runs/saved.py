@@ -146,7 +146,7 @@ def find_saved(
             raise FileNotFoundError(run_dir.has_no("model"))
         others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
         instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
-        raise ValueError(f"run '{run_dir.run}' has no stage {stage} to go on with: {instead}")
+        raise ValueError(f"run '{run_dir.run}' has no stage {stage} to continue with: {instead}")
     kept = run_dir.stage(stage) / "recipe_source.py"
     code = kept.read_text(encoding="utf-8") if kept.exists() else None
     if chosen and (source != code or (source is None and recipe.name != body.name)):

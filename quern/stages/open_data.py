@@ -80,7 +80,7 @@ def data_of_run(recipe: Recipe, run_dir: RunDir, log: Callable[[str], None], *st
 def _other_text(recipe: Recipe, run_dir: RunDir, origin: Origin, found: str, why: str | None) -> str:
     begun, now = (origin.text or "")[:SHOWN], found[:SHOWN]
     with_shards = (
-        f"go on with the text as it was, by leaving --data out (`quern pretrain --resume {run_dir.flags}`); or "
+        f"continue with the text as it was, by leaving --data out (`quern pretrain --resume {run_dir.flags}`); or "
     )
     return (
         f"the text at {recipe.data} has changed since run '{run_dir.run}' began (fingerprint {begun}, now {now})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,17 @@ def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda l
     """
     for folder in (out / "tokenizers", out / "data", *(out / "data").glob("*/")):
         remove_abandoned(folder)
-    source = _tinyworld(recipe) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
-    make, texts = recipe.make_documents, source.read
-    if make is not None:
-        # Another filter makes another text. Its constants and helpers are in its file, so the whole file counts.
-        mark = fingerprint(source.fingerprint, make.__qualname__, inspect.getsource(inspect.getmodule(make) or make))
-        source = replace(source, fingerprint=mark, read=lambda split: iter(make(texts(split), split)))
-    _check_splits(source.name, source.read, log)
-    return source
+    return _tinyworld(recipe, log) if recipe.data == "tinyworld" else _of_files(recipe, out, log)
+
+
+def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Callable[[str], Iterator[str]], list[str]]:
+    """The texts after the recipe's `make_documents`, and what a fingerprint needs to know of it."""
+    make = recipe.make_documents
+    if make is None:
+        return texts, []
+    # Another filter makes another text. Its constants and helpers are in its file, so the whole file counts.
+    marks = [make.__qualname__, inspect.getsource(inspect.getmodule(make) or make)]
+    return lambda split: iter(make(texts(split), split)), marks
 
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
@@ -117,10 +120,12 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
         return held_out.read(split)
 
     name = path.stem or "data"
+    filtered, filter_marks = _filter(recipe, documents)
+    _check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
-    return Source(name, fingerprint(*marks), documents)
+    return Source(name, fingerprint(*marks, *filter_marks), filtered)
 
 
 def _reader(path: Path) -> str:
@@ -161,14 +166,16 @@ def fetch(name: str, out: Path) -> Path:
         )
 
 
-def _tinyworld(recipe: Recipe) -> Source:
+def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
 
     def documents(split: str) -> Iterator[str]:
         return corpus.documents(recipe.seed, sizes[split], split)
 
-    return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample), documents)
+    filtered, marks = _filter(recipe, documents)
+    _check_splits("tinyworld", filtered, log)
+    return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample, *marks), filtered)
 
 
 def split_pattern(digits: int) -> str:

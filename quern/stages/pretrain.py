@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -53,7 +53,7 @@ def run(recipe: Recipe, session: Session) -> int:
     """
     name = session.run_dir.run
     with session.opened(
-        f"pretrained already: go on with --resume, train on from its model with `quern pretrain --from {name} "
+        f"pretrained already: continue with --resume, train on from its model with `quern pretrain --from {name} "
         "--run NAME`, or name another run with --run"
     ):
         return _run(recipe, session)
@@ -82,11 +82,7 @@ def _run(asked: Recipe, session: Session) -> int:
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.initialize(recipe.seed)
     changed = changes(recipe, session.folder, besides=FOR_FINE_TUNING) if session.resume else []
-    if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
-        raise ValueError(
-            "train.steps cannot change in a run whose recipe makes its own batches, since they may follow the number "
-            f"of steps: train on from its model with `quern pretrain --from {run_dir.run} --run NAME`"
-        )
+    _refuse_other_length(recipe, changed, run_dir.run)
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
     base = None if start is None else load_start(state, start, log)
@@ -124,6 +120,15 @@ def _run(asked: Recipe, session: Session) -> int:
     )
 
 
+def _refuse_other_length(recipe: Recipe, changed: Sequence[str], run: str) -> None:
+    """Raises ValueError for another number of steps where the recipe makes its own batches."""
+    if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
+        raise ValueError(
+            "train.steps cannot change in a run whose recipe makes its own batches, since they may follow the number "
+            f"of steps: train on from its model with `quern pretrain --from {run} --run NAME`"
+        )
+
+
 def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> dict[str, Any]:
     """Puts the weights, and the optimizer's moments where they fit, of another run's checkpoint into a fresh state.
 
@@ -133,11 +138,11 @@ def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> d
     base = start.base
     try:
         state.optimizer.load_state_tensors(start.tensors)
-        moments = "its optimizer state goes on"
+        moments = "with its optimizer state"
     except ValueError:  # another optimizer: the weights alone, which must fit
         weights = {name: tensor for name, tensor in start.tensors.items() if name.startswith("master.")}
         state.optimizer.load_state_tensors(state.tensors() | weights)
-        moments = "the optimizer begins afresh, since it is another one"
+        moments = "without its optimizer state, since the optimizer is another one"
     log(f"weights: step {base['step']:,} of {base['stage']} in run '{base['run']}'; {moments}")
     return base
 

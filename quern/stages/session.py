@@ -117,7 +117,7 @@ class Session:
         lower_rates: str,
         keep_step: int | None = None,
     ) -> loop.TrainingPlan:
-        """What the loop is to do.
+        """Collects the settings of the loop.
 
         Args:
             recipe: Resolved.
@@ -164,14 +164,14 @@ class Session:
         *,
         words: tuple[str, str],
         lines: Sequence[str],
-        counts: Counts | None = None,
-        facts: dict[str, Any] | None = None,
-        tokenizer: Tokenizer | None = None,
-        source: str | None = None,
-        changed: Sequence[str] = (),
+        counts: Counts,
+        facts: dict[str, Any] | None,
+        tokenizer: Tokenizer,
+        source: str | None,
+        changed: Sequence[str],
         data: dict[str, Any] | None = None,
     ) -> int:
-        """Resumes or begins, runs the loop, and tells the user.
+        """Resumes or begins the stage, runs the loop, and logs the result.
 
         Args:
             recipe: Resolved; saved with the stage.
@@ -181,8 +181,8 @@ class Session:
             origin: What the stage is made from.
             words: The stage for the user as a noun and a participle, such as ("pretraining", "pretrained").
             lines: For the user, before the first step.
-            counts: Of the model. With `facts`, a stage that begins writes run.json and the tokenizer.
-            facts: For run.json.
+            counts: Of the model.
+            facts: For run.json. A stage that begins writes it and the tokenizer; None writes neither.
             tokenizer: The run's tokenizer.
             source: The recipe's own Python file, saved with the stage.
             changed: What the user changed in the recipe of a stage that is resumed, as lines.
@@ -194,22 +194,8 @@ class Session:
         Raises:
             ValueError: The run is beyond the plan's steps, or has lost the weights that it began with.
         """
-        name, steps = self.run_dir.run, f"{'train' if self.stage == 'pretrain' else self.stage}.steps"
-        resumed = self.resume and loop.resume(
-            state, self.folder / "checkpoints", self.log, lambda meta, path: require_same(meta, origin, path)
-        )
-        if state.step > plan.steps:
-            raise ValueError(
-                f"run '{name}' was {words[1]} for {state.step:,} steps, so {steps} {plan.steps:,} is behind it: give "
-                f"more steps, or leave --{steps} out"
-            )
-        base = origin.base if origin.base is not None and origin.base["run"] is not None else None
-        if not resumed and self.start is None and base is not None:
-            raise ValueError(
-                f"run '{name}' has no checkpoint, not even of what it began with, step {base['step']:,} of run "
-                f"'{base['run']}': remove {self.folder}, and begin again with --from {base['run']}"
-            )
-        if self.mesh.main and facts and counts and tokenizer and not resumed:
+        resumed = self._resume(state, plan, origin, words[1])
+        if self.mesh.main and facts and not resumed:
             describe_run(counts, self.machine, self.run_dir, facts, self.command)
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
         if self.start is not None and not resumed:
@@ -229,6 +215,25 @@ class Session:
         if code == EXIT_DONE:
             self.log(f"{words[1]} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
+
+    def _resume(self, state: TrainState, plan: loop.TrainingPlan, origin: Origin, trained: str) -> bool:
+        """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""
+        name, steps = self.run_dir.run, f"{'train' if self.stage == 'pretrain' else self.stage}.steps"
+        resumed = self.resume and loop.resume(
+            state, self.folder / "checkpoints", self.log, lambda meta, path: require_same(meta, origin, path)
+        )
+        if state.step > plan.steps:
+            raise ValueError(
+                f"run '{name}' was {trained} for {state.step:,} steps, so {steps} {plan.steps:,} is behind it: give "
+                f"more steps, or leave --{steps} out"
+            )
+        base = origin.base if origin.base is not None and origin.base["run"] is not None else None
+        if not resumed and self.start is None and base is not None:
+            raise ValueError(
+                f"run '{name}' has no checkpoint, not even of what it began with, step {base['step']:,} of run "
+                f"'{base['run']}': remove {self.folder}, and begin again with --from {base['run']}"
+            )
+        return resumed
 
 
 def describe_run(counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[str, Any], command: str) -> None:

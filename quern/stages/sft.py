@@ -69,7 +69,7 @@ def run(recipe: Recipe, session: Session) -> int:
     if session.start is None and not run_dir.folder.exists():
         raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
     with session.opened(
-        "fine-tuned already: go on with --resume, or fine-tune again under another name with "
+        "fine-tuned already: continue with --resume, or fine-tune again under another name with "
         f"`quern sft --from {run_dir.run} --run NAME`"
     ):
         return _run(recipe, session)
@@ -108,12 +108,8 @@ def _run(asked: Recipe, session: Session) -> int:
     if origin is not None:
         refuse_other_conversations(run_dir, origin, found)
         _mention_later_base(origin, run_dir, log)
-    elif start is not None:
-        digest = source_digest(source) or start.origin.source
-        base = start.base | ({"run": None} if own else {})
-        origin = replace(start.origin, conversations=found, source=digest, base=base)
     else:
-        origin = Origin(tokenizer.fingerprint, conversations=found)
+        origin = _origin(start, own, found, source, tokenizer)
     plan = session.plan(
         recipe,
         counts,
@@ -141,6 +137,15 @@ def _run(asked: Recipe, session: Session) -> int:
         changed=changed,
         data={name: round(value, 5) for name, value in batches.report().items()} | precision,
     )
+
+
+def _origin(start: Start | None, own: bool, found: str, source: str | None, tokenizer: Tokenizer) -> Origin:
+    """The origin of a stage that begins. own: the base model is of the same run; found: digest of the conversations."""
+    if start is None:
+        return Origin(tokenizer.fingerprint, conversations=found)
+    digest = source_digest(source) or start.origin.source
+    base = start.base | ({"run": None} if own else {})
+    return replace(start.origin, conversations=found, source=digest, base=base)
 
 
 def _source_text(source: str | None, start: Start | None) -> str | None:

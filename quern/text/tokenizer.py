@@ -9,7 +9,6 @@ differences listed at SPLIT_PATTERN.
 """
 
 import base64
-import codecs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -245,22 +244,6 @@ class Tokenizer:
         sizes = np.array([len(token) for token in self._bytes], dtype=np.int32)
         sizes[self._first_special :] = 0
         return sizes
-
-
-class StreamDecoder:
-    """Decodes ids one at a time; buffers the bytes of an incomplete character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        """The text that this token completes; "" inside a character."""
-        return self._decoder.decode(self._tokenizer.decode_bytes([token]))
-
-    def flush(self) -> str:
-        """The rest at the end of the text: U+FFFD for an incomplete character, else ""."""
-        return self._decoder.decode(b"", final=True)
 
 
 def compression_report(tokenizer: Tokenizer, samples: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ class Heartbeat:
         if os.getppid() != self._process[1]:
             self._ending.acquire()  # never released: one thread logs and ends the process
             if self.mesh.main:
-                self.log("the process that started the ranks is gone: they end; go on with --resume")
+                self.log("the process that started the ranks is gone: they end; continue with --resume")
             exit_now(1)
 
     def _publish(self) -> None:

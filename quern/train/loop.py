@@ -52,7 +52,7 @@ class TrainingPlan:
     keep_step: int | None = None
     """A step that is saved and whose checkpoint is never removed: the last one before the rates fall."""
     go_on: str = "--resume"
-    """How the user goes on after a stop, for messages."""
+    """The command that continues after a stop, for messages."""
     lower_rates: str = "--optim.lr-scale"
     """The flag that halves the rates, for messages."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def train(
                     return _not_saved(error, state, folder, log)
             if stopping:
                 folder.event("stop", step=state.step, reason="signal")
-                log(f"stopped after step {state.step} as asked, and saved: go on with `{plan.go_on}`")
+                log(f"stopped after step {state.step} as asked, and saved: continue with `{plan.go_on}`")
                 return EXIT_STOPPED
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE

@@ -196,7 +196,7 @@ def test_processes_killed_and_stopped_from_outside(bench: Bench, law: Law) -> No
     output = process.communicate(timeout=200)[0]
     assert process.returncode == EXIT_STOPPED == 75, output
     assert (
-        f"as asked, and saved: go on with `quern pretrain --resume --run {name} --no-compile" in output
+        f"as asked, and saved: continue with `quern pretrain --resume --run {name} --no-compile" in output
         and "Traceback" not in output
     )
     bench.run([*LONG, "--resume"], name, "fp32")

@@ -189,7 +189,7 @@ def begin(bench: Bench, name: str, *command: str) -> subprocess.Popen[str]:
     )
 
 
-SAID = ("is in use by process", "has been pretrained already", "to go on with", "there is no run", "pretrained on")
+SAID = ("is in use by process", "has been pretrained already", "to continue with", "there is no run", "pretrained on")
 
 
 def pair(bench: Bench, number: int, reference: Path) -> tuple[str, list[str]]:

@@ -150,7 +150,7 @@ def check_raised(found: Found, rank: int, number: int) -> None:
 def check_asked_to_stop(found: Found, rank: int, number: int) -> None:
     assert found["exits"] == [[0, 0]] and found["result"] == EXIT_STOPPED, found
     assert newest(found["stage"])["step"] == read_metrics(found["stage"])[-1]["step"] < 12
-    assert len(lines_with("as asked, and saved: go on with `quern", found["said"])) == 1, found["said"]
+    assert len(lines_with("as asked, and saved: continue with `quern", found["said"])) == 1, found["said"]
 
 
 def check_without_agent(found: Found, rank: int, number: int) -> None:

@@ -101,7 +101,7 @@ def test_what_exists_is_not_trained_over(out: Path, capsys: pytest.CaptureFixtur
     for verb, flags, done in (("pretrain", PRETRAIN, "pretrained"), ("sft", SFT, "fine-tuned")):
         assert main.main([verb, *flags, "--run", "toy", "--out", str(out)]) == 1
         said = capsys.readouterr().err
-        assert f"has been {done} already: go on with --resume, " in said and again[verb] in said
+        assert f"has been {done} already: continue with --resume, " in said and again[verb] in said
 
 
 def test_fine_tuning_needs_a_base_model(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

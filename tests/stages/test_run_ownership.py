@@ -452,7 +452,7 @@ def test_a_run_that_was_stopped_goes_on_by_the_command_it_names(
     flags = [*SHAPE, "--data", str(folder / "text.jsonl"), *talks, "--train.steps", "3000", "--train.log-every", "1"]
     assert quern(folder, "run", *flags, run="halted") == EXIT_STOPPED
     said = capsys.readouterr().out
-    command = shlex.split(re.findall(r"as asked, and saved: go on with `(.*)`", said)[0])
+    command = shlex.split(re.findall(r"as asked, and saved: continue with `(.*)`", said)[0])
     own = ["--run", "halted", "--out", str(folder / "out")]
     assert command == ["quern", "run", "--resume", *own, "--questions", "1", *PLAIN]
     assert steps(folder, "pretrain", "halted")

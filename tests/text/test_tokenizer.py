@@ -15,7 +15,6 @@ from quern.text.tokenizer import (
     GPT2_SPLIT_PATTERN,
     SPECIAL_TOKENS,
     SPLIT_PATTERN,
-    StreamDecoder,
     Tokenizer,
     compression_report,
 )
@@ -190,24 +189,6 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer) -> None:
 def test_special_tokens_decode_to_their_names(tokenizer: Tokenizer) -> None:
     ids = [tokenizer.bos, *tokenizer.encode("hi"), tokenizer.special("<|user_end|>")]
     assert tokenizer.decode(ids) == "<|bos|>hi<|user_end|>"
-
-
-def test_streaming_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
-    text = "".join(CORPUS)
-    decoder, shown = StreamDecoder(tokenizer), ""
-    for token in tokenizer.encode(text):
-        piece = decoder.push(token)
-        assert "\ufffd" not in piece
-        shown += piece
-        assert text.startswith(shown)
-    assert shown == text and decoder.flush() == ""
-    assert decoder.push(0xE2) + decoder.push(0x82) == "" and decoder.flush() == "\ufffd"
-
-
-@given(st.lists(st.integers(0, SIZE - 1)))
-def test_streaming_any_ids_equals_decoding_them(tokenizer: Tokenizer, ids: list[int]) -> None:
-    decoder = StreamDecoder(tokenizer)
-    assert "".join([decoder.push(token) for token in ids] + [decoder.flush()]) == tokenizer.decode(ids)
 
 
 def test_compression_is_reported_by_kind(tokenizer: Tokenizer) -> None:

@@ -117,7 +117,7 @@ def test_a_signal_to_one_of_two_nodes_stops_both(folder: Path, asked: int) -> No
     assert [node.returncode for node in nodes] == [EXIT_STOPPED, EXIT_STOPPED], said
     assert seconds < STATED_SECONDS and saved_step(folder) > 0
     assert "".join(said).count(
-        "as asked, and saved: go on with `quern pretrain --resume"
+        "as asked, and saved: continue with `quern pretrain --resume"
     ) == 1 and "Traceback" not in "".join(said)
 
 

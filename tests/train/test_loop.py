@@ -225,7 +225,7 @@ def test_a_signal_finishes_the_step_saves_and_resumes_bit_for_bit(
     code, said = go(tmp_path / "stopped", stopped, plan)
     assert code == EXIT_STOPPED == 75 and signal.getsignal(which) == before
     assert stopped.step == at + 1, "the step under way is finished, and no other is begun"
-    assert said == [f"stopped after step {at + 1} as asked, and saved: go on with `--resume`"]
+    assert said == [f"stopped after step {at + 1} as asked, and saved: continue with `--resume`"]
     assert f"{which.name}: finishing this step" in capfd.readouterr().err
     assert checkpoint.steps(tmp_path / "stopped" / "checkpoints")[-1] == at + 1
     again = toy_state()

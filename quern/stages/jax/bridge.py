@@ -1,6 +1,6 @@
 """Moves a model between a run's JAX stage and its PyTorch stages, so either side can evaluate, fine-tune or serve it.
 
-Weights are moved, optimizer state is not: training goes on with fresh moments.
+Weights are copied, optimizer state is not: training continues with fresh moments.
 """
 
 from __future__ import annotations

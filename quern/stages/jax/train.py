@@ -84,12 +84,8 @@ def run(
     path, first = run_dir.stage(STAGE), jax.process_index() == 0
     if checkpoint.steps(path / "checkpoints") and not resume:
         raise ValueError(
-            f"run '{run_dir.run}' has been trained already: go on with --resume, or name another with --run"
+            f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
         )
-    if recipe.train.minutes is not None:
-        raise ValueError("the JAX twin trains for steps, not for minutes: give --train.steps")
-    if recipe.train.fp8 != "off":
-        raise ValueError("the JAX twin has no FP8: leave --train.fp8 out")
     recipe = resolve(with_absolute_paths(recipe))
     with ExitStack() as stack:
         with first_process_first():
