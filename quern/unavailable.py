@@ -44,7 +44,8 @@ class Rule(NamedTuple):
 FINE_TUNING = " ".join(FOR_FINE_TUNING)
 FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 """Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
-_TRAIN = "pretrain,run,grug train"
+_TRAIN = "pretrain,run,grug train,lab compare"
+_TRIALS = "lab compare"
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
 _TOKENIZED = "does nothing with data that is tokens already: their tokenizer is --text.tokenizer"
@@ -52,6 +53,12 @@ _TOKENIZED = "does nothing with data that is tokens already: their tokenizer is 
 RULES = (
     Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
     Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val seed text"),
+    Rule(_TRIALS, FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
+    Rule(
+        _TRIALS,
+        "train.minutes train.save_every train.keep train.save_in_background train.log_every train.eval_every data_seed",
+        "does nothing in a study: its trials run for --train.steps, leave no checkpoints, and have the study's seeds",
+    ),
     Rule(_TRAIN + ",lab plan", "model.depth", "follows from --depth"),
     Rule(_TRAIN, "model.vocab_size", "follows from the tokenizer: set --text.vocab-size"),
     Rule(_TRAIN, "model.bos", "follows from the tokenizer"),

@@ -19,7 +19,7 @@ EXAMPLES = {
     "export": "quern export --run mine --to hf --dir mine-hf",
     "import": "quern import mine-hf --run copy",
     "grug": "quern grug train --data tinyworld --run twin",
-    "lab": "quern lab plan gpt --depth 20 --gpus 64 --gpu h100 --network ib-ndr",
+    "lab": "quern lab compare experiments/baseline.py experiments/swiglu.py --depth 2 --train.steps 300",
 }
 OF_A_RUN = ("sft", "evaluate", "complete", "chat", "serve")
 """Verbs that take the recipe, and its Python file, from the run."""
@@ -38,8 +38,13 @@ SUMMARIES = {
     "export": "write a run's model in a format of other programs",
     "import": "make a run from a Llama in Hugging Face's format",
     "grug": "the JAX twin: train, eval, export, import, gauntlet",
-    "lab": "plan: estimate time, memory and cost of a run on given GPUs",
+    "lab": "compare ideas over paired seeds; plan: estimate time, memory and cost of a run on given GPUs",
 }
+LAB = {
+    "compare": "compare ideas with a baseline over paired seeds, until the verdict",
+    "plan": "estimate time, memory and cost of a run on given GPUs",
+}
+"""What `quern lab` does."""
 
 
 def usage() -> str:

@@ -292,13 +292,22 @@ def verb_grug(verb: str, rest: list[str]) -> int:
 
 
 def verb_lab(verb: str, rest: list[str]) -> int:
+    from quern.cli.summaries import LAB
+
+    tool, rest = (rest[0], rest[1:]) if rest else ("", [])
+    if tool in ("-h", "--help"):
+        log("\n".join(f"  quern lab {name:10} {summary}" for name, summary in LAB.items()))
+        return 0
+    if tool not in LAB:
+        raise ValueError(f"name what to do: quern lab {'|'.join(LAB)}")
+    if tool == "compare":
+        from quern.lab import command
+
+        return command.run_compare(rest, log, LAB[tool])
     from quern.estimate import plan
 
-    if rest[:1] not in (["plan"], ["-h"], ["--help"]):
-        raise ValueError("name what to do: quern lab plan [RECIPE] [FLAGS]")
-    rest = rest[rest[0] == "plan" :]
     name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"
-    return plan.main(rest, log, load_recipe(name)[0], described(verb))
+    return plan.main(rest, log, load_recipe(name)[0], LAB[tool])
 
 
 VERBS: dict[str, Callable[[str, list[str]], int]] = {

@@ -43,7 +43,8 @@ class TrainingPlan:
     micro_batch_rows: int
     clip_norm: float | None
     log_every: int
-    save_every: int
+    save_every: int | None
+    """Steps between checkpoints; None saves none, not even at the end."""
     keep: int
     flops_per_token: float
     peak_flops: float
@@ -108,14 +109,15 @@ def train(
                 folder.event("slow", step=state.step, reason=slow)
                 log(slow)
             _evaluate(state, plan, folder)
-            if _save_is_due(state.step, plan) or stopping:
+            if _save_is_due(state.step, plan, stopping):
                 try:
                     _save(state, saver, plan, last=stopping or state.step == plan.steps)
                 except checkpoint.CheckpointError as error:
                     return _not_saved(error, state, folder, log)
             if stopping:
                 folder.event("stop", step=state.step, reason="signal")
-                log(f"stopped after step {state.step} as asked, and saved: continue with `{plan.go_on}`")
+                saved = f", and saved: continue with `{plan.go_on}`" if plan.save_every else ""
+                log(f"stopped after step {state.step} as asked{saved}")
                 return EXIT_STOPPED
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE
@@ -179,8 +181,10 @@ def _evaluate(state: TrainState, plan: TrainingPlan, folder: Records) -> None:
                 folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
 
 
-def _save_is_due(step: int, plan: TrainingPlan) -> bool:
-    return step % plan.save_every == 0 or step in (plan.steps, plan.keep_step)
+def _save_is_due(step: int, plan: TrainingPlan, stopping: bool) -> bool:
+    if plan.save_every is None:
+        return False
+    return stopping or step % plan.save_every == 0 or step in (plan.steps, plan.keep_step)
 
 
 def _save(state: TrainState, saver: Saver, plan: TrainingPlan, last: bool) -> None:

@@ -1,0 +1,186 @@
+"""The processes of a comparison: one for each arm, which trains all trials of the arm.
+
+Arms that train at the same time alternate: an arm trains for some seconds while the others wait. So all of them meet
+the same disturbances of the machine, and their times can be compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quern.child import Child, orders, replying, start
+from quern.lab.trainer import Trainer, Trial
+from quern.machine import detect
+from quern.recipe import Recipe
+from quern.recipe_file import read_recipe_file
+
+TURN_SECONDS = 2.0
+"""An arm's turn. Long enough to warm the caches, short against the disturbances that both arms should meet."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison.
+
+    Args:
+        name: Unique in the study.
+        recipe: As for `quern pretrain`, with the flags of the study.
+        path: The recipe's file, or None for a recipe of quern.
+        source: The text of that file.
+    """
+
+    name: str
+    recipe: Recipe
+    path: Path | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """One trial to train. pair: number of the pair, from 0."""
+
+    arm: str
+    pair: int
+    steps: int
+    seed: int
+    data_seed: int
+    evaluations: int = 1
+
+
+class Arms:
+    """Starts the process of an arm when it is first needed. Use it in a `with` block.
+
+    Args:
+        arms: By name.
+        out: The folder of tokenizers and token shards.
+        machine: Arguments of `machine.detect`.
+        variables: Environment variables of the processes.
+        most: Processes at a time; the one that was used the longest ago ends first.
+    """
+
+    def __init__(
+        self,
+        arms: Mapping[str, Arm],
+        out: Path,
+        machine: Mapping[str, Any],
+        variables: Mapping[str, str] | None = None,
+        most: int = 2,
+    ) -> None:
+        self.arms, self.out, self.machine, self.variables, self.most = arms, out, machine, variables, most
+        self._running: dict[str, tuple[Child, ExitStack]] = {}  # in the order of use
+
+    def __enter__(self) -> Arms:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._running:
+            self._end(next(iter(self._running)))
+
+    def train(
+        self, trials: Sequence[Order], progress: Callable[[Order, int], None] = lambda order, step: None
+    ) -> Iterator[tuple[Order, Trial]]:
+        """Trains at most one trial of each arm, alternating between the arms.
+
+        Args:
+            trials: Of different arms.
+            progress: Called after each turn with the arm's step.
+
+        Yields:
+            Each trial when it is finished.
+
+        Raises:
+            RuntimeError: An arm's process failed; the message has its last lines.
+        """
+        children = {order.arm: self._child(order.arm) for order in trials}
+        waiting = list(trials)
+        for order in trials:
+            children[order.arm].send({**asdict(order), "alternate": len(trials) > 1})
+        while waiting:
+            for order in tuple(waiting):
+                child = children[order.arm]
+                if len(trials) > 1:
+                    child.send("turn")
+                answer = child.answer()
+                if "trial" in answer:
+                    waiting.remove(order)
+                    yield order, Trial.from_json(answer["trial"])
+                else:
+                    progress(order, answer["steps"])
+
+    def _child(self, name: str) -> Child:
+        if name in self._running:
+            self._running[name] = self._running.pop(name)
+            return self._running[name][0]
+        while len(self._running) >= self.most:
+            self._end(next(iter(self._running)))
+        arm, stack = self.arms[name], ExitStack()
+        order = {
+            "name": name,
+            "recipe": arm.recipe.to_json(),
+            "path": str(arm.path) if arm.path else None,
+            "out": str(self.out),
+            "machine": dict(self.machine),
+        }
+        child = stack.enter_context(start("quern.lab.arms", f"arm {name}", order, self.variables))
+        self._running[name] = child, stack
+        return child
+
+    def _end(self, name: str) -> None:
+        _, stack = self._running.pop(name)
+        stack.close()
+
+
+def main() -> None:
+    """The process of an arm: trains each `Order` that it is sent, in turns if other arms train beside it."""
+    from quern.kernels.attention.autotune import select_attention
+
+    with replying() as reply:
+        order, requests = orders()
+        callables = read_recipe_file(Path(order["path"]))[0].callables() if order["path"] else {}
+        recipe = Recipe.from_json(order["recipe"], **callables)
+        trainer = Trainer(Path(order["out"]), select_attention(detect(**order["machine"])))
+        for body in requests:
+            turns = _Turns(reply, requests, body.pop("alternate"))
+            one = Order(**body)
+            trial = trainer.train(
+                replace(recipe, train=replace(recipe.train, steps=one.steps)),
+                name=order["name"],
+                seed=one.seed,
+                data_seed=one.data_seed,
+                evaluations=one.evaluations,
+                on_step=turns.after_step,
+            )
+            reply({"trial": trial.to_json()})
+
+
+class _Turns:
+    """Ends this arm's turn after some seconds, and waits for the next."""
+
+    def __init__(self, reply: Callable[[Any], None], requests: Iterator[Any], alternate: bool) -> None:
+        self._reply, self._requests, self._alternate = reply, requests, alternate
+        if alternate:
+            self._wait()
+        self._began: float | None = None  # at the first step, which may compile
+
+    def after_step(self, step: int, seconds: float) -> None:
+        now = time.perf_counter()
+        self._began = self._began or now
+        if now - self._began >= TURN_SECONDS:
+            self._reply({"steps": step})
+            if self._alternate:
+                self._wait()
+            self._began = time.perf_counter()
+
+    def _wait(self) -> None:
+        if next(self._requests, None) is None:
+            sys.exit()  # the parent is gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""`quern lab compare` and `quern lab log` on the command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from quern import machine as machines
+from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_flags import parse
+from quern.lab.arms import Arm
+from quern.lab.compare import Workers, compare
+from quern.lab.power import detectable_effect
+from quern.lab.results import HEAD, write_results
+from quern.lab.study import AXES, Registration, register
+from quern.recipe import Recipe, TrainRecipe
+from quern.recipes import load_recipe
+from quern.resolve import resolve
+from quern.terminal import grid
+from quern.unavailable import refuse_idle
+
+
+@dataclass
+class LabOptions:
+    """Where a study is, and the device that computes."""
+
+    out: Path = Path("out")
+    """The output folder; studies are in its folder lab."""
+    study: Annotated[str | None, UNSAID] = None
+    """The study's name. Default: from the names of the arms."""
+    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
+    """Default: the fastest device available."""
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
+    """Default: bf16 if it is measured to be faster."""
+    threads: Annotated[int | None, UNSAID] = None
+    """CPU threads of all workers. Default: one per core."""
+    compile: bool = True
+    """--no-compile runs eagerly."""
+    workers: int = 1
+    """Arms that train at the same time: on GPUs one for each, on a CPU they share its threads."""
+
+    def machine_flags(self) -> dict[str, Any]:
+        """Arguments of `machine.detect` for one worker."""
+        threads = max(1, (self.threads or machines.detect(self.device, self.dtype, self.compile).threads))
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "compile": self.compile,
+            "threads": max(1, threads // self.workers),
+        }
+
+
+@dataclass
+class CompareOptions:
+    """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    lab: Annotated[LabOptions, tyro.conf.arg(name="")] = field(default_factory=LabOptions)
+    axes: tuple[Literal["steps", "flops", "seconds"], ...] = AXES
+    """What the arms have equal; each axis has a verdict of its own."""
+    delta: float = 0.002
+    """Bits per byte. A smaller difference does not matter."""
+    alpha: float = 0.05
+    """The probability of a false verdict in the whole study."""
+    tau2: float = 1.0
+    """Variance of the effect size, in standard deviations of the pairs' differences, that the test is tuned for."""
+    most_pairs: int = 12
+    """An idea that is not decided after so many pairs stays undecided."""
+    vary: Literal["both", "init", "data"] = "both"
+    """What differs between the pairs: the initial weights, the order of the data, or both."""
+    first_seed: int = 0
+    """The seed of the first pair; the next pairs count up."""
+    evaluations: int = 8
+    """Validations in a trial, for the curves."""
+    horizons: tuple[float, ...] = (0.75, 1.33)
+    """The baseline is also trained for these shares of its steps: an effect is then told as steps saved."""
+    horizon_pairs: int = 3
+    """Pairs that are trained for the other horizons."""
+
+
+def run_compare(rest: list[str], log: Callable[[str], None], description: str) -> int:
+    """Reads the command line after `quern lab compare`, and runs the study. Returns the exit code."""
+    count = next((at for at, argument in enumerate(rest) if argument.startswith("-")), len(rest))
+    names, flags = rest[:count], rest[count:]
+    if len(names) < 2 and not {"-h", "--help"} & set(flags):
+        raise ValueError(
+            "name a baseline and at least one idea, as recipes or .py files: "
+            "quern lab compare experiments/baseline.py experiments/swiglu.py"
+        )
+    arms, options = [], None
+    for name in names or ["gpt"]:
+        recipe, source = load_recipe(name)
+        parsed = parse(CompareOptions, recipe, flags, verb="lab compare", description=description)
+        options = options or parsed
+        refuse_idle(parsed.recipe, "lab compare", (), tokens=parsed.recipe.data.endswith(".bin"))
+        path = Path(name) if source is not None else None
+        arms.append(Arm(path.stem if path else name, parsed.recipe, path, source))
+    assert options is not None
+    if len({arm.name for arm in arms}) < len(arms):
+        raise ValueError("two arms have one name: give every arm's file a name of its own")
+    command = shlex.join(["quern", "lab", "compare", *rest])
+    return _compare(arms, options, command, log)
+
+
+def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callable[[str], None]) -> int:
+    lab, base = options.lab, arms[0]
+    machine = machines.detect(**lab.machine_flags())
+    train = resolve(base.recipe).train
+    assert train.steps
+    arms = [_same_length(arm, train) for arm in arms]
+    detectable = detectable_effect(options.most_pairs, options.alpha / (len(arms) - 1), tau2=options.tau2)
+    registration = Registration(
+        base=base.name,
+        ideas=tuple(arm.name for arm in arms[1:]),
+        recipes={arm.name: arm.recipe.to_json() for arm in arms},
+        sources={arm.name: arm.source for arm in arms if arm.source is not None},
+        steps=train.steps,
+        axes=tuple(axis for axis in AXES if axis in options.axes),
+        horizons=options.horizons,
+        horizon_pairs=options.horizon_pairs,
+        evaluations=options.evaluations,
+        delta=options.delta,
+        alpha=options.alpha,
+        tau2=options.tau2,
+        most_pairs=options.most_pairs,
+        vary=options.vary,
+        seed=options.first_seed,
+        detectable_sd=round(detectable, 2),
+    )
+    name = lab.study or "-".join(arm.name for arm in arms)[:60]
+    study = register(lab.out / "lab" / name, registration, machine, command)
+    log(
+        f"study {name}: {registration.metric}, {train.steps:,} steps; margin ±{options.delta:g}, α {options.alpha:g}, "
+        f"at most {options.most_pairs} pairs, which find an effect of {detectable:.2g} standard deviations of the "
+        f"pairs' differences with a probability of 80 %; {len(study.entries)} trials are there already"
+    )
+    workers = Workers(lab.workers, lab.out, lab.machine_flags(), _variables(machine))
+    results = compare(study, arms, workers, log)
+    write_results(study, results)
+    for line in grid(("equal", *HEAD), [[one.axis, *one.cells()] for one in results]):
+        log(line)
+    return 0
+
+
+def _same_length(arm: Arm, base: TrainRecipe) -> Arm:
+    """The arm with the baseline's number of steps, and with its batch unless the idea has one of its own."""
+    train = arm.recipe.train
+    train = replace(train, steps=base.steps, batch_tokens=train.batch_tokens or base.batch_tokens)
+    return replace(arm, recipe=replace(arm.recipe, train=train))
+
+
+def _variables(machine: machines.Machine) -> Callable[[int], dict[str, str]]:
+    """On GPUs each worker sees one of them."""
+    if machine.device.type != "cuda":
+        return lambda worker: {}
+    visible = machines.environment().get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [str(number) for number in range(os.cpu_count() or 1)]
+    return lambda worker: {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]}

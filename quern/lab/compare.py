@@ -1,0 +1,143 @@
+"""`quern lab compare`: ideas against a baseline over paired seeds, at equal steps, equal FLOPs and equal wall clock.
+
+Both arms of a pair have the same seeds: the same order of the data, and the same initial weights where names and shapes
+agree. In the first pair of an idea both arms alternate, which gives the ratio of their times. The number of steps with
+equal FLOPs or equal time follows from that pair, and such trials are trained to the end of their own schedule. After
+each pair an anytime-valid test decides (evidence.py), so a study may stop as soon as it is decided.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quern.lab.arms import Arm, Arms, Order
+from quern.lab.results import Result, all_results, result, steps_of
+from quern.lab.study import Study
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Where arms run: `count` workers at a time, each with its own processes.
+
+    Args:
+        count: Ideas that are compared at the same time.
+        out: The folder of tokenizers and token shards.
+        machine: Arguments of `machine.detect` for each worker.
+        variables: Environment variables of each worker's processes.
+    """
+
+    count: int
+    out: Path
+    machine: dict[str, Any]
+    variables: Callable[[int], dict[str, str]] = lambda worker: {}
+
+
+def compare(study: Study, arms: Sequence[Arm], workers: Workers, log: Callable[[str], None]) -> list[Result]:
+    """Trains what the study lacks until every idea is decided or has had its pairs.
+
+    Args:
+        study: Open. Finished trials are not trained again.
+        arms: The baseline and the ideas.
+        workers: Where the arms run.
+        log: Takes lines for the user.
+
+    Returns:
+        The results of all ideas on all axes.
+
+    Raises:
+        RuntimeError: The process of an arm failed.
+    """
+    driver = _Driver(study, {arm.name: arm for arm in arms}, workers, log)
+    ideas = iter(study.registration.ideas)
+    lock = threading.Lock()
+
+    def work(number: int) -> None:
+        with Arms(driver.arms, workers.out, workers.machine, variables=workers.variables(number)) as processes:
+            while True:
+                with lock:
+                    idea = next(ideas, None)
+                if idea is None:
+                    return
+                driver.compare(idea, processes)
+
+    if workers.count == 1:
+        work(0)
+    else:
+        with ThreadPoolExecutor(workers.count) as pool:
+            for done in [pool.submit(work, number) for number in range(workers.count)]:
+                done.result()
+    return all_results(study)
+
+
+class _Driver:
+    """Decides which trials come next, and keeps the records."""
+
+    def __init__(self, study: Study, arms: dict[str, Arm], workers: Workers, log: Callable[[str], None]) -> None:
+        self.study, self.arms, self.workers, self.log = study, arms, workers, log
+        self._writing = threading.Lock()
+        self._base: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    def compare(self, idea: str, processes: Arms) -> None:
+        """Trains pairs of an idea until it is decided on every axis."""
+        registered = self.study.registration
+        for pair in range(registered.most_pairs):
+            found = self._results(idea)
+            if found and all(one.decided for one in found):
+                break
+            self._equal_steps(idea, pair, processes)
+            for axis in registered.axes:
+                self._alone(idea, pair, steps_of(self.study, idea, axis), processes)
+            with self._base[pair]:
+                for steps in registered.other_lengths() if pair < registered.horizon_pairs else ():
+                    self._alone(registered.base, pair, steps, processes)
+            for one in self._results(idea):
+                self.log(one.line())
+
+    def _results(self, idea: str) -> list[Result]:
+        with self._writing:
+            found = [result(self.study, idea, axis) for axis in self.study.registration.axes]
+            return [one for one in found if one is not None]
+
+    def _equal_steps(self, idea: str, pair: int, processes: Arms) -> None:
+        """The baseline and the idea for the same number of steps. They alternate if both must be trained."""
+        registered = self.study.registration
+        base, steps = registered.base, registered.steps
+        with self._base[pair]:
+            if pair == 0:  # their times are compared
+                missing = self.study.find(idea, pair, steps, beside=base) is None
+                names = [base, idea] if missing or self.study.find(base, pair, steps, beside=idea) is None else []
+            else:
+                names = [name for name in (base, idea) if self.study.find(name, pair, steps) is None]
+            if base in names:
+                self._train([self._order(name, pair, steps) for name in names], processes)
+                return
+        self._train([self._order(name, pair, steps) for name in names], processes)
+
+    def _alone(self, arm: str, pair: int, steps: int, processes: Arms) -> None:
+        if self.study.find(arm, pair, steps) is None:
+            self._train([self._order(arm, pair, steps)], processes)
+
+    def _order(self, arm: str, pair: int, steps: int) -> Order:
+        seed, data_seed = self.study.registration.seeds(pair)
+        return Order(arm, pair, steps, seed, data_seed, evaluations=self.study.registration.evaluations)
+
+    def _train(self, orders: list[Order], processes: Arms) -> None:
+        names = tuple(order.arm for order in orders)
+        for order, trial in processes.train(orders) if orders else ():
+            beside = tuple(name for name in names if name != order.arm)
+            with self._writing:
+                earlier = self.study.find(order.arm, order.pair, order.steps)
+                self.study.add(order.pair, beside, trial)
+            score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
+            self.log(
+                f"pair {order.pair + 1}, {order.arm}: {order.steps:,} steps, {score}, "
+                f"{trial.tokens_per_second:,.0f} tokens/s"
+            )
+            if earlier is not None and earlier.bpb != trial.bpb:
+                self.log(f"note: {order.arm} does not repeat exactly with one seed: {earlier.bpb} before")

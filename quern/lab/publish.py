@@ -1,0 +1,202 @@
+"""`quern lab log`: the experiment log, one page per study and the ideas' verdicts, all from records.
+
+The records of a study are copied to `experiments/records/STUDY/`. `docs/experiments/STUDY.md` with its figures,
+`experiments/LOG.md` and the `Verdict:` in the docstring of each idea's file are generated from them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quern.lab.figures import curves, intervals
+from quern.lab.idea import Idea, read_idea, with_verdict
+from quern.lab.results import Result, all_results
+from quern.lab.study import TRIALS, Study, read_study
+from quern.temporaries import write_whole
+
+HEADER = "<!-- Generated from experiments/records by `quern lab log`. -->\n\n"
+FIGURES_OF_A_STUDY = 12
+"""A study with more ideas has no curves of single ones."""
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Flags of `quern lab log`."""
+
+    study: tuple[str, ...] = ()
+    """Studies under out/lab to publish. Default: those that were published before, from their records."""
+    out: Path = Path("out")
+    """The output folder, which has the studies."""
+    folder: Path = Path(".")
+    """The folder with experiments/ and docs/."""
+
+
+def run(options: LogOptions, log: Callable[[str], None]) -> int:
+    """Publishes studies and renews every page. Returns the exit code."""
+    records = options.folder / "experiments" / "records"
+    for name in options.study:
+        source = options.out / "lab" / name
+        read_study(source)
+        (records / name).mkdir(parents=True, exist_ok=True)
+        for file in ("study.json", TRIALS):
+            shutil.copyfile(source / file, records / name / file)
+    studies = [read_study(path.parent) for path in sorted(records.glob("*/study.json"))]
+    for path, text in pages(studies).items():
+        (options.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(options.folder / path, text)
+        log(f"wrote {path}")
+    for path, text in idea_files(studies, options.folder / "experiments").items():
+        write_whole(path, text)
+        log(f"verdict: {path}")
+    return 0
+
+
+def pages(studies: Sequence[Study]) -> dict[str, str]:
+    """The text of every generated page and figure, by its path in the project."""
+    found = {"experiments/LOG.md": log_page(studies)}
+    for study in studies:
+        results = all_results(study)
+        for axis in study.registration.axes:
+            if len(study.registration.ideas) > 1:
+                found[f"docs/experiments/{study.name}-{axis}.svg"] = intervals(results, study.registration.delta, axis)
+        if len(study.registration.ideas) <= FIGURES_OF_A_STUDY:
+            for idea in study.registration.ideas:
+                found[f"docs/experiments/{study.name}-{idea}.svg"] = curves(study, idea)
+        found[f"docs/experiments/{study.name}.md"] = study_page(study, results)
+    return found
+
+
+def idea_files(studies: Sequence[Study], folder: Path) -> dict[Path, str]:
+    """The files of ideas whose verdict changes: path → new text. The last study that has an idea decides."""
+    verdicts = {idea: (study, idea) for study in studies for idea in study.registration.ideas}
+    changed = {}
+    for idea, (study, name) in verdicts.items():
+        path = folder / f"{idea}.py"
+        if not path.exists():
+            continue
+        text = path.read_text(encoding="utf-8")
+        new = with_verdict(text, _verdict_line(study, [one for one in all_results(study) if one.idea == name]))
+        if new != text:
+            changed[path] = new
+    return changed
+
+
+def log_page(studies: Sequence[Study]) -> str:
+    """experiments/LOG.md: every idea of every study in one table."""
+    lines = [
+        "# The experiment log\n",
+        "Each row is an idea against the baseline of its study, over paired seeds. Differences are in bits per byte "
+        "of held-out text: below 0 the idea is better. [How a verdict is reached](../docs/statistics.md).\n",
+    ]
+    for study in studies:
+        registered = study.registration
+        lines += [
+            f"## [{study.name}](../docs/experiments/{study.name}.md)\n",
+            _setup(study) + "\n",
+            "| idea | " + " | ".join(f"equal {axis}" for axis in registered.axes) + " | published | agrees |",
+            "|---" * (len(registered.axes) + 3) + "|",
+        ]
+        results = all_results(study)
+        for idea in registered.ideas:
+            own = {one.axis: one for one in results if one.idea == idea}
+            cells = [_cell(own.get(axis)) for axis in registered.axes]
+            about = _about(study, idea)
+            lines.append(
+                f"| {idea} | {' | '.join(cells)} | {about.direction or ''} | {agreement(about, own.get('steps'))} |"
+            )
+        lines.append("")
+    return HEADER + "\n".join(lines)
+
+
+def study_page(study: Study, results: Sequence[Result]) -> str:
+    """One page: hypothesis, setup, tables on the axes, figures, agreement, how to repeat."""
+    registered = study.registration
+    lines = [f"# {study.name}\n", _setup(study) + "\n"]
+    for axis in registered.axes:
+        lines += [f"## Equal {axis}\n"]
+        if len(registered.ideas) > 1:
+            lines += [f"![Intervals of all ideas at equal {axis}]({study.name}-{axis}.svg)\n"]
+        lines += [
+            "| idea | steps | pairs | difference | interval | one look | ρ | verdict | saved | tokens/s | memory |",
+            "|---|--:|--:|--:|---|---|--:|---|--:|--:|--:|",
+            *(f"| {' | '.join(one.cells())} |" for one in results if one.axis == axis),
+            "",
+        ]
+    lines += ["## The ideas\n"]
+    for idea in registered.ideas:
+        about, own = _about(study, idea), {one.axis: one for one in results if one.idea == idea}
+        lines += [f"### {idea}\n", f"{about.title}\n"]
+        parts = {"Hypothesis": about.hypothesis, "Source": about.source, "Expected effect": about.expected}
+        lines += [*(f"- **{name}**: {text}" for name, text in parts.items() if text)]
+        lines += [f"- **Agreement with the source**: {agreement(about, own.get('steps')) or 'no prediction'}"]
+        lines += [f"- **Outliers**: {text}" for text in _outliers(own.values())]
+        if len(registered.ideas) <= FIGURES_OF_A_STUDY:
+            lines += ["", f"![{idea} minus {registered.base}]({study.name}-{idea}.svg)"]
+        lines.append("")
+    lines += ["## Repeat it\n", f"```\n{study.facts.get('command', '')}\n```\n"]
+    return HEADER + "\n".join(lines)
+
+
+def agreement(about: Idea, result: Result | None) -> str:
+    """yes, no or open: whether the verdict at equal steps is what the source predicts; "" without a prediction."""
+    if about.direction is None or result is None:
+        return ""
+    return "open" if not result.decided else "yes" if result.verdict == about.direction else "no"
+
+
+def _setup(study: Study) -> str:
+    registered, machine = study.registration, study.facts["machine"]
+    recipe = registered.recipes[registered.base]
+    tokens = recipe["train"]["batch_tokens"]
+    return (
+        f"Baseline `{registered.base}`: depth {recipe['depth']}, {registered.steps:,} steps of {tokens:,} tokens on "
+        f"`{recipe['data']}`. Registered {study.facts['registered']}: {registered.metric}; margin "
+        f"±{registered.delta:g}, α {registered.alpha:g} over {len(registered.ideas)} ideas, τ² {registered.tau2:g}, at "
+        f"most {registered.most_pairs} pairs, which find {registered.detectable_sd:g} standard deviations of the "
+        f"pairs' differences with a probability of 80 %. Noise of the baseline over seeds: {_noise(study)}. "
+        f"Machine: {machine['processor']}, {machine['dtype']}, torch {study.facts['torch']}."
+    )
+
+
+def _noise(study: Study) -> str:
+    registered = study.registration
+    scores = [
+        trial.bpb
+        for pair in range(registered.most_pairs)
+        if (trial := study.find(registered.base, pair, registered.steps)) and trial.bpb is not None
+    ]
+    if len(scores) < 2:
+        return "not measured"
+    mean = sum(scores) / len(scores)
+    deviation = (sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)) ** 0.5
+    return f"{mean:.4f} ± {deviation:.4f} bits per byte (standard deviation of {len(scores)})"
+
+
+def _about(study: Study, idea: str) -> Idea:
+    source = study.registration.sources.get(idea)
+    return read_idea(source) if source else Idea(f"The recipe `{idea}`.")
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return "not measured"
+    return f"{result.verdict}, {result.paired.mean:+.4f}"
+
+
+def _verdict_line(study: Study, results: Sequence[Result]) -> str:
+    parts = [
+        f"{one.verdict} at equal {one.axis} ({one.paired.mean:+.4f} bits per byte, {one.paired.n} pairs)"
+        for one in results
+    ]
+    return f"{'; '.join(parts) or 'not yet measured'}. Study {study.name}." if parts else "not yet measured."
+
+
+def _outliers(results: Iterable[Result]) -> list[str]:
+    return [
+        f"equal {one.axis}: pairs {', '.join(str(one.pairs[at] + 1) for at in one.paired.outliers)}"
+        for one in results
+        if one.paired.outliers
+    ]

@@ -1,0 +1,169 @@
+"""The results of a comparison, from its records: for each idea and axis an interval, a verdict, and the costs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from quern.lab.evidence import Paired, Saved, compare_pairs, local_slope, share_saved, verdict, verdicts
+from quern.lab.study import Study
+from quern.temporaries import write_whole
+
+HEAD = ("idea", "steps", "pairs", "difference", "interval", "one look", "ρ", "verdict", "saved", "tokens/s", "memory")
+STEP_TOLERANCE = {"flops": 0.005, "seconds": 0.02}
+"""Numbers of steps that differ by less share one trial: FLOPs are exact, the ratio of times is good to 2 %."""
+UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Result:
+    """An idea on one axis.
+
+    Args:
+        idea: Its name.
+        axis: What the arms have equal.
+        steps: Optimizer steps of the idea.
+        seeds: The pairs' numbers.
+        base_bpb: Of the baseline by pair; None for a run that diverged.
+        idea_bpb: Of the idea by pair.
+        paired: Difference idea − baseline, and its evidence.
+        verdict: better, worse, no difference or undecided.
+        saved: Share of the baseline's steps that the idea saves, with its interval; None if the baseline was not
+            trained for other horizons.
+        speed: Tokens per second over those of the baseline, in the pair whose arms alternated.
+        memory: Peak memory over that of the baseline.
+    """
+
+    idea: str
+    axis: str
+    steps: int
+    pairs: tuple[int, ...]
+    base_bpb: tuple[float | None, ...]
+    idea_bpb: tuple[float | None, ...]
+    paired: Paired
+    verdict: str
+    saved: Saved | None
+    speed: float
+    memory: float
+
+    @property
+    def decided(self) -> bool:
+        return self.verdict != UNDECIDED
+
+    def line(self) -> str:
+        """One line for the user."""
+        return (
+            f"  {self.idea}, equal {self.axis}: {self.paired.mean:+.4f} bits per byte "
+            f"{_ends(self.paired.interval, '+.4f')} over {self.paired.n} pairs: {self.verdict}"
+        )
+
+    def cells(self) -> list[str]:
+        """The cells of `HEAD`."""
+        saved = "" if self.saved is None else f"{self.saved.share:+.0%} {_ends(self.saved.interval, '+.0%')}"
+        correlation = "" if math.isnan(self.paired.correlation) else f"{self.paired.correlation:.2f}"
+        return [
+            self.idea,
+            f"{self.steps:,}",
+            str(self.paired.n),
+            f"{self.paired.mean:+.4f}",
+            _ends(self.paired.interval, "+.4f"),
+            _ends(self.paired.fixed_interval, "+.4f"),
+            correlation,
+            self.verdict,
+            saved,
+            f"{self.speed - 1:+.1%}",
+            f"{self.memory - 1:+.1%}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only; numbers that are not finite are None."""
+        return json.loads(json.dumps(asdict(self), default=str), parse_constant=lambda name: None)
+
+
+def steps_of(study: Study, idea: str, axis: str) -> int:
+    """The steps with which an idea is trained on an axis, from its first pair; there, as many as the baseline."""
+    registered = study.registration
+    base = study.find(registered.base, 0, registered.steps, beside=idea)
+    ours = study.find(idea, 0, registered.steps, beside=registered.base)
+    if axis == "steps" or base is None or ours is None or base.bpb is None or ours.bpb is None:
+        return registered.steps
+    flops = _near(registered.steps * base.flops / ours.flops, registered.steps, STEP_TOLERANCE["flops"])
+    if axis == "flops":
+        return flops
+    steps = registered.steps * base.seconds / ours.seconds
+    return _near(_near(steps, registered.steps, STEP_TOLERANCE["seconds"]), flops, STEP_TOLERANCE["seconds"])
+
+
+def _near(steps: float, other: int, tolerance: float) -> int:
+    return other if abs(steps - other) <= tolerance * other else max(1, round(steps))
+
+
+def all_results(study: Study) -> list[Result]:
+    """The results of a study so far, by idea and axis. On each axis the verdicts are corrected for all ideas."""
+    registered = study.registration
+    found: list[Result] = []
+    for axis in registered.axes:
+        on_axis = [one for idea in registered.ideas if (one := result(study, idea, axis))]
+        corrected = verdicts([one.paired for one in on_axis], registered.delta, registered.alpha)
+        found += [replace(one, verdict=verdict) for one, verdict in zip(on_axis, corrected, strict=True)]
+    order = {idea: number for number, idea in enumerate(registered.ideas)}
+    return sorted(found, key=lambda one: order[one.idea])
+
+
+def result(study: Study, idea: str, axis: str) -> Result | None:
+    """The result of an idea on an axis, on its own at level α / ideas; None without a single pair."""
+    registered, steps = study.registration, steps_of(study, idea, axis)
+    pairs, bases, ours = [], [], []
+    for pair in range(registered.most_pairs):
+        base = study.find(registered.base, pair, registered.steps)
+        own = study.find(idea, pair, steps)
+        if base is not None and own is not None:
+            pairs.append(pair)
+            bases.append(base)
+            ours.append(own)
+    if not pairs:
+        return None
+    base_bpb, idea_bpb = tuple(one.bpb for one in bases), tuple(one.bpb for one in ours)
+    alpha = registered.alpha / len(registered.ideas)
+    paired = compare_pairs(base_bpb, idea_bpb, alpha, registered.tau2)
+    beside = study.find(registered.base, 0, registered.steps, beside=idea) or bases[0]
+    alternated = study.find(idea, 0, registered.steps, beside=registered.base) or ours[0]
+    return Result(
+        idea=idea,
+        axis=axis,
+        steps=steps,
+        pairs=tuple(pairs),
+        base_bpb=base_bpb,
+        idea_bpb=idea_bpb,
+        paired=paired,
+        verdict=verdict(paired, registered.delta, alpha),
+        saved=_saved(study, paired),
+        speed=alternated.tokens_per_second / beside.tokens_per_second,
+        memory=alternated.peak_bytes / beside.peak_bytes,
+    )
+
+
+def _saved(study: Study, paired: Paired) -> Saved | None:
+    """The difference as a share of the baseline's horizon, from its bits per byte at several horizons."""
+    registered = study.registration
+    lengths = sorted({registered.steps, *registered.other_lengths()})
+    curves = []
+    for pair in range(registered.horizon_pairs):
+        found = [study.find(registered.base, pair, steps) for steps in lengths]
+        curves.append([(math.log(one.steps), one.bpb) for one in found if one and one.bpb is not None])
+    try:
+        return share_saved(paired, local_slope(curves), paired.alpha)
+    except ValueError:  # no pair has two lengths yet
+        return None
+
+
+def _ends(ends: tuple[float, float], form: str) -> str:
+    return f"[{', '.join(format(end, form) if math.isfinite(end) else '…' for end in ends)}]"
+
+
+def write_results(study: Study, results: Sequence[Result]) -> None:
+    """Writes `verdicts.json`, from which pages and the board read. It is derived from the records."""
+    write_whole(study.folder / "verdicts.json", json.dumps([one.to_json() for one in results], indent=1) + "\n")

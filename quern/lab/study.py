@@ -1,0 +1,187 @@
+"""A study's folder: what was registered before the first run, and one line for each finished trial.
+
+`study.json` holds the registration and never changes; another registration in the same folder is refused.
+`trials.jsonl` grows by one line per finished trial, which is synced to the disk. A crash can tear only the last line,
+which is dropped when the folder is opened again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quern import __version__
+from quern.lab.trainer import Trial
+from quern.machine import Machine
+from quern.records import append_synced, drop_torn_end, git_hash, read_lines
+from quern.temporaries import write_whole
+
+AXES = ("steps", "flops", "seconds")
+"""What the arms have equal: optimizer steps, training FLOPs, or wall clock."""
+TRIALS = "trials.jsonl"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a comparison fixes before its first run.
+
+    Args:
+        base: Name of the baseline.
+        ideas: Names of the arms that are compared with it.
+        recipes: The recipe of each arm, as JSON.
+        sources: The text of each arm's own file, where it has one.
+        steps: Optimizer steps of the baseline.
+        axes: Of `AXES`.
+        horizons: Shares of `steps` that the baseline is also trained for.
+        horizon_pairs: Pairs with which those are trained.
+        evaluations: Validations in a trial.
+        delta: Bits per byte. Differences below it do not matter.
+        alpha: Error rate of the verdicts of the study.
+        tau2: Variance of the prior of the effect size (`evidence.log_bayes_factor`).
+        most_pairs: Pairs after which an idea stays undecided.
+        vary: What differs between the pairs: both seeds, init or data.
+        seed: Of the first pair; pair k has seed + k.
+        detectable_sd: Smallest effect that is detected with a probability of 80 %, in standard deviations of the
+            pairs' differences.
+        metric: What is compared; lower is better.
+    """
+
+    base: str
+    ideas: tuple[str, ...]
+    recipes: dict[str, Any]
+    sources: dict[str, str]
+    steps: int
+    axes: tuple[str, ...]
+    horizons: tuple[float, ...]
+    horizon_pairs: int
+    evaluations: int
+    delta: float
+    alpha: float
+    tau2: float
+    most_pairs: int
+    vary: str
+    seed: int
+    detectable_sd: float
+    metric: str = "validation bits per byte after the last step"
+
+    def seeds(self, pair: int) -> tuple[int, int]:
+        """The seeds of the initial weights and of the data order of a pair."""
+        return (
+            self.seed + pair * (self.vary in ("both", "init")),
+            self.seed + pair * (self.vary in ("both", "data")),
+        )
+
+    def other_lengths(self) -> tuple[int, ...]:
+        """The numbers of steps that `horizons` mean."""
+        return tuple(max(1, round(share * self.steps)) for share in self.horizons)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @staticmethod
+    def from_json(body: Mapping[str, Any]) -> Registration:
+        """The inverse of `to_json`; other keys are ignored."""
+        names = Registration.__dataclass_fields__
+        values: dict[str, Any] = {n: tuple(body[n]) if isinstance(body[n], list) else body[n] for n in names}
+        return Registration(**values)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A finished trial in its study. pair: from 0; beside: the other arms that alternated with it."""
+
+    pair: int
+    beside: tuple[str, ...]
+    trial: Trial
+
+
+class Study:
+    """An open study.
+
+    Args:
+        folder: Its folder.
+        registration: What was registered.
+        facts: Machine, versions and time of the registration.
+    """
+
+    def __init__(self, folder: Path, registration: Registration, facts: dict[str, Any]) -> None:
+        self.folder, self.registration, self.facts = folder, registration, facts
+        self.entries: list[Entry] = []
+        self._trials: defaultdict[tuple[str, int, int], list[Entry]] = defaultdict(list)
+        for body in read_lines(folder / TRIALS):
+            self._keep(Entry(body["pair"], tuple(body["beside"]), Trial.from_json(body)))
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def add(self, pair: int, beside: tuple[str, ...], trial: Trial) -> None:
+        """Appends a finished trial to the records, and waits until it is on the disk."""
+        entry = Entry(pair, beside, trial)
+        append_synced(self.folder / TRIALS, {"pair": entry.pair, "beside": list(entry.beside), **entry.trial.to_json()})
+        self._keep(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self._trials[entry.trial.recipe, entry.pair, entry.trial.steps].append(entry)
+
+    def find(self, arm: str, pair: int, steps: int, beside: str | None = None) -> Trial | None:
+        """The trial of an arm in a pair with this number of steps; the first one, or the one beside another arm."""
+        found = self._trials.get((arm, pair, steps), ())
+        return next((one.trial for one in found if beside is None or beside in one.beside), None)
+
+
+def register(folder: Path, registration: Registration, machine: Machine, command: str) -> Study:
+    """Opens a study; writes its registration if it is new. command: the command line, for the record.
+
+    Raises:
+        ValueError: The folder holds a study with another registration; the message names the difference.
+    """
+    path = folder / "study.json"
+    if path.exists():
+        study = read_study(folder)
+        ours, theirs = registration.to_json(), study.registration.to_json()
+        changed = [name for name in ours if ours[name] != theirs.get(name)]
+        if changed:
+            raise ValueError(
+                f"the study {folder.name} was registered with another {', '.join(changed)}, which must not change "
+                "after the first run: give the same arguments, or name another study with --study"
+            )
+        drop_torn_end(folder / TRIALS)
+        return read_study(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "command": command,
+        "registered": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quern": __version__,
+        "commit": git_hash(Path(__file__).parent),
+        "torch": torch.__version__,
+        "machine": machine.describe(),
+    }
+    write_whole(path, json.dumps({**registration.to_json(), "facts": facts}, indent=2) + "\n")
+    return read_study(folder)
+
+
+def read_study(folder: Path) -> Study:
+    """Reads a study.
+
+    Raises:
+        FileNotFoundError: The folder holds no study.
+        ValueError: Its records cannot be read.
+    """
+    path = folder / "study.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no study in {folder}: `quern lab compare` makes one")
+    body = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return Study(folder, Registration.from_json(body), body["facts"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a study that this version of quern can read: {error}") from error

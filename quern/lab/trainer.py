@@ -1,0 +1,243 @@
+"""Trains recipes repeatedly in one process, for studies: text, model and compilation are paid for once.
+
+A trial is one training run that leaves numbers and no checkpoint. It runs the loop of `quern pretrain` with the same
+batches and validation text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quern.machine import Machine
+from quern.model.base import LanguageModel
+from quern.model.count import Counts, count
+from quern.recipe import Recipe
+from quern.records import Nowhere
+from quern.resolve import resolve
+from quern.stages.prepare import Prepared, prepare
+from quern.stages.pretrain import fit_vocabulary, make_batches, validation
+from quern.stages.session import silent
+from quern.train import loop
+from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
+from quern.train.state import TrainState, build_model, build_state, compile_model
+
+
+class Pruned(Exception):
+    """Raised by a callback of `Trainer.train` to end a trial early."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One validation during a trial. seconds: time in steps; bpb: bits per byte of the validation text."""
+
+    step: int
+    tokens: int
+    flops: float
+    seconds: float
+    bpb: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One finished training run.
+
+    Args:
+        recipe: The name of the arm.
+        steps: Optimizer steps.
+        seed: Of the initial weights.
+        data_seed: Of the order of the batches.
+        tokens: Targets trained on.
+        flops: Training FLOPs by `model.count`.
+        seconds: Time in all steps, at the speed of those after the first, which may compile.
+        bpb: Final validation bits per byte; None for a run that diverged.
+        tokens_per_second: Of the steps after the first.
+        peak_bytes: Peak memory: of the GPU, or of the process on a CPU.
+        parameters: The fields of `model.count.Parameters`.
+        curve: Validations, by step.
+    """
+
+    recipe: str
+    steps: int
+    seed: int
+    data_seed: int
+    tokens: int
+    flops: float
+    seconds: float
+    bpb: float | None
+    tokens_per_second: float
+    peak_bytes: int
+    parameters: dict[str, int]
+    curve: tuple[Point, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(body: dict[str, Any]) -> Trial:
+        """The inverse of `to_json`; other keys are ignored."""
+        values: dict[str, Any] = {name: body[name] for name in Trial.__dataclass_fields__}
+        values["curve"] = tuple(Point(**point) for point in body["curve"])
+        return Trial(**values)
+
+
+class _Lines(Nowhere):
+    """Keeps the last line of metrics; writes nothing."""
+
+    last: dict[str, Any]
+
+    def metric(self, **fields: Any) -> None:
+        if "tokens_per_second" in fields:
+            self.last = fields
+
+
+class Trainer:
+    """Trains recipes one after another. The last model is kept, compiled, for recipes with the same shape.
+
+    Args:
+        out: The folder of tokenizers and token shards.
+        machine: The machine that computes.
+        log: Takes lines for the user.
+    """
+
+    def __init__(self, out: Path, machine: Machine, log: Callable[[str], None] = silent) -> None:
+        self.out, self.machine, self.log = out, machine, log
+        self._prepared: tuple[str, Prepared] | None = None
+        self._model: tuple[Any, LanguageModel, Counts] | None = None
+
+    def train(
+        self,
+        recipe: Recipe,
+        *,
+        name: str,
+        seed: int,
+        data_seed: int,
+        evaluations: int = 1,
+        on_step: Callable[[int, float], None] = lambda step, seconds: None,
+        on_eval: Callable[[Point], None] = lambda point: None,
+    ) -> Trial:
+        """Trains a recipe to the end of its steps.
+
+        Args:
+            recipe: As for `quern pretrain`. Its own seed decides the text of the built-in world and nothing else.
+            name: Of the arm, for the record.
+            seed: Of the initial weights.
+            data_seed: Of the order of the batches.
+            evaluations: Validations during the trial, evenly spaced; the last one is at the end.
+            on_step: Called after each step with its number and the seconds in steps so far. It may block or raise.
+            on_eval: Called after each validation. It may raise.
+
+        Returns:
+            The trial. One that diverged has no `bpb`.
+
+        Raises:
+            ValueError: The recipe trains for minutes, or a value is refused.
+        """
+        if recipe.train.minutes is not None:
+            raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
+        prepared = self._data(recipe)
+        recipe = fit_vocabulary(resolve(recipe), prepared)
+        recipe = replace(recipe, seed=seed, data_seed=data_seed)
+        model, counts = self._ready_model(recipe)
+        model.initialize(seed)
+        if self.machine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        state = build_state(recipe, self.machine, model)
+        curve: list[Point] = []
+        score = validation(recipe, prepared, self.machine)
+
+        def evaluate(state: TrainState) -> dict[str, Any]:
+            found = score(state)
+            seconds = _all_steps(state.seconds, state.step)
+            curve.append(
+                Point(state.step, state.tokens, state.tokens * counts.flops_per_token, seconds, found["val_bpb"])
+            )
+            on_eval(curve[-1])
+            return found
+
+        plan = _plan(recipe, counts, evaluate, evaluations)
+        lines = _Lines(self.out)
+
+        def advance(state: TrainState, line: dict[str, Any]) -> None:
+            on_step(state.step, state.seconds)
+
+        try:
+            batches = make_batches(recipe, prepared.train)
+            code = loop.train(state, batches, plan, self.machine, lines, self.log, advance)
+        finally:
+            state.optimizer.close()
+        if code not in (EXIT_DONE, EXIT_DIVERGED):
+            raise KeyboardInterrupt
+        final = curve[-1].bpb if code == EXIT_DONE and curve else math.nan
+        return Trial(
+            recipe=name,
+            steps=plan.steps,
+            seed=seed,
+            data_seed=data_seed,
+            tokens=state.tokens,
+            flops=state.tokens * counts.flops_per_token,
+            seconds=_all_steps(state.seconds, state.step),
+            bpb=final if math.isfinite(final) else None,
+            tokens_per_second=_rate(state),
+            peak_bytes=_peak_bytes(self.machine),
+            parameters=asdict(counts.parameters),
+            curve=tuple(curve),
+        )
+
+    def _data(self, recipe: Recipe) -> Prepared:
+        key = json.dumps([recipe.to_json()[part] for part in ("data", "val", "seed", "text", "make_documents")])
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = key, prepare(resolve(recipe), self.out, self.log)
+        return self._prepared[1]
+
+    def _ready_model(self, recipe: Recipe) -> tuple[LanguageModel, Counts]:
+        key = recipe.make_model, recipe.model, recipe.train.fp8
+        if self._model is None or self._model[0] != key:
+            self._model = None  # frees the memory of the last one first
+            model = build_model(recipe, self.machine, None)
+            counts = count(model)
+            compile_model(model, self.machine)
+            self._model = key, model, counts
+        return self._model[1:]
+
+
+def _plan(recipe: Recipe, counts: Counts, evaluate: loop.Evaluator, evaluations: int) -> loop.TrainingPlan:
+    train = recipe.train
+    assert train.steps
+    return loop.TrainingPlan(
+        steps=train.steps,
+        schedule=recipe.make_schedule(train),
+        micro_batch_rows=recipe.micro_batch_rows,
+        clip_norm=train.clip_norm,
+        log_every=train.steps,
+        save_every=None,
+        keep=1,
+        flops_per_token=counts.flops_per_token,
+        peak_flops=math.inf,
+        evaluators=[(max(1, math.ceil(train.steps / evaluations)), evaluate)],
+        meta={"seed": recipe.seed},
+    )
+
+
+def _all_steps(seconds: float, steps: int) -> float:
+    """The loop does not time the first step; it gets the mean of the others."""
+    return seconds * steps / max(1, steps - 1)
+
+
+def _rate(state: TrainState) -> float:
+    seconds = _all_steps(state.seconds, state.step)
+    return state.tokens / seconds if seconds else 0.0
+
+
+def _peak_bytes(machine: Machine) -> int:
+    if machine.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

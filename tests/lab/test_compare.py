@@ -1,0 +1,199 @@
+"""The driver of a comparison, with arms whose scores are a function of the seeds: its trials and its conclusions."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.lab import compare as comparing
+from quern.lab.arms import Order
+from quern.lab.compare import Workers, compare
+from quern.lab.publish import LogOptions, pages, run
+from quern.lab.results import all_results, steps_of, write_results
+from quern.lab.study import TRIALS, Registration, Study, read_study, register
+from quern.lab.trainer import Point, Trial
+from tests.support.toy_training import CPU
+
+COST = {"base": 1.0, "dear": 1.25, "same": 1.0, "broken": 1.0}
+GAIN = {"base": 0.0, "dear": 0.03, "same": 0.0, "broken": 0.0}
+IDEA = '''"""{}: an idea.
+
+Hypothesis: it helps.
+Source: a log.
+Expected effect: better.
+Verdict: not yet measured.
+"""
+'''
+
+
+def trial(order: Order) -> Trial:
+    """Bits per byte fall with the logarithm of the steps; the seed moves both arms, and a little noise each of them."""
+    noise = math.sin(12.9898 * order.seed + 78.233 * len(order.arm)) * 43758.5453
+    noise = 0.004 * (noise - math.floor(noise) - 0.5)
+    bpb = 2 - 0.1 * math.log(order.steps) - GAIN[order.arm] + 0.05 * math.sin(order.seed) + noise
+    seconds = order.steps * COST[order.arm]
+    points = tuple(Point(s, 10 * s, 10.0 * s, float(s), bpb + 1 / s) for s in (order.steps // 2, order.steps))
+    return Trial(
+        recipe=order.arm,
+        steps=order.steps,
+        seed=order.seed,
+        data_seed=order.data_seed,
+        tokens=10 * order.steps,
+        flops=10 * seconds,
+        seconds=seconds,
+        bpb=None if order.arm == "broken" else bpb,
+        tokens_per_second=10 / COST[order.arm],
+        peak_bytes=1000,
+        parameters={"total": 7},
+        curve=points,
+    )
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def fake_arms(trained: list[tuple[list[str], int, int]], most: float = math.inf) -> Callable[..., Any]:
+    """Arms without processes. trained: receives (names, pair, steps); most: trials until `Killed`."""
+
+    done = iter(range(10**6))
+
+    class Fake:
+        def __init__(self, *arguments: Any, **more: Any) -> None: ...
+        def __enter__(self) -> "Fake":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+        def train(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Trial]]:
+            trained.append(([order.arm for order in orders], orders[0].pair, orders[0].steps))
+            for order in orders:
+                if next(done) >= most:
+                    raise Killed
+                yield order, trial(order)
+
+    return Fake
+
+
+def registration(*ideas: str, **changes: Any) -> Registration:
+    body: dict[str, Any] = {
+        "base": "base",
+        "ideas": ideas,
+        "recipes": {"base": {"depth": 1, "data": "text", "train": {"batch_tokens": 10}}},
+        "sources": {idea: IDEA.format(idea) for idea in ideas},
+        "steps": 100,
+        "axes": ("steps", "flops", "seconds"),
+        "horizons": (0.5, 2.0),
+        "horizon_pairs": 3,
+        "evaluations": 2,
+        "delta": 0.005,
+        "alpha": 0.05,
+        "tau2": 1.0,
+        "most_pairs": 12,
+        "vary": "both",
+        "seed": 5,
+        "detectable_sd": 1.5,
+    }
+    return Registration(**body | changes)
+
+
+def opened(folder: Path, *ideas: str, **changes: Any) -> Study:
+    return register(folder / "lab" / "toy", registration(*ideas, **changes), CPU, "quern lab compare")
+
+
+def go(
+    study: Study, monkeypatch: pytest.MonkeyPatch, **fake: Any
+) -> tuple[list[Any], list[tuple[list[str], int, int]]]:
+    trained: list[tuple[list[str], int, int]] = []
+    monkeypatch.setattr(comparing, "Arms", fake_arms(trained, **fake))
+    return compare(study, [], Workers(1, study.folder, {}), lambda line: None), trained
+
+
+def test_verdicts_axes_and_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = opened(tmp_path, "dear", "same")
+    results, trained = go(study, monkeypatch)
+    found = {(one.idea, one.axis): one for one in results}
+    assert found["dear", "steps"].verdict == "better" and found["dear", "steps"].steps == 100
+    assert found["dear", "flops"].steps == found["dear", "seconds"].steps == 80, "a quarter dearer: 100 / 1.25 steps"
+    assert found["dear", "flops"].paired.mean == pytest.approx(-0.03 + 0.1 * math.log(1.25), abs=0.003)
+    assert found["same", "steps"].verdict == "no difference" == found["same", "seconds"].verdict
+    saved = found["dear", "steps"].saved
+    assert saved is not None and saved.share == pytest.approx(1 - math.exp(-0.3), abs=0.03)
+    assert saved.interval[0] < saved.share < saved.interval[1]
+    assert found["dear", "steps"].speed == pytest.approx(0.8) and found["dear", "steps"].paired.correlation > 0.9
+    assert trained[0] == (["base", "dear"], 0, 100), "the first pair alternates"
+    assert (["base", "same"], 0, 100) in trained, "also with a baseline that is trained already"
+    later = [names for names, pair, steps in trained if pair and steps == 100 and "same" in names]
+    assert later and all(names == ["same"] for names in later if len(names) == 1)
+    assert len({(tuple(n), p, s) for n, p, s in trained}) == len(trained), "nothing is trained twice"
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3, 5, 8, 13])
+def test_killed_and_started_again_nothing_is_lost_or_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    whole = opened(tmp_path / "whole", "dear", "same")
+    go(whole, monkeypatch)
+    study = opened(tmp_path, "dear", "same")
+    with pytest.raises(Killed):
+        go(study, monkeypatch, most=killed_at)
+    assert len(study.entries) == killed_at
+    with (study.folder / TRIALS).open("a") as stream:
+        stream.write('{"pair": 3, "torn')  # a line that a crash has cut
+    again = opened(tmp_path, "dear", "same")
+    assert len(again.entries) == killed_at
+    results, trained = go(again, monkeypatch)
+    assert [one.to_json() for one in results] == [one.to_json() for one in all_results(whole)]
+    alone = [(names[0], pair, steps) for names, pair, steps in trained if len(names) == 1]
+    kept = {(entry.trial.recipe, entry.pair, entry.trial.steps) for entry in study.entries}
+    assert kept.isdisjoint(alone)
+
+
+def test_a_run_that_diverges_counts_as_worst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, _ = go(opened(tmp_path, "broken", axes=("steps",)), monkeypatch)
+    assert results[0].verdict == "worse" and results[0].paired.diverged == (0, results[0].paired.n)
+
+
+def test_another_registration_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path, "dear")
+    with pytest.raises(ValueError, match="registered with another delta, alpha, which must not change after the first"):
+        opened(tmp_path, "dear", delta=0.1, alpha=0.2)
+    assert opened(tmp_path, "dear").registration == registration("dear")
+
+
+@pytest.mark.parametrize(("vary", "expected"), [("both", (8, 8)), ("init", (8, 5)), ("data", (5, 8))])
+def test_what_differs_between_pairs(vary: str, expected: tuple[int, int]) -> None:
+    assert registration("dear", vary=vary).seeds(3) == expected and registration("dear").seeds(0) == (5, 5)
+
+
+def test_equal_time_within_the_clocks_resolution_shares_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COST, "same", 1.015)
+    study = opened(tmp_path, "same")
+    go(study, monkeypatch)
+    assert [steps_of(study, "same", axis) for axis in ("steps", "flops", "seconds")] == [100, 99, 99]
+
+
+def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = opened(tmp_path / "out", "dear", "same")
+    write_results(study, go(study, monkeypatch)[0])
+    rows = json.loads((study.folder / "verdicts.json").read_text(encoding="utf-8"))
+    assert {"idea", "axis", "verdict", "pairs"} <= set(rows[0])
+    project = tmp_path / "project"
+    (project / "experiments").mkdir(parents=True)
+    (project / "experiments" / "dear.py").write_text(IDEA.format("dear") + "X = 1\n", encoding="utf-8")
+    said: list[str] = []
+    run(LogOptions(study=("toy",), out=tmp_path / "out", folder=project), said.append)
+    log = (project / "experiments" / "LOG.md").read_text(encoding="utf-8")
+    assert "| dear | better, -0.03" in log and "| better | yes |" in log and "| better | no |" in log
+    text = (project / "experiments" / "dear.py").read_text(encoding="utf-8")
+    assert "\nVerdict: better at equal steps (-0.0" in text and text.endswith('Study toy.\n"""\nX = 1\n')
+    page = (project / "docs" / "experiments" / "toy.md").read_text(encoding="utf-8")
+    assert "quern lab compare" in page and "](toy-dear.svg)" in page and "](toy-seconds.svg)" in page
+    for path, expected in pages([read_study(project / "experiments" / "records" / "toy")]).items():
+        assert (project / path).read_text(encoding="utf-8") == expected, "made again, it is the same"
+    run(LogOptions(folder=project), said.append)
+    assert (project / "experiments" / "dear.py").read_text(encoding="utf-8") == text
