@@ -86,20 +86,22 @@ def interval(
     """
     t = critical_t(n, alpha, tau2)
     with np.errstate(invalid="ignore"):  # infinite t times SD 0
-        half = np.where(np.isinf(t), np.inf, t * np.asarray(sd) / np.sqrt(n))
-    return mean - half, mean + half
+        half = np.where(np.isinf(t), np.inf, t * np.asarray(sd, float) / np.sqrt(n))
+    return np.asarray(mean, float) - half, np.asarray(mean, float) + half
 
 
 def anytime_interval(differences: ArrayLike, alpha: float, tau2: float = TAU2) -> tuple[float, float]:
     """The confidence sequence after the last difference; unbounded while there are too few to exclude anything."""
-    low, high = interval(*(values[..., -1] for values in moments(differences)), alpha, tau2)
+    n, mean, sd = moments(differences)
+    low, high = interval(n[-1], mean[-1], sd[-1], alpha, tau2)
     return float(low), float(high)
 
 
 def e_value(differences: ArrayLike, tau2: float = TAU2, mean: float = 0.0) -> float:
     """Evidence against "the true mean is `mean`": at most 1 on average if it is, at any stopping time."""
-    n, found, sd = (values[..., -1] for values in moments(differences))
-    return math.exp(min(float(log_bayes_factor(t_statistic(n, found - mean, sd), n, tau2)), MOST_EXPONENT))
+    n, found, sd = moments(differences)
+    t = t_statistic(n[-1], found[-1] - mean, sd[-1])
+    return math.exp(min(float(log_bayes_factor(t, n[-1], tau2)), MOST_EXPONENT))
 
 
 @dataclass(frozen=True)
@@ -149,12 +151,12 @@ def compare_pairs(
     """
     if len(base) != len(idea) or not base:
         raise ValueError(f"{len(base)} runs of the baseline and {len(idea)} of the idea: give one or more whole pairs")
-    arms, diverged = zip(*(_scores(runs, worst) for runs in (base, idea)), strict=True)
-    differences = arms[1] - arms[0]
+    (base_scores, base_diverged), (idea_scores, idea_diverged) = _scores(base, worst), _scores(idea, worst)
+    differences = idea_scores - base_scores
     n, mean, sd = (float(values[-1]) for values in moments(differences))
     low, high = interval(n, mean, sd, alpha, tau2)
-    correlation = _correlation(*arms)
-    method, fixed = _one_look(*arms, correlation, alpha)
+    correlation = _correlation(base_scores, idea_scores)
+    method, fixed = _one_look(base_scores, idea_scores, correlation, alpha)
     return Paired(
         n=len(base),
         mean=mean,
@@ -167,7 +169,7 @@ def compare_pairs(
         correlation=correlation,
         e_value=e_value(differences, tau2),
         outliers=outliers(differences),
-        diverged=diverged,
+        diverged=(base_diverged, idea_diverged),
     )
 
 
@@ -254,8 +256,8 @@ def verdicts(ideas: Sequence[Paired], delta: float, alpha: float) -> list[Verdic
     """
     if not ideas:
         return []
-    columns = ([getattr(idea, name) for idea in ideas] for name in ("n", "mean", "sd"))
-    return [VERDICTS[code] for code in decide(*columns, delta, alpha, ideas[0].tau2)]
+    n, mean, sd = np.array([(idea.n, idea.mean, idea.sd) for idea in ideas]).T
+    return [VERDICTS[code] for code in decide(n, mean, sd, delta, alpha, ideas[0].tau2)]
 
 
 def verdict(paired: Paired, delta: float, alpha: float, tested_ideas: int = 1) -> Verdict:

@@ -48,12 +48,18 @@ def first_decision(verdict_codes_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.take_along_axis(verdict_codes_SN, at[:, None], -1)[:, 0], at + 1
 
 
+def _simulate(
+    effect: float, most_pairs: int, alpha: float, delta: float = 0.0, tau2: float = TAU2
+) -> tuple[np.ndarray, np.ndarray]:
+    """Code of the last verdict, and number of pairs, of each study."""
+    n, mean, sd = moments(effect + _noise(most_pairs))
+    return first_decision(decide(n[:, None], mean[..., None], sd[..., None], delta, alpha, tau2)[..., 0])
+
+
 def price(effect: float, most_pairs: int, alpha: float, delta: float = 0.0, tau2: float = TAU2) -> Price:
     """Simulates studies of one idea with this true effect and margin, both in SDs of the differences."""
-    n, mean, sd = moments(effect + _noise(most_pairs))
-    codes = decide(n[:, None], mean[..., None], sd[..., None], delta, alpha, tau2)[..., 0]
-    ends, pairs = first_decision(codes)
-    shares = {name: float(np.mean(ends == code)) for code, name in enumerate(VERDICTS)}
+    ends, pairs = _simulate(effect, most_pairs, alpha, delta, tau2)
+    shares: dict[Verdict, float] = {name: float(np.mean(ends == code)) for code, name in enumerate(VERDICTS)}
     return Price(effect, shares, float(pairs.mean()))
 
 
@@ -102,8 +108,9 @@ def tables() -> str:
 
 
 def _found(effect: float, alpha: float) -> tuple[str, str]:
-    prices = [price(-effect, pairs, alpha) for pairs in (10, 20, MOST_PAIRS[-1])]
-    return " / ".join(f"{one.shares['better']:.0%}" for one in prices), f"{prices[-1].pairs:.1f}"
+    ends, pairs = _simulate(-effect, MOST_PAIRS[-1], alpha)
+    found = pairs[ends == VERDICTS.index("better")]
+    return " / ".join(f"{(found <= by).sum() / STUDIES:.0%}" for by in (10, 20, MOST_PAIRS[-1])), f"{pairs.mean():.1f}"
 
 
 def _same(delta: float, alpha: float) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def test_a_comparison_has_the_numbers_of_scipy() -> None:
     )
     assert found.method == "paired t"
     assert found.fixed_interval == pytest.approx(tuple(stats.ttest_1samp(differences, 0).confidence_interval(0.95)))
-    assert found.correlation == pytest.approx(stats.pearsonr(BASE, IDEA).statistic)
+    assert found.correlation == pytest.approx(stats.pearsonr(BASE, IDEA)[0])
     assert found.interval == anytime_interval(differences, 0.05) and found.e_value == e_value(differences)
     assert found.interval[0] < found.fixed_interval[0] < found.fixed_interval[1] < found.interval[1] < 0
     assert verdict(found, 0.0, 0.05) == "better"
@@ -227,8 +227,9 @@ def test_a_difference_becomes_a_share_of_the_horizon() -> None:
 
 def test_a_slope_is_scipys_for_one_seed_and_needs_two_horizons() -> None:
     curve = [(1.0, 2.0), (2.0, 1.8), (3.0, 1.72), (4.0, 1.6)]
-    expected, found = stats.linregress(*zip(*curve, strict=True)), local_slope([curve])
-    assert (found.mean, found.error) == (pytest.approx(expected.slope), pytest.approx(expected.stderr))
+    slope, _, _, _, error = stats.linregress([x for x, _ in curve], [y for _, y in curve])
+    found = local_slope([curve])
+    assert (found.mean, found.error) == (pytest.approx(slope), pytest.approx(error))
     assert found.degrees == 2 and found.interval(0.05)[0] < found.mean < found.interval(0.05)[1]
     assert local_slope([curve[:2]]).interval(0.05) == (-math.inf, math.inf)
     with pytest.raises(ValueError, match="train it at two or more horizons"):

@@ -65,12 +65,12 @@ def differences(draw: Draw, ideas: int, shared: float = 0.7, seed: int = 0) -> n
 
 def ends(differences_SNK: np.ndarray, delta: float = 0.0, alpha: float = ALPHA) -> np.ndarray:
     """How each idea of each study ends [study, idea]. An idea stops at its verdict, with the evidence it has then."""
-    n, mean, sd = (np.moveaxis(values, -1, 1) for values in map(np.atleast_3d, moments(differences_SNK.swapaxes(1, 2))))
-    at, final = np.zeros(mean[:, 0].shape, int), np.zeros(mean[:, 0].shape, int)
+    _, mean, sd = moments(differences_SNK.swapaxes(1, 2))
+    at, final = np.zeros(mean.shape[:-1], int), np.zeros(mean.shape[:-1], int)
     for pair in range(PAIRS):
         at[final == 0] = pair
-        now = [np.take_along_axis(values, at[:, None], 1)[:, 0] for values in (mean, sd)]
-        codes = decide(at + 1, *now, delta, alpha)
+        mean_now, sd_now = (np.take_along_axis(values, at[..., None], -1)[..., 0] for values in (mean, sd))
+        codes = decide(at + 1, mean_now, sd_now, delta, alpha)
         final = np.where(final == 0, codes, final)
     return final
 
