@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -23,7 +22,6 @@ MOST_PAIRS = (5, 6, 8, 10, 15, 20, 30)
 ALPHAS = (0.05, 0.01)
 
 
-@lru_cache(maxsize=4)
 def _noise(most_pairs: int) -> Floats:
     """Standard normal differences [study, pair]."""
     return np.random.default_rng(SEED).standard_normal((STUDIES, most_pairs))
