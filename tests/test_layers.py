@@ -29,12 +29,17 @@ LAYERS = (
     ("runs", "eval.tasks", "report"),
     ("stages", "serve"),
     ("stages.jax", "interop"),
-    ("bench", "estimate"),
-    ("bench.gpu",),
+    ("bench", "estimate", "lab"),
+    ("bench.gpu", "lab.board"),
     ("cli",),  # verbs over all of the above
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-LEAVES = {"report": {"stages.run_all"}, "bench": {"bench.gpu"}, "bench.gpu": set(), "estimate": set(), "lab": set()}
+LEAVES = {
+    "report": {"stages.run_all"},
+    "bench": {"bench.gpu"},
+    "lab": {"lab.board"},
+    **{room: set() for room in ("bench.gpu", "estimate", "lab.board")},
+}
 """Rooms that the command line alone imports, and who else may."""
 MOST_FILES, MOST_LINES = 14, 400
 """Python files in a folder, and lines in a file."""
