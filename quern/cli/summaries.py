@@ -42,6 +42,7 @@ SUMMARIES = {
 }
 LAB = {
     "compare": "compare ideas with a baseline over paired seeds, until the verdict",
+    "log": "write the experiment log, a page per study and the ideas' verdicts from records",
     "plan": "estimate time, memory and cost of a run on given GPUs",
 }
 """What `quern lab` does."""

@@ -304,6 +304,11 @@ def verb_lab(verb: str, rest: list[str]) -> int:
         from quern.lab import command
 
         return command.run_compare(rest, log, LAB[tool])
+    if tool == "log":
+        from quern.flags import check_flags
+        from quern.lab import publish
+
+        return publish.run(check_flags.read(publish.LogOptions, rest, prog="quern lab log", description=LAB[tool]), log)
     from quern.estimate import plan
 
     name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"

@@ -1,0 +1,125 @@
+"""Child processes of the benchmarks: a child gets one JSON order and answers with JSON lines.
+
+The parent calls `start`, the child's module calls `serve`. torch is not imported here, because the JAX child measures a
+process without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import quern
+
+if TYPE_CHECKING:
+    from quern.machine import Machine
+
+LAST_LINES = 5
+
+
+class Child:
+    """A running child process, seen from its parent."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], errors: IO[str]) -> None:
+        self.name, self.process, self.errors = name, process, errors
+
+    def send(self, request: Any) -> None:
+        assert self.process.stdin
+        with suppress(BrokenPipeError):  # then the answer reports the failure
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Returns the next answer. Raises RuntimeError with the child's error, or with its last lines of stderr."""
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": self._last_lines()}
+        if "error" in answer:
+            raise RuntimeError(f"the {self.name} process of the benchmark failed: {answer['error']}")
+        return answer
+
+    def ask(self, request: Any) -> dict[str, Any]:
+        self.send(request)
+        return self.answer()
+
+    def close(self) -> None:
+        """Ends the child's requests, after which it exits."""
+        assert self.process.stdin
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def _last_lines(self) -> str:
+        code = self.process.wait()
+        self.errors.seek(0)
+        return " | ".join([f"it ended with code {code}", *self.errors.read().strip().splitlines()[-LAST_LINES:]])
+
+
+@contextmanager
+def start(
+    module: str, name: str, order: Mapping[str, Any], variables: Mapping[str, str] | None = None
+) -> Iterator[Child]:
+    """Runs a module as a child process for the length of the block.
+
+    Args:
+        module: Module to run with `python -m`; it calls `serve`.
+        name: What error messages call the process.
+        order: JSON values for the child.
+        variables: Environment variables on top of those of this process.
+    """
+    from quern.machine import environment
+
+    env = {**environment(), **(variables or {})}
+    # The child must find this quern, installed or not.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(quern.__file__).parents[1]), env.get("PYTHONPATH")]))
+    command, pipe = [sys.executable, "-m", module, json.dumps(order)], subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=env, encoding="utf-8") as process,
+    ):
+        child = Child(name, process, errors)
+        try:
+            yield child
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            child.close()
+
+
+@contextmanager
+def replying() -> Iterator[Callable[[Any], None]]:
+    """In a child process: yields a function that sends one answer. An exception in the block becomes an {"error": …}
+    answer and exit code 1."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # other output must not mix with the answers
+    try:
+        yield lambda answer: print(json.dumps(answer), file=replies, flush=True)
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
+        sys.exit(1)
+
+
+def orders() -> tuple[Any, Iterator[Any]]:
+    """In a child process: its order, and the requests that follow."""
+    return json.loads(sys.argv[1]), map(json.loads, sys.stdin)
+
+
+def serve(answers: Callable[[dict[str, Any], Iterator[Any]], Iterator[dict[str, Any]]]) -> None:
+    """Runs a child process whose answers are a generator. answers: takes the order and an iterator of requests."""
+    with replying() as reply:
+        for answer in answers(*orders()):
+            reply(answer)
+
+
+def machine_flags(machine: Machine, threads: int | None = None) -> dict[str, Any]:
+    """Returns the arguments with which `quern.machine.detect` finds the same machine in a child."""
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}[str(machine.dtype).removeprefix("torch.")]
+    threads = threads or machine.threads
+    return {"device": machine.device.type, "dtype": dtype, "compile": machine.compile, "threads": threads}

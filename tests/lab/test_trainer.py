@@ -1,0 +1,121 @@
+"""Trials of the real trainer: the same as pretraining, the same again, and a whole comparison from the command line."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from quern.cli import main
+from quern.lab.study import read_study
+from quern.lab.trainer import Pruned, Trainer, Trial
+from quern.model.gpt import GPT
+from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
+from quern.recipes.gpt import RECIPE
+from quern.records import read_metrics
+from quern.runs.run_dir import RunDir
+from quern.stages import pretrain
+from quern.stages.session import Session
+from tests.support.toy_training import CPU, eager
+
+pytestmark = pytest.mark.usefixtures("eager")
+__all__ = ["eager"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = "stone river light house green seven walk under over bread".split()
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(" ".join(rng.choice(words, 40)) for _ in range(150)), encoding="utf-8")
+    return path
+
+
+class Lost(GPT):
+    """Its loss is not a number."""
+
+    def loss(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        total, losses = super().loss(*arguments)
+        return total * float("nan"), losses
+
+
+def toy(text: Path, **train: Any) -> Recipe:
+    return replace(
+        RECIPE,
+        depth=1,
+        data=str(text),
+        text=TextRecipe(vocab_size=300, val_megabytes=0.004),
+        model=ModelRecipe(width=32, head_dim=16, context=32),
+        train=TrainRecipe(**{"steps": 6, "batch_tokens": 128, **train}),
+    )
+
+
+def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, tmp_path: Path) -> None:
+    recipe = toy(text)
+    trainer = Trainer(tmp_path / "out", CPU)
+    seen: list[tuple[int, float]] = []
+    trial = trainer.train(recipe, name="toy", seed=3, data_seed=4, on_step=lambda step, s: seen.append((step, s)))
+    run_dir = RunDir(tmp_path / "out", "toy")
+    pretrain.run(replace(recipe, seed=3, data_seed=4), Session(stage="pretrain", machine=CPU, run_dir=run_dir))
+    metrics = read_metrics(run_dir.stage("pretrain"))
+    last = {key: line[key] for line in metrics for key in line}
+    assert trial.bpb == last["val_bpb"] and trial.tokens == last["tokens"] and trial.flops == last["flops"]
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6] and trial.curve[-1].bpb == trial.bpb
+    assert trial.parameters["total"] > trial.parameters["transformer"] > 0 and trial.peak_bytes > 1e6
+
+    other = trainer.train(recipe, name="toy", seed=3, data_seed=5)
+    again = trainer.train(recipe, name="toy", seed=3, data_seed=4, evaluations=3)
+    assert other.bpb != trial.bpb == again.bpb, "the model of the last trial leaves nothing behind"
+    assert [point.step for point in again.curve] == [2, 4, 6]
+    assert Trial.from_json(again.to_json()) == again
+
+
+def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "out", CPU)
+
+    def prune(point: object) -> None:
+        raise Pruned
+
+    with pytest.raises(Pruned):
+        trainer.train(toy(text), name="toy", seed=0, data_seed=0, evaluations=3, on_eval=prune)
+    lost = replace(toy(text, max_skips=2), make_model=Lost)
+    assert trainer.train(lost, name="lost", seed=0, data_seed=0).bpb is None
+    with pytest.raises(ValueError, match="a trial trains for steps, so that trials are comparable: give --train.steps"):
+        trainer.train(replace(lost, train=TrainRecipe(minutes=1)), name="lost", seed=0, data_seed=0)
+
+
+def test_a_comparison_from_the_command_line(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, cap in (("base", 15.0), ("idea", 20.0)):
+        Path(f"{name}.py").write_text(
+            "from dataclasses import replace\nfrom quern.recipes.gpt import RECIPE as GPT\n"
+            f"RECIPE = replace(GPT, model=replace(GPT.model, softcap={cap}))\n",
+            encoding="utf-8",
+        )
+    assert main.main(["lab", "compare", "base.py"]) == 1
+    assert "name a baseline and at least one idea" in capsys.readouterr().err
+    assert main.main(["lab", "compare", "base.py", "idea.py", "--train.minutes", "3"]) == 1
+    assert "--train.minutes does nothing in a study" in capsys.readouterr().err
+    shape = ["--model.width", "32", "--model.head-dim", "16", "--model.context", "32", "--text.vocab-size", "300"]
+    steps = ["--train.steps", "4", "--train.batch-tokens", "128", "--text.val-megabytes", "0.004", "--depth", "1"]
+    rules = ["--most-pairs", "2", "--horizons", "0.5", "--horizon-pairs", "1", "--evaluations", "2", "--study", "cap"]
+    where = ["--data", str(text), "--no-compile", "--dtype", "fp32", "--threads", "1", "--device", "cpu"]
+    command = ["lab", "compare", "base.py", "idea.py", *shape, *steps, *rules, *where]
+    assert main.main(command) == 0
+    said = capsys.readouterr().out
+    assert "study cap: validation bits per byte after the last step, 4 steps; margin ±0.002, α 0.05" in said
+    assert re.search(r"idea, equal steps: [+-]0\.0\d+ bits per byte \[…, …\] over 1 pairs: undecided", said)
+    study = read_study(Path("out/lab/cap"))
+    trials = {(entry.trial.recipe, entry.pair, entry.trial.steps) for entry in study.entries}
+    assert {("base", 0, 4), ("idea", 0, 4), ("base", 1, 4), ("idea", 1, 4), ("base", 0, 2)} <= trials
+    assert study.entries[0].beside and study.facts["command"].startswith("quern lab compare base.py idea.py")
+    assert len({entry.trial.bpb for entry in study.entries if entry.trial.steps == 4}) == 4
+    assert main.main(command) == 0, "a study that is complete trains nothing"
+    assert read_study(Path("out/lab/cap")).entries == study.entries
+    assert main.main(["lab", "log", "--study", "cap"]) == 0
+    assert "| idea | undecided" in Path("experiments/LOG.md").read_text(encoding="utf-8")
