@@ -9,81 +9,46 @@ the same (tests/laws/test_grug_law.py).
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from quern.bench.child import Child, start
+from quern.bench.batches import random_batch
 from quern.bench.jax_child import STEPS
-from quern.bench.material import random_batch, reference, take_step, training_state
-from quern.bench.record import Measure, Outcome, Setup, alternate, rates, ratios
-from quern.data.batch import Batch
+from quern.bench.material import reference, sizes_of, take_step, training_state
+from quern.bench.measure import Figure, alternate, figure
+from quern.bench.options import Setup
+from quern.child import start
 from quern.recipe import Recipe
 
 NAMES = {"whole": "JAX, whole loss", "blocks": "JAX, blockwise loss"}
 
 
-def grug(setup: Setup) -> Outcome:
-    recipe = reference(setup.quick, setup.seed, setup.batch_tokens)
-    batches = [random_batch(recipe, seed) for seed in range(2)]
-    with jax_process(recipe, setup, batches, 16 if setup.quick else None) as process:
+def grug(setup: Setup) -> Iterator[Figure]:
+    recipe = reference(setup.quick, setup.seed, setup.options.batch_tokens)
+    with start("quern.bench.jax_child", "JAX", jax_order(recipe, setup, 16 if setup.quick else None)) as process:
         facts = process.ask("facts")  # JAX compiles before PyTorch does
-        jobs = {"PyTorch": torch_job(recipe, setup, batches)}
+        jobs = {"PyTorch": _torch_job(recipe, setup)}
         jobs |= {name: lambda job=job: process.ask(job)["seconds"] for job, name in NAMES.items()}
-        seconds = alternate(setup.rounds, jobs)
-    tokens, shape = recipe.train.batch_tokens, recipe.model
-    assert tokens
-    speeds = {name: rates(tokens, values) for name, values in seconds.items()}
+        taken = alternate(setup.rounds, jobs)
+    setup.settings.update(sizes_of(recipe), steps_per_round=STEPS, jax=facts["jax"])
     dtype, whole, blocks, default = facts["dtype"], NAMES["whole"], NAMES["blocks"], NAMES[facts["default"]]
     notes = {"PyTorch": str(setup.machine.dtype).removeprefix("torch."), whole: dtype}
     notes[blocks] = f"{dtype}, {facts['block_tokens']} positions of a row at a time"
-    measures = [Measure(name, "tokens/s", values, notes[name]) for name, values in speeds.items()]
-    measures.append(Measure("JAX / PyTorch", "", ratios(speeds[default], speeds["PyTorch"]), f"the default: {default}"))
-    measures.append(Measure("whole / blockwise", "", ratios(speeds[whole], speeds[blocks])))
-    settings = {
-        "layers": shape.depth,
-        "width": shape.width,
-        "vocabulary": shape.vocab_size,
-        "context": shape.context,
-        "batch_tokens": tokens,
-        "steps_per_round": STEPS,
-        "jax": facts["jax"],
-    }
-    return Outcome(measures, settings)
+    for name, seconds in taken.items():
+        yield figure(name, "tokens/s", setup.settings["batch_tokens"] / seconds, notes[name])
+    yield figure("JAX / PyTorch", "", taken["PyTorch"] / taken[default], f"the default: {default}")
+    yield figure("whole / blockwise", "", taken[blocks] / taken[whole])
 
 
-def torch_job(recipe: Recipe, setup: Setup, batches: list[Batch]) -> Callable[[], float]:
+def _torch_job(recipe: Recipe, setup: Setup) -> Callable[[], float]:
     """Returns a function that takes some PyTorch steps and returns their median seconds."""
-    state = training_state(recipe, setup.machine)
-    take_step(state, batches[0], recipe, setup.machine)  # compiles
-    return lambda: median(take_step(state, batches[n % 2], recipe, setup.machine)[0] for n in range(STEPS))
+    state, batches = training_state(recipe, setup.machine), [random_batch(recipe, seed) for seed in range(2)]
+    take_step(state, recipe, setup.machine, batches[0])  # compiles
+    return lambda: median(take_step(state, recipe, setup.machine, batches[n % 2])[0] for n in range(STEPS))
 
 
-@contextmanager
-def jax_process(recipe: Recipe, setup: Setup, batches: Sequence[Batch], block_tokens: int | None) -> Iterator[Child]:
-    """Runs a process that trains in JAX on request. block_tokens: of the blockwise loss, None for the default."""
-    with tempfile.TemporaryDirectory() as folder:
-        order = make_order(Path(folder), recipe, setup, batches, block_tokens)
-        with start("quern.bench.jax_child", "JAX", order) as process:
-            yield process
-
-
-def make_order(
-    folder: Path, recipe: Recipe, setup: Setup, batches: Sequence[Batch], block_tokens: int | None
-) -> dict[str, Any]:
-    """Writes the batches to the folder and returns the order for the JAX process."""
-    for n, batch in enumerate(batches):
-        np.savez(folder / f"{n}.npz", tokens=batch.tokens, targets=batch.targets, mask=batch.mask)
-    return {
-        "folder": str(folder),
-        "recipe": recipe.to_json(),
-        "rows": recipe.micro_batch_rows,
-        "block_tokens": block_tokens,
-        "device": setup.machine.device.type,
-        "threads": setup.machine.threads,
-    }
+def jax_order(recipe: Recipe, setup: Setup, block_tokens: int | None) -> dict[str, Any]:
+    """Returns the order for the JAX process. block_tokens: of the blockwise loss, None for the default."""
+    order = {"recipe": recipe.to_json(), "rows": recipe.micro_batch_rows, "block_tokens": block_tokens}
+    return order | {"device": setup.machine.device.type, "threads": setup.machine.threads}

@@ -1,6 +1,6 @@
 """The JAX process of `quern bench grug`: it trains some steps on request and is idle otherwise.
 
-It compiles at its start, then answers the requests (child.py):
+It compiles at its start, then answers the requests (quern/child.py):
 
     "facts"             → {"dtype": …, "default": "whole" or "blocks", "block_tokens": …, "jax": version}
     "whole", "blocks"   → {"seconds": the median of STEPS training steps with that loss}
@@ -15,12 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quern.bench.child import serve
-from quern.grug.mesh import keep_freed_memory
+import jax
+
+from quern.bench.batches import random_batch
+from quern.child import serve
+from quern.grug.dtype import choose_dtype
+from quern.grug.loss import BLOCK_TOKENS
+from quern.grug.mesh import keep_freed_memory, make_mesh
+from quern.grug.model import init_parameters
+from quern.grug.optim import rules
+from quern.grug.state import device_batch, init_state, step_config, train_step
+from quern.optim.schedule import Multipliers
+from quern.recipe import Recipe
 
 STEPS = 4
 
@@ -29,55 +38,34 @@ def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str
     keep_freed_memory()
     if sys.platform == "linux":  # XLA takes a thread for each processor that it may run on
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["threads"]])
-    import jax
-    import numpy as np
-
     if order["device"] == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    from quern.data.batch import Batch
-    from quern.grug.dtype import choose_dtype
-    from quern.grug.loss import BLOCK_TOKENS
-    from quern.grug.model import init_parameters
-    from quern.grug.optim import rules
-    from quern.grug.state import step_config
-    from quern.recipe import Recipe
-
     # The twin's callables in place of the named ones, which import torch.
     recipe = Recipe.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
     dtype = choose_dtype(None)
     cfg = step_config(recipe, dtype)
-    batches = []
-    for path in sorted(Path(order["folder"]).glob("*.npz")):
-        with np.load(path) as file:
-            batches.append(Batch(file["tokens"], file["targets"], file["mask"]))
     sizes = {"whole": None, "blocks": order["block_tokens"] or BLOCK_TOKENS}
-    jobs = {k: _job(recipe.seed, replace(cfg, block_tokens=v), batches, order["rows"]) for k, v in sizes.items()}
+    jobs = {k: _job(recipe, replace(cfg, block_tokens=size), order["rows"]) for k, size in sizes.items()}
     default = "whole" if cfg.block_tokens is None else "blocks"
     facts = {"dtype": dtype, "default": default, "block_tokens": sizes["blocks"], "jax": jax.__version__}
     for request in requests:
         yield facts if request == "facts" else {"seconds": jobs[request]()}
 
 
-def _job(seed: int, cfg: Any, batches: list[Any], rows: int) -> Callable[[], float]:
+def _job(recipe: Recipe, cfg: Any, rows: int) -> Callable[[], float]:
     """Returns a function that takes some steps on one device and returns their median seconds.
 
     The batches are on the device already, as the prefetch of training leaves them.
     """
-    import jax
-
-    from quern.grug.mesh import make_mesh
-    from quern.grug.state import device_batch, init_state, train_step
-    from quern.optim.schedule import Multipliers
-
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        placed = [device_batch(batch, rows, mesh) for batch in batches]
-        states = [init_state(seed, cfg)]
+        batches = [device_batch(random_batch(recipe, seed), rows, mesh) for seed in range(2)]
+        states = [init_state(recipe.seed, cfg)]
 
     def seconds(n: int) -> float:
         start = time.perf_counter()
         with jax.set_mesh(mesh):
-            state, metrics = train_step(states.pop(), placed[n % len(placed)], Multipliers(), cfg)
+            state, metrics = train_step(states.pop(), batches[n % 2], Multipliers(), cfg)
             states.append(state)
             float(metrics["loss"])
         return time.perf_counter() - start

@@ -23,16 +23,16 @@ from quern.bench.gpu.attention import exactness, speed
 from quern.bench.gpu.decode import decoding
 from quern.bench.gpu.kernels import cross_entropy, muon, rope
 from quern.bench.gpu.real import real
-from quern.bench.gpu.setup import Bench, OutOfTime, first_line, measure_limits
+from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, first_line, measure_limits
 from quern.bench.gpu.table import page
 from quern.bench.gpu.train import training_bf16, training_fp8
-from quern.bench.record import Measure, head, load_average, number, write
+from quern.bench.measure import Bench, Figure, OutOfTime, head, load_average, number, write
 from quern.bounds import refuse_outside
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 from quern.temporaries import write_whole
 
-SECTIONS: dict[str, tuple[Callable[[Bench], Iterator[Measure]], float]] = {
+SECTIONS: dict[str, tuple[Callable[[GpuBench], Iterator[Figure]], float]] = {
     "training": (training_bf16, 120),
     "attention": (speed, 120),
     "exactness": (exactness, 80),
@@ -52,30 +52,30 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     if not torch.cuda.is_available() and not options.quick:
         log("there is no GPU here that torch can use: run this on a machine with one, or try it with --quick")
         return 1
-    began, load = time.monotonic(), load_average()
+    began, load, folder = time.monotonic(), load_average(), options.out / "bench"
     machine = select_attention(detect(None, None, options.compile, options.threads))
     chosen = round(time.monotonic() - began, 2)
     limits = measure_limits(machine, options.quick)
-    body = head("gpu", machine, options.seed, options.quick, load)
+    body = head("gpu", Bench(machine, options.seed, options.quick), load)
     body |= {"notes": list(machine.notes), "seconds_to_choose_attention": chosen, "limits": vars(limits)}
     body |= {"seconds": 0.0, "sections": {}}
     found = body["machine"]
     log(f"{found['processor']}, {found['dtype']}, {'compiled' if machine.compile else 'eager'}")
-    log(f"attention: {found['attention']} (chosen in {chosen:.0f} s)")
-    for note in machine.notes:
-        log(note)
+    for line in (f"attention: {found['attention']} (chosen in {chosen:.0f} s)", *machine.notes):
+        log(line)
     log(f"limits: {limits.flops / 1e12:,.1f} TFLOP/s, {limits.bytes_per_second / 1e9:,.0f} GB/s")
     for name in options.sections:
         deadline = began + 60 * options.minutes
         if len(options.sections) > 1:
             deadline = min(deadline, time.monotonic() + SECTIONS[name][1])
-        bench = Bench(machine, options.quick, options.seed, options.data, options.tokenizer, limits, deadline)
+        sizes = options.seed, options.quick, QUICK_ROUNDS if options.quick else ROUNDS, deadline
+        bench = GpuBench(machine, *sizes, limits=limits, data=options.data, tokenizer=options.tokenizer)
         log(f"\n{name}")
         body["sections"][name] = run(name, bench, log)
         body["seconds"] = round(time.monotonic() - began, 2)
-        write(options.out / "bench" / "gpu.json", body)
-        write_whole(options.out / "bench" / "gpu.md", page(body))
-    log(f"\nrecord: {options.out / 'bench' / 'gpu.json'}, table: {options.out / 'bench' / 'gpu.md'}")
+        write(folder / "gpu.json", body)
+        write_whole(folder / "gpu.md", page(body))
+    log(f"\nrecord: {folder / 'gpu.json'}, table: {folder / 'gpu.md'}")
     return 0
 
 
@@ -98,15 +98,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run(name: str, bench: Bench, log: Callable[[str], None]) -> dict[str, Any]:
+def run(name: str, bench: GpuBench, log: Callable[[str], None]) -> dict[str, Any]:
     """Runs a section and returns its part of the record."""
     start, measures, error, trace = time.monotonic(), [], None, None
     torch.manual_seed(bench.seed)
     try:
         bench.check_time()
-        for measure in SECTIONS[name][0](bench):
-            measures.append(measure.to_json())
-            log(f"  {measure.name}: {number(measure.median)} {measure.unit}  {measure.note}".rstrip())
+        for one in SECTIONS[name][0](bench):
+            measures.append(one)
+            log(f"  {one['name']}: {number(one['median'])} {one['unit']}  {one.get('note', '')}".rstrip())
     except OutOfTime:
         error = "out of time: the rest of the section was left out"
     except Exception as raised:  # kernels, drivers and the compiler raise errors of any type: run the other sections

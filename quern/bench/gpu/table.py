@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quern.bench.gpu.attention import OVER_FULL, figure
-from quern.bench.record import Measure, number, table
+from quern.bench.gpu.attention import OVER_FULL, place
+from quern.bench.measure import number, table
 
 UNMEASURED = "not yet measured"
-FULL, WINDOW = (figure(128, 16_384, mask, "triton") for mask in ("full", "window 1024"))
+FULL, WINDOW = (place(128, 16_384, mask, "triton") for mask in ("full", "window 1024"))
 AIMS = (  # description, section, figure, unit, least or most, limit
     ("causal attention, 16,384 tokens, head dim 128, forward", "attention", f"{FULL} forward", "TFLOP/s", "≥", 400),
     ("the same, backward", "attention", f"{FULL} backward", "TFLOP/s", "≥", 330),
@@ -43,9 +43,8 @@ def page(body: Mapping[str, Any]) -> str:
         result = f"{UNMEASURED} | " if value is None else f"{number(value)} {unit} | {verdict(value, sign, limit)}"
         lines.append(f"| {what} | {sign} {limit:g} {unit} | {result} |")
     for name, section in sections.items():
-        figures = [Measure(m["name"], m["unit"], tuple(m["values"]), m.get("note", "")) for m in section["measures"]]
         problems = [f"- {line}" for line in (*section["problems"], section["error"]) if line]
-        lines += ["", f"## {name}", "", "```", *table(figures), "```", *problems]
+        lines += ["", f"## {name}", "", "```", *table(section["measures"]), "```", *problems]
     return "\n".join(lines) + "\n"
 
 
