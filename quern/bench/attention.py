@@ -1,14 +1,8 @@
-"""Benchmarks of attention: every path alone, by length and mask, and training with windows.
+"""Benchmarks of attention: every path alone, by length and mask (`attention`), and training with windows (`windows`).
 
-`attention` is the table behind the choice in `Machine.attention`, in milliseconds a call, forward and backward. Masks:
-full (causal), a window of a quarter of the row, documents of a quarter of the row on average. Paths on a CPU: blocked,
-torch's SDPA (with a dense mask for a window or documents), the plain definition (whole score matrices in fp32), and
-flex_attention at the longest length, forward alone: it has no backward pass there and compiles for every shape. Paths
-on a GPU: all that are installed (backends.py). A call gets 4,096 tokens, 4 heads of 64, in the compute dtype, eager
-except for flex; a path's changes of layout are included.
-
-`windows` is training of the reference model at a context of 2,048: with windows SSSL, with every layer long, and with
-every layer long by torch's SDPA.
+A path's changes of layout are included, and calls are eager except for flex_attention. On a CPU that has no backward
+pass and compiles for every shape, so it is measured at the longest length, forward alone. See
+docs/benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`quern bench`: how fast each part of quern is on this machine, and how good a model some minutes of training make.
 
-Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. The docstring of its
-file, and docs/benchmarks/README.md, say how each figure is measured. `quern bench gpu` has its own flags:
-gpu/command.py.
+Each benchmark prints its figures with their spread and writes a record to <out>/bench/<what>.json. docs/benchmarks/
+README.md says how each figure is measured. `quern bench gpu` has its own flags: gpu/command.py.
 """
 
 from __future__ import annotations

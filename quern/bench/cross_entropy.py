@@ -1,9 +1,7 @@
 """Benchmark of the loss: head, softcap and cross-entropy with their gradients, in chunks and from all logits at once.
 
-Paths: `chunked` (what the model uses), `full` (the plain definition, eager), `full, compiled`. Time: milliseconds of a
-forward and backward pass; the paths alternate. Memory: the most that one call holds beyond what was held before it,
-both gradients included, after the compiler has run; each path runs in its own process (`python -m
-quern.bench.cross_entropy`). On a CPU that is resident memory, which only Linux reports. On CUDA it is allocated memory.
+Memory is the most that one call holds beyond what was held before it, after the compiler has run; each path runs in its
+own process (`python -m quern.bench.cross_entropy`). On a CPU that is resident memory, which only Linux reports.
 """
 
 from __future__ import annotations

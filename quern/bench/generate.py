@@ -1,7 +1,7 @@
 """Benchmarks of generation with the reference model: reading prompts (prefill) and writing replies (decode).
 
-Both go through the engine, so the time includes cache, sampling, replies and tools, as in a chat. No row ends early
-(see `talking_model`). The time of decoding is that of a long reply less that of a reply of one token.
+Both go through the engine, so cache, sampling and tools are included, as in a chat. No row ends early (see
+`talking_model`). The time of decoding is that of a long reply less that of a reply of one token.
 """
 
 from __future__ import annotations

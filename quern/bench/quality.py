@@ -1,8 +1,6 @@
 """Benchmark of quality per minute: train for some minutes by the recipe's defaults, then score bits per byte.
 
-The minutes count the time in steps only, not compilation, validation, saving or preparing the text. Each validation
-document is cut into consecutive windows of 512 tokens, each of which starts at BOS; every byte counts once. The record
-holds the number of bytes counted and the size of the text.
+See docs/benchmarks/README.md for what the minutes and the score include.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Benchmarks of training at the reference size: speed, MFU, start-up and memory (`train`), and two ranks (`ranks`).
 
-`train` alternates between the machine's matmul peak and steps of each of two sizes: `--batch-tokens`, and the size that
-the recipe derives from its model. A step is what the training loop times. The MFU of a round is its rate times the
-model's FLOPs per token (6 per matmul parameter, and attention without a discount for causality) over the mean of the
-peaks before and after it. Start-up and peak memory are those of new processes. The clock runs from before the
-interpreter starts to the end of the first step. A cold start compiles everything, the compiler's precompiled header
-too; a warm start finds the compiler's cache on disk.
+`train` alternates between the machine's matmul peak and steps of two sizes; see docs/benchmarks/README.md. `ranks`: two
+gloo ranks of one thread each train with the same global batch as one process of two threads. All processes exist all
+the time and wait while the others work. The two ranks also take steps in which no gradient leaves before the backward
+pass ends. The wait is the time between the end of that pass and the norm of the summed gradients, on the slower rank.
+The hidden share of communication is how much shorter the wait is if gradients leave during the backward pass.
 
-`ranks`: two gloo ranks of one thread each train with the same global batch as one process of two threads. All processes
-exist all the time and wait while the others work. The two ranks also take steps in which no gradient leaves before the
-backward pass ends. The visible wait is the time that a rank waits between the end of that pass and the norm of the
-summed gradients (the larger of the two ranks). The hidden share of communication is how much smaller it is if gradients
-leave during the backward pass. On a CPU the reductions need the cores that compute, so less time is saved than hidden.
-
-The child of both is `python -m quern.bench.train`: it trains the reference model for the steps of each request.
+Their child, `python -m quern.bench.train`, trains the reference model for the steps of each request.
 """
 
 from __future__ import annotations

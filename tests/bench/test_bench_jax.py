@@ -46,8 +46,8 @@ def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
 
 TORCH_FREE = """
 import json, sys
-from quern.bench import jax_child
-first, second = jax_child.answers(json.loads(sys.argv[1]), iter(["facts", "blocks"]))
+from quern.bench import jax
+first, second = jax.answers(json.loads(sys.argv[1]), iter(["facts", "blocks"]))
 print("torch" in sys.modules, "jax" in sys.modules, first["dtype"], second["seconds"] > 0)
 """
 
@@ -64,14 +64,14 @@ def test_the_jax_process_loads_no_torch(setup: Setup) -> None:
 
 def test_an_error_there_is_one_error_here(setup: Setup) -> None:
     with (
-        start("quern.bench.jax_child", "JAX", jax_order(reference(True, 5), setup, 17)) as process,
+        start("quern.bench.jax", "JAX", jax_order(reference(True, 5), setup, 17)) as process,
         pytest.raises(RuntimeError, match=r"JAX process failed: ValueError: blocks of 17 positions"),
     ):
         process.ask("facts")
 
 
 def test_a_jax_process_that_dies_is_an_error_and_not_a_wait(setup: Setup) -> None:
-    with start("quern.bench.jax_child", "JAX", jax_order(reference(True, 5), setup, 16)) as process:
+    with start("quern.bench.jax", "JAX", jax_order(reference(True, 5), setup, 16)) as process:
         process.process.kill()
         with pytest.raises(RuntimeError, match=r"JAX process failed: it ended with code -9"):
             process.ask("facts")

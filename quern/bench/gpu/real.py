@@ -1,8 +1,8 @@
 """Section of `quern bench gpu`: a minute of training on real text.
 
 The model of the training section learns the bytes of `--data`: a token is a byte, so no tokenizer is needed. Prepared
-tokens (.bin files, with `--tokenizer`) are used as they are. Every 20th document is held out and scored at the end with
-the functions of a run's validation.
+tokens (.bin files, with `--tokenizer`) are used as they are. Every 20th document is held out; the first half megabyte
+of those is scored at the end with the functions of a run's validation.
 """
 
 from __future__ import annotations
@@ -68,15 +68,13 @@ def corpora(bench: GpuBench) -> tuple[Corpus, Corpus, np.ndarray]:
         recipe = replace(recipe_of(bench, 1, 512), data=bench.data, text=TextRecipe(tokenizer=bench.tokenizer))
         tokenizer, train, val = open_tokens(recipe)
         return train, val, tokenizer.token_bytes()
-    train, val, held = [], [], 0
-    for number, (text, _) in enumerate(read(bench.data)):
-        document = np.concatenate([[BYTE_BOS], np.frombuffer(text.encode("utf-8"), np.uint8)]).astype(np.int32)
-        if number % HELD_OUT_EVERY == HELD_OUT_EVERY // 2 and held < HELD_OUT_BYTES:
-            val.append(document)
-            held += len(document)
-        else:
-            train.append(document)
+    encoded = (np.frombuffer(text.encode("utf-8"), np.uint8) for text, _ in read(bench.data))
+    train = [np.concatenate([[BYTE_BOS], ids]).astype(np.int32) for ids in encoded]
+    held_out = slice(HELD_OUT_EVERY // 2, None, HELD_OUT_EVERY)
+    val = train[held_out]
+    del train[held_out]
     if not val:
         raise ValueError(f"--data {bench.data} holds fewer than {HELD_OUT_EVERY} documents: give more text")
+    val = val[: 1 + int(np.searchsorted(np.cumsum([len(ids) for ids in val]), HELD_OUT_BYTES))]
     token_bytes = (np.arange(BYTE_VOCABULARY) < BYTE_BOS).astype(np.int64)
     return Corpus.from_arrays(train), Corpus.from_arrays(val), token_bytes
