@@ -68,10 +68,3 @@ def test_an_error_there_is_one_error_here(setup: Setup) -> None:
         pytest.raises(RuntimeError, match=r"JAX process failed: ValueError: blocks of 17 positions"),
     ):
         process.ask("facts")
-
-
-def test_a_jax_process_that_dies_is_an_error_and_not_a_wait(setup: Setup) -> None:
-    with start("quern.bench.jax", "JAX", jax_order(reference(True, 5), setup, 16)) as process:
-        process.process.kill()
-        with pytest.raises(RuntimeError, match=r"JAX process failed: it ended with code -9"):
-            process.ask("facts")
