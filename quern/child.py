@@ -1,7 +1,7 @@
-"""Child processes of the benchmarks: a child gets one JSON order and answers with JSON lines.
+"""Child processes: a child gets one JSON order and answers with JSON lines.
 
-The parent calls `start`, the child's module calls `serve`. torch is not imported here, because the JAX child measures a
-process without it.
+The parent calls `start`; the child's module calls `serve`, or `orders` and `replying`. This file does not import torch,
+because the JAX benchmark measures a process without it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Child:
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": self._last_lines()}
         if "error" in answer:
-            raise RuntimeError(f"the {self.name} process of the benchmark failed: {answer['error']}")
+            raise RuntimeError(f"the {self.name} process failed: {answer['error']}")
         return answer
 
     def ask(self, request: Any) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def start(
     """Runs a module as a child process for the length of the block.
 
     Args:
-        module: Module to run with `python -m`; it calls `serve`.
-        name: What error messages call the process.
+        module: Module to run with `python -m`.
+        name: The name of the process in error messages.
         order: JSON values for the child.
         variables: Environment variables on top of those of this process.
     """
@@ -95,31 +95,36 @@ def start(
 
 @contextmanager
 def replying() -> Iterator[Callable[[Any], None]]:
-    """In a child process: yields a function that sends one answer. An exception in the block becomes an {"error": …}
-    answer and exit code 1."""
+    """In a child: yields a function that sends one answer.
+
+    An exception in the block becomes an {"error": …} answer and exit code 1.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output must not mix with the answers
+
+    def reply(answer: Any) -> None:
+        print(json.dumps(answer), file=replies, flush=True)
+
     try:
-        yield lambda answer: print(json.dumps(answer), file=replies, flush=True)
+        yield reply
     except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
+        reply({"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
 
 
 def orders() -> tuple[Any, Iterator[Any]]:
-    """In a child process: its order, and the requests that follow."""
+    """In a child: returns its order, and an iterator of the requests that follow."""
     return json.loads(sys.argv[1]), map(json.loads, sys.stdin)
 
 
 def serve(answers: Callable[[dict[str, Any], Iterator[Any]], Iterator[dict[str, Any]]]) -> None:
-    """Runs a child process whose answers are a generator. answers: takes the order and an iterator of requests."""
+    """Runs a child whose answers are a generator. answers: takes the order and an iterator of requests."""
     with replying() as reply:
         for answer in answers(*orders()):
             reply(answer)
 
 
-def machine_flags(machine: Machine, threads: int | None = None) -> dict[str, Any]:
+def machine_flags(machine: Machine) -> dict[str, Any]:
     """Returns the arguments with which `quern.machine.detect` finds the same machine in a child."""
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[str(machine.dtype).removeprefix("torch.")]
-    threads = threads or machine.threads
-    return {"device": machine.device.type, "dtype": dtype, "compile": machine.compile, "threads": threads}
+    return {"device": machine.device.type, "dtype": dtype, "compile": machine.compile, "threads": machine.threads}

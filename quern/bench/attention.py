@@ -1,66 +1,65 @@
-"""Benchmarks of attention: every path alone, by length and mask, and training with windows.
+"""Benchmarks of attention: every path alone, by length and mask (`attention`), and training with windows (`windows`).
 
-`attention` is the table behind the choice in `Machine.attention`, in milliseconds a call, forward and backward. Masks:
-full (causal), a window of a quarter of the row, documents of a quarter of the row on average. Paths on a CPU: blocked,
-torch's SDPA (with a dense mask for a window or documents), the plain definition (whole score matrices in fp32), and
-flex_attention at the longest length, forward alone: it has no backward pass there and compiles for every shape. Paths
-on a GPU: all that are installed (backends.py). A call gets 4,096 tokens, 4 heads of 64, in the compute dtype, eager
-except for flex; a path's changes of layout are included.
-
-`windows` is training of the reference model at a context of 2,048: with windows SSSL, with every layer long, and with
-every layer long by torch's SDPA.
+A path's changes of layout are included, and calls are eager except for flex_attention. On a CPU that has no backward
+pass and compiles for every shape, so it is measured at the longest length, forward alone. See
+docs/benchmarks/README.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from quern.bench.material import random_batch, reference, take_step, training_state
-from quern.bench.record import Measure, Outcome, Setup, alternate, number, rates, ratios, scaled, seconds_of
+from quern.bench.material import reference, sizes_of, take_step, training_state
+from quern.bench.measure import Bench, Figure, Seconds, alternate, figure
 from quern.kernels.attention.attend import MaskSpec
 from quern.kernels.attention.autotune import Picked, available, kind_of
 from quern.kernels.attention.backends import BLOCKED, PLAIN, SDPA, Backend, flex
 from quern.machine import Machine
 from quern.recipe import Recipe
-from quern.terminal import grid
+
+if TYPE_CHECKING:
+    from quern.bench.options import Setup  # with packages that `quern bench gpu` does without
 
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
 LENGTHS = (256, 512, 1024, 2048)
-PASSES = ("forward", "backward")
 CONTEXT = 2048
 
-Seconds = dict[tuple[str, str, str], tuple[float, ...]]
-"""By mask, path and pass: a value for each round."""
 
-
-def attention(setup: Setup) -> Outcome:
+def attention(setup: Setup) -> Iterator[Figure]:
     tokens, lengths = (128, (32, 64)) if setup.quick else (TOKENS, LENGTHS)
-    paths, alone = paths_of(setup.machine, setup.quick)
-    columns = list(product([path.name for path in [*paths, *alone]], PASSES))
-    measures: list[Measure] = []
-    rows: list[list[str]] = []
-    for length in lengths:
-        masks = dict(example_masks(tokens // length, length, setup.machine, setup.seed))
-        taken = _measure(setup, masks, tokens // length, length, paths, backward=True)
-        if length == lengths[-1]:
-            taken |= _measure(setup, masks, tokens // length, length, alone, backward=False)
-        cells = {
-            key: Measure("T={}, {}: {} {}".format(length, *key), "ms", scaled(1e3, seconds))
-            for key, seconds in taken.items()
-        }
-        measures += [*cells.values(), *_gains(taken, setup.machine, length, masks)]
-        for mask in masks:
-            row = [cells.get((mask, *column)) for column in columns]
-            rows.append([str(length), mask, *("" if cell is None else number(cell.median) for cell in row)])
-    head = ["T", "mask", *(f"{name} {'fwd' if way == 'forward' else 'bwd'}" for name, way in columns)]
-    settings = {"tokens": tokens, "heads": HEADS, "head_dim": HEAD_DIM, "picked": str(setup.machine.attention)}
-    gains = [f"  {m.name}: {number(m.median)}×" for m in measures if m.unit == "×"]
-    return Outcome(measures, settings, ["  milliseconds a call, medians", *grid(head, rows), *gains])
+    picked = setup.machine.attention
+    if not isinstance(picked, Picked):
+        raise TypeError("the machine has not chosen how to compute attention: use autotune.select_attention")
+    setup.settings.update(tokens=tokens, heads=HEADS, head_dim=HEAD_DIM, picked=str(picked))
+    paths, forward_only = paths_of(setup.machine, setup.quick)
+    for T in lengths:
+        masks, shape = example_masks(setup, tokens // T, T, T // 4, 4 / T), (tokens // T, T, HEADS, HEAD_DIM)
+
+        def cases(paths: list[Backend], T: int = T, masks: dict[str, MaskSpec] = masks) -> Iterator[Case]:
+            return ((f"T={T}, {name}: {path.name}", mask, path) for (name, mask), path in product(masks.items(), paths))
+
+        taken = attention_seconds(setup, cases(paths), shape)
+        if lengths[-1] == T:
+            taken |= attention_seconds(setup, cases(forward_only), shape, backward=False)
+        yield from (figure(name, "ms", 1e3 * seconds) for name, seconds in taken.items())
+
+        def both(mask: str, path: str, T: int = T, taken: Seconds = taken) -> np.ndarray:
+            return taken[f"T={T}, {mask}: {path} forward"] + taken[f"T={T}, {mask}: {path} backward"]
+
+        for name, mask in masks.items():
+            path = getattr(picked, kind_of(mask, T)).name
+            if name != "full":
+                ratio = both("full", picked.full.name) / both(name, path)
+                yield figure(f"T={T}: full / {name}, as picked", "×", ratio)
+            if path != SDPA.name:
+                yield figure(f"T={T}, {name}: sdpa / {path}", "×", both(name, SDPA.name) / both(name, path))
 
 
 def paths_of(machine: Machine, quick: bool) -> tuple[list[Backend], list[Backend]]:
@@ -70,83 +69,49 @@ def paths_of(machine: Machine, quick: bool) -> tuple[list[Backend], list[Backend
     return [BLOCKED, SDPA, PLAIN], [flex()] if machine.compile and not quick else []
 
 
-def example_masks(rows: int, T: int, machine: Machine, seed: int) -> Iterator[tuple[str, MaskSpec]]:
-    """Yields one mask of each kind with its name; documents have random lengths."""
-    yield "full", MaskSpec()
-    yield f"window {T // 4}", MaskSpec(T // 4)
-    begins_BT = torch.rand(rows, T, generator=machine.generator(seed)) < 4 / T
-    yield "documents", MaskSpec(None, begins_BT.cumsum(1).int().to(machine.device))
+def example_masks(bench: Bench, rows: int, T: int, window: int, starts: float) -> dict[str, MaskSpec]:
+    """Returns masks by name: full, a window, documents of random lengths. starts: documents that begin in a token."""
+    begins_BT = torch.rand(rows, T, generator=bench.machine.generator(bench.seed)) < starts
+    documents_BT = begins_BT.cumsum(1).int().to(bench.machine.device)
+    return {"full": MaskSpec(), f"window {window}": MaskSpec(window), "documents": MaskSpec(None, documents_BT)}
 
 
-def _gains(taken: Seconds, machine: Machine, T: int, masks: Mapping[str, MaskSpec]) -> Iterator[Measure]:
-    """Yields the gain of each mask over full attention, and of the machine's path over SDPA, both passes together."""
-    if not isinstance(machine.attention, Picked):
-        raise TypeError("the machine has not chosen how to compute attention: use autotune.select_attention")
-    picked = {name: getattr(machine.attention, kind_of(mask, T)).name for name, mask in masks.items()}
-
-    def both(mask: str, path: str) -> tuple[float, ...]:
-        return tuple(a + b for a, b in zip(*(taken[mask, path, way] for way in PASSES), strict=True))
-
-    for name, path in picked.items():
-        if name != "full":
-            ratio = ratios(both("full", picked["full"]), both(name, path))
-            yield Measure(f"T={T}: full / {name}, as picked", "×", ratio)
-        if path != SDPA.name:
-            yield Measure(f"T={T}, {name}: sdpa / {path}", "×", ratios(both(name, SDPA.name), both(name, path)))
+Case = tuple[str, MaskSpec, Backend]
+"""The name of a figure without its pass, a mask, and the path that computes it."""
 
 
-def _measure(
-    setup: Setup, masks: Mapping[str, MaskSpec], rows: int, T: int, paths: list[Backend], backward: bool
+def attention_seconds(
+    bench: Bench, cases: Iterable[Case], shape: tuple[int, int, int, int], backward: bool = True
 ) -> Seconds:
-    """Times all masks and paths, which alternate."""
-    machine, numbers = setup.machine, setup.machine.generator(setup.seed)
-    q, k, v, grad = (
-        torch.randn(rows, T, HEADS, HEAD_DIM, generator=numbers).to(machine.device, machine.dtype) for _ in range(4)
-    )
+    """Times all cases, which alternate, by "<name> forward" and "<name> backward". shape: (B, T, H, E)."""
+    q, k, v, grad = (bench.random(*shape, seed=i) for i in range(4))
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
-    made: dict[str, Tensor] = {}
-    jobs: dict[str, Callable[[], float]] = {}
-    keys: dict[str, tuple[str, str, str]] = {}
-    for (name, mask), path in product(masks.items(), paths):
-        place, prepared = f"{name}|{path.name}", path.prepare(mask, T, machine.device)
-
-        def forward(place: str = place, path: Backend = path, mask: MaskSpec = prepared) -> float:
-            return seconds_of(lambda: made.update({place: path.attend(q, k, v, mask, None)}), machine)
-
-        def after(place: str = place, forward: Callable[[], float] = forward) -> float:
-            if place not in made:  # in rounds of reverse order
-                forward()
-            return seconds_of(lambda: torch.autograd.grad(made.pop(place), inputs, grad), machine)
-
-        for way, job in zip(PASSES, (forward, after) if backward else (forward,), strict=False):
-            jobs[f"{place}|{way}"], keys[f"{place}|{way}"] = job, (name, path.name, way)
-    return {keys[place]: seconds for place, seconds in alternate(setup.rounds, jobs).items()}
+    forwards = {
+        name: partial(path.attend, q, k, v, path.prepare(mask, shape[1], bench.machine.device), None)
+        for name, mask, path in cases
+    }
+    if backward:
+        return bench.passes(forwards, inputs, grad)
+    return bench.seconds({f"{name} forward": forward for name, forward in forwards.items()})
 
 
-def windows(setup: Setup) -> Outcome:
+def windows(setup: Setup) -> Iterator[Figure]:
     """Tokens/s of training, and the gain of windows over the two other ways."""
-    context, recipe = 64 if setup.quick else CONTEXT, reference(setup.quick, setup.seed)
-    stock = replace(setup.machine, attention=Picked(SDPA, SDPA, SDPA, SDPA))
-    ways = {
-        "SSSL": ("SSSL", setup.machine),
-        "all long": ("L", setup.machine),
-        "all long by torch's SDPA": ("L", stock),
-    }
-    jobs = {
-        name: _steps(replace(recipe, model=replace(recipe.model, context=context, windows=pattern)), machine)
-        for name, (pattern, machine) in ways.items()
-    }
-    taken = alternate(setup.rounds, jobs)
-    batch_tokens, shape = recipe.train.batch_tokens, recipe.model
-    assert batch_tokens
-    measures = [Measure(f"training, {name}", "tokens/s", rates(batch_tokens, taken[name])) for name in ways]
+    recipe, machine = reference(setup.quick, setup.seed), setup.machine
+    recipe = replace(recipe, model=replace(recipe.model, context=64 if setup.quick else CONTEXT))
+    setup.settings.update(sizes_of(recipe), windows="SSSL, L", attention=str(machine.attention))
+    stock = replace(machine, attention=Picked(SDPA, SDPA, SDPA, SDPA))
+    ways = {"SSSL": ("SSSL", machine), "all long": ("L", machine), "all long by torch's SDPA": ("L", stock)}
+    taken = alternate(setup.rounds, {name: _steps(recipe, *way) for name, way in ways.items()})
+    for name in ways:
+        yield figure(f"training, {name}", "tokens/s", (recipe.train.batch_tokens or 0) / taken[name])
     windowed, *others = ways
-    measures += [Measure(f"{windowed} / {name}", "×", ratios(taken[name], taken[windowed])) for name in others]
-    settings = {"context": context, "layers": shape.depth, "width": shape.width, "batch_tokens": batch_tokens}
-    return Outcome(measures, {**settings, "attention": str(setup.machine.attention)})
+    for name in others:
+        yield figure(f"{windowed} / {name}", "×", taken[name] / taken[windowed])
 
 
-def _steps(recipe: Recipe, machine: Machine) -> Callable[[], float]:
+def _steps(recipe: Recipe, windows: str, machine: Machine) -> Callable[[], float]:
     """Returns a function that trains a new model for two steps and returns the seconds of the faster one."""
+    recipe = replace(recipe, model=replace(recipe.model, windows=windows))
     state = training_state(recipe, machine)
-    return lambda: min(take_step(state, random_batch(recipe, state.step), recipe, machine)[0] for _ in range(2))
+    return lambda: min(take_step(state, recipe, machine)[0] for _ in range(2))

@@ -14,130 +14,105 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from quern.bench.record import Measure, Outcome, Setup, alternate, rates, ratios, scaled, seconds_of
+from quern.bench.measure import Figure, alternate, figure, seconds_of
+from quern.bench.options import Setup
 from quern.data.loader import Loader, prefetch
 from quern.data.packing import METHODS, pack
 from quern.data.shards import Corpus, ShardWriter
 from quern.text.tokenizer import Tokenizer
 
 CONTEXT, BATCH_ROWS = 512, 32
+BATCH_TOKENS = BATCH_ROWS * (CONTEXT + 1)
 MEAN_DOCUMENT_TOKENS = 500
 STEP_SECONDS = 0.02
 """How long the consumer of `loading` is busy with a batch: about a step on an accelerator."""
+SHARES = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "cropped_share"}
+"""Names in the record of fields of a packing report."""
 
 
-def tokenizer(setup: Setup) -> Outcome:
+def tokenizer(setup: Setup) -> Iterator[Figure]:
     """Training: reading, splitting, counting and merging, in MB/s of the text."""
-    material = setup.material
-    texts, vocab_size = material.texts, material.vocab_size
-    seconds = setup.seconds({"train": lambda: Tokenizer.train(texts, vocab_size)})["train"]
-    reached = material.tokenizer.vocab_size
-    return Outcome(
-        [Measure("tokenizer training", "MB/s", rates(material.bytes / 1e6, seconds)), Measure("time", "s", seconds)],
-        {"text": material.name, "bytes": material.bytes, "documents": len(texts), "vocabulary": reached},
-    )
+    seconds = setup.once({"train": lambda: Tokenizer.train(setup.texts, setup.vocab_size)})["train"]
+    setup.settings.update(text=setup.text_name, bytes=setup.text_bytes, documents=len(setup.texts))
+    setup.settings["vocabulary"] = setup.tokenizer.vocab_size
+    yield figure("tokenizer training", "MB/s", setup.text_bytes / 1e6 / seconds)
+    yield figure("time", "s", seconds)
 
 
-def encode(setup: Setup) -> Outcome:
+def encode(setup: Setup) -> Iterator[Figure]:
     """Encoding: one document after another on one thread, and all at once on the machine's threads."""
-    material = setup.material
-    texts, threads, made = material.texts, max(1, setup.machine.threads), material.tokenizer
-    tokens, megabytes = sum(len(made.encode(text)) for text in texts), material.bytes / 1e6
-    taken = setup.seconds(
+    texts, threads, made = setup.texts, max(1, setup.machine.threads), setup.tokenizer
+    tokens, megabytes = sum(len(made.encode(text)) for text in texts), setup.text_bytes / 1e6
+    taken = setup.once(
         {"one": lambda: [made.encode(text) for text in texts], "batch": lambda: made.encode_batch(texts, threads)}
     )
-    return Outcome(
-        [
-            Measure("one thread", "MB/s", rates(megabytes, taken["one"])),
-            Measure("one thread", "tokens/s", rates(tokens, taken["one"])),
-            Measure(f"batch, {threads} threads", "MB/s", rates(megabytes, taken["batch"])),
-            Measure("batch / one thread", "×", ratios(taken["one"], taken["batch"])),
-        ],
-        {
-            "text": material.name,
-            "bytes": material.bytes,
-            "tokens": tokens,
-            "bytes_per_token": round(material.bytes / tokens, 3),
-            "vocabulary": made.vocab_size,
-        },
-    )
+    setup.settings.update(text=setup.text_name, bytes=setup.text_bytes, tokens=tokens)
+    setup.settings.update(bytes_per_token=round(setup.text_bytes / tokens, 3), vocabulary=made.vocab_size)
+    yield figure("one thread", "MB/s", megabytes / taken["one"])
+    yield figure("one thread", "tokens/s", tokens / taken["one"])
+    yield figure(f"batch, {threads} threads", "MB/s", megabytes / taken["batch"])
+    yield figure("batch / one thread", "×", taken["one"] / taken["batch"])
 
 
-def packing(setup: Setup) -> Outcome:
+def packing(setup: Setup) -> Iterator[Figure]:
     """Packing alone by each method, and packing with loading from shards; rows of 513 tokens.
 
     Two corpora: documents with lengths like those of web pages (log-normal, 500 tokens on average), and the documents
     of the text. The number of documents in a row determines the cost of packing.
     """
     wanted = 200_000 if setup.quick else 20_000_000
-    measures: list[Measure] = []
-    settings: dict[str, Any] = {"row_tokens": CONTEXT + 1, "batch_rows": BATCH_ROWS}
+    setup.settings.update(row_tokens=CONTEXT + 1, batch_rows=BATCH_ROWS)
+    own = [np.array([0, *setup.tokenizer.encode(text)], dtype=np.int64) for text in setup.texts]  # 0 is BOS
+    repeated = max(1, int(wanted * len(own) / sum(map(len, own))))
     for name, documents in (
-        ("500-token documents", _web_like(setup, wanted)),
-        (setup.material.name, _own(setup, wanted)),
+        ("500-token documents", _web_like(setup.seed, wanted)),
+        (setup.text_name, list(itertools.islice(itertools.cycle(own), repeated))),
     ):
         lengths = np.array([len(ids) for ids in documents], dtype=np.int64)
         reports = {method: pack(lengths, CONTEXT + 1, method).report() for method in METHODS}
-        keys = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "cropped_share"}
-        shares = {m: {short: round(report[key], 5) for short, key in keys.items()} for m, report in reports.items()}
+        shares = {m: {short: round(report[key], 5) for short, key in SHARES.items()} for m, report in reports.items()}
         tokens = int(lengths.sum())
-        settings[name] = {"documents": len(lengths), "tokens": tokens, **shares}
+        setup.settings[name] = {"documents": len(lengths), "tokens": tokens, **shares}
         with shards(documents) as corpus:
             steps = _epoch_steps(corpus, setup.seed)
             jobs = {method: partial(pack, lengths, CONTEXT + 1, method) for method in METHODS}
-            taken = setup.seconds({**jobs, "load": partial(_read, corpus, setup.seed, steps)})
+            taken = setup.once({**jobs, "load": partial(_read, corpus, setup.seed, steps)})
         for method in METHODS:
             note = ", ".join(f"{key} {share:.4f}" for key, share in shares[method].items())
-            measures.append(Measure(f"{name}: pack, {method}", "tokens/s", rates(tokens, taken[method]), note))
-        loaded = rates(steps * BATCH_ROWS * (CONTEXT + 1), taken["load"])
-        measures.append(Measure(f"{name}: pack and load, best-fit", "tokens/s", loaded))
-    return Outcome(measures, settings)
+            yield figure(f"{name}: pack, {method}", "tokens/s", tokens / taken[method], note)
+        yield figure(f"{name}: pack and load, best-fit", "tokens/s", steps * BATCH_TOKENS / taken["load"])
 
 
-def loading(setup: Setup) -> Outcome:
+def loading(setup: Setup) -> Iterator[Figure]:
     """Batches made on request and batches made ahead, and how long a step waits for one made ahead."""
     wanted, steps = (200_000, 8) if setup.quick else (20_000_000, 400)
-    with shards(_web_like(setup, wanted)) as corpus:
+    with shards(_web_like(setup.seed, wanted)) as corpus:
         steps = min(steps, _epoch_steps(corpus, setup.seed))
         jobs = {
-            "direct": lambda: seconds_of(lambda: _read(corpus, setup.seed, steps)),
-            "prefetched": lambda: seconds_of(lambda: deque(prefetch(_loader(corpus, setup.seed), 0, steps), 0)),
-            "wait": lambda: _waiting(corpus, setup.seed, min(steps, 50)),
+            "direct": partial(seconds_of, partial(_read, corpus, setup.seed, steps)),
+            "prefetched": partial(seconds_of, lambda: deque(prefetch(_loader(corpus, setup.seed), 0, steps), 0)),
+            "wait": partial(_waiting, corpus, setup.seed, min(steps, 50)),
         }
         taken = alternate(setup.rounds, jobs)
-    tokens = steps * BATCH_ROWS * (CONTEXT + 1)
-    return Outcome(
-        [
-            Measure("as asked for", "tokens/s", rates(tokens, taken["direct"])),
-            Measure("prefetched", "tokens/s", rates(tokens, taken["prefetched"])),
-            Measure("prefetched / as asked for", "×", ratios(taken["direct"], taken["prefetched"])),
-            Measure("wait beside steps of 20 ms", "ms a batch", scaled(1e3, taken["wait"])),
-        ],
-        {"batch_rows": BATCH_ROWS, "context": CONTEXT, "steps": steps, "corpus_tokens": corpus.num_tokens},
-    )
+    setup.settings.update(batch_rows=BATCH_ROWS, context=CONTEXT, steps=steps, corpus_tokens=corpus.num_tokens)
+    yield figure("as asked for", "tokens/s", steps * BATCH_TOKENS / taken["direct"])
+    yield figure("prefetched", "tokens/s", steps * BATCH_TOKENS / taken["prefetched"])
+    yield figure("prefetched / as asked for", "×", taken["direct"] / taken["prefetched"])
+    yield figure("wait beside steps of 20 ms", "ms a batch", 1e3 * taken["wait"])
 
 
-def _web_like(setup: Setup, tokens: int) -> list[np.ndarray]:
+def _web_like(seed: int, tokens: int) -> list[np.ndarray]:
     """Returns documents of random ids after a BOS; lengths are log-normal (σ = 1) with a mean of 500, at least 2."""
-    numbers = np.random.Generator(np.random.Philox(setup.seed))
+    numbers = np.random.Generator(np.random.Philox(seed))
     mean = np.log(MEAN_DOCUMENT_TOKENS) - 0.5
     lengths = np.maximum(2, numbers.lognormal(mean, 1.0, max(1, tokens // MEAN_DOCUMENT_TOKENS))).astype(np.int64)
     ids = numbers.integers(1, 8192, int(lengths.sum()), dtype=np.int64)
     ends = np.cumsum(lengths)
     ids[ends - lengths] = 0
     return np.split(ids, ends[:-1])
-
-
-def _own(setup: Setup, tokens: int) -> list[np.ndarray]:
-    """Returns the documents of the text, repeated up to that many tokens; id 0 is BOS."""
-    made = setup.material.tokenizer
-    documents = [np.array([0, *made.encode(text)], dtype=np.int64) for text in setup.material.texts]
-    mean = sum(len(ids) for ids in documents) / len(documents)
-    return list(itertools.islice(itertools.cycle(documents), max(1, int(tokens / mean))))
 
 
 @contextmanager

@@ -1,89 +1,117 @@
-"""Benchmark of both trainers at the reference size: tokens/s of PyTorch and of JAX, and their ratio.
+"""Benchmark of both trainers: PyTorch and JAX train the reference recipe on the same random batches.
 
-Both train the same recipe on the same random batches, each in its own process and in the dtype that it chooses on this
-machine. They alternate, a few steps at a time, and the ratio is taken in each round, so that a slowdown of the machine
-affects both. The JAX process (jax_child.py) waits for a request while PyTorch steps. The whole and the blockwise loss
-of JAX alternate too: the default (`measured_block`) rests on their ratio. Compilation is left out. The two models are
-the same (tests/laws/test_grug_law.py).
+Each runs in its own process and in the dtype that it chooses on this machine. They alternate, a few steps at a time.
+The whole and the blockwise loss of JAX alternate too: its default (`measured_block`) rests on their ratio. Compilation
+is left out. The two models are the same (tests/laws/test_grug_law.py).
+
+`python -m quern.bench.jax` is the JAX process. It imports no torch: JAX is measured as `quern grug train` runs it, with
+freed memory kept from the start. It compiles at its start, then answers requests (quern/child.py):
+
+    "facts"             → {"dtype": …, "default": "whole" or "blocks", "block_tokens": …, "jax": version}
+    "whole", "blocks"   → {"seconds": the median of STEPS training steps with that loss}
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import jax
 
-from quern.bench.child import Child, start
-from quern.bench.jax_child import STEPS
-from quern.bench.material import random_batch, reference, take_step, training_state
-from quern.bench.record import Measure, Outcome, Setup, alternate, rates, ratios
-from quern.data.batch import Batch
+from quern.bench.batches import random_batch
+from quern.child import serve, start
+from quern.grug.dtype import choose_dtype
+from quern.grug.loss import BLOCK_TOKENS
+from quern.grug.mesh import keep_freed_memory, make_mesh
+from quern.grug.model import init_parameters
+from quern.grug.optim import rules
+from quern.grug.state import device_batch, init_state, step_config, train_step
+from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 
+if TYPE_CHECKING:
+    from quern.bench.measure import Figure
+    from quern.bench.options import Setup
+
 NAMES = {"whole": "JAX, whole loss", "blocks": "JAX, blockwise loss"}
+STEPS = 4
 
 
-def grug(setup: Setup) -> Outcome:
-    recipe = reference(setup.quick, setup.seed, setup.batch_tokens)
-    batches = [random_batch(recipe, seed) for seed in range(2)]
-    with jax_process(recipe, setup, batches, 16 if setup.quick else None) as process:
+def grug(setup: Setup) -> Iterator[Figure]:
+    from quern.bench.material import reference, sizes_of, take_step, training_state
+    from quern.bench.measure import alternate, figure
+
+    recipe, machine = reference(setup.quick, setup.seed, setup.options.batch_tokens), setup.machine
+    with start("quern.bench.jax", "JAX", jax_order(recipe, setup, 16 if setup.quick else None)) as process:
         facts = process.ask("facts")  # JAX compiles before PyTorch does
-        jobs = {"PyTorch": torch_job(recipe, setup, batches)}
-        jobs |= {name: lambda job=job: process.ask(job)["seconds"] for job, name in NAMES.items()}
-        seconds = alternate(setup.rounds, jobs)
-    tokens, shape = recipe.train.batch_tokens, recipe.model
-    assert tokens
-    speeds = {name: rates(tokens, values) for name, values in seconds.items()}
+        state, batches = training_state(recipe, machine), [random_batch(recipe, seed) for seed in range(2)]
+        take_step(state, recipe, machine, batches[0])  # compiles
+
+        def torch_seconds() -> float:
+            return median(take_step(state, recipe, machine, batches[n % 2])[0] for n in range(STEPS))
+
+        jobs = {name: lambda job=job: process.ask(job)["seconds"] for job, name in NAMES.items()}
+        taken = alternate(setup.rounds, {"PyTorch": torch_seconds, **jobs})
+    setup.settings.update(sizes_of(recipe), steps_per_round=STEPS, jax=facts["jax"])
     dtype, whole, blocks, default = facts["dtype"], NAMES["whole"], NAMES["blocks"], NAMES[facts["default"]]
-    notes = {"PyTorch": str(setup.machine.dtype).removeprefix("torch."), whole: dtype}
+    notes = {"PyTorch": str(machine.dtype).removeprefix("torch."), whole: dtype}
     notes[blocks] = f"{dtype}, {facts['block_tokens']} positions of a row at a time"
-    measures = [Measure(name, "tokens/s", values, notes[name]) for name, values in speeds.items()]
-    measures.append(Measure("JAX / PyTorch", "", ratios(speeds[default], speeds["PyTorch"]), f"the default: {default}"))
-    measures.append(Measure("whole / blockwise", "", ratios(speeds[whole], speeds[blocks])))
-    settings = {
-        "layers": shape.depth,
-        "width": shape.width,
-        "vocabulary": shape.vocab_size,
-        "context": shape.context,
-        "batch_tokens": tokens,
-        "steps_per_round": STEPS,
-        "jax": facts["jax"],
-    }
-    return Outcome(measures, settings)
+    for name, seconds in taken.items():
+        yield figure(name, "tokens/s", setup.settings["batch_tokens"] / seconds, notes[name])
+    yield figure("JAX / PyTorch", "", taken["PyTorch"] / taken[default], f"the default: {default}")
+    yield figure("whole / blockwise", "", taken[blocks] / taken[whole])
 
 
-def torch_job(recipe: Recipe, setup: Setup, batches: list[Batch]) -> Callable[[], float]:
-    """Returns a function that takes some PyTorch steps and returns their median seconds."""
-    state = training_state(recipe, setup.machine)
-    take_step(state, batches[0], recipe, setup.machine)  # compiles
-    return lambda: median(take_step(state, batches[n % 2], recipe, setup.machine)[0] for n in range(STEPS))
+def jax_order(recipe: Recipe, setup: Setup, block_tokens: int | None) -> dict[str, Any]:
+    """Returns the order for the JAX process. block_tokens: of the blockwise loss, None for the default."""
+    order = {"recipe": recipe.to_json(), "rows": recipe.micro_batch_rows, "block_tokens": block_tokens}
+    return order | {"device": setup.machine.device.type, "threads": setup.machine.threads}
 
 
-@contextmanager
-def jax_process(recipe: Recipe, setup: Setup, batches: Sequence[Batch], block_tokens: int | None) -> Iterator[Child]:
-    """Runs a process that trains in JAX on request. block_tokens: of the blockwise loss, None for the default."""
-    with tempfile.TemporaryDirectory() as folder:
-        order = make_order(Path(folder), recipe, setup, batches, block_tokens)
-        with start("quern.bench.jax_child", "JAX", order) as process:
-            yield process
+def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str, Any]]:
+    keep_freed_memory()
+    if sys.platform == "linux":  # XLA takes a thread for each processor that it may run on
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["threads"]])
+    if order["device"] == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    # The twin's callables in place of the named ones, which import torch.
+    recipe = Recipe.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
+    dtype = choose_dtype(None)
+    cfg = step_config(recipe, dtype)
+    sizes = {"whole": None, "blocks": order["block_tokens"] or BLOCK_TOKENS}
+    jobs = {k: _job(recipe, replace(cfg, block_tokens=size), order["rows"]) for k, size in sizes.items()}
+    default = "whole" if cfg.block_tokens is None else "blocks"
+    facts = {"dtype": dtype, "default": default, "block_tokens": sizes["blocks"], "jax": jax.__version__}
+    for request in requests:
+        yield facts if request == "facts" else {"seconds": jobs[request]()}
 
 
-def make_order(
-    folder: Path, recipe: Recipe, setup: Setup, batches: Sequence[Batch], block_tokens: int | None
-) -> dict[str, Any]:
-    """Writes the batches to the folder and returns the order for the JAX process."""
-    for n, batch in enumerate(batches):
-        np.savez(folder / f"{n}.npz", tokens=batch.tokens, targets=batch.targets, mask=batch.mask)
-    return {
-        "folder": str(folder),
-        "recipe": recipe.to_json(),
-        "rows": recipe.micro_batch_rows,
-        "block_tokens": block_tokens,
-        "device": setup.machine.device.type,
-        "threads": setup.machine.threads,
-    }
+def _job(recipe: Recipe, cfg: Any, rows: int) -> Callable[[], float]:
+    """Returns a function that takes some steps on one device and returns their median seconds.
+
+    The batches are on the device already, as the prefetch of training leaves them.
+    """
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        batches = [device_batch(random_batch(recipe, seed), rows, mesh) for seed in range(2)]
+        states = [init_state(recipe.seed, cfg)]
+
+    def seconds(n: int) -> float:
+        began = time.perf_counter()
+        with jax.set_mesh(mesh):
+            state, metrics = train_step(states.pop(), batches[n % 2], Multipliers(), cfg)
+            states.append(state)
+            float(metrics["loss"])
+        return time.perf_counter() - began
+
+    seconds(0)  # compiles
+    return lambda: median(seconds(n) for n in range(STEPS))
+
+
+if __name__ == "__main__":
+    serve(answers)

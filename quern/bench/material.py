@@ -1,18 +1,17 @@
-"""Inputs of the benchmarks: text, the reference model, random batches, and a model whose replies never end early.
+"""Models of the benchmarks: the reference model, its training, and a model whose replies never end early.
 
-The text is the built-in world or the documents of `--data`. The reference model is the `gpt` recipe with 4 layers,
-width 256, vocabulary 8,192, context 512 and full windows.
+The reference model is the `gpt` recipe with 4 layers, width 256, vocabulary 8,192, context 512 and full windows.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils.benchmark.utils.timer import timer
 
+from quern.bench.batches import random_batch
 from quern.data.batch import Batch
 from quern.machine import Machine
 from quern.model.gpt import GPT
@@ -20,49 +19,11 @@ from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.text.documents import read
-from quern.text.tinyworld import corpus
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from quern.train.state import TrainState, build_model, build_state, compile_model
 from quern.train.step import train_step
 
 MICRO_BATCH_TOKENS = 4096
-
-
-@dataclass(frozen=True)
-class Material:
-    """The text to measure on, made at first use: the built-in world, or the documents of `data`."""
-
-    seed: int
-    megabytes: float
-    vocab_size: int
-    data: Path | None = None
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Documents of `megabytes` in all, or all documents of a smaller source."""
-        if self.data is None:
-            return list(corpus.documents(self.seed, self.megabytes))
-        texts: list[str] = []
-        size = 0
-        for text, _ in read(self.data):
-            texts.append(text)
-            size += len(text)
-            if size >= self.megabytes * 1e6:
-                break
-        return texts
-
-    @cached_property
-    def bytes(self) -> int:
-        return sum(len(text.encode("utf-8", "replace")) for text in self.texts)
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.train(self.texts, self.vocab_size)
-
-    @property
-    def name(self) -> str:
-        return "tinyworld" if self.data is None else self.data.name
 
 
 def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Recipe:
@@ -88,15 +49,11 @@ def left_to_itself(recipe: Recipe) -> Recipe:
     return resolve(replace(recipe, train=TrainRecipe(micro_batch_tokens=recipe.train.micro_batch_tokens)))
 
 
-def random_batch(recipe: Recipe, seed: int) -> Batch:
-    """Returns a global batch of random tokens, in which every target counts."""
-    context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
-    assert context and batch_tokens and recipe.model.vocab_size
-    numbers = torch.Generator().manual_seed(seed)
-    rows = max(1, batch_tokens // context)
-    row_tokens = torch.randint(recipe.model.vocab_size, (rows, context + 1), generator=numbers, dtype=torch.int32)
-    tokens, targets = row_tokens[:, :-1].contiguous().numpy(), row_tokens[:, 1:].contiguous().numpy()
-    return Batch(tokens, targets, targets >= 0)
+def sizes_of(recipe: Recipe) -> dict[str, Any]:
+    """Returns the sizes of a resolved recipe for a record."""
+    shape = recipe.model
+    sizes = {"layers": shape.depth, "width": shape.width, "heads": shape.heads, "vocabulary": shape.vocab_size}
+    return sizes | {"context": shape.context, "windows": shape.windows, "batch_tokens": recipe.train.batch_tokens}
 
 
 def training_state(recipe: Recipe, machine: Machine) -> TrainState:
@@ -107,22 +64,26 @@ def training_state(recipe: Recipe, machine: Machine) -> TrainState:
 
 
 def take_step(
-    state: TrainState, batch: Batch, recipe: Recipe, machine: Machine, multipliers: Multipliers | None = None
+    state: TrainState,
+    recipe: Recipe,
+    machine: Machine,
+    batch: Batch | None = None,
+    multipliers: Multipliers | None = None,
 ) -> tuple[float, float]:
     """Takes one optimizer step: forward, loss, backward, gradient norm, update.
 
+    Args:
+        batch: A global batch; by default a random one.
+
     Returns:
-        Its wall-clock seconds and its loss.
+        The wall-clock seconds of the step and its loss.
 
     Raises:
         RuntimeError: The step was skipped, because its loss or gradient is not finite.
     """
-    rows = recipe.micro_batch_rows
-    machine.synchronize()
-    start = time.perf_counter()
-    result = train_step(state, batch, multipliers or Multipliers(), machine, micro_batch_rows=rows)
-    machine.synchronize()
-    seconds = time.perf_counter() - start
+    batch, multipliers, start = batch or random_batch(recipe, state.step), multipliers or Multipliers(), timer()
+    result = train_step(state, batch, multipliers, machine, micro_batch_rows=recipe.micro_batch_rows)
+    seconds = timer() - start
     if result.verdict != "step":
         norm = f"loss {result.loss}, gradient norm {result.grad_norm}"
         raise RuntimeError(f"a step of the benchmark was not finite ({norm}), so its time means nothing: report it")

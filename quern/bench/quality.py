@@ -1,21 +1,19 @@
 """Benchmark of quality per minute: train for some minutes by the recipe's defaults, then score bits per byte.
 
-The minutes count the time in steps only, not compilation, validation, saving or preparing the text. Each validation
-document is cut into consecutive windows of 512 tokens, each of which starts at BOS; every byte counts once. The record
-holds the number of bytes counted and the size of the text.
+See docs/benchmarks/README.md for what the minutes and the score include.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from quern.bench.record import Measure, Outcome
+from quern.bench.material import sizes_of
+from quern.bench.measure import Figure, figure
+from quern.bench.options import Setup
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
-from quern.machine import Machine
 from quern.recipe import TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.records import read_metrics
@@ -30,25 +28,15 @@ from quern.text.tokenizer import well_formed
 WINDOW_TOKENS = 512
 
 
-def quality(
-    machine: Machine,
-    out: Path,
-    *,
-    train: Path,
-    val: Path,
-    minutes: float,
-    depth: int,
-    seed: int,
-    log: Callable[[str], None],
-) -> Outcome:
-    """Trains a new run under `out` and scores its last checkpoint.
-
-    Raises:
-        RuntimeError: Training ended with an error.
-    """
-    run_dir = RunDir(out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-    recipe = replace(RECIPE, depth=depth, data=str(train), val=str(val), seed=seed, train=TrainRecipe(minutes=minutes))
-    command = f"quern bench quality --train {train} --val {val} --minutes {minutes:g} --depth {depth} --seed {seed}"
+def quality(setup: Setup) -> Iterator[Figure]:
+    """Trains a new run under `--out` and scores its last checkpoint. Raises RuntimeError if training fails."""
+    machine, log, given = setup.machine, setup.log, setup.options
+    assert given.train and given.val
+    run_dir = RunDir(given.out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+    recipe = replace(RECIPE, depth=given.depth, data=str(given.train), val=str(given.val), seed=setup.seed)
+    recipe = replace(recipe, train=TrainRecipe(minutes=given.minutes))
+    command = f"quern bench quality --train {given.train} --val {given.val}"
+    command += f" --minutes {given.minutes:g} --depth {given.depth} --seed {setup.seed}"
     code = pretrain.run(recipe, Session(stage="pretrain", machine=machine, run_dir=run_dir, command=command, log=log))
     if code:
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
@@ -56,24 +44,18 @@ def quality(
     val_corpus, rows = data_of_run(loaded.recipe, run_dir, log).val, loaded.recipe.micro_batch_rows
     batches = windows(val_corpus, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
     score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
+    setup.settings.update(
+        {"run": run_dir.run} | sizes_of(loaded.recipe),
+        depth=given.depth,
+        vocabulary=loaded.tokenizer.vocab_size,
+        steps=loaded.step,
+        validation_bytes_counted=score.bytes,
+        validation_bytes_of_text=sum(len(well_formed(text).encode("utf-8")) for text, _ in read(given.val)),
+        validation_tokens=score.tokens,
+    )
     lines = read_metrics(run_dir.stage("pretrain") / "metrics.jsonl")
-    settings = {
-        "run": run_dir.run,
-        "depth": depth,
-        "vocabulary": loaded.tokenizer.vocab_size,
-        "context": loaded.recipe.model.context,
-        "windows": loaded.recipe.model.windows,
-        "batch_tokens": loaded.recipe.train.batch_tokens,
-        "steps": loaded.step,
-        "validation_bytes_counted": score.bytes,
-        "validation_bytes_of_text": sum(len(well_formed(text).encode("utf-8")) for text, _ in read(val)),
-        "validation_tokens": score.tokens,
-    }
     spent, tokens = (max(line.get(key, 0) for line in lines) for key in ("seconds", "tokens"))
-    measures = [
-        Measure("validation", "bits/byte", (score.bpb,), f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes"),
-        Measure("validation", "nats/token", (score.nats_per_token,)),
-        Measure("time in steps", "s", (spent,), f"{loaded.step:,} steps"),
-        Measure("trained on", "tokens", (tokens,)),
-    ]
-    return Outcome(measures, settings)
+    yield figure("validation", "bits/byte", score.bpb, f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes")
+    yield figure("validation", "nats/token", score.nats_per_token)
+    yield figure("time in steps", "s", spent, f"{loaded.step:,} steps")
+    yield figure("trained on", "tokens", tokens)

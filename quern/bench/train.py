@@ -1,49 +1,57 @@
-"""Benchmark of training at the reference size: tokens/s, MFU, start-up time, peak memory.
+"""Benchmarks of training at the reference size: speed, MFU, start-up and memory (`train`), and two ranks (`ranks`).
 
-Two step sizes are measured: `--batch-tokens`, and the size that the recipe derives from its model. Rounds alternate
-between the machine's matmul peak (the best of a dozen large square products in the compute dtype) and some optimizer
-steps of each size, so that a slowdown of the machine affects both. A step is what the training loop times: forward,
-loss, backward, gradient norm and update of one global batch. The MFU of a round is its rate times the model's FLOPs per
-token (6 per matmul parameter, and attention without a discount for causality) over the mean of the peaks before and
-after it.
+`train` alternates between the machine's matmul peak and steps of two sizes; see docs/benchmarks/README.md. `ranks`: two
+gloo ranks of one thread each train with the same global batch as one process of two threads. All processes exist all
+the time and wait while the others work. The two ranks also take steps in which no gradient leaves before the backward
+pass ends. The wait is the time between the end of that pass and the norm of the summed gradients, on the slower rank.
+The hidden share of communication is how much shorter the wait is if gradients leave during the backward pass.
 
-Start-up and peak memory are those of a new process (`python -m quern.bench.train`), which trains a few steps. The clock
-runs from before the interpreter starts to the end of the first step, compilation included. A cold start compiles
-everything, the compiler's precompiled header too; a warm start finds the compiler's cache on disk.
+Their child, `python -m quern.bench.train`, trains the reference model for the steps of each request.
 """
 
 from __future__ import annotations
 
+import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
+import numpy as np
+from torch import Tensor
 
-from quern.bench.child import machine_flags, serve, start
-from quern.bench.material import left_to_itself, random_batch, reference, take_step, training_state
-from quern.bench.record import Measure, Outcome, Setup, scaled
+from quern.bench.batches import random_batch
+from quern.bench.material import left_to_itself, reference, sizes_of, take_step, training_state
+from quern.bench.measure import Bench, Figure, alternate, figure, peak_memory
+from quern.bench.options import Setup
+from quern.child import Child, machine_flags, serve, start
+from quern.data.batch import Batch
 from quern.kernels.attention.autotune import select_attention
-from quern.machine import Machine, detect, measure_peak_flops
+from quern.machine import detect, measure_peak_flops
+from quern.mesh import connect, disconnect
 from quern.model.count import flops_per_token
+from quern.optim.groups import make_groups
+from quern.parallel.zero2 import Zero2
+from quern.train.guard import Guard
+from quern.train.state import TrainState, build_model, compile_model
 
 ROUND_SECONDS = 2.5
-"""Seconds of steps in a round; the matmul peak takes a fraction of a second."""
+"""Seconds of steps in a round of `train`; the matmul peak takes a fraction of a second."""
 STARTS, START_STEPS = 3, 4
 START_NOTES = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
+RANKS, STEPS = 2, 6
 
 
-def train(setup: Setup) -> Outcome:
-    recipe = reference(setup.quick, setup.seed, setup.batch_tokens)
-    starts = _starts(setup) if setup.start else []
+def train(setup: Setup) -> Iterator[Figure]:
+    recipe = reference(setup.quick, setup.seed, setup.options.batch_tokens)
+    starts = list(_starts(setup)) if setup.options.start else []
     state = training_state(recipe, setup.machine)
     sizes = {of.train.batch_tokens: of for of in (recipe, left_to_itself(recipe)) if of.train.batch_tokens}
 
     def seconds_at(tokens: int) -> float:
-        return take_step(state, random_batch(sizes[tokens], state.step), sizes[tokens], setup.machine)[0]
+        return take_step(state, sizes[tokens], setup.machine)[0]
 
     def peak() -> float:
         return measure_peak_flops(setup.machine, 256 if setup.quick else 2048)
@@ -52,105 +60,163 @@ def train(setup: Setup) -> Outcome:
     seconds_at(first)  # compiles
     usual = min(seconds_at(first) for _ in range(3))
     steps = {tokens: 2 if setup.quick else max(1, round(ROUND_SECONDS / usual * first / tokens)) for tokens in sizes}
-    flops, peaks = flops_per_token(recipe), [peak()]
-    speeds: dict[int, list[float]] = {tokens: [] for tokens in sizes}
-    usage: dict[int, list[float]] = {tokens: [] for tokens in sizes}
+    peaks, taken = [peak()], []
     for _ in range(setup.rounds):
         for tokens in sizes:
-            speeds[tokens].append(tokens / statistics.median(seconds_at(tokens) for _ in range(steps[tokens])))
+            taken.append(statistics.median(seconds_at(tokens) for _ in range(steps[tokens])))
             peaks.append(peak())
-            usage[tokens].append(100 * speeds[tokens][-1] * flops / statistics.mean(peaks[-2:]))
-    dtype = str(setup.machine.dtype).removeprefix("torch.")
-    measures = []
-    for tokens in sizes:
-        step = f"steps of {tokens:,} tokens"
-        measures.append(Measure(f"training, {step}", "tokens/s", tuple(speeds[tokens])))
-        measures.append(Measure(f"MFU, {step}", "%", tuple(usage[tokens]), f"of the {dtype} matmul peak of its round"))
-    measures += [Measure("matmul peak", "TFLOP/s", scaled(1e-12, peaks), dtype), *starts]
-    shape = recipe.model
-    settings = {
-        "layers": shape.depth,
-        "width": shape.width,
-        "heads": shape.heads,
-        "vocabulary": shape.vocab_size,
-        "context": shape.context,
-        "windows": shape.windows,
-        "batch_tokens": " and ".join(f"{tokens:,}" for tokens in sizes),
-        "micro_batch_tokens": recipe.train.micro_batch_tokens,
-        "MFLOP_per_token": round(flops / 1e6, 2),
-        "steps_per_round": " and ".join(str(steps[tokens]) for tokens in sizes),
-    }
-    return Outcome(measures, settings)
+    flops, dtype = flops_per_token(recipe), str(setup.machine.dtype).removeprefix("torch.")
+    speeds = np.resize(list(sizes), len(taken)) / taken
+    usage = 100 * flops * speeds / np.convolve(peaks, [0.5, 0.5], "valid")
+    for place, tokens in enumerate(sizes):
+        rounds, step = slice(place, None, len(sizes)), f"steps of {tokens:,} tokens"
+        yield figure(f"training, {step}", "tokens/s", speeds[rounds])
+        yield figure(f"MFU, {step}", "%", usage[rounds], f"of the {dtype} matmul peak of its round")
+    yield figure("matmul peak", "TFLOP/s", 1e-12 * np.array(peaks), dtype)
+    yield from starts
+    setup.settings.update(
+        sizes_of(recipe),
+        batch_tokens=" and ".join(f"{tokens:,}" for tokens in sizes),
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        MFLOP_per_token=round(flops / 1e6, 2),
+        steps_per_round=" and ".join(str(steps[tokens]) for tokens in sizes),
+    )
 
 
-# Start-up ---------------------------------------------------------------------------------------------------------
-
-
-def _starts(setup: Setup) -> list[Measure]:
+def _starts(setup: Setup) -> Iterator[Figure]:
     """Alternates cold and warm starts, or measures eager ones where nothing is compiled."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in (("cold", "warm") if setup.machine.compile else ("eager",))}
-    peak_bytes = None
+    kinds, memory = ("cold", "warm") if setup.machine.compile else ("eager",), None
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(1 if setup.quick else STARTS):
         with tempfile.TemporaryDirectory(prefix="quern-bench-") as cache:
-            for kind in seconds:
-                taken, peak_bytes = first_step(setup.machine, setup.seed, setup.quick, setup.batch_tokens, cache)
+            for kind in kinds:
+                taken, memory = first_step(setup, setup.options.batch_tokens, cache)
                 seconds[kind].append(taken)
-    measures = [Measure(f"start to first step, {k}", "s", tuple(v), START_NOTES[k]) for k, v in seconds.items()]
-    if peak_bytes is not None:
-        measures.append(Measure("peak memory", "MB", (peak_bytes / 1e6,), "of that process"))
-    return measures
+    yield from (figure(f"start to first step, {kind}", "s", seconds[kind], START_NOTES[kind]) for kind in kinds)
+    if memory is not None:
+        yield figure("peak memory", "MB", memory / 1e6, "of that process")
 
 
-def first_step(machine: Machine, seed: int, quick: bool, batch_tokens: int, cache: str) -> tuple[float, int | None]:
+def first_step(bench: Bench, batch_tokens: int, cache: str) -> tuple[float, int | None]:
     """Trains a few steps of the reference model in a new process.
 
     Args:
-        machine: The machine that the process must find.
-        seed: The recipe's seed.
-        quick: Train the tiny model.
-        batch_tokens: Tokens of a step.
         cache: Folder for the compiler; an empty one makes a cold start.
 
     Returns:
         Seconds from the start of the process to the end of its first step, and the most bytes that it held (on its
         device, for CUDA), None where the system does not say.
     """
-    order = {"machine": machine_flags(machine), "seed": seed, "quick": quick, "batch_tokens": batch_tokens}
     # The compiler keeps its precompiled header in TMPDIR, whatever the folder of its cache.
-    variables = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}
+    variables, began = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}, time.perf_counter()
+    with start("quern.bench.train", "training", child_order(bench, batch_tokens), variables) as process:
+        process.ask({"steps": 1, "overlap": True})
+        seconds = time.perf_counter() - began
+        return seconds, process.ask({"steps": START_STEPS - 1, "overlap": True})["peak_memory_bytes"]
+
+
+def ranks(setup: Setup) -> Iterator[Figure]:
+    tokens = reference(setup.quick, setup.seed, setup.options.batch_tokens).train.batch_tokens
+    assert tokens
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    with _crew(setup, 1, threads=RANKS) as one, _crew(setup, RANKS, threads=1) as two:
+        for crew in (one, two):
+            _steps(crew, 2, overlap=True)  # compiles
+
+        def together(overlap: bool) -> float:
+            seconds, waited = _steps(two, STEPS, overlap)
+            waits[overlap].append(waited)
+            return seconds
+
+        jobs = {
+            "one": lambda: _steps(one, STEPS, overlap=True)[0],
+            "two": lambda: together(True),
+            "after": lambda: together(False),
+        }
+        taken = alternate(setup.rounds, jobs)
+    visible, without = (np.array(waits[overlap][1:]) for overlap in (True, False))
+    setup.settings.update(batch_tokens=tokens, ranks=RANKS, steps_per_round=STEPS)
+    yield figure("one process, two threads", "tokens/s", tokens * STEPS / taken["one"])
+    yield figure("two processes, one thread each", "tokens/s", tokens * STEPS / taken["two"])
+    yield figure("two processes over one", "%", 100 * taken["one"] / taken["two"], "round by round")
+    yield figure("waiting for gradients, none leave early", "ms/step", 1e3 / STEPS * without)
+    yield figure("waiting for gradients, as they come", "ms/step", 1e3 / STEPS * visible)
+    yield figure("hidden behind the backward pass", "%", 100 * (1 - visible / without))
+    yield figure("step if none leave early, over one if they do", "%", 100 * taken["after"] / taken["two"])
+
+
+def _steps(crew: list[Child], count: int, overlap: bool) -> tuple[float, float]:
+    """Returns the seconds until the last rank is done, and the longest wait for gradients of a rank."""
     began = time.perf_counter()
-    with start("quern.bench.train", "training", order, variables) as process:
-        process.answer()
-        return time.perf_counter() - began, process.answer()["peak_memory_bytes"]
+    for child in crew:
+        child.send({"steps": count, "overlap": overlap})
+    answers = [child.answer() for child in crew]
+    return time.perf_counter() - began, max(answer["waited_seconds"] for answer in answers)
 
 
-def answers(order: dict[str, Any], _: Iterator[Any]) -> Iterator[dict[str, Any]]:
-    """Runs in the new process: answers after the first step and after the last one."""
-    machine = select_attention(detect(**order["machine"]))
-    recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
-    state = training_state(recipe, machine)
-    for step in range(START_STEPS):
-        take_step(state, random_batch(recipe, step), recipe, machine)
-        if step == 0:
-            yield {"step": 1}
-    on_cuda = machine.device.type == "cuda"
-    yield {"peak_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else peak_resident_bytes()}
+@contextmanager
+def _crew(setup: Setup, count: int, threads: int) -> Iterator[list[Child]]:
+    """Runs `count` connected ranks for the length of the block."""
+    order = child_order(setup, setup.options.batch_tokens, count)
+    order["machine"] |= {"device": "cpu", "threads": threads}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
+    with ExitStack() as stack:
+        processes = (start("quern.bench.train", "rank", order | {"rank": rank}, variables) for rank in range(count))
+        crew = [stack.enter_context(process) for process in processes]
+        yield crew
+        for child in crew:  # a rank waits for the others when it disconnects: close all before waiting for one
+            child.close()
 
 
-def peak_resident_bytes() -> int | None:
-    """Returns the most physical memory that this process has held.
+class DelayedZero2(Zero2):
+    """Can hold all gradients back until the backward pass ends.
 
-    Linux reports it in /proc: the value of getrusage there is never below what the parent held at the start.
+    Attributes:
+        early: Whether gradients leave during the backward pass.
+        waited: Seconds that this rank waited between the end of the backward pass and the norm of the gradients.
     """
-    try:
-        with open("/proc/self/status", encoding="utf-8") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-    except OSError:
-        if sys.platform == "darwin":
-            import resource
 
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None
+    early, waited, _before = True, 0.0, 0.0
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        with super().last_backward() if self.early else nullcontext():
+            yield
+        self._before = self.mesh.waited_seconds()
+
+    def grad_norm(self) -> Tensor:
+        norm = super().grad_norm()
+        self.waited += self.mesh.waited_seconds() - self._before
+        return norm
+
+
+def child_order(bench: Bench, batch_tokens: int, ranks: int = 1) -> dict[str, Any]:
+    order = {"machine": machine_flags(bench.machine), "seed": bench.seed, "quick": bench.quick}
+    return order | {"batch_tokens": batch_tokens, "rank": 0, "ranks": ranks}
+
+
+def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    """Runs in a child: takes the steps of each request on the rows of its rank."""
+    machine = select_attention(detect(**order["machine"]))
+    mesh = connect(1, machine.device, order["rank"], order["ranks"])
+    recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
+    model = build_model(recipe, machine, recipe.seed)
+    groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
+    optimizer = DelayedZero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh)
+    state = TrainState(model, optimizer, Guard(recipe.train.max_skips))
+    compile_model(model, machine)
+    rows = slice(mesh.data.rank, None, mesh.data.size)
+    for request in requests:
+        optimizer.early, optimizer.waited = request["overlap"], 0.0
+        for _ in range(request["steps"]):
+            whole = random_batch(recipe, state.step)
+            batch = Batch(*(array[rows] for array in (whole.tokens, whole.targets, whole.mask)))
+            take_step(state, recipe, machine, batch)
+        yield {"waited_seconds": optimizer.waited, "peak_memory_bytes": peak_memory(machine)}
+    disconnect(mesh)
 
 
 if __name__ == "__main__":

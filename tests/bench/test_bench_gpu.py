@@ -12,12 +12,12 @@ import torch
 
 from quern.bench.gpu import command
 from quern.bench.gpu.attention import pairs
+from quern.bench.gpu.command import AIMS, UNMEASURED, page, verdict
 from quern.bench.gpu.decode import bytes_of_a_step
 from quern.bench.gpu.kernels import iterate
-from quern.bench.gpu.setup import Bench, Limits, OutOfTime, data_sheet, measure_limits, worst_error
-from quern.bench.gpu.table import AIMS, UNMEASURED, page, verdict
+from quern.bench.gpu.setup import GpuBench, Limits, data_sheet, measure_limits, worst_error
 from quern.bench.gpu.train import kind_of_kernel, recipe_of
-from quern.bench.record import Measure
+from quern.bench.measure import Figure, OutOfTime, figure
 from quern.kernels.attention.attend import MaskSpec, visible
 from quern.machine import Machine
 
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 QUICK = ["--quick", "--no-compile", "--threads", "1"]
 
 
-def a_bench(seconds: float = 60.0) -> Bench:
-    return Bench(CPU, True, 0, None, None, Limits(1e12, 1e9, None), time.monotonic() + seconds)
+def a_bench(seconds: float = 60.0) -> GpuBench:
+    return GpuBench(CPU, 0, True, 2, time.monotonic() + seconds, limits=Limits(1e12, 1e9, None))
 
 
 def body_of(out: Path) -> dict:
@@ -72,17 +72,17 @@ def test_every_section_runs_and_is_recorded(tmp_path: Path) -> None:
 def test_a_section_that_fails_or_runs_out_of_time_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(bench: Bench) -> Iterator[Measure]:
-        yield Measure("before: it", "s", (1.0,))
+    def fails(bench: GpuBench) -> Iterator[Figure]:
+        yield figure("before: it", "s", 1.0)
         raise RuntimeError("no kernel image\nis available")
 
-    def runs_out(bench: Bench) -> Iterator[Measure]:
-        yield Measure("in: time", "s", (2.0,))
+    def runs_out(bench: GpuBench) -> Iterator[Figure]:
+        yield figure("in: time", "s", 2.0)
         raise OutOfTime
 
-    def goes_on(bench: Bench) -> Iterator[Measure]:
+    def goes_on(bench: GpuBench) -> Iterator[Figure]:
         bench.seconds({"a path": lambda: [][1]})
-        yield Measure("after: all", "s", (3.0,))
+        yield figure("after: all", "s", 3.0)
 
     sections = {name: (job, 5) for name, job in [("a", fails), ("b", runs_out), ("c", goes_on)]}
     monkeypatch.setattr(command, "SECTIONS", sections)
@@ -162,7 +162,7 @@ def test_limits_are_measured_and_data_sheets_known() -> None:
 
 
 def test_the_depth_12_model_has_the_sizes_of_the_aims() -> None:
-    recipe = recipe_of(Bench(CPU, False, 0, None, None, Limits(1, 1, 1), 0.0), 100)
+    recipe = recipe_of(GpuBench(CPU, limits=Limits(1, 1, 1)), 100)
     shape, train = recipe.model, recipe.train
     assert (shape.depth, shape.width, shape.heads, shape.head_dim) == (12, 768, 6, 128)
     assert (shape.context, shape.vocab_size, shape.windows) == (2048, 32_768, "SSSL")
@@ -211,7 +211,7 @@ def test_aims_are_met_or_missed_or_not_yet_measured() -> None:
     assert empty.count(UNMEASURED) == len(AIMS) and "≥ 400 TFLOP/s" in empty and "≤ 34 GB" in empty
     least, most = ([verdict(value, sign, 34) for value in (33, 34, 35)] for sign in ("≥", "≤"))
     assert least == ["missed", "met", "met"] and most == ["met", "met", "missed"]
-    section = {"measures": [Measure("memory: at most", "GB", (35.0,)).to_json()], "problems": [], "error": None}
+    section = {"measures": [figure("memory: at most", "GB", 35.0)], "problems": [], "error": None}
     body = {key: {"processor": "x", "dtype": "x", "attention": "x", "torch": "x", "quern": "x", "git": "x"}
             for key in ("machine", "versions")}  # fmt: skip
     body |= {"utc": "", "seconds": 1.0, "quick": False, "notes": [], "sections": {"training": section}}

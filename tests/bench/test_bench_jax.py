@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from quern.bench import command as bench_command
-from quern.bench.jax import jax_process, make_order
-from quern.bench.material import Material, random_batch, reference
-from quern.bench.record import Setup
+from quern.bench.jax import jax_order
+from quern.bench.material import reference
+from quern.bench.options import Setup
+from quern.child import start
 from quern.machine import Machine
 from tests.support.jax_process import ROOT, environment
 
@@ -26,7 +27,7 @@ def compiled_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def setup() -> Setup:
     machine = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
-    return Setup(machine, 5, 1, True, 4096, False, Material(5, 0.2, 512, None), lambda line: None)
+    return Setup(machine, 5, quick=True, rounds=1)
 
 
 def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
@@ -45,15 +46,14 @@ def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
 
 TORCH_FREE = """
 import json, sys
-from quern.bench import jax_child
-first, second = jax_child.answers(json.loads(sys.argv[1]), iter(["facts", "blocks"]))
+from quern.bench import jax
+first, second = jax.answers(json.loads(sys.argv[1]), iter(["facts", "blocks"]))
 print("torch" in sys.modules, "jax" in sys.modules, first["dtype"], second["seconds"] > 0)
 """
 
 
-def test_the_jax_process_loads_no_torch(setup: Setup, tmp_path: Path) -> None:
-    recipe = reference(True, 5)
-    order = make_order(tmp_path, recipe, setup, [random_batch(recipe, 0)], 16)
+def test_the_jax_process_loads_no_torch(setup: Setup) -> None:
+    order = jax_order(reference(True, 5), setup, 16)
     command = [sys.executable, "-c", TORCH_FREE, json.dumps(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -63,17 +63,8 @@ def test_the_jax_process_loads_no_torch(setup: Setup, tmp_path: Path) -> None:
 
 
 def test_an_error_there_is_one_error_here(setup: Setup) -> None:
-    recipe = reference(True, 5)
     with (
-        jax_process(recipe, setup, [random_batch(recipe, 0)], 17) as process,
-        pytest.raises(RuntimeError, match=r"JAX process of the benchmark failed: ValueError: blocks of 17 positions"),
+        start("quern.bench.jax", "JAX", jax_order(reference(True, 5), setup, 17)) as process,
+        pytest.raises(RuntimeError, match=r"JAX process failed: ValueError: blocks of 17 positions"),
     ):
         process.ask("facts")
-
-
-def test_a_jax_process_that_dies_is_an_error_and_not_a_wait(setup: Setup) -> None:
-    recipe = reference(True, 5)
-    with jax_process(recipe, setup, [random_batch(recipe, 0)], 16) as process:
-        process.process.kill()
-        with pytest.raises(RuntimeError, match=r"JAX process of the benchmark failed: it ended with code -9"):
-            process.ask("facts")

@@ -13,13 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from quern.bench.gpu.setup import Bench, first_line, worst_error
-from quern.bench.record import Measure, rates, ratios
+from quern.bench.attention import Case, attention_seconds, example_masks
+from quern.bench.gpu.setup import GpuBench, worst_error
+from quern.bench.measure import Figure, figure
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
 from quern.kernels.attention.autotune import available, fits, kind_of
 from quern.kernels.attention.backends import BLOCKED, SDPA, AttendFunction, Backend
@@ -32,11 +32,11 @@ FLOPS = {"forward": 1.0, "backward": 2.5}
 OVER_FULL = ", over full"
 
 
-def paths(bench: Bench) -> list[Backend]:
+def paths(bench: GpuBench) -> list[Backend]:
     return available(bench.machine) if bench.on_gpu else [BLOCKED, SDPA]
 
 
-def exactness(bench: Bench) -> Iterator[Measure]:
+def exactness(bench: GpuBench) -> Iterator[Figure]:
     """The worst error over the grid, by path, dtype and head dim."""
     rounded = Backend("definition", attend_rounded, windows=True, documents=True, growing=True)
     kinds = (("float32", 16),) if bench.quick else EXACTNESS
@@ -56,16 +56,16 @@ def exactness(bench: Bench) -> Iterator[Measure]:
                     case += "" if mask.documents_BT is None else ", documents"
                     worst = max(worst, (worst_error(ours, plain, inputs, grad), case))
         except (RuntimeError, ValueError) as error:
-            bench.problems.append(f"{place}: {first_line(error)}")
+            bench.failed(place, error)
         else:
-            yield Measure(place, "relative", worst[:1], worst[1])
+            yield figure(place, "relative", *worst)
 
 
 def bound(attend: AttendFunction, mask: MaskSpec) -> Callable[..., Tensor]:
     return lambda q, k, v: attend(q, k, v, mask, None)
 
 
-def grid(bench: Bench) -> Iterator[tuple[int, int, MaskSpec]]:
+def grid(bench: GpuBench) -> Iterator[tuple[int, int, MaskSpec]]:
     """Yields length, groups and mask of each case."""
     lengths = (1, 17, 65) if bench.quick else (1, 17, 127, 129, 1000, 2049)
     for T, window, groups in itertools.product(lengths, (None, 1, 64, 66, 5000), (1, 2, 4)):
@@ -83,41 +83,34 @@ def attend_rounded(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
     return torch.einsum("bhqk,bkhe->bqhe", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
-def speed(bench: Bench) -> Iterator[Measure]:
+def speed(bench: GpuBench) -> Iterator[Figure]:
     """TFLOP/s of each path that fits, and the gain of the window over full attention."""
     total, width = (256, 64) if bench.quick else (TOKENS, WIDTH)
     for E, T in [(16, 128)] if bench.quick else SHAPES:
         rows, heads = total // T, width // E
-        q, k, v, grad = (bench.random(rows, T, heads, E, seed=i) for i in range(4))
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        forwards: dict[str, Callable[[], Tensor]] = {}
-        work: dict[str, float] = {}
-        named = masks(bench, rows, T)
-        for (name, mask), path in itertools.product(named.items(), paths(bench)):
-            if fits(path, kind_of(mask, T)) and (not path.by_shape or (E, T) in BY_SHAPE):
-                place = figure(E, T, name, path.name)
-                prepared = path.prepare(mask, T, bench.machine.device)
-                forwards[place] = partial(bound(path.attend, prepared), q, k, v)
-                work |= {f"{place} {way}": n * 4 * rows * heads * E * pairs(mask, T) for way, n in FLOPS.items()}
-        taken = bench.passes(forwards, inputs, grad)
-        yield from (Measure(name, "TFLOP/s", rates(work[name] / 1e12, seconds)) for name, seconds in taken.items())
+        window = T // 4 if bench.quick else min(WINDOW, T // 4)
+        # Documents have 2,048 tokens on average, but at most half a row.
+        masks = example_masks(bench, rows, T, window, max(8 / TOKENS, 2 / T))
+        cases: dict[str, Case] = {
+            name: (name, mask, path)
+            for (kind, mask), path in itertools.product(masks.items(), paths(bench))
+            if fits(path, kind_of(mask, T)) and (not path.by_shape or (E, T) in BY_SHAPE)
+            for name in [place(E, T, kind, path.name)]
+        }
+        taken = attention_seconds(bench, cases.values(), (rows, T, heads, E))
+        for name, seconds in taken.items():
+            case, _, way = name.rpartition(" ")
+            work = FLOPS[way] * 4 * rows * heads * E * pairs(cases[case][1], T)
+            yield figure(name, "TFLOP/s", work / 1e12 / seconds)
         for path, way in itertools.product(paths(bench), FLOPS):
-            full, window, _ = (f"{figure(E, T, name, path.name)} {way}" for name in named)
-            if full in taken and window in taken:
-                yield Measure(window + OVER_FULL, "×", ratios(taken[full], taken[window]))
+            full, windowed = (f"{place(E, T, kind, path.name)} {way}" for kind in ("full", f"window {window}"))
+            if full in taken and windowed in taken:
+                yield figure(windowed + OVER_FULL, "×", taken[full] / taken[windowed])
 
 
-def figure(E: int, T: int, mask: str, path: str) -> str:
+def place(E: int, T: int, mask: str, path: str) -> str:
     """Returns a figure's name without its pass."""
     return f"head dim {E}, {T} tokens, {mask}: {path}"
-
-
-def masks(bench: Bench, rows: int, T: int) -> dict[str, MaskSpec]:
-    """Returns masks by name. Documents have random lengths, 2,048 tokens on average but at most half a row."""
-    window = T // 4 if bench.quick else min(WINDOW, T // 4)
-    begins_BT = torch.rand(rows, T, generator=torch.Generator().manual_seed(bench.seed)) < max(8 / TOKENS, 2 / T)
-    documents_BT = begins_BT.cumsum(1).int().to(bench.machine.device)
-    return {"full": MaskSpec(), f"window {window}": MaskSpec(window), "documents": MaskSpec(None, documents_BT)}
 
 
 def pairs(mask: MaskSpec, T: int) -> float:

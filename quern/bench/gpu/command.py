@@ -13,26 +13,25 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quern.bench.gpu.attention import exactness, speed
+from quern.bench.gpu.attention import OVER_FULL, exactness, place, speed
 from quern.bench.gpu.decode import decoding
 from quern.bench.gpu.kernels import cross_entropy, muon, rope
 from quern.bench.gpu.real import real
-from quern.bench.gpu.setup import Bench, OutOfTime, first_line, measure_limits
-from quern.bench.gpu.table import page
+from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, first_line, measure_limits
 from quern.bench.gpu.train import training_bf16, training_fp8
-from quern.bench.record import Measure, head, load_average, number, write
+from quern.bench.measure import Bench, Figure, OutOfTime, head, load_average, number, table, write
 from quern.bounds import refuse_outside
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 from quern.temporaries import write_whole
 
-SECTIONS: dict[str, tuple[Callable[[Bench], Iterator[Measure]], float]] = {
+SECTIONS: dict[str, tuple[Callable[[GpuBench], Iterator[Figure]], float]] = {
     "training": (training_bf16, 120),
     "attention": (speed, 120),
     "exactness": (exactness, 80),
@@ -44,6 +43,17 @@ SECTIONS: dict[str, tuple[Callable[[Bench], Iterator[Measure]], float]] = {
     "real": (real, 90),
 }
 """The function of each section, and its seconds when all sections run. A late section may get less."""
+UNMEASURED = "not yet measured"
+FULL, WINDOW = (place(128, 16_384, mask, "triton") for mask in ("full", "window 1024"))
+AIMS = (  # description, section, figure, unit, least or most, limit
+    ("causal attention, 16,384 tokens, head dim 128, forward", "attention", f"{FULL} forward", "TFLOP/s", "≥", 400),
+    ("the same, backward", "attention", f"{FULL} backward", "TFLOP/s", "≥", 330),
+    ("a window of 1,024 over full, the same sizes, forward", "attention", f"{WINDOW} forward{OVER_FULL}", "×", "≥", 4),
+    ("the same, backward", "attention", f"{WINDOW} backward{OVER_FULL}", "×", "≥", 4),
+    ("training at depth 12: MFU", "training", "MFU: of the data sheet", "%", "≥", 45),
+    ("training at depth 12: memory", "training", "memory: at most", "GB", "≤", 34),
+    ("decoding at batch 1", "decode", "batch 1, compiled: of the bandwidth", "%", "≥", 50),
+)
 
 
 def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
@@ -52,30 +62,30 @@ def main(arguments: Sequence[str], log: Callable[[str], None]) -> int:
     if not torch.cuda.is_available() and not options.quick:
         log("there is no GPU here that torch can use: run this on a machine with one, or try it with --quick")
         return 1
-    began, load = time.monotonic(), load_average()
+    began, load, folder = time.monotonic(), load_average(), options.out / "bench"
     machine = select_attention(detect(None, None, options.compile, options.threads))
     chosen = round(time.monotonic() - began, 2)
     limits = measure_limits(machine, options.quick)
-    body = head("gpu", machine, options.seed, options.quick, load)
+    body = head("gpu", Bench(machine, options.seed, options.quick), load)
     body |= {"notes": list(machine.notes), "seconds_to_choose_attention": chosen, "limits": vars(limits)}
     body |= {"seconds": 0.0, "sections": {}}
     found = body["machine"]
     log(f"{found['processor']}, {found['dtype']}, {'compiled' if machine.compile else 'eager'}")
-    log(f"attention: {found['attention']} (chosen in {chosen:.0f} s)")
-    for note in machine.notes:
-        log(note)
+    for line in (f"attention: {found['attention']} (chosen in {chosen:.0f} s)", *machine.notes):
+        log(line)
     log(f"limits: {limits.flops / 1e12:,.1f} TFLOP/s, {limits.bytes_per_second / 1e9:,.0f} GB/s")
     for name in options.sections:
         deadline = began + 60 * options.minutes
         if len(options.sections) > 1:
             deadline = min(deadline, time.monotonic() + SECTIONS[name][1])
-        bench = Bench(machine, options.quick, options.seed, options.data, options.tokenizer, limits, deadline)
+        sizes = options.seed, options.quick, QUICK_ROUNDS if options.quick else ROUNDS, deadline
+        bench = GpuBench(machine, *sizes, limits=limits, data=options.data, tokenizer=options.tokenizer)
         log(f"\n{name}")
         body["sections"][name] = run(name, bench, log)
         body["seconds"] = round(time.monotonic() - began, 2)
-        write(options.out / "bench" / "gpu.json", body)
-        write_whole(options.out / "bench" / "gpu.md", page(body))
-    log(f"\nrecord: {options.out / 'bench' / 'gpu.json'}, table: {options.out / 'bench' / 'gpu.md'}")
+        write(folder / "gpu.json", body)
+        write_whole(folder / "gpu.md", page(body))
+    log(f"\nrecord: {folder / 'gpu.json'}, table: {folder / 'gpu.md'}")
     return 0
 
 
@@ -98,15 +108,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run(name: str, bench: Bench, log: Callable[[str], None]) -> dict[str, Any]:
+def run(name: str, bench: GpuBench, log: Callable[[str], None]) -> dict[str, Any]:
     """Runs a section and returns its part of the record."""
     start, measures, error, trace = time.monotonic(), [], None, None
     torch.manual_seed(bench.seed)
     try:
         bench.check_time()
-        for measure in SECTIONS[name][0](bench):
-            measures.append(measure.to_json())
-            log(f"  {measure.name}: {number(measure.median)} {measure.unit}  {measure.note}".rstrip())
+        for one in SECTIONS[name][0](bench):
+            measures.append(one)
+            log(f"  {one['name']}: {number(one['median'])} {one['unit']}  {one.get('note', '')}".rstrip())
     except OutOfTime:
         error = "out of time: the rest of the section was left out"
     except Exception as raised:  # kernels, drivers and the compiler raise errors of any type: run the other sections
@@ -120,6 +130,37 @@ def run(name: str, bench: Bench, log: Callable[[str], None]) -> dict[str, Any]:
         torch.cuda.empty_cache()
     seconds = round(time.monotonic() - start, 2)
     return {"seconds": seconds, "error": error, "traceback": trace, "problems": bench.problems, "measures": measures}
+
+
+def page(body: Mapping[str, Any]) -> str:
+    """Returns the page of a record, or of {} for none."""
+    lines = ["# GPU measurements", ""]
+    if body:
+        machine, version = body["machine"], body["versions"]
+        lines += [
+            f"{machine['processor']}, {machine['dtype']}, torch {version['torch']}, quern {version['quern']} "
+            f"({version['git']}), {body['utc']}, {body['seconds']:.0f} s. Attention: {machine['attention']}.",
+            "",
+            *(["Tiny sizes (--quick): the figures mean nothing.", ""] if body["quick"] else []),
+            *(f"- {note}" for note in body["notes"]),
+        ]
+    else:
+        lines += ["`quern bench gpu` has not been run on a GPU yet; it writes this page.", ""]
+    sections = body.get("sections", {})
+    found = {(name, m["name"]): m["median"] for name, section in sections.items() for m in section["measures"]}
+    lines += ["| aim | limit | measured | |", "|---|---|---|---|"]
+    for what, section, name, unit, sign, limit in AIMS:
+        value = found.get((section, name))
+        result = f"{UNMEASURED} | " if value is None else f"{number(value)} {unit} | {verdict(value, sign, limit)}"
+        lines.append(f"| {what} | {sign} {limit:g} {unit} | {result} |")
+    for name, section in sections.items():
+        problems = [f"- {line}" for line in (*section["problems"], section["error"]) if line]
+        lines += ["", f"## {name}", "", "```", *table(section["measures"]), "```", *problems]
+    return "\n".join(lines) + "\n"
+
+
+def verdict(value: float, sign: str, limit: float) -> str:
+    return "met" if (value >= limit if sign == "≥" else value <= limit) else "missed"
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quern.bench.gpu.setup import Bench
+from quern.bench.gpu.setup import GpuBench
 from quern.bench.gpu.train import recipe_of
-from quern.bench.record import Measure, rates
+from quern.bench.measure import Figure, figure
 from quern.generate.cache import KVCache, decode
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.model.count import parameters
@@ -28,7 +29,7 @@ PROMPT_TOKENS = 512
 
 
 @torch.inference_mode()
-def decoding(bench: Bench) -> Iterator[Measure]:
+def decoding(bench: GpuBench) -> Iterator[Figure]:
     """Speed and share of the bandwidth at batch 1, 8 and 64."""
     recipe, machine, prompt = recipe_of(bench, 1), bench.machine, 16 if bench.quick else PROMPT_TOKENS
     model = build_model(recipe, machine, recipe.seed).eval()
@@ -46,26 +47,22 @@ def decoding(bench: Bench) -> Iterator[Measure]:
         tokens = torch.randint(model.embedding.num_embeddings, (rows, prompt), generator=numbers).to(machine.device)
         cache.prefill(model, tokens, torch.full((rows,), prompt, device=machine.device), machine.attention)
         slots_S = torch.arange(min(capacity, prompt + SPAN), device=machine.device)
-        job, place = _one_token(step, cache, tokens[:, 0].contiguous(), slots_S), f"batch {rows}, {way}"
-        taken = bench.seconds({place: job})
+        arguments = cache, cache.positions_B.clone(), tokens[:, 0].contiguous(), slots_S
+        once, place = partial(_one_token, step, *arguments), f"batch {rows}, {way}"
+        taken = bench.seconds({place: once})
         if bench.on_gpu:
-            taken |= bench.seconds({f"{place}, CUDA graph": job}, graph=True)
+            taken |= bench.seconds({f"{place}, CUDA graph": once}, graph=True)
         moved = bytes_of_a_step(recipe, cache, rows, prompt + 1)
         for name, seconds in taken.items():
-            share = rates(100 * moved / bench.limits.bytes_per_second, seconds)
-            yield Measure(f"{name}: speed", "tokens/s", rates(rows, seconds))
-            yield Measure(f"{name}: of the bandwidth", "%", share, f"{moved / 1e6:,.0f} MB a step")
+            share = 100 * moved / bench.limits.bytes_per_second / seconds
+            yield figure(f"{name}: speed", "tokens/s", rows / seconds)
+            yield figure(f"{name}: of the bandwidth", "%", share, f"{moved / 1e6:,.0f} MB a step")
 
 
-def _one_token(step: Callable[..., Any], cache: KVCache, *arguments: torch.Tensor) -> Callable[[], object]:
-    """Returns a function that decodes a token from the same positions at each call, so that its cost stays equal."""
-    fixed = cache.positions_B.clone()
-
-    def job() -> object:
-        cache.positions_B.copy_(fixed)
-        return step(cache, *arguments)
-
-    return job
+def _one_token(step: Callable[..., Any], cache: KVCache, positions_B: Tensor, *arguments: Tensor) -> object:
+    """Decodes a token from the same positions at each call, so that its cost stays equal."""
+    cache.positions_B.copy_(positions_B)
+    return step(cache, *arguments)
 
 
 def bytes_of_a_step(recipe: Recipe, cache: KVCache, rows: int, seen: int) -> int:

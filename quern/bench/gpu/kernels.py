@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quern.bench.cross_entropy import peak_bytes
-from quern.bench.gpu.setup import Bench, worst_error
-from quern.bench.record import Measure, rates, ratios, scaled
-from quern.kernels import cross_entropy as loss
+from quern.bench.cross_entropy import CAP, loss_inputs, loss_jobs, loss_paths
+from quern.bench.gpu.setup import GpuBench, worst_error
+from quern.bench.measure import Figure, figure, peak_bytes
+from quern.kernels import cross_entropy as kernels
 from quern.kernels.rope import rotate, rotate_normed, rotate_normed_plain, rotate_plain
-from quern.kernels.softcap import SigmoidCap, TanhCap
+from quern.kernels.softcap import SigmoidCap
 from quern.kernels.symmetric import symmetric_product, symmetric_product_plain
 from quern.kernels.triton_found import triton_found
 from quern.model.layers import rotary_table
@@ -27,7 +27,7 @@ from quern.optim.constants import POLAR_EXPRESS
 from quern.optim.muon import polar_express
 
 
-def rope(bench: Bench) -> Iterator[Measure]:
+def rope(bench: GpuBench) -> Iterator[Figure]:
     """GB/s and error of the rotation, alone and with the norm of queries and keys."""
     B, T, H, E = (2, 16, 2, 8) if bench.quick else (32, 2048, 6, 128)
     x, grad = bench.random(B, T, H, E).requires_grad_(), bench.random(B, T, H, E, seed=1)
@@ -39,48 +39,40 @@ def rope(bench: Bench) -> Iterator[Measure]:
     }
     for name, (ours, plain, tensors_back) in kinds.items():
         for label, turn in (("ours", ours), ("plain", plain)):
-            yield Measure(f"{name}: error, {label}", "relative", (worst_error(turn, plain, [x], grad),))
+            yield figure(f"{name}: error, {label}", "relative", worst_error(turn, plain, [x], grad))
         turns = {"ours": ours, "plain, compiled": bench.compiled(plain)}
         forwards = {f"{name}: {label}": partial(turn, x) for label, turn in turns.items()}
         for job, seconds in bench.passes(forwards, [x], grad).items():
             tensors = 2 if job.endswith("forward") else tensors_back
-            yield Measure(job, "GB/s", rates(tensors * x.nbytes / 1e9, seconds))
+            yield figure(job, "GB/s", tensors * x.nbytes / 1e9 / seconds)
 
 
-def cross_entropy(bench: Bench) -> Iterator[Measure]:
+def cross_entropy(bench: GpuBench) -> Iterator[Figure]:
     """Time, TFLOP/s, memory and error of the loss of 65,536 tokens over a vocabulary of 32,768."""
     N, D, V = (64, 16, 128) if bench.quick else (65_536, 768, 32_768)
-    x, weight = bench.random(N, D).requires_grad_(), (bench.random(V, D, seed=1) * D**-0.5).detach().requires_grad_()
-    targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(bench.seed)).to(x.device)
-    scale = torch.full((N,), 1 / N, device=x.device)
-    cap = TanhCap(15.0)
-
-    def chunked(x: Tensor, weight: Tensor, cap: TanhCap | SigmoidCap = cap) -> Tensor:
-        return loss.cross_entropy(x, weight, targets[: len(x)], scale[: len(x)], cap)[0]
-
-    def full(x: Tensor, weight: Tensor, cap: TanhCap | SigmoidCap = cap) -> Tensor:
-        return (loss.cross_entropy_plain(x, weight, targets[: len(x)], cap) * scale[: len(x)]).sum()
-
-    for one in (cap, SigmoidCap(30.0, 7.5 * D**0.5)):
-        error = worst_error(partial(chunked, cap=one), partial(full, cap=one), [x[:2048], weight], scale.new_ones(()))
-        yield Measure(f"loss, {one}: error", "relative", (error,))
-    kinds = {"loss, in chunks": chunked, "loss, full logits, compiled": bench.compiled(full)}
-    ways = {name: lambda loss=loss: torch.autograd.grad(loss(x, weight), (x, weight)) for name, loss in kinds.items()}
+    (x, weight), paths = loss_inputs(bench, N, D, V), loss_paths(bench, N, V)
+    for cap in (CAP, SigmoidCap(30.0, 7.5 * D**0.5)):
+        chunked, full = (partial(path, cap=cap) for path in paths)
+        error = worst_error(chunked, full, [x[:2048], weight], torch.ones((), device=x.device))
+        yield figure(f"loss, {cap}: error", "relative", error)
+    jobs = loss_jobs(bench, N, D, V)
+    ways = {"loss, in chunks": jobs["chunked"], "loss, full logits, compiled": jobs["full, compiled"]}
     for name, seconds in bench.seconds(ways).items():
-        yield Measure(f"{name}: time", "ms", scaled(1e3, seconds))
-        yield Measure(f"{name}: products", "TFLOP/s", rates(6 * N * D * V / 1e12, seconds))
+        yield figure(f"{name}: time", "ms", 1e3 * seconds)
+        yield figure(f"{name}: products", "TFLOP/s", 6 * N * D * V / 1e12 / seconds)
         if bench.on_gpu:
-            yield Measure(f"{name}: memory", "GB", ((peak_bytes(ways[name], bench.machine) or 0) / 1e9,))
-    for name, path in {"compiled": loss.COMPILED, "triton": loss.TRITON}.items():
+            yield figure(f"{name}: memory", "GB", (peak_bytes(ways[name], bench.machine) or 0) / 1e9)
+    for name, path in {"compiled": kernels.COMPILED, "triton": kernels.TRITON}.items():
         if name == "compiled" or (bench.on_gpu and triton_found()):
             rows = min(N, path.chunks(N, V)[0].stop)
             logits = bench.random(rows, V)
-            job = partial(path.gradient, logits, targets[:rows], scale[:rows], cap)
+            targets = torch.randint(V, (rows,), device=x.device)
+            job = partial(path.gradient, logits, targets, torch.full((rows,), 1 / N, device=x.device), CAP)
             for place, seconds in bench.seconds({f"kernel over {rows:,} tokens' logits: {name}": job}).items():
-                yield Measure(place, "GB/s", rates(2 * logits.nbytes / 1e9, seconds))
+                yield figure(place, "GB/s", 2 * logits.nbytes / 1e9 / seconds)
 
 
-def muon(bench: Bench) -> Iterator[Measure]:
+def muon(bench: GpuBench) -> Iterator[Figure]:
     """Time and error of the iteration over the matrices of 12 layers, with plain products and with symmetric ones."""
     width, layers = (32, 2) if bench.quick else (768, 12)
     products = {"plain": symmetric_product_plain, "symmetric": symmetric_product}
@@ -91,10 +83,11 @@ def muon(bench: Bench) -> Iterator[Measure]:
         expected = polar_express(stack).float()
         for job, seconds in taken.items():
             error = (ways[job](stack).float() - expected).norm() / expected.norm()
-            yield Measure(job.replace(": ", ": error, "), "relative", (error.item(),), "against optim/muon.py")
-            yield Measure(job, "ms", scaled(1e3, seconds))
+            yield figure(job.replace(": ", ": error, "), "relative", error.item(), "against optim/muon.py")
+            yield figure(job, "ms", 1e3 * seconds)
         if len(taken) == len(ways):
-            yield Measure(f"{place}: plain / symmetric", "×", ratios(*taken.values()))
+            plain, symmetric = taken.values()
+            yield figure(f"{place}: plain / symmetric", "×", plain / symmetric)
 
 
 def iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:

@@ -1,33 +1,20 @@
-"""Settings of the sections of `quern bench gpu`, the timer and the error that they share, and the device's limits.
-
-A call is timed by `triton.testing.do_bench` on CUDA and by `torch.utils.benchmark` elsewhere (--quick). Calls that are
-compared alternate over some rounds. A first call, which compiles and tunes, is not counted.
-"""
+"""Context of the sections of `quern bench gpu`, the device's limits, and the error of a kernel."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
-from quern.bench.record import alternate
+from quern.bench.measure import Bench, call_seconds
 from quern.machine import Machine, measure_peak_flops
 
 ROUNDS, QUICK_ROUNDS = 5, 2
-WARM_UP_MS, MEASURED_MS = 5, 20
 DATA_SHEET = {"A100": 312e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H200": 989e12, "B200": 2250e12}
 """Dense bf16 FLOP/s from NVIDIA's data sheets. The longest key that is part of a device's name counts."""
-
-
-class OutOfTime(Exception):
-    """A section has used its time; the record keeps its figures so far."""
 
 
 @dataclass(frozen=True)
@@ -39,83 +26,27 @@ class Limits:
     sheet: float | None
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Settings of a section.
+@dataclass(frozen=True, kw_only=True)
+class GpuBench(Bench):
+    """Context of a section.
 
     Attributes:
-        quick: Use tiny sizes, whose figures mean nothing.
         data: Text or tokens to train on; `tokenizer` is that of the tokens.
-        deadline: When the section has to stop, on `time.monotonic`.
         problems: Lines about calls that failed.
     """
 
-    machine: Machine
-    quick: bool
-    seed: int
-    data: str | None
-    tokenizer: str | None
     limits: Limits
-    deadline: float
+    data: str | None = None
+    tokenizer: str | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
         return self.machine.device.type == "cuda"
 
-    def check_time(self) -> None:
-        """Raises OutOfTime after the deadline."""
-        if time.monotonic() > self.deadline:
-            raise OutOfTime
-
-    def random(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
-        """Returns standard normal numbers on the device, in the compute dtype by default."""
-        numbers = torch.Generator(device=self.machine.device).manual_seed(self.seed + seed)
-        x = torch.randn(shape, generator=numbers, device=self.machine.device)
-        return x.to(dtype or self.machine.dtype)
-
-    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return torch.compile(function, dynamic=False) if self.machine.compile else function
-
-    def seconds(self, jobs: Mapping[str, Callable[[], object]], graph: bool = False) -> dict[str, tuple[float, ...]]:
-        """Returns the seconds per call of each job in each round; a job that fails becomes a problem.
-
-        Args:
-            jobs: Functions to call.
-            graph: Time each job as a CUDA graph, which does without the cost of kernel launches.
-        """
-        working = {}
-        for name, job in jobs.items():
-            self.check_time()
-            try:
-                call_seconds(job, self.machine, graph)
-            except Exception as error:  # kernels, drivers and the compiler raise errors of any type
-                self.problems.append(f"{name}: {first_line(error)}")
-            else:
-                working[name] = lambda job=job: call_seconds(job, self.machine, graph)
-        return alternate(QUICK_ROUNDS if self.quick else ROUNDS, working)
-
-    def passes(
-        self, forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], grad: Tensor
-    ) -> dict[str, tuple[float, ...]]:
-        """Returns the seconds of "<name> forward" and "<name> backward": the time of both passes less the forward."""
-        both = {name: lambda f=f: torch.autograd.grad(f(), inputs, grad) for name, f in forwards.items()}
-        taken = self.seconds({**{f"{name} forward": f for name, f in forwards.items()}, **both})
-        found = {}
-        for name in (name for name in both if name in taken):
-            found[f"{name} forward"] = first = taken[f"{name} forward"]
-            found[f"{name} backward"] = tuple(max(a - b, 1e-9) for a, b in zip(taken[name], first, strict=True))
-        return found
-
-
-def call_seconds(call: Callable[[], object], machine: Machine, graph: bool = False) -> float:
-    """Returns the median seconds of a call on CUDA, or those of one call elsewhere."""
-    if machine.device.type != "cuda":
-        return Timer("call()", globals={"call": call}, num_threads=machine.threads).timeit(1).median
-    from triton.testing import do_bench, do_bench_cudagraph
-
-    timer: Any = do_bench_cudagraph if graph else partial(do_bench, warmup=WARM_UP_MS)
-    return timer(call, rep=MEASURED_MS, return_mode="median") / 1e3
+    def failed(self, name: str, error: Exception) -> None:
+        """Records the error of a job; the others run."""
+        self.problems.append(f"{name}: {first_line(error)}")
 
 
 def measure_limits(machine: Machine, quick: bool) -> Limits:
@@ -123,7 +54,7 @@ def measure_limits(machine: Machine, quick: bool) -> Limits:
     size, copied = (256, 2**20) if quick else (8192, 2**31)
     x = torch.randint(0, 100, (copied,), device=machine.device, dtype=torch.int8)
     y = torch.empty_like(x)
-    copy = min(call_seconds(lambda: y.copy_(x), machine) for _ in range(3))
+    copy = min(call_seconds(lambda: y.copy_(x), machine, quick) for _ in range(3))
     return Limits(measure_peak_flops(machine, size), 2 * copied / copy, data_sheet(machine))
 
 

@@ -10,19 +10,20 @@ own peak is twice that. Times of kernels are percent of a step; idle is the rest
 from __future__ import annotations
 
 import itertools
-import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from quern.bench.gpu.setup import Bench
-from quern.bench.material import random_batch, take_step
-from quern.bench.record import Measure, rates
+from quern.bench.batches import random_batch
+from quern.bench.gpu.setup import GpuBench
+from quern.bench.material import take_step
+from quern.bench.measure import Figure, figure, seconds_of
 from quern.model.count import flops_per_token
 from quern.model.fp8 import use_fp8
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
@@ -41,7 +42,7 @@ KINDS = {
 """Kinds of work by parts of a kernel's name, of which the first match counts; other kernels are elementwise work."""
 
 
-def recipe_of(bench: Bench, steps: int, vocab_size: int | None = None) -> Recipe:
+def recipe_of(bench: GpuBench, steps: int, vocab_size: int | None = None) -> Recipe:
     """Returns the resolved recipe at depth 12, or a tiny one; steps: of its schedule."""
     rows, depth, context, sizes = ROWS, 12, 2048, ModelRecipe(vocab_size=32_768)
     if bench.quick:
@@ -51,7 +52,7 @@ def recipe_of(bench: Bench, steps: int, vocab_size: int | None = None) -> Recipe
     return resolve(replace(RECIPE, name="gpu", depth=depth, seed=bench.seed, model=model, train=train))
 
 
-def training(bench: Bench, fp8: bool) -> Iterator[Measure]:
+def training(bench: GpuBench, fp8: bool) -> Iterator[Figure]:
     """tokens/s, MFU, memory, compiled graphs, and time by kernel. The first note says what is computed in FP8."""
     machine, recipe = bench.machine, recipe_of(bench, 1000)
     model = build_model(recipe, machine, recipe.seed)
@@ -61,28 +62,26 @@ def training(bench: Bench, fp8: bool) -> Iterator[Measure]:
     batches = itertools.cycle([random_batch(recipe, seed) for seed in range(4)])
 
     def step() -> tuple[float, float]:
-        return take_step(state, next(batches), recipe, machine)
+        return take_step(state, recipe, machine, next(batches))
 
-    start = time.perf_counter()
-    step()
-    yield Measure("start to first step: time", "s", (time.perf_counter() - start,), note)
+    yield figure("start to first step: time", "s", seconds_of(step), note)
     for _ in range(3):
         step()
     graphs = compiled_graphs()
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds, losses = zip(*(step() for _ in range(2 if bench.quick else STEPS)), strict=True)
+    seconds, losses = np.array([step() for _ in range(2 if bench.quick else STEPS)]).T
     batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe)
     assert batch_tokens
-    yield Measure("training: speed", "tokens/s", rates(batch_tokens, seconds))
+    yield figure("training: speed", "tokens/s", batch_tokens / seconds)
     for place, peak in (("the data sheet", bench.limits.sheet), ("a large product", bench.limits.flops)):
         if peak is not None:
-            yield Measure(f"MFU: of {place}", "%", rates(100 * batch_tokens * flops / peak, seconds))
+            yield figure(f"MFU: of {place}", "%", 100 * batch_tokens * flops / peak / seconds)
     if bench.on_gpu:
-        yield Measure("memory: at most", "GB", (torch.cuda.max_memory_allocated() / 1e9,))
-    yield Measure("loss: last of those steps", "nats", (losses[-1],), "random tokens, four batches over and over")
-    yield from kernel_times(step, bench, median(seconds))
-    yield Measure("graphs: compiled after the fourth step", "graphs", (float(compiled_graphs() - graphs),))
+        yield figure("memory: at most", "GB", torch.cuda.max_memory_allocated() / 1e9)
+    yield figure("loss: last of those steps", "nats", losses[-1], "random tokens, four batches over and over")
+    yield from kernel_times(step, bench, float(np.median(seconds)))
+    yield figure("graphs: compiled after the fourth step", "graphs", compiled_graphs() - graphs)
 
 
 training_bf16, training_fp8 = partial(training, fp8=False), partial(training, fp8=True)
@@ -92,24 +91,23 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def kernel_times(step: Callable[[], object], bench: Bench, usual: float) -> Iterator[Measure]:
+def kernel_times(step: Callable[[], object], bench: GpuBench, usual: float) -> Iterator[Figure]:
     """Percent of a step's usual seconds, by kind of kernel and for the 15 kernels that take longest."""
     bench.check_time()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.on_gpu else [])]) as taken:
         for _ in range(PROFILED_STEPS):
             step()
-    kernels: dict[str, float] = defaultdict(float)
-    kinds: dict[str, float] = defaultdict(float)
+    kernels: Any = Counter()  # of floats
+    kinds: Any = Counter()
     for event in taken.key_averages():
         # An operator's device time includes that of its kernels: on a GPU only kernels count.
         if not bench.on_gpu or event.device_type.name == "CUDA":
             spent = event.self_device_time_total if bench.on_gpu else event.self_cpu_time_total
-            kernels[f"kernel {event.key[:70]}"] += spent / 1e4 / PROFILED_STEPS / usual
-            kinds[f"time: {kind_of_kernel(event.key)}"] += spent / 1e4 / PROFILED_STEPS / usual
+            share = spent / 1e4 / PROFILED_STEPS / usual
+            kernels[f"kernel {event.key[:70]}"] += share
+            kinds[f"time: {kind_of_kernel(event.key)}"] += share
     kinds["time: idle"] = max(0.0, 100 - sum(kinds.values()))
-    for shares, shown in ((kinds, len(kinds)), (kernels, 15)):
-        for name in sorted(shares, key=shares.__getitem__, reverse=True)[:shown]:
-            yield Measure(name, "%", (shares[name],))
+    yield from (figure(name, "%", share) for name, share in (*kinds.most_common(), *kernels.most_common(15)))
 
 
 def kind_of_kernel(name: str) -> str:

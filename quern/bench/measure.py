@@ -1,0 +1,247 @@
+"""Measurement for all benchmarks: their context (`Bench`), seconds of jobs in rounds, peak memory, figures, records.
+
+Timings on a shared machine are noisy. Compared jobs therefore alternate, a figure has a value for each round, and a
+ratio is a ratio of two arrays of rounds. A short call is timed by `triton.testing.do_bench` on CUDA and by
+`torch.utils.benchmark.Timer` elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer
+
+import quern
+from quern.machine import Machine
+from quern.records import git_hash
+from quern.temporaries import write_whole
+
+PACKAGES = ("torch", "numpy", "tiktoken", "rustbpe")
+WARM_UP_MS, MEASURED_MS = 5, 20
+Job = Callable[[], object]
+Seconds = dict[str, np.ndarray]
+"""Seconds of a call by the name of its job, a value for each round."""
+Figure = dict[str, Any]
+"""name, unit, median, low, high, values (one for each round), and a note where there is one."""
+
+
+class OutOfTime(Exception):
+    """A benchmark has used its time; the record keeps its figures so far."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Context of a benchmark.
+
+    Attributes:
+        quick: Use tiny sizes, whose figures mean nothing.
+        rounds: Values of each figure.
+        deadline: When the benchmark has to stop, on `time.monotonic`.
+        settings: The sizes used, which the benchmark fills in for its record.
+    """
+
+    machine: Machine
+    seed: int = 0
+    quick: bool = False
+    rounds: int = 5
+    deadline: float = math.inf
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def check_time(self) -> None:
+        """Raises OutOfTime after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Handles a job that fails: the benchmark ends with its error."""
+        raise error
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
+        """Returns standard normal numbers on the device, in the compute dtype by default."""
+        numbers = torch.Generator(device=self.machine.device).manual_seed(self.seed + seed)
+        x = torch.randn(shape, generator=numbers, device=self.machine.device)
+        return x.to(dtype or self.machine.dtype)
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.compile(function, dynamic=False) if self.machine.compile else function
+
+    def once(self, jobs: Mapping[str, Job]) -> Seconds:
+        """Returns the seconds of each job, called once in each round: for jobs that take long."""
+        return alternate(self.rounds, {name: partial(seconds_of, job) for name, job in jobs.items()})
+
+    def seconds(self, jobs: Mapping[str, Job], graph: bool = False) -> Seconds:
+        """Returns the seconds of a call of each job that works; the first call is not counted.
+
+        Args:
+            jobs: Functions to call.
+            graph: Time each job as a CUDA graph, which does without the cost of kernel launches.
+        """
+        working: dict[str, Callable[[], float]] = {}
+        for name, job in jobs.items():
+            self.check_time()
+            timed = partial(call_seconds, job, self.machine, self.quick, graph)
+            try:
+                timed()
+            except Exception as error:  # kernels, drivers and the compiler raise errors of any type
+                self.failed(name, error)
+            else:
+                working[name] = timed
+        return alternate(self.rounds, working, warm_up=False)
+
+    def passes(self, forwards: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], grad: Tensor) -> Seconds:
+        """Returns the seconds of "<name> forward" and "<name> backward": the time of both passes less the forward."""
+        both = {name: lambda f=f: torch.autograd.grad(f(), inputs, grad) for name, f in forwards.items()}
+        taken = self.seconds({**{f"{name} forward": f for name, f in forwards.items()}, **both})
+        found: Seconds = {}
+        for name in (name for name in both if name in taken):
+            found[f"{name} forward"] = first = taken[f"{name} forward"]
+            found[f"{name} backward"] = np.maximum(taken[name] - first, 1e-9)
+        return found
+
+
+def alternate(rounds: int, jobs: Mapping[str, Callable[[], float]], warm_up: bool = True) -> Seconds:
+    """Runs each job once per round and returns the values by job.
+
+    Every other round runs in reverse order, so that no job always follows the same job. warm_up: Begin with a round
+    that is not counted.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(0 if warm_up else 1, rounds + 1):
+        for name in list(jobs)[:: 1 if turn % 2 == 0 else -1]:
+            value = jobs[name]()
+            if turn:
+                taken[name].append(value)
+    return {name: np.array(values) for name, values in taken.items()}
+
+
+def seconds_of(job: Job) -> float:
+    """Returns the wall-clock seconds of one call, with the work of the accelerator included."""
+    start = timer()  # waits for the accelerator
+    job()
+    return timer() - start
+
+
+def call_seconds(job: Job, machine: Machine, quick: bool = False, graph: bool = False) -> float:
+    """Returns the median seconds of a call over `MEASURED_MS`; one block of calls suffices for `quick`."""
+    if machine.device.type != "cuda":
+        timed = Timer("job()", globals={"job": job}, num_threads=machine.threads)
+        return timed.blocked_autorange(min_run_time=1e-6 if quick else MEASURED_MS / 1e3).median
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    on_gpu: Any = do_bench_cudagraph if graph else partial(do_bench, warmup=WARM_UP_MS)
+    return on_gpu(job, rep=MEASURED_MS, return_mode="median") / 1e3
+
+
+def peak_bytes(job: Job, machine: Machine) -> int | None:
+    """Returns the most memory that a call held beyond what was held before it, or None if the system does not say."""
+    if machine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        job()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        with suppress(AttributeError):  # no glibc
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM to VmRSS
+        before = _resident("VmRSS")
+        job()
+        return _resident("VmHWM") - before
+    except OSError:
+        return None
+
+
+def peak_memory(machine: Machine) -> int | None:
+    """Returns the most bytes that this process has held: on CUDA of device memory, else of physical memory."""
+    if machine.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    with suppress(OSError):
+        return _resident("VmHWM")  # on Linux getrusage never reports less than the parent held at the start
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None
+
+
+def _resident(name: str) -> int:
+    """Returns a field of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+# Figures and records -------------------------------------------------------------------------------------------------
+
+
+def figure(name: str, unit: str, values: Any, note: str = "") -> Figure:
+    """Returns a figure. values: an array, a sequence or a single number."""
+    listed = np.atleast_1d(np.asarray(values, dtype=float)).tolist()
+    body = {"name": name, "unit": unit, "median": statistics.median(listed), "low": min(listed), "high": max(listed)}
+    return body | {"values": listed} | ({"note": note} if note else {})
+
+
+def number(value: float) -> str:
+    """Formats a value with three or more digits, or one below 0.01 with an exponent."""
+    if 0 < abs(value) < 0.01:
+        return f"{value:.1e}"
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+    return f"{value:,.{digits}f}"
+
+
+def table(figures: Iterable[Figure]) -> list[str]:
+    """Returns one line for each figure: name, median, unit, spread, note."""
+    rows = [
+        (f["name"], number(f["median"]), f["unit"], f"{number(f['low'])} .. {number(f['high'])}", f.get("note", ""))
+        for f in figures
+    ]
+    name, median, unit, spread = (max((len(row[i]) for row in rows), default=0) for i in range(4))
+    return [f"  {a:{name}}  {b:>{median}} {c:{unit}}  {d:>{spread}}  {e}".rstrip() for a, b, c, d, e in rows]
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of quern, its source, Python and the measured packages."""
+    installed = {package.name: package.version for package in distributions()}
+    found = {"quern": quern.__version__, "python": platform.python_version()}
+    found |= {name: installed.get(name, "not installed") for name in PACKAGES}
+    return found | {"git": git_hash(Path(__file__).parent) or "unknown"}
+
+
+def load_average() -> float | None:
+    """Returns the mean number of runnable processes in the last minute, or None if the system has no such number."""
+    with suppress(AttributeError, OSError):
+        return os.getloadavg()[0]
+    return None
+
+
+def head(what: str, bench: Bench, load: float | None) -> dict[str, Any]:
+    """Returns the fields that all records begin with."""
+    return {
+        "what": what,
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": bench.machine.describe(),
+        "versions": versions(),
+        "seed": bench.seed,
+        "quick": bench.quick,
+        "load_average_before": load,
+    }
+
+
+def write(path: Path, body: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(body, indent=2, ensure_ascii=False) + "\n")

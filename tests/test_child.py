@@ -1,0 +1,75 @@
+"""Child processes: orders, requests, answers, and what the parent learns of a child that fails."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from quern.child import Child, start
+
+ECHO = """
+import os, sys
+from quern.child import serve
+
+def answers(order, requests):
+    print("noise")  # must not mix with the answers
+    yield {"order": order, "torch": "torch" in sys.modules}
+    for request in requests:
+        if request == "die":
+            print("first\\nlast words", file=sys.stderr, flush=True)
+            os._exit(3)
+        yield {"twice": 2 * request, "variable": os.environ["COLOUR"]}
+
+serve(answers)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> Iterator[Child]:
+    (tmp_path / "echo_child.py").write_text(ECHO, encoding="utf-8")
+    with echoing(tmp_path) as child:
+        assert child.answer() == {"order": {"a": [1, None]}, "torch": False}
+        yield child
+
+
+def echoing(folder: Path) -> AbstractContextManager[Child]:
+    return start("echo_child", "echo", {"a": [1, None]}, {"PYTHONPATH": str(folder), "COLOUR": "grün"})
+
+
+def test_a_child_answers_each_request(echo: Child) -> None:
+    assert echo.ask(4) == {"twice": 8, "variable": "grün"}
+    echo.send(5)
+    echo.send("é")
+    assert [echo.answer()["twice"] for _ in range(2)] == [10, "éé"]
+    echo.close()
+    assert echo.process.wait(timeout=30) == 0
+
+
+def test_an_error_in_the_child_is_one_error_in_the_parent(echo: Child) -> None:
+    with pytest.raises(RuntimeError, match=r"^the echo process failed: TypeError: unsupported operand"):
+        echo.ask({})
+    assert echo.process.wait(timeout=30) == 1
+
+
+def test_a_child_that_dies_is_an_error_and_not_a_wait(echo: Child) -> None:
+    message = r"^the echo process failed: it ended with code 3 \| (.* \| )?first \| last words$"
+    with pytest.raises(RuntimeError, match=message):
+        echo.ask("die")
+    with pytest.raises(RuntimeError, match=message):
+        echo.ask(1)
+
+
+def test_an_error_in_the_parent_ends_the_child(tmp_path: Path) -> None:
+    (tmp_path / "echo_child.py").write_text(ECHO, encoding="utf-8")
+    with pytest.raises(KeyError), echoing(tmp_path) as child:
+        raise KeyError
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_it_loads_no_torch() -> None:
+    code = "import sys, quern.child; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
