@@ -311,7 +311,7 @@ def main_first(mesh: Mesh) -> Iterator[None]:
     if mesh.world.size == 1:
         yield
         return
-    with mesh.progress.during(FOR_MAIN), mesh.progress.blocked("a wait for rank 0"):
+    with mesh.progress.during(FOR_MAIN), mesh.progress.calling("a wait for rank 0", begins=False):
         key = f"main first/{mesh.store.add(f'main first/rank {mesh.rank}', 1)}"
         while not mesh.main and not mesh.store.check([key]):
             time.sleep(POLL_SECONDS)
