@@ -109,11 +109,6 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
     waited_seconds: float = 0.0
 
-    def reset(self) -> None:
-        self.bytes.clear()
-        self.calls.clear()
-        self.waited_seconds = 0.0
-
 
 class Pending:
     """A running collective. Call `wait` before you read or write its tensors."""
@@ -267,7 +262,7 @@ class Mesh:
 
     def reset_traffic(self) -> None:
         for group in (self.data, self.model, self.world):
-            group.traffic.reset()
+            group.traffic = Traffic()
 
 
 def alone() -> Mesh:
