@@ -8,7 +8,6 @@ broken connection or in a later call. Sizes are in bytes.
 """
 
 import fcntl
-import hashlib
 import http.client
 import json
 import os
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from quern.temporaries import sha256_of, sync_path
 from quern.text.data_sets import DATASETS, DataSet
 
 CHUNK_BYTES = 1 << 18
@@ -86,7 +86,7 @@ def fetch(
             record = path.with_name(path.name + ".sha256.json")
             if not _is_done(path, record, expected):
                 download(f"{base}/{file}", path, expected, progress, pause_seconds=pause_seconds)
-                done = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                done = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
                 record.write_text(json.dumps(done), encoding="utf-8")
 
 
@@ -143,11 +143,7 @@ def download(
             time.sleep(min(pause, LONGEST_PAUSE_SECONDS))
     os.replace(part, path)
     _state_path(part).unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_path(path.parent)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -243,7 +239,7 @@ def _copy(
 
 def _check(part: Path, path: Path, sha256: str | None) -> None:
     problem = _wrong_format(part, path.suffix)
-    if not problem and sha256 and (found := _sha256(part)) != sha256:
+    if not problem and sha256 and (found := sha256_of(part)) != sha256:
         problem = f"its SHA-256 is {found}, expected {sha256}"
     if problem:
         _discard(part)
@@ -273,12 +269,7 @@ def _is_done(path: Path, record: Path, sha256: str | None) -> bool:
     if record.exists():
         done = json.loads(record.read_text(encoding="utf-8"))
         return path.stat().st_size == done["bytes"] and sha256 in (None, done["sha256"])
-    return _wrong_format(path, path.suffix) is None and sha256 in (None, _sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return _wrong_format(path, path.suffix) is None and sha256 in (None, sha256_of(path))
 
 
 def _state_path(part: Path) -> Path:
