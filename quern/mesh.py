@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -43,14 +43,14 @@ TRAINING, FIRST_STEP, FOR_MAIN = "training", "compiling in the first step", "wai
 
 @dataclass
 class Progress:
-    """This rank's current step and collective.
+    """This rank's current step and collective. The step is None before training.
 
     Attributes:
         phase: What the rank does.
-        step: The current step; None before training.
         calls: Collectives that the rank began within the step.
         call: The last one of them.
-        waiting: Whether the rank is blocked in it.
+        waiting: Whether the rank is blocked in a collective.
+        beats: How often train/heartbeat.py has published this.
     """
 
     phase: str = "setting up"
@@ -58,6 +58,7 @@ class Progress:
     calls: int = 0
     call: str = "none yet"
     waiting: bool = False
+    beats: int = 0
 
     @property
     def position(self) -> tuple[int, int, bool]:
@@ -77,7 +78,7 @@ class Progress:
         return f"{self.phase}, step {self.step + 1}{call}"
 
     def begin_step(self, step: int, phase: str) -> None:
-        self.phase, self.step, self.calls, self.call = phase, step, 0, "none yet"
+        self.phase, self.step, self.calls = phase, step, 0
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -87,31 +88,17 @@ class Progress:
         self.phase = before  # not after an error: the report names the phase
 
     @contextmanager
-    def calling(self, call: str) -> Iterator[None]:
-        """Counts one collective. Raises PeersLostError where it fails."""
-        self.calls, self.call = self.calls + 1, call
-        with _peer_errors(call):
-            yield
-
-    @contextmanager
-    def blocked(self, call: str) -> Iterator[None]:
-        """Marks this rank as waiting for the others. Raises PeersLostError where the call fails."""
-        self.waiting = True
+    def calling(self, call: str, begins: bool = True, waits: bool = True) -> Iterator[None]:
+        """Records that this rank begins a collective, waits for one, or both. Raises PeersLostError where it fails."""
+        if begins:
+            self.calls, self.call = self.calls + 1, call
+        self.waiting = waits
         try:
-            with _peer_errors(call):
-                yield
+            yield
+        except RuntimeError as error:
+            raise PeersLostError(f"{call} failed: {str(error).splitlines()[0][:200]}") from error
         finally:
             self.waiting = False
-
-
-@contextmanager
-def _peer_errors(call: str) -> Iterator[None]:
-    try:
-        yield
-    except PeersLostError:
-        raise
-    except RuntimeError as error:
-        raise PeersLostError(f"{call} failed: {str(error).splitlines()[0][:200]}") from error
 
 
 @dataclass
@@ -121,11 +108,6 @@ class Traffic:
     bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     waited_seconds: float = 0.0
-
-    def reset(self) -> None:
-        self.bytes.clear()
-        self.calls.clear()
-        self.waited_seconds = 0.0
 
 
 class Pending:
@@ -157,27 +139,20 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Reduces in place. op: "sum", "max" or "min"."""
-        kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        if self.size == 1:
-            return self._done()
-        with self._counted("all_reduce", 2 * tensor.nbytes) as call:
-            return Pending(dist.all_reduce(tensor, kinds[op], self.group, async_op=True), self, call)
+        kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        return self.start("all_reduce", self._ring(2 * tensor.nbytes), dist.all_reduce, tensor, op=kind)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Pending:
         """out = this rank's equal part, along the first dim, of the sum of `whole` over the ranks."""
         if self.size == 1:
             out.copy_(whole.view_as(out))
-            return self._done()
-        with self._counted("reduce_scatter", whole.nbytes) as call:
-            return Pending(_reduce_scatter(out, whole, group=self.group, async_op=True), self, call)
+        return self.start("reduce_scatter", self._ring(whole.nbytes), _reduce_scatter, out, whole)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
         """whole = the parts of all ranks, concatenated along the first dim in rank order."""
         if self.size == 1:
             whole.view_as(part).copy_(part)
-            return self._done()
-        with self._counted("all_gather", whole.nbytes) as call:
-            return Pending(_all_gather(whole, part, group=self.group, async_op=True), self, call)
+        return self.start("all_gather", self._ring(whole.nbytes), _all_gather, whole, part)
 
     def all_to_all(
         self, out: Tensor, whole: Tensor, received: list[int] | None = None, sent: list[int] | None = None
@@ -190,18 +165,12 @@ class ProcessGroup:
         """
         if self.size == 1:
             out.copy_(whole)
-            return self._done()
         leaving = len(whole) - (len(whole) // self.size if sent is None else sent[self.rank])
-        with self._counted("all_to_all", whole[:leaving].nbytes, whole=False) as call:
-            work = dist.all_to_all_single(out, whole, received, sent, self.group, async_op=True)
-            return Pending(work, self, call)
+        return self.start("all_to_all", whole[:leaving].nbytes, dist.all_to_all_single, out, whole, received, sent)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """Broadcasts in place from the group's rank `source`."""
-        if self.size == 1:
-            return self._done()
-        with self._counted("broadcast", tensor.nbytes) as call:
-            return Pending(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), self, call)
+        return self.start("broadcast", self._ring(tensor.nbytes), dist.broadcast, tensor, group_src=source)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Returns the value of the group's rank `source`, a small JSON-like object, on every rank."""
@@ -226,31 +195,30 @@ class ProcessGroup:
             with self.blocking_call("barrier"):
                 dist.barrier(group=self.group)
 
-    @contextmanager
-    def blocking_call(self, kind: str) -> Iterator[None]:
+    def blocking_call(self, kind: str) -> AbstractContextManager[None]:
         """Wraps a collective that blocks until it is done. Raises PeersLostError where it fails."""
-        call = f"{kind} over {self.name}"
-        with self.progress.calling(call), self.blocked(call):
-            yield
+        return self.blocked(f"{kind} over {self.name}", begins=True)
 
     @contextmanager
-    def blocked(self, call: str) -> Iterator[None]:
+    def blocked(self, call: str, begins: bool = False) -> Iterator[None]:
         start = time.perf_counter()
-        with self.progress.blocked(call):
+        with self.progress.calling(call, begins):
             yield
         self.traffic.waited_seconds += time.perf_counter() - start
 
-    @contextmanager
-    def _counted(self, kind: str, size_in_bytes: int, whole: bool = True) -> Iterator[str]:
-        """size_in_bytes: of the whole tensor, of which a ring keeps this rank's part; or, if not whole, bytes sent."""
-        self.traffic.bytes[kind] += size_in_bytes * (self.size - 1) // self.size if whole else size_in_bytes
+    def _ring(self, size_in_bytes: int) -> int:
+        """Bytes that a ring sends of a tensor: all but this rank's part."""
+        return size_in_bytes * (self.size - 1) // self.size
+
+    def start(self, kind: str, sent_bytes: int, start: Callable[..., Any], *args: Any, **options: Any) -> Pending:
+        """Starts a collective and counts it. A group of one has nothing to wait for."""
+        if self.size == 1:
+            return Pending(None, self)
+        self.traffic.bytes[kind] += sent_bytes
         self.traffic.calls[kind] += 1
         call = f"{kind} over {self.name}"
-        with self.progress.calling(call):
-            yield call
-
-    def _done(self) -> Pending:
-        return Pending(None, self)
+        with self.progress.calling(call, waits=False):
+            return Pending(start(*args, group=self.group, async_op=True, **options), self, call)
 
 
 @dataclass(frozen=True)
@@ -294,7 +262,7 @@ class Mesh:
 
     def reset_traffic(self) -> None:
         for group in (self.data, self.model, self.world):
-            group.traffic.reset()
+            group.traffic = Traffic()
 
 
 def alone() -> Mesh:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -187,6 +187,15 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def open_trackers(names: Sequence[str], folder: Path, run: str, recipe_json: dict[str, Any]) -> tuple[Tracker, ...]:
+    """Returns the trackers with these names, for a stage of a run. Raises ImportError for one that is not installed."""
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard"),
+        "wandb": lambda: WandbTracker("quern", run, folder, recipe_json),
+    }
+    return tuple(makers[name]() for name in names)
 
 
 # Lines ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ exits, and the kernel releases the lock in any case. A temporary that can be loc
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import uuid
@@ -85,6 +86,20 @@ def remove_abandoned(folder: Path, name: str = "*") -> None:
                     path.unlink(missing_ok=True)
         except (BlockingIOError, FileNotFoundError, PermissionError):
             continue  # owned by a live process, already removed, or another user's
+
+
+def sync_path(path: Path) -> None:
+    """Writes a file, or the list of files of a folder, to the disk (fsync)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _temporary_name(final: Path) -> Path:

@@ -22,6 +22,7 @@ from quern.cli.options import (
 from quern.cli.summaries import OF_A_RUN, described
 from quern.mesh import refuse_uneven
 from quern.recipes import load_recipe, recipe_names
+from quern.records import open_trackers
 from quern.unavailable import refuse_idle
 from quern.validate import install
 
@@ -45,17 +46,6 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     tokens = is_tokens(options.recipe.data)
     refuse_idle(options.recipe, verb, set(named(arguments)), tokens, saved=found is not None)
     return options, source
-
-
-def trackers(options: TrainOptions, stage: str) -> tuple[Any, ...]:
-    from quern.records import TensorBoardTracker, WandbTracker
-
-    folder = options.where.run_dir.stage(stage)
-    makers: dict[str, Callable[[], Any]] = {
-        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard"),
-        "wandb": lambda: WandbTracker("quern", options.where.run, folder, options.recipe.to_json()),
-    }
-    return tuple(makers[name]() for name in options.track)
 
 
 def command_line(verb: str, rest: list[str]) -> str:
@@ -104,12 +94,12 @@ def verb_train(verb: str, rest: list[str]) -> int:
     from quern.train import launch
 
     options, source = parse(verb, rest, TrainOptions)
-    where, here = options.where, launch.place()
+    recipe, where, tracked, here = options.recipe, options.where, options.track, launch.place()
     if here.ranks == 1:
         refuse_uneven(options.nodes * options.ranks, options.tp)
     if options.nodes * options.ranks > 1 and here.ranks == 1:
         if verb == "pretrain":
-            resolve(options.recipe)  # refuses bad values before any rank starts
+            resolve(recipe)  # refuses bad values before any rank starts
         return launch.launch([verb, *rest], options.ranks, options.restarts, options.nodes, options.rendezvous)
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
@@ -122,7 +112,7 @@ def verb_train(verb: str, rest: list[str]) -> int:
         if options.start is None or (resume and run_dir.has_trained(verb)):
             return None
         other, stages = RunDir(where.out, options.start), ("pretrain",) if verb == "pretrain" else ("pretrain", "sft")
-        code = options.recipe.callables() if source else None
+        code = recipe.callables() if source else None
         return saved.read_start(other, stages, options.from_step, rank_log, code)
 
     with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
@@ -135,13 +125,13 @@ def verb_train(verb: str, rest: list[str]) -> int:
             source=source,
             command=command_line(verb, rest),
             log=rank_log,
-            trackers=trackers(options, verb) if mesh.main else (),
+            trackers=open_trackers(tracked if mesh.main else (), run_dir.stage(verb), where.run, recipe.to_json()),
             mesh=mesh,
             named=set(named(rest)),
             start=begin(resume),
             go_on=go_on(verb, rest, run_dir),
         )
-        return launch.finish(stage(options.recipe, session))
+        return launch.finish(stage(recipe, session))
 
 
 def verb_evaluate(verb: str, rest: list[str]) -> int:

@@ -35,10 +35,9 @@ from quern.data.token_file import (
     map_tokens,
     read_manifest,
     split_files,
-    sync_path,
     write_manifest,
 )
-from quern.temporaries import TemporaryFolder, remove_abandoned
+from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 
 FAULT_BYTES = 2 << 20
 """Memory that one access to a map may load at most: Linux maps up to one large folio."""

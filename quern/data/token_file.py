@@ -5,17 +5,15 @@ A damaged, truncated, missing, empty or swapped file raises FileNotFoundError or
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quern.temporaries import write_whole
+from quern.temporaries import sha256_of, sync_path, write_whole
 
 MAGIC = 20240520
 HEADER_INTS = 256
@@ -78,12 +76,7 @@ def split_files(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 def describe(path: Path) -> dict[str, Any]:
     """The manifest's entry of a file: name, size and SHA-256."""
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def check(path: Path, expected: dict[str, Any], verify: bool) -> None:
@@ -93,7 +86,7 @@ def check(path: Path, expected: dict[str, Any], verify: bool) -> None:
     if path.stat().st_size != expected["bytes"]:
         sizes = f"{path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
         raise ValueError(f"{path} is damaged: {sizes}; prepare the data again")
-    if verify and _sha256(path) != expected["sha256"]:
+    if verify and sha256_of(path) != expected["sha256"]:
         raise ValueError(f"{path} is damaged or was swapped: its hash is not the manifest's; prepare the data again")
 
 
@@ -115,12 +108,3 @@ def write_manifest(folder: Path, fingerprint: str, splits: dict[str, Any]) -> No
     manifest = {"version": 1, "fingerprint": fingerprint, "splits": splits}
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1))
     sync_path(folder)
-
-
-def sync_path(path: Path) -> None:
-    """Writes a file, or the list of files of a folder, to the disk (fsync)."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

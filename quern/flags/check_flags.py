@@ -132,7 +132,7 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
         given.add(flag.name)
         if flag.kind is bool:
             if equals:
-                raise ValueError(f"{flag.name} takes no value: give {flag.name} or {_negated(flag.name)}")
+                raise ValueError(f"{flag.name} takes no value: give {flag.name} or {negated(flag.name)}")
             continue
         values = [value] if equals else _values(arguments[at:], known, flag.many)
         at += 0 if equals else len(values)
@@ -168,7 +168,7 @@ def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
         required = f.default is MISSING and f.default_factory is MISSING
         flag = Flag(_dashed(f"--{prefix}{own}"), bare, required)
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
-        yield flag, [flag.name, *aliases, *([_negated(flag.name)] if bare is bool else [])]
+        yield flag, [flag.name, *aliases, *([negated(flag.name)] if bare is bool else [])]
 
 
 def _is(hint: Any, marks: tuple[Any, ...]) -> bool:
@@ -184,7 +184,7 @@ def _dashed(typed: str) -> str:
     return typed[:2] + typed[2:].replace("_", "-")
 
 
-def _negated(name: str) -> str:
+def negated(name: str) -> str:
     part, dot, own = name[2:].rpartition(".")
     return f"--{part}{dot}no-{own}"
 

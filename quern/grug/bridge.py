@@ -17,11 +17,10 @@ from jax.sharding import Mesh
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from quern.data.token_file import sync_path
 from quern.grug.mesh import place
 from quern.grug.model import JaxBlock, Params, layout
 from quern.recipe import ModelRecipe
-from quern.temporaries import TemporaryFolder, remove_abandoned
+from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 
 _IN_BLOCK = {
     "query": "attention.query.weight",

@@ -24,8 +24,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from quern.data.token_file import sync_path
 from quern.grug.mesh import same_everywhere, wait_for_all
+from quern.temporaries import sync_path
 from quern.train.manifest import (
     MANIFEST,
     CheckpointError,

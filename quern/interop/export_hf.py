@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from quern.data.token_file import sync_path
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
 from quern.interop.llama_format import config_to, weights_to
@@ -26,6 +25,7 @@ from quern.machine import detect
 from quern.model.llama import Llama
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
+from quern.temporaries import sync_path
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 

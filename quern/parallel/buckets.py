@@ -265,11 +265,7 @@ def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[B
             parts += [(group, stack) for stack in stacks]
     owned = _shared_out([part for group, part in parts if group.rule.stacked], data, model)
     buckets = [
-        _stack(group, part, settings, owned[part[0][0]])
-        if group.rule.stacked
-        else _small(group, part, settings)
-        if data == 1 or sum(p.numel() for _, p in part) < SMALL_ELEMENTS
-        else _rows(group, part, settings)
+        _stack(group, part, settings, owned[part[0][0]]) if group.rule.stacked else _flat(group, part, settings)
         for group, part in parts
     ]
     return buckets[::-1] if data > 1 else buckets
@@ -332,22 +328,16 @@ def _stack(group: ParameterGroup, parameters: Named, settings: Settings, ownersh
     return _bucket(group, parameters, settings, params, views, begin, begin + ownership.region, stack)
 
 
-def _rows(group: ParameterGroup, parameters: Named, settings: Settings) -> Bucket:
-    first, ranks = parameters[0][1], settings.mesh.data.size
-    width = first[0].numel() if first.ndim > 1 else 1
-    total = sum(p.numel() for _, p in parameters)
-    region = -(-total // (width * ranks)) * width
-    params = first.new_zeros(ranks * region)
-    begin = settings.mesh.data.rank * region
-    views = partial(_unflatten, shapes=[p.shape for _, p in parameters], alignment=1)
-    return _bucket(group, parameters, settings, params, views, begin, begin + region)
-
-
-def _small(group: ParameterGroup, parameters: Named, settings: Settings) -> Bucket:
-    shapes = [p.shape for _, p in parameters]
-    params = parameters[0][1].new_zeros(sum(_padded(shape.numel(), ALIGNMENT) for shape in shapes))
-    views = partial(_unflatten, shapes=shapes, alignment=ALIGNMENT)
-    return _bucket(group, parameters, settings, params, views, 0, len(params), small=True)
+def _flat(group: ParameterGroup, parameters: Named, settings: Settings) -> Bucket:
+    """A bucket of an elementwise rule: small, or cut into regions of whole rows."""
+    first, data, shapes = parameters[0][1], settings.mesh.data, [p.shape for _, p in parameters]
+    small = data.size == 1 or sum(p.numel() for _, p in parameters) < SMALL_ELEMENTS
+    ranks, rank, alignment = (1, 0, ALIGNMENT) if small else (data.size, data.rank, 1)
+    width = first[0].numel() if first.ndim > 1 and not small else 1
+    region = _padded(-(-sum(_padded(shape.numel(), alignment) for shape in shapes) // ranks), width)
+    views = partial(_unflatten, shapes=shapes, alignment=alignment)
+    params, begin = first.new_zeros(ranks * region), rank * region
+    return _bucket(group, parameters, settings, params, views, begin, begin + region, small=small)
 
 
 @torch.no_grad()

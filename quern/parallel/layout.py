@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quern.mesh import Mesh, Pending, ProcessGroup, alone
 from quern.optim.groups import make_groups
@@ -21,32 +20,11 @@ from quern.parallel.plan import shard_model
 from quern.recipe import Recipe
 
 
-class Done(Pending):
-    """A collective that is complete."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-
 class Unconnected(ProcessGroup):
     """A group whose collectives move nothing: its tensors have no data."""
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
-        return Done()
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Pending:
-        return Done()
-
-    def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
-        return Done()
-
-    def all_to_all(
-        self, out: Tensor, whole: Tensor, received: list[int] | None = None, sent: list[int] | None = None
-    ) -> Pending:
-        return Done()
+    def start(self, *args: Any, **options: Any) -> Pending:
+        return Pending(None, self)
 
 
 def unconnected(dp: int, tp: int) -> Mesh:

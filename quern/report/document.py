@@ -4,14 +4,14 @@ A block is a dataclass; the template has a macro with the same name. Parts witho
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from quern.report.numbers import duration, human, human_flops, number, percent
 from quern.report.plots import Panel, panels
-from quern.report.run_records import STAGE_TITLES, RunRecords, StageRecords, as_object, event_time, finite
+from quern.report.run_records import STAGE_TITLES, RunRecords, StageRecords, as_object, finite
 from quern.report.scores import ScoreTable, score_settings, score_tables
 from quern.report.summary import summary
 from quern.report.values import Pairs, Table, flatten, plain, tables
@@ -115,7 +115,12 @@ def _tiles(run: RunRecords) -> Pairs:
             ("model FLOPs utilisation", _median(stage, "mfu"), percent),
             ("bits per byte, held out", stage.last("val_bpb"), "{:.3f}".format),
         ]
-    return [(label, show(value)) for label, value, show in tiles if value is not None]
+    return _shown(tiles)
+
+
+def _shown(figures: Iterable[tuple[str, float | None, Callable[[float], str]]]) -> Pairs:
+    """The figures that are recorded, as text."""
+    return [(label, show(value)) for label, value, show in figures if value is not None]
 
 
 def _median(stage: StageRecords, key: str) -> float | None:
@@ -141,10 +146,9 @@ def _training(run: RunRecords) -> Iterable[Group]:
             ("last loss", stage.last("loss"), number),
             ("time in training steps", stage.last("seconds"), duration),
         )
-        pairs = [(label, show(value)) for label, value, show in done if value is not None]
         # The length is reported as trained, not as planned.
         planned = {key: value for key, value in asked.items() if key not in ("horizon_ratio", "epochs")}
-        yield from _facts(stage.title, [*pairs, *_length(run, stage, asked), *flatten(planned)])
+        yield from _facts(stage.title, [*_shown(done), *_length(run, stage, asked), *flatten(planned)])
 
 
 def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pairs:
@@ -165,13 +169,10 @@ def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pair
 
 
 def _data(run: RunRecords) -> Iterable[Group]:
-    data, tokenizer, source = run.part("data"), run.part("tokenizer"), run.recipe.get("data")
-    pairs: Pairs = [("source", source)] if isinstance(source, str) and "source" not in data else []
-    others = [
-        key for key in run.run if key not in ("command", "git", "machine", "versions", "model", "data", "tokenizer")
-    ]
-    packing = [pair for key in others for pair in flatten(run.part(key), key.replace("_", " "))]
-    yield from _facts("", [*pairs, *flatten(data), *packing, *flatten(tokenizer, "tokenizer")])
+    data, tokenizer = run.part("data"), run.part("tokenizer")
+    elsewhere = ("command", "git", "machine", "versions", "model", "data", "tokenizer")
+    others = {key: value for key, value in run.run.items() if key not in elsewhere}
+    yield from _facts("", [*flatten(data), *flatten(others), *flatten(tokenizer, "tokenizer")])
     for title, table in (*tables(data), *tables(tokenizer, "tokenizer")):
         yield Group(title, [table])
 
@@ -192,24 +193,22 @@ def _samples(run: RunRecords) -> Iterable[Group]:
     """The latest stage first. Samples of the untrained model are folded beside those of another stage."""
     stages = list(dict.fromkeys(str(sample.get("stage", "")) for sample in run.samples))[::-1]
     for stage in stages:
-        own = [sample for sample in run.samples if str(sample.get("stage", "")) == stage]
-        talks: list[Block] = [_conversation(sample) for sample in own if sample.get("kind") == "chat"]
-        texts: list[Block] = [
-            Continuation(str(sample.get("prompt", "")), str(sample.get("text", "")))
-            for sample in own
-            if sample.get("kind") != "chat"
-        ]
-        for name, blocks in (("conversations", talks), ("continuations", texts)):
-            if blocks:
+        for name, kind, block in (("conversations", "chat", _talk), ("continuations", "completion", _continuation)):
+            wanted = (stage, kind)
+            own = [s for s in run.samples if (str(s.get("stage", "")), s.get("kind")) == wanted]
+            if own:
                 title = f"{STAGE_TITLES.get(stage, stage)}: {name}"
-                yield Group(title, blocks, folded=stage == "untrained" and len(stages) > 1)
+                yield Group(title, list(map(block, own)), folded=stage == "untrained" and len(stages) > 1)
 
 
-def _conversation(sample: dict[str, Any]) -> Conversation:
+def _continuation(sample: dict[str, Any]) -> Continuation:
+    return Continuation(str(sample.get("prompt", "")), str(sample.get("text", "")))
+
+
+def _talk(sample: dict[str, Any]) -> Conversation:
     messages = sample.get("messages")
     turns = [turn for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
-    turns.append({"role": "assistant", "content": sample.get("parts") or sample.get("text")})
-    return Conversation([(str(turn.get("role")), _parts(turn["content"])) for turn in turns if turn.get("content")])
+    return Conversation([(str(turn.get("role")), _parts(turn.get("content"))) for turn in turns])
 
 
 def _parts(content: Any) -> list[tuple[str, str]]:
@@ -224,10 +223,10 @@ def _events(stage: StageRecords) -> list[list[str]]:
     for kind, events in groupby(stage.events, lambda event: str(event.get("kind", "event"))):
         group = list(events)
         steps = filter(None, (plain(event.get("step")) for event in (group[0], group[-1])))
-        details = {key: value for key, value in group[-1].items() if key not in ("kind", "step", "time", "utc", "at")}
+        details = {key: value for key, value in group[-1].items() if key not in ("kind", "step", "time")}
         rows.append(
             [
-                event_time(group[0]),
+                str(group[0].get("time", "")).replace("T", " ")[:19],
                 f"{kind} ×{len(group)}" if len(group) > 1 else kind,
                 "–".join(dict.fromkeys(steps)),
                 ", ".join(f"{label}: {value}" for label, value in flatten(details)),
@@ -237,11 +236,8 @@ def _events(stage: StageRecords) -> list[list[str]]:
 
 
 def _reproduction(run: RunRecords) -> list[Group]:
-    command = run.run.get("command", "")
-    text = " ".join(map(str, command)) if isinstance(command, list) else str(command)
-    pairs = [("commit", run.run.get("git")), ("seed", run.recipe.get("seed"))]
-    machine, versions = run.part("machine"), run.part("versions")
-    facts = {**machine, **{key: value for key, value in versions.items() if key not in machine}}
-    found = [(label, str(value)) for label, value in pairs if value not in (None, "")] + flatten(facts)
-    blocks: list[Block] = [Command(text)] if text else []
+    seed = run.recipe.get("seed")
+    facts = {"git": run.run.get("git"), "seed": None if seed is None else str(seed)}
+    found = flatten(facts | run.part("machine") | run.part("versions"))
+    blocks: list[Block] = [Command(str(run.run["command"]))] if run.run.get("command") else []
     return [Group("", [*blocks, Facts(found)])] if blocks or found else []

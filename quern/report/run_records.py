@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 
 STAGE_TITLES = {"untrained": "Untrained", "pretrain": "Pretraining", "sft": "Fine-tuning"}
-EVENT_TIMES = ("time", "utc", "at")
-"""Keys that can hold the time of an event."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,12 @@ class RunRecords:
         return self.stage("pretrain") or (self.stages[0] if self.stages else None)
 
     def part(self, key: str) -> dict[str, Any]:
-        """An object in run.json; a string becomes its name."""
-        return {"name": value} if isinstance(value := self.run.get(key), str) else as_object(value)
+        """An object in run.json."""
+        return as_object(self.run.get(key))
 
     def parameters(self, key: str) -> float | None:
-        """A parameter count in run.json, where `parameters` is one number (the total) or a table of counts."""
-        counts = self.part("model").get("parameters")
-        return finite(counts.get(key) if isinstance(counts, dict) else counts if key == "total" else None)
+        """A parameter count in run.json."""
+        return finite(as_object(self.part("model").get("parameters")).get(key))
 
 
 def read_run(folder: Path) -> RunRecords:
@@ -147,10 +144,10 @@ def as_object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def event_time(event: dict[str, Any]) -> str:
-    """The event's time as text, to the second; "" when it has none."""
-    text = next((str(event[key]) for key in EVENT_TIMES if event.get(key)), "")
-    return text.replace("T", " ")[:19]
+def stage_order(name: str) -> tuple[int, str]:
+    """Sorts stages in the order of training, and others behind them."""
+    known = list(STAGE_TITLES)
+    return (known.index(name) if name in known else len(known), name)
 
 
 def _question(sample: dict[str, Any]) -> str:
@@ -162,9 +159,8 @@ def _question(sample: dict[str, Any]) -> str:
 
 
 def _stage_folders(folder: Path) -> list[Path]:
-    known = list(STAGE_TITLES)
     found = {path.parent for name in ("metrics", "events") for path in folder.glob(f"*/{name}.jsonl")}
-    return sorted(found, key=lambda path: (known.index(path.name) if path.name in known else len(known), path.name))
+    return sorted(found, key=lambda path: stage_order(path.name))
 
 
 def _read_stage(path: Path, folder: Path, notes: list[str]) -> StageRecords:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quern.report.numbers import number, percent
-from quern.report.run_records import STAGE_TITLES, RunRecords, finite
+from quern.report.run_records import STAGE_TITLES, RunRecords, finite, stage_order
 from quern.report.values import Table, plain
 
 INTRODUCTION = (
@@ -47,9 +47,7 @@ class ScoreTable:
 
 def score_stages(run: RunRecords) -> list[str]:
     """The evaluated stages, in the order of training."""
-    order = list(STAGE_TITLES)
-    found = {str(line.get("stage", "")) for line in run.scores}
-    return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
+    return sorted({str(line.get("stage", "")) for line in run.scores}, key=stage_order)
 
 
 def _evaluated(run: RunRecords) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:

@@ -160,10 +160,10 @@ def _check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Cal
 
 def fetch(name: str, out: Path) -> Path:
     """A public data set's folder, fetched if it is not there."""
+    folder = out / "downloads" / name
     with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        return hub.prefetch(
-            name, out / "downloads", lambda file, done, total: meter.at(done / 1e6, file), log=meter.log
-        )
+        hub.fetch(name, folder, lambda file, done, total: meter.at(done / 1e6, file), log=meter.log)
+    return folder
 
 
 def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:

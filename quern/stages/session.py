@@ -270,12 +270,12 @@ def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> d
 
 def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
     """A progress function for the loop."""
+    return lambda state, line: meter.at(state.step, loss_and_speed(line))
 
-    def advance(state: TrainState, line: dict[str, Any]) -> None:
-        speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-        meter.at(state.step, f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}")  # + 0.0: no -0.000
 
-    return advance
+def loss_and_speed(line: dict[str, Any]) -> str:
+    speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
+    return f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}"  # + 0.0: no -0.000
 
 
 @contextmanager
@@ -311,7 +311,7 @@ def main_first(mesh: Mesh) -> Iterator[None]:
     if mesh.world.size == 1:
         yield
         return
-    with mesh.progress.during(FOR_MAIN), mesh.progress.blocked("a wait for rank 0"):
+    with mesh.progress.during(FOR_MAIN), mesh.progress.calling("a wait for rank 0", begins=False):
         key = f"main first/{mesh.store.add(f'main first/rank {mesh.rank}', 1)}"
         while not mesh.main and not mesh.store.check([key]):
             time.sleep(POLL_SECONDS)

@@ -1,6 +1,6 @@
 """Downloads public data sets. This is the only file of the project that opens outgoing connections.
 
-`prefetch` stores a data set under `<out>/<name>/{train,val}/`. The validation files do not depend on the number of
+`fetch` stores a data set under `<folder>/{train,val}/`. The validation files do not depend on the number of
 training shards, so scores stay comparable. A file gets its final name only after these checks: its length is the one
 that the server states, its SHA-256 is the published one (if known from data_sets.py or Hugging Face's X-Linked-Etag),
 and its first and last bytes match its format. Until then it is `<name>.part`, which a Range request continues after a
@@ -8,7 +8,6 @@ broken connection or in a later call. Sizes are in bytes.
 """
 
 import fcntl
-import hashlib
 import http.client
 import json
 import os
@@ -19,9 +18,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from quern.temporaries import sha256_of, sync_path
 from quern.text.data_sets import DATASETS, DataSet
 
 CHUNK_BYTES = 1 << 18
@@ -41,53 +42,37 @@ class Interrupted(Exception):
         self.pause_seconds = pause_seconds
 
 
-def prefetch(
-    name: str,
-    out: str | Path,
-    progress: Progress | None = None,
+def fetch(
+    dataset: str | DataSet,
+    folder: Path,
+    progress: Progress = lambda *step: None,
     *,
     shards: int = 8,
     base_url: str | None = None,
     pause_seconds: float = 1.0,
-    log: Callable[[str], None] | None = None,
-) -> Path:
+    log: Callable[[str], None] = lambda line: None,
+) -> None:
     """Downloads the first `shards` training files of a data set and all its validation files.
 
-    Complete files are not downloaded again. If another process downloads the same set, this one waits for it.
+    Complete files are not downloaded again. If another process downloads into the folder, this one waits for it.
 
     Args:
-        name: One of `DATASETS`.
-        out: The parent of the set's folder.
+        dataset: A data set, or one of `DATASETS` by its name.
+        folder: The set's folder.
         progress: Called as bytes arrive.
         shards: The number of training files.
         base_url: The address of a mirror, instead of the set's own.
         pause_seconds: The pause before the second try; doubled after each failure.
         log: Called with a line when this process waits for another.
 
-    Returns:
-        The set's folder.
-
     Raises:
         ValueError: There is no such set, or `shards` is below 1.
         OSError: A file cannot be downloaded; the message says what to do.
     """
-    if name not in DATASETS:
-        raise ValueError(f"no data set {name!r}; there are {', '.join(DATASETS)}")
-    folder = Path(out, name)
-    fetch(DATASETS[name], folder, progress, shards, base_url, pause_seconds, log)
-    return folder
-
-
-def fetch(
-    dataset: DataSet,
-    folder: Path,
-    progress: Progress | None = None,
-    shards: int = 8,
-    base_url: str | None = None,
-    pause_seconds: float = 1.0,
-    log: Callable[[str], None] | None = None,
-) -> None:
-    """Downloads a data set that is not in `DATASETS`; arguments and errors as in `prefetch`."""
+    if isinstance(dataset, str):
+        if dataset not in DATASETS:
+            raise ValueError(f"no data set {dataset!r}; there are {', '.join(DATASETS)}")
+        dataset = DATASETS[dataset]
     if shards < 1:
         raise ValueError(f"shards is {shards}: ask for at least one")
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,20 +86,19 @@ def fetch(
             record = path.with_name(path.name + ".sha256.json")
             if not _is_done(path, record, expected):
                 download(f"{base}/{file}", path, expected, progress, pause_seconds=pause_seconds)
-                done = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                done = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
                 record.write_text(json.dumps(done), encoding="utf-8")
 
 
 @contextmanager
-def _alone_in(folder: Path, log: Callable[[str], None] | None) -> Iterator[None]:
+def _alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Waits until no other process downloads into the folder. The kernel releases the lock of a dead process."""
     with open(folder / ".lock", "a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            if log is not None:
-                log(f"waiting for {lock.read() or 'another process'}, which is fetching into {folder}")
+            log(f"waiting for {lock.read() or 'another process'}, which is fetching into {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}")
@@ -126,11 +110,11 @@ def download(
     url: str,
     path: Path,
     sha256: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda *step: None,
     tries: int = 5,
     pause_seconds: float = 1.0,
 ) -> None:
-    """Downloads one file and checks it before it appears at `path`. Errors as in `prefetch`.
+    """Downloads one file and checks it before it appears at `path`. Errors as in `fetch`.
 
     Args:
         url: The address.
@@ -159,11 +143,7 @@ def download(
             time.sleep(min(pause, LONGEST_PAUSE_SECONDS))
     os.replace(part, path)
     _state_path(part).unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_path(path.parent)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -176,7 +156,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _transfer(url: str, part: Path, progress: Progress | None) -> str | None:
+def _transfer(url: str, part: Path, progress: Progress) -> str | None:
     """Downloads the missing bytes of `part`. Returns the SHA-256 that the server stated, if any."""
     state = _read_state(part)
     if not state:
@@ -210,7 +190,7 @@ def _transfer(url: str, part: Path, progress: Progress | None) -> str | None:
         with open(part, "ab") as file:
             file.truncate(start)
             _state_path(part).write_text(json.dumps(state), encoding="utf-8")
-            _copy(response, file, start, total, part.name.removesuffix(".part"), progress)
+            _copy(response, file, start, total, partial(progress, part.name.removesuffix(".part")))
     return stated
 
 
@@ -227,9 +207,8 @@ def _refusal(url: str, part: Path, error: urllib.error.HTTPError) -> Exception:
 def _extent(response: http.client.HTTPResponse, part: Path, have: int) -> tuple[int, int]:
     """(offset of the body in the file, length of the file)."""
     if response.status == 206:
-        match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
-        if match and int(match[1]) == have and int(match[2]) + 1 == int(match[3]):
-            return have, int(match[3])
+        if match := re.fullmatch(rf"bytes {have}-\d+/(\d+)", response.headers.get("Content-Range", "")):
+            return have, int(match[1])
         _discard(part)
         raise Interrupted("the server sent another part of the file than asked for")
     length = response.headers.get("Content-Length", "")
@@ -239,14 +218,9 @@ def _extent(response: http.client.HTTPResponse, part: Path, have: int) -> tuple[
 
 
 def _copy(
-    response: http.client.HTTPResponse,
-    file: BinaryIO,
-    start: int,
-    total: int,
-    name: str,
-    progress: Progress | None,
+    response: http.client.HTTPResponse, file: BinaryIO, size: int, total: int, progress: Callable[[int, int], None]
 ) -> None:
-    size = start
+    """Appends the answer's body to the file, which has `size` bytes."""
     while True:
         try:
             chunk = response.read1(CHUNK_BYTES)
@@ -256,8 +230,7 @@ def _copy(
             break
         file.write(chunk)
         size += len(chunk)
-        if progress is not None:
-            progress(name, size, total)
+        progress(size, total)
     file.flush()
     os.fsync(file.fileno())
     if size != total:
@@ -266,10 +239,9 @@ def _copy(
 
 def _check(part: Path, path: Path, sha256: str | None) -> None:
     problem = _wrong_format(part, path.suffix)
-    if problem is None and sha256 is not None:
-        found = _sha256(part)
-        problem = None if found == sha256 else f"its SHA-256 is {found}, expected {sha256}"
-    if problem is not None:
+    if not problem and sha256 and (found := sha256_of(part)) != sha256:
+        problem = f"its SHA-256 is {found}, expected {sha256}"
+    if problem:
         _discard(part)
         raise Interrupted(f"what arrived is not the file: {problem}")
 
@@ -297,12 +269,7 @@ def _is_done(path: Path, record: Path, sha256: str | None) -> bool:
     if record.exists():
         done = json.loads(record.read_text(encoding="utf-8"))
         return path.stat().st_size == done["bytes"] and sha256 in (None, done["sha256"])
-    return _wrong_format(path, path.suffix) is None and sha256 in (None, _sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return _wrong_format(path, path.suffix) is None and sha256 in (None, sha256_of(path))
 
 
 def _state_path(part: Path) -> Path:

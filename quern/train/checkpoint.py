@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from quern.data.token_file import sync_path
 from quern.mesh import Mesh, alone
 from quern.parallel.sharding import Slice
+from quern.temporaries import sync_path
 from quern.train.manifest import (
     CheckpointError,
     NewerCheckpointError,

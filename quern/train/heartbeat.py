@@ -38,14 +38,6 @@ GRACE_SECONDS = 10.0
 STORE_TIMEOUT = timedelta(seconds=10)
 
 
-class Beat(NamedTuple):
-    """What a rank last published. process: host, parent and process id."""
-
-    number: int
-    process: tuple[str, int, int]
-    progress: Progress
-
-
 class Failure(NamedTuple):
     """The failure that was reported first. final: a restart would not help."""
 
@@ -68,8 +60,8 @@ class Heartbeat:
         self._store = PrefixStore("heartbeat", mesh.store.clone())  # its own connection: a call blocks it
         self._store.set_timeout(STORE_TIMEOUT)
         self._interval = min(BEAT_SECONDS, timeout / 10)
-        self._number = 0
-        self._process = (socket.gethostname(), parent, os.getpid())
+        self._parent = [socket.gethostname(), parent]
+        self._store.set(f"process/{mesh.rank}", json.dumps([*self._parent, os.getpid()]))
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._publish()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -103,9 +95,7 @@ class Heartbeat:
         lost = f"rank {self.mesh.rank} lost the others: {why}"
         try:
             if self.failure() is None:
-                cause = self._describe(self._stopped()) or lost
-                if self.report(cause):
-                    self.log(f"{cause}; all end")
+                self._log_first(self._describe(self._stopped()) or lost)
             failure = self.failure()
             return failure is not None and failure.final
         except RuntimeError:  # the store is gone, too
@@ -133,53 +123,55 @@ class Heartbeat:
                     exit_now(1)
 
     def _end_if_orphaned(self) -> None:
-        if os.getppid() != self._process[1]:
+        if os.getppid() != self._parent[1]:
             self._ending.acquire()  # never released: one thread logs and ends the process
             if self.mesh.main:
                 self.log("the process that started the ranks is gone: they end; continue with --resume")
             exit_now(1)
 
     def _publish(self) -> None:
-        self._number += 1
-        self._store.set(f"beat/{self.mesh.rank}", json.dumps([self._number, self._process, asdict(self.mesh.progress)]))
+        self.mesh.progress.beats += 1
+        self._store.set(f"beat/{self.mesh.rank}", json.dumps(asdict(self.mesh.progress)))
 
-    def _beats(self) -> dict[int, Beat]:
+    def _beats(self) -> dict[int, Progress]:
         there = [rank for rank in range(self.mesh.world.size) if self._store.check([f"beat/{rank}"])]
-        found = {rank: json.loads(self._store.get(f"beat/{rank}")) for rank in there}
-        return {rank: Beat(number, tuple(process), Progress(**p)) for rank, (number, process, p) in found.items()}
+        return {rank: Progress(**json.loads(self._store.get(f"beat/{rank}"))) for rank in there}
 
-    def _stopped(self) -> dict[int, Beat]:
+    def _stopped(self) -> dict[int, Progress]:
         """Returns the last beats of the ranks whose beats have stopped."""
         before = self._beats()
         for _ in range(STALE_BEATS):
             time.sleep(self._interval)
             self._publish()
         after = self._beats()
-        return {rank: after[rank] for rank, beat in before.items() if after[rank].number == beat.number}
+        return {rank: after[rank] for rank in before if after[rank].beats == before[rank].beats}
 
-    def _describe(self, stopped: dict[int, Beat]) -> str | None:
-        places = "; ".join(f"rank {rank} is gone or stopped, last seen {b.progress}" for rank, b in stopped.items())
+    def _describe(self, stopped: dict[int, Progress]) -> str | None:
+        places = "; ".join(f"rank {rank} is gone or stopped, last seen {last}" for rank, last in stopped.items())
         return f"{places}; rank {self.mesh.rank} is {self.mesh.progress}" if places else None
+
+    def _log_first(self, cause: str) -> None:
+        """Reports the cause, and logs it unless another rank reported one before."""
+        if self.report(cause):
+            self.log(f"{cause}; all end")
 
     def _end_with_cause(self) -> None:
         """Logs why this rank makes no progress, and ends the process. Returns when there is a reason to wait."""
         stopped = self._stopped()
-        cause = self._describe(stopped) or self._behind()
-        if cause is None:
+        if (cause := self._describe(stopped) or self._behind()) is None:
             return
-        if self.report(cause):
-            self.log(f"{cause}; all end")
-        for host, parent, process in (beat.process for beat in stopped.values()):
-            if (host, parent) == self._process[:2]:
+        self._log_first(cause)
+        for rank in stopped:
+            *parent, process = json.loads(self._store.get(f"process/{rank}"))
+            if parent == self._parent:
                 os.kill(process, signal.SIGKILL)  # a suspended process handles no other signal
         exit_now(1)
 
     def _behind(self) -> str | None:
-        ranks = {rank: beat.progress for rank, beat in self._beats().items()}
-        own = ranks[self.mesh.rank]
+        ranks = self._beats()
         if any(progress.phase != TRAINING for progress in ranks.values()):
             return None  # the rank is alive and saves or evaluates
-        late = min(ranks, key=lambda rank: ranks[rank].position)
+        own, late = ranks[self.mesh.rank], min(ranks, key=lambda rank: ranks[rank].position)
         waited = f"rank {self.mesh.rank} has waited for more than {self.timeout:g} s, {own}"
         if ranks[late].position < own.position:
             return f"rank {late} is behind, {ranks[late]}; {waited}"
@@ -220,11 +212,10 @@ class StragglerDetector:
             return None
         sums, self._steps = [sum(own) for own in zip(*self._steps, strict=True)], []
         times = [own / median(sums[:rank] + sums[rank + 1 :]) for rank, own in enumerate(sums)]
-        slow = {rank for rank, ratio in enumerate(times) if ratio > self.slow}
+        before, self._named = self._named, {rank for rank, ratio in enumerate(times) if ratio > self.slow}
         lines = [
             f"rank {rank} is slow: over {self.window_steps} steps it computed {times[rank]:.1f} times as long as the "
             "other ranks' median, and they wait for it: look what else runs there"
-            for rank in sorted(slow - self._named)
+            for rank in sorted(self._named - before)
         ]
-        self._named = slow
         return "; ".join(lines) or None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quern.data.token_file import sync_path
+from quern.temporaries import sha256_of, sync_path
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -84,9 +84,7 @@ def _content_hash(content: dict[str, Any]) -> str:
 
 def describe(file: Path) -> dict[str, Any]:
     """Returns the size and hash of a file, as in the manifest."""
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"bytes": stream.tell(), "sha256": digest}
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 def check_files(path: Path, manifest: dict[str, Any]) -> None:

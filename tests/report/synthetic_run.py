@@ -231,7 +231,7 @@ def _samples(sft: bool) -> list[dict[str, Any]]:
     ]
     if sft:
         found += [
-            {"stage": "sft", "kind": "chat", "messages": QUESTION, "parts": PARTS},
+            {"stage": "sft", "kind": "chat", "messages": [*QUESTION, {"role": "assistant", "content": PARTS}]},
             {
                 "stage": "sft",
                 "kind": "chat",
@@ -242,8 +242,11 @@ def _samples(sft: bool) -> list[dict[str, Any]]:
                         "content": "I am quern, a small model that grew up in a little world.",
                     },
                     {"role": "user", "content": "And who is Odo?"},
+                    {
+                        "role": "assistant",
+                        "content": "Odo is a heron. He lives on the roof of the mill and likes frogs and long stories.",
+                    },
                 ],
-                "text": "Odo is a heron. He lives on the roof of the mill and likes frogs and long stories.",
             },
         ]
     return found

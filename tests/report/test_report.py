@@ -118,9 +118,9 @@ def hostile_run(folder: Path) -> Path:
         folder / "samples.jsonl",
         [
             {"stage": evil, "kind": "completion", "prompt": evil, "text": evil},
-            {"stage": "sft", "kind": "chat", "messages": [{"role": evil, "content": evil}], "parts": part},
-            {"stage": "sft", "kind": "chat", "messages": [{"role": "user", "content": part}], "text": evil},
-            {"stage": "sft", "kind": "chat", "messages": evil, "parts": "\ud800"},
+            {"stage": "sft", "kind": "chat", "messages": [{"role": evil, "content": evil}, {"content": part}]},
+            {"stage": "sft", "kind": "chat", "messages": [{"role": "user", "content": part}, {"content": "\ud800"}]},
+            {"stage": "sft", "kind": "chat", "messages": evil},
         ],
     )
     lines(

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from quern.text import hub
-from quern.text.hub import DataSet, download, fetch, prefetch
+from quern.text.hub import DataSet, download, fetch
 
 BODY = b"PAR1" + random.Random(0).randbytes(300_000) + b"PAR1"
 SHA256 = hashlib.sha256(BODY).hexdigest()
@@ -325,17 +325,17 @@ def test_token_shards_are_checked_by_their_header(serve, tmp_path: Path) -> None
     assert (tmp_path / "x.bin").read_bytes() == good
 
 
-def test_prefetch_by_name(serve, tmp_path: Path) -> None:
-    folder = prefetch("fineweb-edu", tmp_path, shards=2, base_url=serve(Plan()), pause_seconds=0.0)
-    assert names(folder) == [
+def test_a_set_by_its_name(serve, tmp_path: Path) -> None:
+    fetch("fineweb-edu", tmp_path, shards=2, base_url=serve(Plan()), pause_seconds=0.0)
+    assert names(tmp_path) == [
         "train/shard_00000.parquet",
         "train/shard_00001.parquet",
         "val/shard_01822.parquet",
     ]
     with pytest.raises(ValueError, match="there are .*climbmix"):
-        prefetch("fineweb-education", tmp_path)
+        fetch("fineweb-education", tmp_path)
     with pytest.raises(ValueError, match="at least one"):
-        prefetch("gsm8k", tmp_path, shards=0)
+        fetch("gsm8k", tmp_path, shards=0)
 
 
 def test_the_catalogue_is_consistent() -> None:

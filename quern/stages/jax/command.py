@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from quern.flags import check_flags
-from quern.flags.check_flags import UNSAID
+from quern.flags.check_flags import UNSAID, negated
 from quern.flags.recipe_flags import named, parse, value_of
 from quern.recipe import Recipe
+from quern.records import open_trackers
 from quern.runs.run_dir import STAGES, RunDir
 from quern.unavailable import flag
 from quern.validate import install
@@ -123,41 +125,43 @@ def main(arguments: list[str], log: Callable[[str], None]) -> int:
     if verb not in VERBS:
         raise ValueError(f"there is no 'grug {verb}': use one of {', '.join(VERBS)}")
     try:
-        import jax
-        import optax
-        import orbax.checkpoint
+        for package in ("jax", "optax", "orbax.checkpoint"):
+            import_module(package)
     except ImportError as error:
         raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error
-    for package in (jax, optax, orbax.checkpoint):
-        assert package
     if verb == "gauntlet":
         return _gauntlet(rest, log)
     if verb == "train":
         return _train(rest, log)
     known = {f.name for f in fields(JaxRunOptions)}
     told = {name: value for name, value in read_config(_config_of(rest)).items() if name in known}
-    arguments = [*as_flags(JaxRunOptions(), told, "the file"), *rest]
-    options = check_flags.read(JaxMoveOptions, arguments, prog=f"quern grug {verb}", description=VERBS[verb])
+    options = check_flags.read(
+        JaxMoveOptions, [*as_flags(told), *rest], prog=f"quern grug {verb}", description=VERBS[verb]
+    )
     return _move(verb, options, log)
 
 
 def _train(rest: list[str], log: Callable[[str], None]) -> int:
+    import jax
+
     from quern.grug.dtype import choose_dtype
     from quern.recipes.gpt import RECIPE
     from quern.stages.jax import train
 
     options = training(rest, RECIPE)
-    run_dir = RunDir(options.where.out, options.where.run)
-    mesh = open_mesh(options.where)
+    recipe, run_dir = options.recipe, RunDir(options.where.out, options.where.run)
+    mesh, dtype = open_mesh(options.where), choose_dtype(options.where.dtype)
+    first = jax.process_index() == 0  # the other processes print and track nothing
+    names, folder = options.track if first else (), run_dir.stage(train.STAGE)
     return train.run(
-        options.recipe,
+        recipe,
         mesh,
         run_dir,
-        dtype=choose_dtype(options.where.dtype),
+        dtype=dtype,
         resume=options.resume,
         command=shlex.join(["quern", "grug", "train", *rest]),
-        log=_first_only(log),
-        trackers=_trackers(options, run_dir),
+        log=log if first else lambda line: None,
+        trackers=open_trackers(names, folder, run_dir.run, recipe.to_json()),
         named=set(named(rest)),
     )
 
@@ -165,8 +169,11 @@ def _train(rest: list[str], log: Callable[[str], None]) -> int:
 def training(arguments: list[str], recipe: Recipe) -> JaxTrainOptions:
     """The options of `quern grug train`: the recipe, changed by the configuration file, then by the flags."""
     path = _config_of(arguments)
-    told = as_flags(JaxTrainOptions(recipe), read_config(path), path.name if path else "")
-    return parse(JaxTrainOptions, recipe, [*told, *arguments], verb="grug train", description=VERBS["train"])
+    told = as_flags(read_config(path))
+    try:
+        return parse(JaxTrainOptions, recipe, [*told, *arguments], verb="grug train", description=VERBS["train"])
+    except ValueError as error:
+        raise ValueError(f"{error} (with the fields of {path})" if path else str(error)) from error
 
 
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
@@ -227,37 +234,19 @@ def read_config(path: Path | None) -> dict[str, Any]:
     return body
 
 
-def as_flags(part: Any, body: dict[str, Any], where: str, prefix: str = "") -> list[str]:
-    """The fields of a file as flags, so that one parser checks both.
-
-    Args:
-        part: An object with these fields; the fields of its `recipe` and `where` count as its own.
-        body: The fields and their values.
-        where: The file's name, for messages.
-        prefix: Precedes the names of the flags.
-
-    Raises:
-        ValueError: Naming an unknown field.
-    """
-    known: dict[str, Any] = {}
-    for body_part in (part, getattr(part, "recipe", None), getattr(part, "where", None)):
-        if body_part is not None:
-            known |= {f.name: getattr(body_part, f.name) for f in fields(body_part) if not f.name.startswith("make_")}
-    known = {name: value for name, value in known.items() if name not in ("recipe", "where")}
+def as_flags(body: dict[str, Any], prefix: str = "") -> list[str]:
+    """The fields of a file as flags, so that one parser checks both."""
     flags: list[str] = []
-    for name, value in body.items():
-        if name not in known:
-            raise ValueError(f"{where} has no field '{name}': use one of {', '.join(sorted(known))}")
-        if is_dataclass(known[name]):
-            if not isinstance(value, dict):
-                raise ValueError(f"{where}: {name} must hold fields by name, not {value!r}")
-            flags += as_flags(known[name], value, f"{where}: {name}", f"{prefix}{name}.")
-        elif isinstance(value, bool):
-            flags.append(f"--{flag(prefix + ('' if value else 'no_') + name)}")
+    for field_name, value in body.items():
+        name = flag(f"{prefix}{field_name}")
+        if isinstance(value, dict):
+            flags += as_flags(value, f"{prefix}{field_name}.")
         elif isinstance(value, list):
-            flags += [f"--{flag(prefix + name)}", *map(str, value)]
+            flags += [f"--{name}", *map(str, value)]
+        elif isinstance(value, bool):
+            flags.append(f"--{name}" if value else negated(f"--{name}"))
         elif value is not None:
-            flags.append(f"--{flag(prefix + name)}={value}")
+            flags.append(f"--{name}={value}")
     return flags
 
 
@@ -271,25 +260,3 @@ def _split_cpu(devices: int) -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
-
-
-def _first_only(log: Callable[[str], None]) -> Callable[[str], None]:
-    """The log of the first process; the other processes are silent."""
-    import jax
-
-    return log if jax.process_index() == 0 else lambda line: None
-
-
-def _trackers(options: JaxTrainOptions, run_dir: RunDir) -> tuple[Any, ...]:
-    """The trackers of the first process; the other processes have none."""
-    import jax
-
-    from quern.records import TensorBoardTracker, WandbTracker
-    from quern.stages.jax.train import STAGE
-
-    folder = run_dir.stage(STAGE)
-    makers: dict[str, Callable[[], Any]] = {
-        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard"),
-        "wandb": lambda: WandbTracker("quern", run_dir.run, folder, options.recipe.to_json()),
-    }
-    return tuple(makers[name]() for name in options.track) if jax.process_index() == 0 else ()

@@ -30,6 +30,7 @@ from quern.runs.saved import changes
 from quern.stages.open_data import data_of_run, make_origin, open_data
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_vocabulary, make_batches
+from quern.stages.session import loss_and_speed
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.text.tokenizer import Tokenizer
@@ -137,7 +138,11 @@ def _train(
     log(f"training: {plan.steps:,} steps of {tokens:,} tokens in {plan.cfg.dtype} on {devices}")
     with Meter("training", plan.steps, "steps", silent=jax.process_index() > 0) as meter:
         loader = make_batches(recipe, prepared.train)
-        code, _ = train.train(state, counters, loader, plan, folder, checkpoints, meter.log, _shown(meter))
+
+        def show(step: int, line: dict[str, Any]) -> None:
+            meter.at(step, loss_and_speed(line))
+
+        code, _ = train.train(state, counters, loader, plan, folder, checkpoints, meter.log, show)
     if code == EXIT_DONE:
         log(f"trained on {counters.tokens:,} tokens in {counters.seconds:,.0f} s of steps → {checkpoints.parent}")
     return code
@@ -233,14 +238,6 @@ def _eval_rows(recipe: Recipe, mesh: Mesh) -> int:
     """Rows of a validation batch: about a micro-batch, and a multiple of its shards."""
     shards = batch_shards(mesh)
     return max(1, recipe.micro_batch_rows // shards) * shards
-
-
-def _shown(meter: Meter) -> Callable[[int, dict[str, Any]], None]:
-    def advance(step: int, line: dict[str, Any]) -> None:
-        speed = f", {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-        meter.at(step, f"loss {round(line['loss'], 3) + 0.0:.3f}{speed}")  # + 0.0: no -0.000
-
-    return advance
 
 
 def _write_facts(path: Path, plan: train.JaxTrainingPlan, command: str) -> None:
