@@ -1,0 +1,1 @@
+"""The lab: paired comparisons of ideas, sweeps, scaling fits, and a page that shows the records."""
