@@ -19,7 +19,7 @@ Line = tuple[int, bytes]
 
 WHOLE_BYTES = 48 << 10
 """At most this many new bytes are read whole."""
-TAIL_BYTES = 4 << 10
+TAIL_BYTES = 2 << 10
 WINDOW_BYTES = 768
 """First size of the window that is read at a sampled position; it grows until it holds a line."""
 MOST_PROBES = 8

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quern.lab.board.curve import TAIL_BYTES
+EDGE_BYTES = 4 << 10
+"""Read of the beginning of a file of events; twice as much of its end."""
 
 
 class KeptFile:
@@ -47,11 +48,11 @@ class KeptFile:
         """The objects in the first and the last lines of a JSONL file."""
         try:
             with self.path.open("rb") as file:
-                content = file.read(TAIL_BYTES)
+                content = file.read(EDGE_BYTES)
                 size = file.seek(0, 2)
                 if size > len(content):
                     head = content[: content.rfind(b"\n") + 1]
-                    file.seek(max(len(head), size - 2 * TAIL_BYTES))
+                    file.seek(max(len(head), size - 2 * EDGE_BYTES))
                     content = head + file.read()
         except OSError:
             return []

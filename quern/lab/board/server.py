@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -31,7 +32,9 @@ PAGE = {
     "/board.js": ("board.js", SCRIPT),
     "/curves.js": ("curves.js", SCRIPT),
     "/plot.js": ("plot.js", SCRIPT),
+    "/state.js": ("state.js", SCRIPT),
     "/tables.js": ("tables.js", SCRIPT),
+    "/views.js": ("views.js", SCRIPT),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
     "/vendor/uPlot.js": ("vendor/uPlot.iife.min.js", SCRIPT),
     "/vendor/uPlot.css": ("vendor/uPlot.min.css", STYLE),
@@ -78,8 +81,7 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Binds without the look-up of the host's full name, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        TCPServer.server_bind(self)
 
     @property
     def url(self) -> str:
@@ -101,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(self._post)
 
     def _answer(self, respond: Callable[[], None]) -> None:
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname if self._host_is_valid() else None
+        name = _host_name(self.headers.get("Host", ""))
         if self.server.hosts is not None and name not in self.server.hosts:
             self.close_connection = True  # the body, if any, was not read
             return self._error(403, "this server does not answer for that host name")
@@ -111,13 +113,6 @@ class Handler(BaseHTTPRequestHandler):
             self._error(404, str(error))
         except ValueError as error:
             self._error(400, str(error))
-
-    def _host_is_valid(self) -> bool:
-        try:
-            urlsplit(f"//{self.headers.get('Host', '')}")
-        except ValueError:
-            return False
-        return True
 
     def _get(self) -> None:
         url = urlsplit(self.path)
@@ -166,6 +161,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged: the page sends one every two seconds."""
+
+
+def _host_name(host: str) -> str | None:
+    """The name in a Host header, in lower case, without port and brackets; None if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
 
 
 def run(options: BoardOptions, log: Callable[[str], None]) -> int:

@@ -1,40 +1,15 @@
 // The board: asks the server for runs and for the points it does not have yet, and shows them. What comes from files
 // reaches the page through textContent, never as markup.
-import { MOST_LINES, duration, fieldText, groupLine, groupOf, number, passes, smoothed, valueAt } from "./curves.js";
-import { Plot, swatchClass } from "./plot.js";
-import { renderTable, sorted, whisker } from "./tables.js";
+import { MOST_LINES, decimal, groupLine, groupOf, number, smoothed, valueAt } from "./curves.js";
+import { Plot } from "./plot.js";
+import { PAGE_ROWS, UNITS, board, choice, curves, element, readAddress, selected, view, visible, writeAddress } from "./state.js";
+import { sorted } from "./tables.js";
+import { runColumns, showCounts, showDiff, showLines, showPoints, showRuns, showStudy } from "./views.js";
 
-const element = (id) => document.getElementById(id);
-const POLL_SECONDS = 2, PAGE_ROWS = 100, SINGLE_LINES = 8, MOST_POINTS = 1000, ALL_POINTS = 32000;
-const CHOICES = ["study", "x", "y", "group", "filter", "smooth", "logx", "logy"];
-const UNITS = { steps: "steps", tokens: "tokens", flops: "training FLOPs", seconds: "seconds in steps" };
-const SIGNS = { running: "●", finished: "✓", stopped: "■", diverged: "✕", stuck: "▲" };
-
-const board = { runs: [], constant: {}, metrics: [], studies: [], folder: "" };
-const curves = new Map(); // id → {at, x, y, points}
-const selected = new Set();
-let choice = { study: "", x: "steps", y: "", group: "", filter: "", smooth: 0, logx: false, logy: false };
-let order = { name: "Run", down: false };
-let limit = PAGE_ROWS;
-let lines = [];
+const POLL_SECONDS = 2, SINGLE_LINES = 8, MOST_POINTS = 1000, ALL_POINTS = 32000;
 let live = true;
 
-// Choices: in the controls, and in the address so that a view can be kept as a bookmark ----------------------
-
-function readAddress() {
-  const said = new URLSearchParams(location.hash.slice(1));
-  for (const name of CHOICES) {
-    if (!said.has(name)) continue;
-    const kind = typeof choice[name];
-    choice[name] = kind === "boolean" ? said.get(name) === "1" : kind === "number" ? Number(said.get(name)) || 0 : said.get(name);
-  }
-}
-
-function writeAddress() {
-  const said = new URLSearchParams();
-  for (const name of CHOICES) if (choice[name]) said.set(name, choice[name] === true ? "1" : choice[name]);
-  history.replaceState(null, "", `#${said}`);
-}
+// Controls --------------------------------------------------------------------------------------------------
 
 function fillSelect(select, options, value) {
   const shape = JSON.stringify(options);
@@ -76,7 +51,7 @@ function onChoice(event) {
   }
   if (id === "x" || id === "y") curves.clear();
   if (id === "x" || id === "logx") plot.zoom = null;
-  limit = PAGE_ROWS;
+  view.limit = PAGE_ROWS;
   if (id === "x" || id === "y" || id === "filter") return refreshCurves().then(show).catch(report);
   show();
 }
@@ -90,11 +65,6 @@ async function fetchJson(path, body) {
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }
-
-const visible = () => {
-  const words = choice.filter.toLowerCase().split(/\s+/).filter(Boolean);
-  return board.runs.filter((run) => passes(run, words, board.constant));
-};
 
 async function refreshList() {
   const study = choice.study;
@@ -155,13 +125,16 @@ function report(error) {
 function show() {
   const runs = visible();
   const columns = runColumns();
-  const column = columns.find((one) => one.name === order.name) ?? columns[1];
-  const rows = sorted(runs, column, order.down);
+  const column = columns.find((one) => one.name === view.order.name) ?? columns[1];
+  const rows = sorted(runs, column, view.order.down);
   const faint = chooseLines(rows);
   const scene = { logx: choice.logx, logy: choice.logy, xLabel: UNITS[choice.x], yLabel: choice.y, empty: emptyNote(runs) };
-  plot.show(lines, faint, scene);
+  plot.show(view.lines, faint, scene);
   element("plot-heading").textContent = `${choice.y || "Curves"} over ${UNITS[choice.x]}`;
-  showRuns(rows, columns);
+  showRuns(rows, columns, (name) => {
+    view.order = { name, down: view.order.name === name ? !view.order.down : false };
+    show();
+  });
   showLines(null);
   showPoints();
   showDiff();
@@ -175,171 +148,44 @@ function emptyNote(runs) {
   return runs.length ? `No run has ${choice.y} yet.` : "No run passes the filter.";
 }
 
-// Sets `lines`, the coloured ones; returns the faint ones.
+// Sets `view.lines`, the coloured ones; returns the faint ones.
 function chooseLines(rows) {
   const drawn = rows.map((run) => ({ run, ...curves.get(run.id) })).filter((one) => one.x?.length);
   for (const one of drawn) one.y = smoothed(one.y, choice.smooth);
-  if (!choice.group) {
-    const named = (run) => `${run.run} ${run.stage}`;
-    const wanted = selected.size ? drawn.filter((one) => selected.has(one.run.id)) : drawn.slice(0, SINGLE_LINES);
-    lines = wanted.slice(0, MOST_LINES).map((one, index) => ({ label: named(one.run), x: one.x, y: one.y, index, runs: [one.run] }));
-    const coloured = new Set(lines.flatMap((line) => line.runs));
-    element("plot-note").textContent = drawn.length > lines.length ? `${lines.length} coloured${selected.size ? "" : " (select runs in the table to choose them)"}, ${drawn.length - lines.length} faint` : "";
-    return drawn.filter((one) => !coloured.has(one.run)).map((one) => ({ x: one.x, y: one.y, index: null }));
-  }
+  return choice.group ? groupedLines(drawn) : singleLines(drawn);
+}
+
+function singleLines(drawn) {
+  const wanted = selected.size ? drawn.filter((one) => selected.has(one.run.id)) : drawn.slice(0, SINGLE_LINES);
+  view.lines = wanted.slice(0, MOST_LINES).map(({ run, x, y }, index) => ({ label: `${run.run} ${run.stage}`, x, y, index, runs: [run] }));
+  const coloured = new Set(view.lines.flatMap((line) => line.runs));
+  const faint = drawn.filter((one) => !coloured.has(one.run)).map((one) => ({ x: one.x, y: one.y, index: null }));
+  const how = selected.size ? "" : " (select runs in the table to choose them)";
+  element("plot-note").textContent = faint.length ? `${view.lines.length} coloured${how}, ${faint.length} faint` : "";
+  return faint;
+}
+
+// Stages are never averaged with each other: they train on different data.
+function groupedLines(drawn) {
+  const stages = new Set(choice.study ? [] : drawn.map((one) => one.run.stage));
   const groups = new Map();
   for (const one of drawn) {
-    const key = groupOf(one.run, choice.group, board.constant);
+    const group = groupOf(one.run, choice.group, board.constant);
+    const key = stages.size > 1 && choice.group !== "@stage" ? `${group} · ${one.run.stage}` : group;
     groups.set(key, [...(groups.get(key) ?? []), one]);
   }
   const names = [...groups.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-  lines = names.slice(0, MOST_LINES).map((name, index) => {
+  view.lines = names.slice(0, MOST_LINES).map((name, index) => {
     const members = groups.get(name);
-    return { label: name, ...groupLine(members, choice.logx), index, runs: members.map((one) => one.run) };
+    const line = { label: name, ...groupLine(members, choice.logx), index, runs: members.map((one) => one.run) };
+    return members.length > 1 ? line : { ...line, low: undefined, high: undefined };
   });
-  for (const line of lines) if (line.runs.length < 2) line.low = line.high = undefined;
-  const beyond = names.length - lines.length;
-  element("plot-note").textContent = `Mean and ±1 standard deviation over runs; single runs faint${beyond > 0 ? `; ${beyond} further groups without colour` : ""}`;
-  return names.flatMap((name, index) => groups.get(name).map((one) => ({ x: one.x, y: one.y, index: index < MOST_LINES ? index : null, strong: selected.has(one.run.id) })));
-}
-
-// The table beside the plot: its legend, and the values at the cursor or, without one, the last ones.
-function showLines(x) {
-  const at = (line, values) => values && (x === null ? values[values.length - 1] : valueAt(line.x, values, x));
-  const columns = [
-    { name: "Line", head: true, cell: lineCell },
-    ...(choice.group ? [{ name: "n", number: true, value: (line) => line.runs.length }] : []),
-    { name: choice.group ? "Mean" : "Value", number: true, text: (line) => number(at(line, line.y)) },
-    ...(choice.group ? [{ name: "SD", number: true, text: (line) => { const high = at(line, line.high); return line.high && high !== null ? `± ${number(high - at(line, line.y))}` : ""; } }] : []),
-  ];
-  renderTable(element("lines"), columns, lines, { id: (line) => line.label, caption: "The coloured lines of the plot with their values" });
-  element("lines-note").textContent = x === null ? "last values" : `at ${number(x)} ${UNITS[choice.x]}`;
-}
-
-function lineCell(line, cell) {
-  const swatch = cell.firstElementChild ?? cell.appendChild(document.createElement("span"));
-  swatch.className = swatchClass(line.index);
-  const text = cell.childNodes[1] ?? cell.appendChild(document.createTextNode(""));
-  if (text.data !== line.label) text.data = line.label;
-  cell.title = line.label;
-}
-
-// The plot as a table, for those who do not see it.
-function showPoints() {
-  if (!element("values").open || !lines.length) return;
-  const first = Math.min(...lines.map((line) => line.x[0])), last = Math.max(...lines.map((line) => line.x[line.x.length - 1]));
-  const rows = Array.from({ length: 11 }, (_, index) => ({ id: index, x: first + ((last - first) * index) / 10 }));
-  const value = (line) => (row) => number(valueAt(line.x, line.y, row.x));
-  const columns = [{ name: UNITS[choice.x], head: true, value: (row) => number(row.x) }, ...lines.map((line) => ({ name: line.label, number: true, text: value(line) }))];
-  renderTable(element("points"), columns, rows, { caption: `${choice.y} at eleven positions along the x axis` });
-}
-
-function runColumns() {
-  const metric = (name, title) => ({ name: title, number: true, value: (run) => run.last[name], text: (run) => number(run.last[name]) });
-  const columns = [
-    { name: "Select", fixed: true, cell: selectCell },
-    { name: "Run", head: true, value: (run) => run.run },
-    { name: "Stage", value: (run) => run.stage },
-    { name: "Status", value: (run) => run.status, cell: statusCell },
-    { name: "Last line", number: true, value: (run) => run.age, text: (run) => `${duration(run.age)} ago` },
-    { name: "Step", number: true, value: (run) => run.last.step, text: (run) => number(run.last.step) + (run.steps ? ` / ${number(run.steps)}` : "") },
-    metric("val_bpb", "val_bpb"), metric("loss", "loss"), metric("tokens_per_second", "tokens/s"),
-    { name: "Time", number: true, value: (run) => run.last.seconds, text: (run) => duration(run.last.seconds) },
-  ];
-  if (choice.y && !["val_bpb", "loss", "tokens_per_second"].includes(choice.y)) columns.push(metric(choice.y, choice.y));
-  const field = choice.group;
-  if (field && !"*@".includes(field[0])) columns.push({ name: field, value: (run) => run.recipe[field] ?? board.constant[field], text: (run) => fieldText(run.recipe[field] ?? board.constant[field]) });
-  return columns;
-}
-
-function selectCell(run, cell) {
-  let box = cell.firstElementChild;
-  if (!box) {
-    box = cell.appendChild(document.createElement("input"));
-    box.type = "checkbox";
-    box.addEventListener("change", () => {
-      if (box.checked) selected.add(box.value); else selected.delete(box.value);
-      show();
-    });
-  }
-  box.value = run.id;
-  box.checked = selected.has(run.id);
-  box.setAttribute("aria-label", `Select ${run.run} ${run.stage}`);
-}
-
-function statusCell(run, cell) {
-  const text = `${SIGNS[run.status] ?? ""} ${run.status}`;
-  if (cell.textContent !== text) cell.textContent = text;
-  cell.className = run.status;
-  cell.title = [run.reason, run.damaged ? `${run.damaged} damaged lines are left out` : ""].filter(Boolean).join("; ");
-}
-
-function showRuns(rows, columns) {
-  const onSort = (name) => {
-    order = { name, down: order.name === name ? !order.down : false };
-    show();
-  };
-  const rowClass = (run) => (selected.has(run.id) ? "chosen" : "");
-  const shown = rows.slice(0, limit);
-  renderTable(element("runs"), columns, shown, { order, onSort, rowClass, caption: "Runs. Select two to compare their recipes." });
-  element("runs-heading").textContent = choice.study ? "Trials" : "Runs";
-  element("runs-note").textContent = `${rows.length}${rows.length < board.runs.length ? ` of ${board.runs.length}` : ""}${selected.size ? `, ${selected.size} selected` : ""}`;
-  element("more").hidden = rows.length <= limit;
-  element("more").textContent = `Show ${Math.min(PAGE_ROWS, rows.length - limit)} more`;
-  element("clear").hidden = !selected.size;
-}
-
-function showDiff() {
-  const chosen = [...selected].map((id) => board.runs.find((run) => run.id === id)).filter(Boolean);
-  element("diff-scroll").hidden = chosen.length !== 2;
-  if (chosen.length !== 2) {
-    element("diff-note").textContent = `Select two ${choice.study ? "trials" : "runs"} in the table to compare their recipes.`;
-    return;
-  }
-  const [a, b] = chosen;
-  const names = [...new Set([...Object.keys(a.recipe), ...Object.keys(b.recipe)])].sort();
-  const rows = names.map((name) => ({ id: name, a: fieldText(a.recipe[name]), b: fieldText(b.recipe[name]) })).filter((row) => row.a !== row.b);
-  const equal = Object.keys(board.constant).length + names.length - rows.length;
-  element("diff-note").textContent = `${rows.length ? `${rows.length} field${rows.length > 1 ? "s" : ""} differ${rows.length > 1 ? "" : "s"}` : "The recipes are equal"}; ${equal} equal.`;
-  const columns = [{ name: "Field", head: true, value: (row) => row.id }, { name: `${a.run} ${a.stage}`, value: (row) => row.a }, { name: `${b.run} ${b.stage}${a.run === b.run && a.stage === b.stage ? " (2)" : ""}`, value: (row) => row.b }];
-  renderTable(element("diff"), columns, rows, { caption: "Fields of the two recipes that differ" });
-}
-
-function showStudy() {
-  element("study-card").hidden = !choice.study;
-  if (!choice.study || !board.registered) return;
-  element("study-heading").textContent = `Study ${choice.study}`;
-  const facts = Object.entries(board.registered).filter(([name, value]) => !name.startsWith("facts.") && value !== null && String(value).length < 120);
-  element("registered").textContent = facts.map(([name, value]) => `${name} ${fieldText(value)}`).join(" · ");
-  const rows = board.verdicts.map((row, index) => ({ id: index, ...row }));
-  const finite = rows.flatMap((row) => [row.low, row.mean, row.high, 0]).filter((value) => typeof value === "number");
-  const range = [Math.min(...finite, 0), Math.max(...finite, 0)];
-  const signed = (value) => (typeof value === "number" ? (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value)) : "");
-  const columns = [
-    { name: "Idea", head: true, value: (row) => row.idea }, { name: "Equal", value: (row) => row.axis },
-    { name: "n", number: true, value: (row) => row.n },
-    { name: "Mean difference", number: true, text: (row) => signed(row.mean) },
-    { name: "Interval", number: true, text: (row) => (row.n ? `[${signed(row.low) || "−∞"}, ${signed(row.high) || "∞"}]` : "") },
-    { name: "", cell: (row, cell) => cell.replaceChildren(...(typeof row.mean === "number" ? [whisker(row.low, row.mean, row.high, range)] : [])) },
-    { name: "e-value", number: true, text: (row) => number(row.e_value) },
-    { name: "Verdict", cell: (row, cell) => { cell.textContent = row.verdict ?? ""; cell.className = { better: "better", worse: "worse" }[row.verdict] ?? ""; } },
-  ];
-  renderTable(element("verdicts"), columns, rows, { caption: "Difference of each idea to the baseline; lower is better" });
-  const arms = [
-    { name: "Arm", head: true, value: (row) => row.arm }, { name: "Steps", number: true, text: (row) => number(row.steps) },
-    { name: "n", number: true, value: (row) => row.n }, { name: "Diverged", number: true, value: (row) => row.diverged },
-    { name: "Mean val_bpb", number: true, text: (row) => number(row.mean) }, { name: "SD", number: true, text: (row) => number(row.sd) },
-    { name: "Tokens/s", number: true, text: (row) => number(row.tokens_per_second) },
-  ];
-  renderTable(element("arms"), arms, board.arms, { id: (row) => `${row.arm} ${row.steps}`, caption: "Final scores of each arm" });
-}
-
-function showCounts() {
-  element("folder").textContent = board.folder;
-  const counts = new Map();
-  for (const run of board.runs) counts.set(run.status, (counts.get(run.status) ?? 0) + 1);
-  const text = Object.keys(SIGNS).filter((name) => counts.has(name)).map((name) => `${counts.get(name)} ${name}`).join(", ");
-  if (element("counts").textContent !== text) element("counts").textContent = text; // announced: only when it changes
+  const beyond = names.length - view.lines.length;
+  const more = beyond > 0 ? `; ${beyond} further groups without colour` : "";
+  element("plot-note").textContent = `Mean and ±1 standard deviation over runs; single runs faint${more}`;
+  const colour = (index) => (index < MOST_LINES ? index : null);
+  return names.flatMap((name, index) =>
+    groups.get(name).map((one) => ({ x: one.x, y: one.y, index: colour(index), strong: selected.has(one.run.id) })));
 }
 
 // Start -----------------------------------------------------------------------------------------------------
@@ -352,7 +198,7 @@ const plot = new Plot(element("plot"), {
     if (x === null || document.activeElement !== element("plot")) return;
     clearTimeout(speaking); // after the last of several key presses
     speaking = setTimeout(() => {
-      const values = lines.map((line) => [line.label, number(valueAt(line.x, line.y, x))]).filter(([, value]) => value);
+      const values = view.lines.map((line) => [line.label, decimal(valueAt(line.x, line.y, x))]).filter(([, value]) => value);
       element("spoken").textContent = `At ${number(x)} ${UNITS[choice.x]}: ${values.map((pair) => pair.join(" ")).join("; ")}`;
     }, 250);
   },
@@ -379,8 +225,12 @@ async function poll() {
 element("controls").addEventListener("input", onChoice);
 element("controls").addEventListener("submit", (event) => event.preventDefault());
 element("reset").addEventListener("click", () => { plot.setZoom(null); element("plot").focus(); });
+element("runs").addEventListener("change", ({ target }) => {
+  if (target.checked) selected.add(target.value); else selected.delete(target.value);
+  show();
+});
 element("clear").addEventListener("click", () => { selected.clear(); show(); element("runs-heading").focus(); });
-element("more").addEventListener("click", () => { limit += PAGE_ROWS; show(); });
+element("more").addEventListener("click", () => { view.limit += PAGE_ROWS; show(); });
 element("live").addEventListener("click", () => { setLive(!live); if (live) update(); });
 element("values").addEventListener("toggle", showPoints);
 element("theme").addEventListener("change", (event) => {

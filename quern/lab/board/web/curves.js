@@ -3,22 +3,29 @@
 export const MOST_LINES = 12; // colours × dashes
 const GRID = 300; // positions at which a group's mean is computed where its runs share no x
 
-// A number with four significant digits; thousands and more with a suffix.
-export function number(value) {
+// A number with few significant digits; ten thousand and more with a suffix.
+export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "";
   const size = Math.abs(value);
   if (size >= 1e15) return value.toExponential(2).replace("e+", "e");
-  for (const [unit, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
-    if (size >= unit) return `${+(value / (suffix === "k" ? 1e3 : unit)).toPrecision(4)}${suffix}`;
+  for (const [unit, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+    if (size >= unit && size >= 1e4) return `${+(value / unit).toPrecision(digits)}${suffix}`;
   }
   if (size >= 1000 && Number.isInteger(value)) return value.toLocaleString("en");
-  return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(size < 10 ? 5 : 4));
+  return size !== 0 && size < 1e-4 ? value.toExponential(2) : String(+value.toPrecision(digits));
+}
+
+// A measured value for a column: four decimals, so that the values of a column align.
+export function decimal(value) {
+  if (typeof value !== "number") return "";
+  const size = Math.abs(value);
+  return size >= 1e-3 && size < 100 ? value.toFixed(4) : size < 1e-3 && size >= 1e-4 ? value.toFixed(5) : number(value);
 }
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";
   if (seconds < 120) return `${Math.round(seconds)} s`;
-  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${Math.round(seconds / 86400)} d`;
 }
 
@@ -70,6 +77,7 @@ export function groupLine(curves, log) {
 // A recipe field as text, for groups, filters and the diff.
 export function fieldText(value) {
   if (value === undefined) return "—";
+  if (Array.isArray(value)) return value.map(fieldText).join(", ");
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
@@ -78,7 +86,8 @@ const SEEDS = new Set(["seed", "data_seed", "pair"]);
 // The group of a run. by: "" for none, "*" for all fields but the seeds, or a field.
 export function groupOf(run, by, constant) {
   if (by === "*") {
-    const parts = Object.entries(run.recipe).filter(([name]) => !SEEDS.has(name)).sort(([a], [b]) => (a < b ? -1 : 1));
+    const derived = (name) => SEEDS.has(name) || name.replace("model.", "") !== name && name.replace("model.", "") in run.recipe;
+    const parts = Object.entries(run.recipe).filter(([name]) => !derived(name)).sort(([a], [b]) => (a < b ? -1 : 1));
     return parts.map(([name, value]) => `${name.split(".").pop()} ${fieldText(value)}`).join(", ") || "one recipe";
   }
   return by.startsWith("@") ? run[by.slice(1)] : fieldText(run.recipe[by] ?? constant[by]);

@@ -118,7 +118,7 @@ export class Plot {
     const axis = (label, log, size) => ({
       label, size, labelSize: 22, labelGap: 2, stroke: this.colours.ink, font: "12px system-ui", labelFont: "12px system-ui",
       grid: { stroke: this.colours.grid, width: 1 }, ticks: { stroke: this.colours.grid, width: 1, size: 5 },
-      values: (_, splits) => splits.map(number), filter: (_, splits) => splits,
+      values: (_, splits) => splits.map((split) => number(split, 5)), filter: (_, splits) => splits,
       ...(log ? { splits: (u, side, min, max) => logTicks(min, max) } : {}),
     });
     const series = [{}];
@@ -176,9 +176,10 @@ export class Plot {
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
     ctx.lineJoin = "round";
+    const alpha = Math.min(0.3, Math.max(0.03, 20 / this.faint.length)); // many runs are a cloud, not a wall
     for (const curve of this.faint) {
       ctx.strokeStyle = curve.index === null ? this.colours.faint : this.colours.lines[curve.index % COLOURS];
-      ctx.globalAlpha = curve.strong ? 0.95 : curve.index === null ? 0.5 : 0.28;
+      ctx.globalAlpha = curve.strong ? 0.95 : curve.index === null ? Math.min(1, 2 * alpha) : alpha;
       ctx.lineWidth = (curve.strong ? 2 : 1) * devicePixelRatio;
       ctx.beginPath();
       for (let index = 0; index < curve.x.length; index++) {
