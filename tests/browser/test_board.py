@@ -160,6 +160,16 @@ def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
     choose(chrome, "filter", "matrix_lr=0.04")
     chrome.wait("document.querySelectorAll('#lines tbody tr').length === 1")
     assert [row[1] for row in rows(chrome, "runs")] == ["lr0.04-s0", "lr0.04-s1", "lr0.04-s2"]
+    for kind, x in (("mouseMoved", 300), ("mousePressed", 300), ("mouseMoved", 400), ("mouseReleased", 400)):
+        place = chrome.run(
+            "(({left, top}) => [left, top])(document.querySelector('#plot .u-over').getBoundingClientRect())"
+        )
+        where = {"x": place[0] + x, "y": place[1] + 50}
+        chrome.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
+        if kind == "mousePressed":
+            assert text(chrome, "#lines-note").startswith("at "), "the pointer does not read values"
+    chrome.wait("!document.getElementById('reset').hidden")
+    chrome.run("document.getElementById('reset').click()")
     # The address keeps the view.
     address = chrome.run("location.hash")
     open_board(chrome, url, address)

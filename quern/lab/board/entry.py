@@ -37,8 +37,8 @@ class Entry:
         first = bisect_left(rows, after + 1, key=lambda row: row[0])
         found = [fields for _, fields in rows[first:] if is_number(fields.get(y))]
         xs = [fields.get("step") for fields in found] if x == "steps" else self._along(x, found)
-        pairs = [(at, fields[y]) for at, fields in zip(xs, found, strict=True) if is_number(at)]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        pairs: list[Any] = [(at, fields[y]) for at, fields in zip(xs, found, strict=True) if is_number(at)]
+        return [at for at, _ in pairs], [value for _, value in pairs]
 
     def _along(self, x: str, rows: list[dict[str, Any]]) -> list[Any]:
         """The x of each row. A line of a validation has tokens only: the rest is interpolated between other lines."""

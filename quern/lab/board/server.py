@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -183,6 +184,7 @@ def run(options: BoardOptions, log: Callable[[str], None]) -> int:
     if not options.out.is_dir():
         raise FileNotFoundError(f"there is no folder {options.out}: name the output folder of your runs with --out")
     with Server(options) as server:
+        threading.Thread(target=server.board.listing, daemon=True).start()  # while the user opens the browser
         log(f"the board of {options.out} is at {server.url} (Ctrl-C stops it)")
         try:
             server.serve_forever(poll_interval=0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from quern.lab.board.curve import Curve
@@ -60,23 +61,17 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
 
 
 def _arm(entries: list[Entry]) -> dict[str, Any]:
-    scores = [entry.curve.last["val_bpb"] for entry in entries]
-    finite = [score for score in scores if is_number(score)]
-    rates = [rate for entry in entries if is_number(rate := entry.curve.last.get("tokens_per_second"))]
-    mean = sum(finite) / len(finite) if finite else None
-    deviation = (
-        (sum((score - mean) ** 2 for score in finite) / (len(finite) - 1)) ** 0.5
-        if mean is not None and len(finite) > 1
-        else None
-    )
+    lasts = [entry.curve.last for entry in entries]
+    scores = [float(last["val_bpb"]) for last in lasts if is_number(last.get("val_bpb"))]
+    rates = [float(last["tokens_per_second"]) for last in lasts if is_number(last.get("tokens_per_second"))]
     return {
         "arm": entries[0].name,
         "steps": entries[0].steps,
-        "n": len(scores),
-        "diverged": len(scores) - len(finite),
-        "mean": mean,
-        "sd": deviation,
-        "tokens_per_second": sum(rates) / len(rates) if rates else None,
+        "n": len(lasts),
+        "diverged": len(lasts) - len(scores),
+        "mean": mean(scores) if scores else None,
+        "sd": stdev(scores) if len(scores) > 1 else None,
+        "tokens_per_second": mean(rates) if rates else None,
     }
 
 
