@@ -46,9 +46,9 @@ class Curve:
         self._clear(0)
         self._sampled = 0
 
-    def _clear(self, inode: int) -> None:
+    def _clear(self, identity: int) -> None:
         self.rows: list[tuple[int, dict[str, Any]]] = []
-        self.end, self.identity, self.damaged = 0, inode, 0
+        self.end, self.identity, self.damaged = 0, identity, 0
         self.last: dict[str, Any] = {}
 
     def refresh(self, points: int = 0, every: int | None = None) -> None:
@@ -61,10 +61,11 @@ class Curve:
         try:
             with self.path.open("rb", buffering=0) as file:
                 facts = os.fstat(file.fileno())
-                replaced = self.identity != facts.st_ino or facts.st_size < self.end
+                inode = facts.st_ino % (1 << 53)  # the page's numbers are doubles
+                replaced = self.identity != inode or facts.st_size < self.end
                 grown = len(self.rows) > 4 * max(self._sampled, 256) and not self._whole
                 if replaced or grown or points > self._sampled:
-                    self._clear(facts.st_ino)
+                    self._clear(inode)
                     self._sampled = max(points, 0 if replaced else self._sampled)
                 if facts.st_size > self.end:
                     self._extend(file.fileno(), facts.st_size, self._sampled, every)

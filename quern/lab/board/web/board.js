@@ -135,7 +135,7 @@ function show() {
     view.order = { name, down: view.order.name === name ? !view.order.down : false };
     show();
   });
-  showLines(null);
+  showLines(view.at);
   showPoints();
   showDiff();
   showStudy();
@@ -194,6 +194,7 @@ let speaking;
 const plot = new Plot(element("plot"), {
   onZoom: (zoomed) => { element("reset").hidden = !zoomed; },
   onCursor: (x) => {
+    view.at = x;
     showLines(x);
     if (x === null || document.activeElement !== element("plot")) return;
     clearTimeout(speaking); // after the last of several key presses

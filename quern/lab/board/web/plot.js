@@ -57,8 +57,11 @@ export class Plot {
   }
 
   clear(message) {
-    this.plot?.destroy();
-    this.plot = null;
+    if (this.plot) {
+      this.plot.destroy();
+      this.plot = null;
+      this.onCursor(null);
+    }
     this.box.querySelector(".empty")?.remove();
     if (message === undefined) return;
     this.shape = null;

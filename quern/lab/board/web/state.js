@@ -11,7 +11,8 @@ export const board = { runs: [], constant: {}, metrics: [], studies: [], folder:
 export const curves = new Map(); // id → {at, x, y, points}
 export const selected = new Set();
 export const choice = { study: "", x: "steps", y: "", group: "", filter: "", smooth: 0, logx: false, logy: false };
-export const view = { order: { name: "Run", down: false }, limit: PAGE_ROWS, lines: [] };
+// order and limit: of the table of runs; lines: the coloured ones; at: x of the cursor or null.
+export const view = { order: { name: "Run", down: false }, limit: PAGE_ROWS, lines: [], at: null };
 
 // The choices are also in the address, so that a view can be kept as a bookmark.
 export function readAddress() {
