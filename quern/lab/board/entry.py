@@ -1,0 +1,123 @@
+"""The curves of the board: a stage of a run, with its recipe and status, or a trial of a study."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from pathlib import Path
+from typing import Any
+
+from quern.lab.board.curve import Curve
+from quern.lab.board.kept_file import KeptFile, flatten, is_number, modified
+from quern.records import EVENTS, METRICS
+
+STUCK_SECONDS, STUCK_GAPS = 120, 10
+"""A run is stuck after this long without a line, and this many times the usual time between two lines."""
+FIRST_LINE_SECONDS = 900
+"""Allowed before the first line: data is prepared and the model is compiled."""
+ENDS = {"finish": "finished", "stop": "stopped", "start": "running", "resume": "running"}
+
+
+class Entry:
+    """One curve of the board: a stage of a run, or a trial of a study.
+
+    Args:
+        name, stage: What it is called.
+        curve: Its metrics.
+    """
+
+    def __init__(self, name: str, stage: str, curve: Curve | TrialCurve) -> None:
+        self.name, self.stage, self.curve = name, stage, curve
+        self.recipe: dict[str, Any] = {}
+        self.status, self.reason, self.age = "running", "", 0.0
+        self.steps: int | None = None
+
+    def points(self, x: str, y: str, after: int) -> tuple[list[float], list[float]]:
+        """The values of y over x in the lines after an offset."""
+        rows = self.curve.rows
+        first = bisect_left(rows, after + 1, key=lambda row: row[0])
+        found = [fields for _, fields in rows[first:] if is_number(fields.get(y))]
+        xs = [fields.get("step") for fields in found] if x == "steps" else self._along(x, found)
+        pairs: list[Any] = [(at, fields[y]) for at, fields in zip(xs, found, strict=True) if is_number(at)]
+        return [at for at, _ in pairs], [value for _, value in pairs]
+
+    def _along(self, x: str, rows: list[dict[str, Any]]) -> list[Any]:
+        """The x of each row. A line of a validation has tokens only: the rest is interpolated between other lines."""
+        if all(x in fields for fields in rows):
+            return [fields[x] for fields in rows]
+        lines = [
+            fields for _, fields in self.curve.rows if is_number(fields.get(x)) and is_number(fields.get("tokens"))
+        ]
+        known = [(0, 0.0), *((fields["tokens"], fields[x]) for fields in lines)]
+        return [fields[x] if x in fields else _interpolated(known, fields.get("tokens")) for fields in rows]
+
+
+def _interpolated(known: list[tuple[float, float]], tokens: Any) -> float | None:
+    """A value at a number of tokens from known (tokens, value); after the last of them at the mean rate."""
+    last = known[-1]
+    if not is_number(tokens) or not last[0]:
+        return None
+    if tokens >= last[0]:
+        return last[1] * tokens / last[0]
+    at = max(1, bisect_right(known, tokens, key=lambda pair: pair[0]))
+    (t0, v0), (t1, v1) = known[at - 1], known[at]
+    return v0 + (v1 - v0) * (tokens - t0) / (t1 - t0)
+
+
+class Run(Entry):
+    """A stage of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder.parent.name, folder.name, Curve(folder / METRICS))
+        self.folder = folder
+        self._events, self._recipe = KeptFile(folder / EVENTS), KeptFile(folder / "recipe.json")
+        self._every: int | None = None
+        self._end = "running"
+
+    def refresh(self, points: int, now: float) -> None:
+        """Reads what has changed. now: seconds since the epoch."""
+        assert isinstance(self.curve, Curve)
+        if self._recipe.changed():
+            self.recipe = flatten(self._recipe.json())
+            every = self.recipe.get("train.eval_every")
+            self._every = every if isinstance(every, int) and every > 0 else None
+        self.curve.refresh(points, self._every)
+        if self._events.changed():
+            self._read_events()
+        written = max(modified(self.folder / METRICS), self._events.modified)
+        self.age = max(0.0, now - written) if written else 0.0
+        if self._end == "running":
+            self.status = "stuck" if self.age > self._patience() else "running"
+            self.reason = "no line for long: the run waits, or its process was killed" if self.status == "stuck" else ""
+
+    def _read_events(self) -> None:
+        events = self._events.lines()
+        last = next((e for e in reversed(events) if e.get("kind") in ENDS), {"kind": "start"})
+        planned = next((e["steps"] for e in reversed(events) if is_number(e.get("steps"))), None)
+        self.steps = planned or self.recipe.get("train.steps")
+        self.reason = str(last.get("reason", ""))
+        self.status = self._end = ENDS[last["kind"]]
+        if "not finite" in self.reason:
+            self.status = "diverged"
+
+    def _patience(self) -> float:
+        times = [f["seconds"] for _, f in self.curve.rows[-12:] if is_number(f.get("seconds"))]
+        if not self.curve.rows:
+            return FIRST_LINE_SECONDS
+        return max(STUCK_SECONDS, STUCK_GAPS * (times[-1] - times[-2]) if len(times) > 1 else 0)
+
+
+class TrialCurve:
+    """The validations of a finished trial, in the form of a `Curve`."""
+
+    identity, damaged = 1, 0
+
+    def __init__(self, trial: dict[str, Any]) -> None:
+        points = [point for point in trial.get("curve") or [] if isinstance(point, dict)]
+        self.rows: list[tuple[int, dict[str, Any]]] = [
+            (number, {**{k: v for k, v in point.items() if k != "bpb"}, "val_bpb": point.get("bpb")})
+            for number, point in enumerate(points, start=1)
+        ]
+        self.end = len(self.rows)
+        names = ("tokens", "flops", "seconds", "tokens_per_second", "peak_bytes")
+        self.last = {name: trial[name] for name in names if name in trial}
+        self.last |= {"step": trial.get("steps"), "val_bpb": trial.get("bpb")}

@@ -1,0 +1,134 @@
+"""What the board shows, from files alone: the stages of runs, the trials and verdicts of studies, their curves.
+
+out/runs/RUN/STAGE/  recipe.json metrics.jsonl events.jsonl      out/lab/STUDY/  study.json trials.jsonl verdicts.json
+
+Every answer is JSON. A name in a request is looked up among the entries that were found; it never becomes a path.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from quern.lab.board.entry import Entry, Run
+from quern.lab.board.kept_file import is_number
+from quern.lab.board.study import Study
+from quern.records import METRICS
+
+OVERVIEW_POINTS = 32
+"""Lines sampled from each run before any curve is asked for."""
+MOST_POINTS = 2000
+AXES = ("steps", "tokens", "flops", "seconds")
+
+
+class NotFound(Exception):
+    """A request names something that is not there."""
+
+
+class Board:
+    """The answers of the server. Several threads may ask. out: the output folder."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._lock = threading.Lock()
+        self._runs: dict[str, Run] = {}
+        self._studies: dict[str, Study] = {}
+
+    def listing(self, study: str | None = None) -> dict[str, Any]:
+        """All runs, or all trials of a study, with status and last values. Raises NotFound."""
+        with self._lock:
+            self._scan()
+            entries = self._entries(study)
+            recipes = [entry.recipe for entry in entries.values()]
+            constant = _constant(recipes)
+            body = {
+                "folder": str(self.out),
+                "studies": sorted(self._studies),
+                "metrics": _metrics(entries.values()),
+                "constant": constant,
+                "runs": [_shown(name, entry, constant) for name, entry in entries.items()],
+            }
+            return body | (self._studies[study].tables() if study is not None else {})
+
+    def curves(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The points of some entries that the page does not have yet.
+
+        Args:
+            request: x (of `AXES`), y (a metric), points (lines to sample from a long file), study (a name or null), and
+                runs: for each id, the identity of the file and the offset up to which the page has read it.
+
+        Raises:
+            NotFound: The study does not exist. Entries that do not exist are left out of the answer.
+            ValueError: The request is malformed.
+        """
+        x, y, asked, points = (request.get(name) for name in ("x", "y", "runs", "points"))
+        if x not in AXES or not isinstance(y, str) or not isinstance(asked, dict) or not isinstance(points, int):
+            raise ValueError(f"send x (one of {', '.join(AXES)}), y, points and runs")
+        points = min(max(points, 2), MOST_POINTS)
+        found: dict[str, Any] = {}
+        with self._lock:
+            entries, now = self._entries(request.get("study")), time.time()
+            for name, known in asked.items():
+                entry = entries.get(name)
+                if entry is None or not (isinstance(known, list) and len(known) == 2 and all(map(is_number, known))):
+                    continue
+                if isinstance(entry, Run):
+                    entry.refresh(points, now)
+                fresh = known[0] != entry.curve.identity
+                xs, ys = entry.points(x, y, 0 if fresh else int(known[1]))
+                at = [entry.curve.identity, entry.curve.end]
+                if fresh or at != known:
+                    found[name] = {"at": at, "fresh": fresh, "x": xs, "y": ys}
+        return {"runs": found}
+
+    def _entries(self, study: Any) -> dict[str, Any]:
+        if study is None:
+            return self._runs
+        if not isinstance(study, str) or study not in self._studies:
+            raise NotFound("there is no such study")
+        return self._studies[study].entries
+
+    def _scan(self) -> None:
+        now = time.time()
+        folders = {f"{f.parent.name}/{f.name}": f for f in (p.parent for p in self.out.glob(f"runs/*/*/{METRICS}"))}
+        self._runs = {name: self._runs.get(name) or Run(folder) for name, folder in sorted(folders.items())}
+        for run in self._runs.values():
+            run.refresh(OVERVIEW_POINTS, now)
+        studies = {path.parent.name: path.parent for path in self.out.glob("lab/*/study.json")}
+        self._studies = {name: self._studies.get(name) or Study(folder) for name, folder in studies.items()}
+        for study in self._studies.values():
+            study.refresh(now)
+
+
+def _constant(recipes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields that all recipes have with one value."""
+    if not recipes:
+        return {}
+    kept = set(recipes[0])
+    for recipe in recipes[1:]:
+        kept = {name for name in kept if name in recipe and recipe[name] == recipes[0][name]}
+    return {name: value for name, value in recipes[0].items() if name in kept}
+
+
+def _metrics(entries: Any) -> list[str]:
+    """Names of the numbers that can be drawn."""
+    names = {name for entry in entries for name, value in entry.curve.last.items() if is_number(value)}
+    return sorted(names - {"step", *AXES})
+
+
+def _shown(name: str, entry: Entry, constant: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": name,
+        "run": entry.name,
+        "stage": entry.stage,
+        "status": entry.status,
+        "reason": entry.reason,
+        "age": round(entry.age, 1),
+        "steps": entry.steps,
+        "damaged": entry.curve.damaged,
+        "at": [entry.curve.identity, entry.curve.end],
+        "last": {field: value for field, value in entry.curve.last.items() if is_number(value)},
+        "recipe": {field: value for field, value in entry.recipe.items() if field not in constant},
+    }

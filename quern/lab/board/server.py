@@ -1,0 +1,193 @@
+"""The HTTP server of the board: a fixed set of pages and two questions, on loopback by default.
+
+    GET  /api/list[?study=NAME]    runs or trials, their status, recipes and last values; tables of the study
+    POST /api/curves               points that the page does not have yet (`Board.curves`)
+
+No path of a request is opened. A request for another host name is refused, so that a page of another site cannot read
+the records through a name that resolves to 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from quern.bounds import refuse_outside
+from quern.lab.board.reader import Board, NotFound
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_BODY_BYTES = 4 << 20
+WEB = Path(__file__).parent / "web"
+SCRIPT, STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
+PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/board.css": ("board.css", STYLE),
+    "/board.js": ("board.js", SCRIPT),
+    "/curves.js": ("curves.js", SCRIPT),
+    "/plot.js": ("plot.js", SCRIPT),
+    "/state.js": ("state.js", SCRIPT),
+    "/tables.js": ("tables.js", SCRIPT),
+    "/views.js": ("views.js", SCRIPT),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/vendor/uPlot.js": ("vendor/uPlot.iife.min.js", SCRIPT),
+    "/vendor/uPlot.css": ("vendor/uPlot.min.css", STYLE),
+}
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class BoardOptions:
+    """Flags of `quern lab board`."""
+
+    out: Path = Path("out")
+    """The output folder: runs are in its folder runs, studies in its folder lab."""
+    port: int = 8010
+    """The port to listen on; 0 picks a free one."""
+    host: str = "127.0.0.1"
+    """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""
+
+
+class Server(ThreadingHTTPServer):
+    """Answers for one output folder. Bound when it is created; `serve_forever` runs it."""
+
+    daemon_threads = True
+
+    def __init__(self, options: BoardOptions) -> None:
+        """Raises OSError if the address cannot be used; the message names the flags."""
+        self.board = Board(options.out)
+        self.hosts = LOOPBACK if options.host in LOOPBACK else None
+        try:
+            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+            self.address_family = found[0]
+            super().__init__((options.host, options.port), Handler)
+        except OSError as error:
+            raise OSError(
+                f"cannot serve at {options.host}:{options.port} ({error.strerror}): choose another --port or --host"
+            ) from error
+
+    def server_bind(self) -> None:
+        """Binds without the look-up of the host's full name, which can take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        TCPServer.server_bind(self)
+
+    @property
+    def url(self) -> str:
+        host, port = self.server_address[:2]
+        return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def _answer(self, respond: Callable[[], None]) -> None:
+        name = _host_name(self.headers.get("Host", ""))
+        if self.server.hosts is not None and name not in self.server.hosts:
+            self.close_connection = True  # the body, if any, was not read
+            return self._error(403, "this server does not answer for that host name")
+        try:
+            respond()
+        except NotFound as error:
+            self._error(404, str(error))
+        except ValueError as error:
+            self._error(400, str(error))
+
+    def _get(self) -> None:
+        url = urlsplit(self.path)
+        if url.path == "/api/list":
+            study = parse_qs(url.query).get("study", [None])[0]
+            return self._json(self.server.board.listing(study))
+        if url.path not in PAGE:
+            raise NotFound("there is no such page")
+        file, media_type = PAGE[url.path]
+        self._send(200, media_type, (WEB / file).read_bytes())
+
+    def _post(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            self.close_connection = True
+            raise ValueError(f"send a body of at most {MAX_BODY_BYTES:,} bytes with its Content-Length")
+        content = self.rfile.read(int(length))
+        if self.path != "/api/curves":
+            raise NotFound("there is no such page")
+        if self.headers.get_content_type() != "application/json":  # other sites cannot send this type unasked
+            raise ValueError("send the body as JSON, with the header 'Content-Type: application/json'")
+        try:
+            request = json.loads(content)
+        except RecursionError:
+            request = None
+        if not isinstance(request, dict):
+            raise ValueError("send a JSON object")
+        self._json(self.server.board.curves(request))
+
+    def _json(self, body: Any) -> None:
+        self._send(200, "application/json", json.dumps(body, allow_nan=False).encode("ascii"))
+
+    def _error(self, status: int, message: str) -> None:
+        self._send(status, "application/json", json.dumps({"error": message}).encode("ascii"))
+
+    def _send(self, status: int, media_type: str, content: bytes) -> None:
+        self.send_response(status)
+        headers = {"Content-Type": media_type, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
+        for name, value in (headers | SECURITY_HEADERS).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def version_string(self) -> str:
+        return "quern"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: the page sends one every two seconds."""
+
+
+def _host_name(host: str) -> str | None:
+    """The name in a Host header, in lower case, without port and brackets; None if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def run(options: BoardOptions, log: Callable[[str], None]) -> int:
+    """Serves the board until Ctrl-C; returns the exit code.
+
+    Raises:
+        FileNotFoundError: There is no output folder.
+        ValueError: The port is out of range.
+        OSError: The address cannot be used.
+    """
+    refuse_outside("port", options.port, "--port")
+    if not options.out.is_dir():
+        raise FileNotFoundError(f"there is no folder {options.out}: name the output folder of your runs with --out")
+    with Server(options) as server:
+        threading.Thread(target=server.board.listing, daemon=True).start()  # while the user opens the browser
+        log(f"the board of {options.out} is at {server.url} (Ctrl-C stops it)")
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            log("stopped")
+    return 0

@@ -1,0 +1,144 @@
+// The tables of the board: lines, values along the lines, runs, the difference of two recipes, a study, and counts.
+import { decimal, duration, fieldText, number, valueAt } from "./curves.js";
+import { swatchClass } from "./plot.js";
+import { PAGE_ROWS, SIGNS, UNITS, board, choice, element, fieldOf, selected, view } from "./state.js";
+import { renderTable, whisker } from "./tables.js";
+
+// The table beside the plot: its legend, and the values at the cursor or, without one, the last ones.
+export function showLines(x) {
+  const at = (line, values) => values && (x === null ? values[values.length - 1] : valueAt(line.x, values, x));
+  const deviation = (line) => {
+    const high = at(line, line.high);
+    return high === undefined || high === null ? "" : `± ${number(high - at(line, line.y), 3)}`;
+  };
+  const group = [
+    { name: "n", number: true, text: (line) => String(Math.floor(at(line, line.n) ?? 0) || "") },
+    { name: "Mean", number: true, text: (line) => decimal(at(line, line.y)) },
+    { name: "SD", number: true, text: deviation },
+  ];
+  const single = [{ name: "Value", number: true, text: (line) => decimal(at(line, line.y)) }];
+  const columns = [{ name: "Line", head: true, cell: lineCell }, ...(choice.group ? group : single)];
+  renderTable(element("lines"), columns, view.lines, { id: (line) => line.label, caption: "The coloured lines of the plot with their values" });
+  element("lines-note").textContent = x === null ? "last values" : `at ${number(x)} ${UNITS[choice.x]}`;
+}
+
+function lineCell(line, cell) {
+  const swatch = cell.firstElementChild ?? cell.appendChild(document.createElement("span"));
+  swatch.className = swatchClass(line.index);
+  const text = cell.childNodes[1] ?? cell.appendChild(document.createTextNode(""));
+  if (text.data !== line.label) text.data = line.label;
+  cell.title = line.label;
+}
+
+// The plot as a table, for those who do not see it.
+export function showPoints() {
+  const { lines } = view;
+  if (!element("values").open || !lines.length) return;
+  const first = Math.min(...lines.map((line) => line.x[0]));
+  const last = Math.max(...lines.map((line) => line.x[line.x.length - 1]));
+  const rows = Array.from({ length: 11 }, (_, index) => ({ id: index, x: first + ((last - first) * index) / 10 }));
+  const value = (line) => (row) => decimal(valueAt(line.x, line.y, row.x));
+  const columns = [{ name: UNITS[choice.x], head: true, value: (row) => number(row.x) }, ...lines.map((line) => ({ name: line.label, number: true, text: value(line) }))];
+  renderTable(element("points"), columns, rows, { caption: `${choice.y} at eleven positions along the x axis` });
+}
+
+export function runColumns() {
+  const { metrics } = board;
+  const shown = [...new Set(["val_bpb", "loss", "tokens_per_second", choice.y])].filter((name) => metrics.includes(name));
+  const field = choice.group && !"*@".includes(choice.group[0]) && !(choice.study && choice.group === "arm") ? [choice.group] : [];
+  const age = { name: "Last line", number: true, value: (run) => run.age, text: (run) => `${duration(run.age)} ago` };
+  return [
+    { name: "Select", fixed: true, cell: selectCell },
+    { name: choice.study ? "Arm" : "Run", head: true, value: (run) => run.run },
+    { name: choice.study ? "Seed" : "Stage", value: (run) => run.stage },
+    { name: "Status", value: (run) => run.status, cell: statusCell },
+    ...(choice.study ? [] : [age]),
+    { name: "Step", number: true, value: (run) => run.last.step, text: (run) => number(run.last.step) + (run.steps ? ` / ${number(run.steps)}` : "") },
+    ...shown.map((name) => ({ name: name.replace("_per_second", "/s"), number: true, value: (run) => run.last[name], text: (run) => decimal(run.last[name]) })),
+    { name: "Time", number: true, value: (run) => run.last.seconds, text: (run) => duration(run.last.seconds) },
+    ...field.map((name) => ({ name, value: (run) => fieldOf(run, name), text: (run) => fieldText(fieldOf(run, name)) })),
+  ];
+}
+
+function selectCell(run, cell) {
+  let box = cell.firstElementChild;
+  if (!box) {
+    box = cell.appendChild(document.createElement("input"));
+    box.type = "checkbox";
+  }
+  box.value = run.id;
+  box.checked = selected.has(run.id);
+  box.setAttribute("aria-label", `Select ${run.run} ${run.stage}`);
+}
+
+function statusCell(run, cell) {
+  const text = `${SIGNS[run.status] ?? ""} ${run.status}`;
+  if (cell.textContent !== text) cell.textContent = text;
+  cell.className = run.status;
+  cell.title = [run.reason, run.damaged ? `${run.damaged} damaged lines are left out` : ""].filter(Boolean).join("; ");
+}
+
+export function showRuns(rows, columns, onSort) {
+  const rowClass = (run) => (selected.has(run.id) ? "chosen" : "");
+  const shown = rows.slice(0, view.limit);
+  renderTable(element("runs"), columns, shown, { order: view.order, onSort, rowClass, caption: "Runs. Select two to compare their recipes." });
+  element("runs-heading").textContent = choice.study ? "Trials" : "Runs";
+  element("runs-note").textContent = `${rows.length}${rows.length < board.runs.length ? ` of ${board.runs.length}` : ""}${selected.size ? `, ${selected.size} selected` : ""}`;
+  element("more").hidden = rows.length <= view.limit;
+  element("more").textContent = `Show ${Math.min(PAGE_ROWS, rows.length - view.limit)} more`;
+  element("clear").hidden = !selected.size;
+}
+
+export function showDiff() {
+  const chosen = [...selected].map((id) => board.runs.find((run) => run.id === id)).filter(Boolean);
+  element("diff-scroll").hidden = chosen.length !== 2;
+  if (chosen.length !== 2) {
+    element("diff-note").textContent = `Select two ${choice.study ? "trials" : "runs"} in the table to compare their recipes.`;
+    return;
+  }
+  const [a, b] = chosen;
+  const names = [...new Set([...Object.keys(a.recipe), ...Object.keys(b.recipe)])].sort();
+  const rows = names.map((name) => ({ id: name, a: fieldText(a.recipe[name]), b: fieldText(b.recipe[name]) })).filter((row) => row.a !== row.b);
+  const equal = Object.keys(board.constant).length + names.length - rows.length;
+  element("diff-note").textContent = `${rows.length ? `${rows.length} field${rows.length > 1 ? "s" : ""} differ${rows.length > 1 ? "" : "s"}` : "The recipes are equal"}; ${equal} equal.`;
+  const columns = [{ name: "Field", head: true, value: (row) => row.id }, { name: `${a.run} ${a.stage}`, value: (row) => row.a }, { name: `${b.run} ${b.stage}${a.run === b.run && a.stage === b.stage ? " (2)" : ""}`, value: (row) => row.b }];
+  renderTable(element("diff"), columns, rows, { caption: "Fields of the two recipes that differ" });
+}
+
+export function showStudy() {
+  element("study-card").hidden = !choice.study;
+  if (!choice.study || !board.registered) return;
+  element("study-heading").textContent = `Study ${choice.study}`;
+  const facts = Object.entries(board.registered).filter(([name, value]) => !name.startsWith("facts.") && value !== null && String(value).length < 120);
+  element("registered").textContent = facts.map(([name, value]) => `${name} ${fieldText(value)}`).join(" · ");
+  const rows = board.verdicts.map((row, index) => ({ id: index, ...row }));
+  const finite = rows.flatMap((row) => [row.low, row.mean, row.high, 0]).filter((value) => typeof value === "number");
+  const range = [Math.min(...finite, 0), Math.max(...finite, 0)];
+  const sign = (value) => (value > 0 ? "+" : value < 0 ? "−" : "");
+  const signed = (value) => (typeof value === "number" ? sign(value) + decimal(Math.abs(value)) : "");
+  const columns = [
+    { name: "Idea", head: true, value: (row) => row.idea }, { name: "Equal", value: (row) => row.axis },
+    { name: "n", number: true, value: (row) => row.n },
+    { name: "Mean difference", number: true, text: (row) => signed(row.mean) },
+    { name: "Interval", number: true, text: (row) => (row.n ? `[${signed(row.low) || "−∞"}, ${signed(row.high) || "∞"}]` : "") },
+    { name: "", cell: (row, cell) => cell.replaceChildren(...(typeof row.mean === "number" ? [whisker(row.low, row.mean, row.high, range)] : [])) },
+    { name: "e-value", number: true, text: (row) => number(row.e_value) },
+    { name: "Verdict", cell: (row, cell) => { cell.textContent = row.verdict ?? ""; cell.className = { better: "better", worse: "worse" }[row.verdict] ?? ""; } },
+  ];
+  renderTable(element("verdicts"), columns, rows, { caption: "Difference of each idea to the baseline; lower is better" });
+  const arms = [
+    { name: "Arm", head: true, value: (row) => row.arm }, { name: "Steps", number: true, text: (row) => number(row.steps) },
+    { name: "n", number: true, value: (row) => row.n }, { name: "Diverged", number: true, value: (row) => row.diverged },
+    { name: "Mean val_bpb", number: true, text: (row) => decimal(row.mean) }, { name: "SD", number: true, text: (row) => number(row.sd, 3) },
+    { name: "Tokens/s", number: true, text: (row) => number(row.tokens_per_second) },
+  ];
+  renderTable(element("arms"), arms, board.arms, { id: (row) => `${row.arm} ${row.steps}`, caption: "Final scores of each arm" });
+}
+
+export function showCounts() {
+  element("folder").textContent = board.folder;
+  const counts = new Map();
+  for (const run of board.runs) counts.set(run.status, (counts.get(run.status) ?? 0) + 1);
+  const text = Object.keys(SIGNS).filter((name) => counts.has(name)).map((name) => `${counts.get(name)} ${name}`).join(", ");
+  if (element("counts").textContent !== text) element("counts").textContent = text; // announced: only when it changes
+}

@@ -1,0 +1,352 @@
+"""The board in a real browser, on a real server: curves, groups, keyboard, themes, live runs, hostile text."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.lab.board.server import BoardOptions, Server
+from tests.browser.chrome import Chrome, find_chrome
+
+pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
+
+ROOT = Path(__file__).resolve().parents[2]
+PAYLOAD = "<img src=x onerror='window.pwned=1'>"
+KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Home": 36, "Tab": 9, " ": 32, "0": 48, "+": 187, "/": 191, "Enter": 13}
+
+
+def write_run(out: Path, name: str, *, seed: int = 0, lr: float = 0.02, steps: int = 400, done: bool = True) -> Path:
+    folder = out / "runs" / name / "pretrain"
+    folder.mkdir(parents=True)
+    recipe = {"seed": seed, "depth": 4, "optim": {"matrix_lr": lr}, "train": {"eval_every": 50, "steps": 400}}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    (folder / "metrics.jsonl").write_text("".join(line(step, seed + lr) for step in range(10, steps + 1, 10)))
+    events = [{"kind": "start", "step": 0, "steps": 400}, *([{"kind": "finish", "step": steps}] if done else [])]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def line(step: int, above: float) -> str:
+    tokens = step * 1000
+    fields = {"step": step, "tokens": tokens, "flops": tokens * 1e6, "seconds": step / 4}
+    text = json.dumps(fields | {"loss": 2 + 5 / math.sqrt(step) + above / 10, "tokens_per_second": 4e3}) + "\n"
+    if step % 50 == 0:
+        text += json.dumps({"step": step, "tokens": tokens, "val_bpb": 1 + 2 / math.sqrt(step) + above / 10}) + "\n"
+    return text
+
+
+def write_study(out: Path) -> None:
+    folder = out / "lab" / "night"
+    folder.mkdir(parents=True)
+    recipes = {"gpt": {"depth": 4, "optim": {"lr": 0.1}}, "idea": {"depth": 4, "optim": {"lr": 0.2}}}
+    (folder / "study.json").write_text(json.dumps({"base": "gpt", "recipes": recipes, "delta": 0.002}))
+    with (folder / "trials.jsonl").open("w") as file:
+        for seed in range(3):
+            for arm in recipes:
+                curve = [
+                    {"step": s, "tokens": s, "flops": s, "seconds": s, "bpb": 1 + seed / 9 + 1 / s} for s in (1, 2, 4)
+                ]
+                trial = {"recipe": arm, "seed": seed, "steps": 4, "bpb": curve[-1]["bpb"], "curve": curve}
+                file.write(json.dumps(trial) + "\n")
+    verdict = {"idea": "idea", "axis": "steps", "n": 3, "mean": -0.125, "low": -0.25, "high": None, "e_value": 30.0}
+    (folder / "verdicts.json").write_text(json.dumps([verdict | {"verdict": "better"}]))
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    browser = Chrome(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(autouse=True)
+def no_problems(chrome: Chrome) -> Iterator[None]:
+    chrome.problems.clear()
+    yield
+    assert chrome.problems == []
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    for lr in (0.02, 0.04):
+        for seed in range(3):
+            write_run(tmp_path, f"lr{lr}-s{seed}", seed=seed, lr=lr)
+    write_study(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def url(out: Path) -> Iterator[str]:
+    with Server(BoardOptions(out, port=0)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server.url
+        server.shutdown()
+        thread.join(30)
+
+
+def open_board(chrome: Chrome, url: str, view: str = "") -> None:
+    chrome.open("about:blank")
+    chrome.open(f"{url}/{view}")
+    chrome.wait(
+        "document.querySelectorAll('#plot canvas').length === 1 && document.querySelector('#runs tbody tr') !== null"
+    )
+
+
+def choose(chrome: Chrome, name: str, value: str) -> None:
+    chrome.run(
+        f"(() => {{ const field = document.getElementById('{name}'); field.value = {json.dumps(value)};"
+        "field.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def press(chrome: Chrome, key: str, times: int = 1) -> None:
+    text = {"Enter": "\r", "Tab": ""}.get(key, key if len(key) == 1 else "")
+    for _ in range(times):
+        for kind in ("keyDown", "keyUp"):
+            chrome.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=KEYS[key], text=text)
+
+
+def text(chrome: Chrome, selector: str) -> str:
+    return chrome.run(f"document.querySelector({json.dumps(selector)}).textContent")
+
+
+def rows(chrome: Chrome, table: str) -> list[list[str]]:
+    """The cells of a table's body."""
+    return chrome.run(
+        f"[...document.querySelectorAll('#{table} tbody tr')].map((row) => "
+        "[...row.cells].map((cell) => cell.textContent))"
+    )
+
+
+def pixels(chrome: Chrome) -> str:
+    """What the plot shows, as a PNG."""
+    return chrome.run("document.querySelector('#plot canvas').toDataURL()")
+
+
+def test_curves_axes_groups_and_filter(chrome: Chrome, url: str) -> None:
+    open_board(chrome, url)
+    assert text(chrome, "#plot-heading") == "val_bpb over steps"
+    assert [row[0] for row in rows(chrome, "lines")] == [
+        f"lr{lr}-s{seed} pretrain" for lr in (0.02, 0.04) for seed in range(3)
+    ]
+    assert rows(chrome, "lines")[0][1] == "1.1020"  # 1 + 2 / sqrt(400) + 0.02 / 10
+    pictures = [pixels(chrome)]
+    for x, words in (("tokens", "tokens"), ("flops", "training FLOPs"), ("seconds", "seconds in steps")):
+        choose(chrome, "x", x)
+        chrome.wait(f"document.getElementById('plot-heading').textContent === 'val_bpb over {words}'")
+        pictures.append(pixels(chrome))
+    choose(chrome, "y", "loss")
+    chrome.wait("document.getElementById('plot-heading').textContent.startsWith('loss over')")
+    pictures.append(pixels(chrome))
+    chrome.run("document.getElementById('logy').click()")
+    pictures.append(pixels(chrome))
+    assert len(set(pictures)) == len(pictures), "a choice did not change the plot"
+    choose(chrome, "group", "optim.matrix_lr")
+    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 2")
+    values = [2 + 5 / 20 + (seed + 0.02) / 10 for seed in range(3)]
+    assert rows(chrome, "lines")[0] == ["0.02", "3", f"{sum(values) / 3:.4f}", "± 0.1"]
+    choose(chrome, "group", "*")
+    chrome.wait("document.querySelector('#lines tbody th').textContent === 'matrix_lr 0.02'")
+    choose(chrome, "filter", "matrix_lr=0.04")
+    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 1")
+    assert [row[1] for row in rows(chrome, "runs")] == ["lr0.04-s0", "lr0.04-s1", "lr0.04-s2"]
+    for kind, x in (("mouseMoved", 300), ("mousePressed", 300), ("mouseMoved", 400), ("mouseReleased", 400)):
+        place = chrome.run(
+            "(({left, top}) => [left, top])(document.querySelector('#plot .u-over').getBoundingClientRect())"
+        )
+        where = {"x": place[0] + x, "y": place[1] + 50}
+        chrome.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
+        if kind == "mousePressed":
+            assert text(chrome, "#lines-note").startswith("at "), "the pointer does not read values"
+    chrome.wait("!document.getElementById('reset').hidden")
+    chrome.run("document.getElementById('reset').click()")
+    # The address keeps the view.
+    address = chrome.run("location.hash")
+    open_board(chrome, url, address)
+    assert text(chrome, "#plot-heading") == "loss over seconds in steps" and len(rows(chrome, "runs")) == 3
+
+
+def test_the_table_sorts_and_two_runs_are_compared(chrome: Chrome, url: str) -> None:
+    open_board(chrome, url)
+    for order in ("ascending", "descending"):
+        chrome.run(
+            "[...document.querySelectorAll('#runs thead button')].find((b) => b.textContent === 'val_bpb').click()"
+        )
+        shown = [float(row[6]) for row in rows(chrome, "runs")]
+        assert shown == sorted(shown, reverse=order == "descending")
+        head = "[...document.querySelectorAll('#runs thead th')].find((cell) => cell.textContent === 'val_bpb')"
+        assert chrome.run(f"{head}.getAttribute('aria-sort')") == order
+        assert chrome.run("document.activeElement.tagName") in ("BODY", "BUTTON")
+    assert chrome.run("document.getElementById('diff-scroll').hidden")
+    for name in ("lr0.02-s1", "lr0.04-s2"):
+        chrome.run(f"document.querySelector('[aria-label=\"Select {name} pretrain\"]').click()")
+    assert rows(chrome, "diff") == [["optim.matrix_lr", "0.02", "0.04"], ["seed", "1", "2"]]
+    assert text(chrome, "#diff-note") == "2 fields differ; 3 equal."
+    assert [row[0] for row in rows(chrome, "lines")] == ["lr0.04-s2 pretrain", "lr0.02-s1 pretrain"]
+    chrome.run("document.getElementById('clear').click()")
+    assert chrome.run("document.getElementById('diff-scroll').hidden") and len(rows(chrome, "lines")) == 6
+
+
+def test_the_keyboard_is_enough(chrome: Chrome, url: str) -> None:
+    open_board(chrome, url)
+    press(chrome, "/")
+    assert chrome.run("document.activeElement.id") == "filter"
+    chrome.type("s0")
+    chrome.wait("document.querySelectorAll('#runs tbody tr').length === 2")
+    reached = []
+    for _ in range(40):
+        press(chrome, "Tab")
+        reached.append(
+            chrome.run(
+                "document.activeElement.id || document.activeElement.ariaLabel || document.activeElement.textContent"
+            )
+        )
+        if reached[-1].startswith("Select lr"):
+            break
+    order = ["smooth", "logx", "logy", "plot", "Run", "Select lr0.02-s0 pretrain"]
+    assert [name for name in reached if name in order] == order, reached
+    press(chrome, " ")
+    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 1")
+    assert chrome.run("document.activeElement.ariaLabel") == "Select lr0.02-s0 pretrain", "the focus was lost"
+    chrome.run("document.getElementById('plot').focus()")
+    press(chrome, "Home")
+    press(chrome, "ArrowRight", 3)
+    chrome.wait("document.getElementById('spoken').textContent.startsWith('At ')")
+    assert "lr0.02-s0 pretrain 1." in text(chrome, "#spoken")
+    assert text(chrome, "#lines-note").startswith("at ")
+    before = pixels(chrome)
+    press(chrome, "+")
+    assert not chrome.run("document.getElementById('reset').hidden") and pixels(chrome) != before
+    press(chrome, "0")
+    assert chrome.run("document.getElementById('reset').hidden") and pixels(chrome) == before
+    chrome.run("document.querySelector('#values summary').focus()")
+    press(chrome, "Enter")
+    chrome.wait("document.querySelectorAll('#points tbody tr').length === 11")
+    assert rows(chrome, "points")[-1] == ["400", "1.1020"]
+    # Everything that takes input has a name, and every table a caption.
+    fields = "[...document.querySelectorAll('input, select, button')]"
+    unnamed = f"{fields}.filter((one) => !one.labels?.length && !one.ariaLabel && !one.textContent)"
+    assert chrome.run(f"{unnamed}.length") == 0
+    assert chrome.run("[...document.querySelectorAll('table')].filter((t) => t.rows.length && !t.caption).length") == 0
+
+
+def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
+    open_board(chrome, url)
+    choose(chrome, "study", "night")
+    chrome.wait(
+        "!document.getElementById('study-card').hidden && document.querySelectorAll('#lines tbody tr').length === 2"
+    )
+    [verdict] = rows(chrome, "verdicts")
+    assert verdict == ["idea", "steps", "3", "−0.1250", "[−0.2500, ∞]", "", "30", "better"]
+    assert chrome.run("document.querySelectorAll('#verdicts svg').length") == 1
+    assert [row[:5] for row in rows(chrome, "arms")] == [[arm, "4", "3", "0", "1.3611"] for arm in ("gpt", "idea")]
+    assert [row[:2] for row in rows(chrome, "lines")] == [["gpt", "3"], ["idea", "3"]]
+    for arm in ("gpt", "idea"):
+        chrome.run(f"document.querySelector('[aria-label=\"Select {arm} seed 0\"]').click()")
+    assert rows(chrome, "diff") == [["arm", "gpt", "idea"], ["optim.lr", "0.1", "0.2"]]
+    choose(chrome, "study", "")
+    chrome.wait(
+        "document.getElementById('study-card').hidden && document.querySelectorAll('#runs tbody tr').length === 6"
+    )
+
+
+def test_themes(chrome: Chrome, url: str, tmp_path: Path) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    open_board(chrome, url)
+    pictures, grounds = {}, {}
+    for dark in (False, True):
+        for width, height in ((1400, 1000), (390, 900)):
+            path = tmp_path / f"{'dark' if dark else 'light'}-{width}.png"
+            chrome.screenshot(path, width=width, height=height, dark=dark)
+            assert chrome.run("document.documentElement.scrollWidth <= window.innerWidth"), f"wider than {width} pixels"
+            pictures[dark], grounds[dark] = path.read_bytes(), chrome.run(ground)
+    assert grounds[True] != grounds[False] and pictures[True] != pictures[False]
+    chrome.run(
+        "(() => { const theme = document.getElementById('theme'); theme.value = 'light';"
+        "theme.dispatchEvent(new Event('change')); })()"
+    )
+    assert chrome.run(ground) == grounds[False], "the switch goes before the system's setting"
+    open_board(chrome, url)
+    assert chrome.run(ground) == grounds[False], "the switch was forgotten"
+    chrome.run("localStorage.clear()")
+    chrome.screenshot(tmp_path / "last.png", width=1400, height=1000)
+
+
+def test_a_live_run_grows(chrome: Chrome, out: Path, url: str) -> None:
+    folder = write_run(out, "live", steps=100, done=False)
+    open_board(chrome, url, "#y=loss&filter=live")
+    chrome.wait("document.querySelector('#runs .running') !== null")
+    [value] = [row[1] for row in rows(chrome, "lines")]
+    assert value == f"{2 + 5 / 10 + 0.002:.4f}"
+    press_state = "document.getElementById('live').getAttribute('aria-pressed')"
+    before = pixels(chrome)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(line(400, 0.02))
+    chrome.wait(f"document.querySelector('#lines tbody td').textContent === '{2 + 5 / 20 + 0.002:.4f}'")
+    assert rows(chrome, "runs")[0][5] == "400 / 400" and pixels(chrome) != before
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "finish", "step": 400}) + "\n")
+    chrome.wait("document.querySelector('#runs .finished') !== null")
+    # A new run appears by itself; with Live off nothing changes.
+    write_run(out, "live-2", steps=50, done=False)
+    chrome.wait("document.querySelectorAll('#runs tbody tr').length === 2")
+    chrome.run("document.getElementById('live').click()")
+    assert chrome.run(press_state) == "false"
+    chrome.run("new Promise((done) => setTimeout(() => done(1), 300))")  # an update that was under way
+    write_run(out, "live-3", steps=50, done=False)
+    time.sleep(3)
+    assert len(rows(chrome, "runs")) == 2
+
+
+def test_hostile_text_is_only_ever_text(chrome: Chrome, out: Path, url: str) -> None:
+    folder = write_run(out, PAYLOAD.replace("/", "-"))
+    recipe: dict[str, Any] = {"seed": 9, PAYLOAD: PAYLOAD, "optim": {"matrix_lr": PAYLOAD}}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 410, "tokens": 1, PAYLOAD: 3.0}) + "\n")
+    (out / "lab" / "night" / "verdicts.json").write_text(
+        json.dumps([{"idea": PAYLOAD, "verdict": PAYLOAD, "n": PAYLOAD}])
+    )
+    open_board(chrome, url, "#group=optim.matrix_lr")
+    chrome.run("document.querySelectorAll('#runs input').forEach((box, index) => index < 2 && box.click())")
+    assert PAYLOAD in [row[0] for row in rows(chrome, "lines")] and len(rows(chrome, "diff")) >= 2
+    choose(chrome, "y", PAYLOAD)
+    chrome.wait("document.getElementById('plot-heading').textContent.startsWith('<img')")
+    choose(chrome, "group", PAYLOAD)
+    choose(chrome, "study", "night")
+    chrome.wait("document.querySelectorAll('#verdicts tbody tr').length === 1")
+    assert rows(chrome, "verdicts")[0][0] == PAYLOAD
+    assert chrome.run("document.querySelectorAll('img, iframe, body script:not([src])').length") == 0
+    assert chrome.run("typeof window.pwned") == "undefined"
+
+
+def test_an_empty_folder_says_so_and_a_stopped_server_is_reported(chrome: Chrome, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from quern.lab.board.server import BoardOptions, run;"
+        "sys.exit(run(BoardOptions(Path(sys.argv[1]), port=0), lambda line: print(line, flush=True)))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as server:
+        assert server.stdout is not None
+        found = re.search(r"http://\S+", server.stdout.readline())
+        assert found is not None
+        chrome.open(found[0])
+        chrome.wait("document.querySelector('#plot .empty')?.textContent.startsWith('There are no runs') ?? false")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0 and server.stdout.read() == "stopped\n"
+    chrome.wait("!document.getElementById('problem').hidden")
+    assert "does not answer" in text(chrome, "#problem")
+    chrome.open("about:blank")
+    assert chrome.problems and all("net::ERR" in problem for problem in chrome.problems)
+    chrome.problems.clear()

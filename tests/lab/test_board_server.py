@@ -1,0 +1,124 @@
+"""The board's server: the pages, the refusals, and the headers that keep other sites out."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.lab.board.server import PAGE, WEB, BoardOptions, Server, run
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    out = tmp_path / "out"
+    folder = out / "runs" / "a" / "pretrain"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 10, "tokens": 80, "loss": 2.5}\n')
+    (tmp_path / "secret.json").write_text('{"secret": 1}')
+    with Server(BoardOptions(out, port=0)) as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join(30)
+
+
+def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection.putrequest("GET" if body is None else "POST", path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    if body is not None and "Content_Length" not in headers:
+        connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    is_json = answer.headers["Content-Type"] == "application/json"
+    return answer.status, json.loads(content) if is_json else content, dict(answer.headers)
+
+
+CURVES = json.dumps({"x": "steps", "y": "loss", "points": 10, "runs": {"a/pretrain": [0, 0]}}).encode()
+JSON = {"Content_Type": "application/json"}
+
+
+def test_every_file_of_the_page_is_served(server: Server) -> None:
+    for path, (file, media_type) in PAGE.items():
+        status, content, headers = ask(server, path)
+        assert (status, content, headers["Content-Type"]) == (200, (WEB / file).read_bytes(), media_type)
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert "unsafe" not in headers["Content-Security-Policy"]
+    served = {WEB / file for file, _ in PAGE.values()}
+    assert {path for path in WEB.rglob("*") if path.is_file()} - served == {WEB / "vendor" / "LICENSE"}
+
+
+def test_runs_and_curves(server: Server) -> None:
+    status, listing, _ = ask(server, "/api/list")
+    assert status == 200 and [run["id"] for run in listing["runs"]] == ["a/pretrain"]
+    status, curves, _ = ask(server, "/api/curves", CURVES, **JSON)
+    assert status == 200 and curves["runs"]["a/pretrain"]["y"] == [2.5]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../secret.json",
+        "/%2e%2e/secret.json",
+        "/vendor/../../server.py",
+        "/runs/a/pretrain/metrics.jsonl",
+        "//etc/passwd",
+        "/api/list?study=../../secret.json",
+        "/api/list?study=%2e%2e",
+        "/board.js/",
+    ],
+)
+def test_no_other_path_is_opened(server: Server, path: str) -> None:
+    status, answer, _ = ask(server, path)
+    assert status == 404 and "secret" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8010", "127.0.0.1.evil.example", "", "[", "localhost.:1"]
+)
+def test_another_host_name_is_refused(server: Server, host: str) -> None:
+    for body, more in ((None, {}), (CURVES, JSON)):
+        status, answer, _ = ask(server, "/api/curves" if body else "/api/list", body, Host=host, **more)
+        assert (status, list(answer)) == (403, ["error"])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8010", "localhost", "LOCALHOST:1", "[::1]:8010"])
+def test_loopback_names_are_accepted(server: Server, host: str) -> None:
+    assert ask(server, "/api/list", Host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status"),
+    [
+        ("/api/curves", CURVES, {"Content_Type": "text/plain"}, 400),  # what a form of another site can send
+        ("/api/curves", b"{", JSON, 400),
+        ("/api/curves", b"[]", JSON, 400),
+        ("/api/curves", b"[" * 100_000, JSON, 400),
+        ("/api/curves", b"\xff\xfe{", JSON, 400),
+        ("/api/curves", b'{"x": "lr"}', JSON, 400),
+        ("/api/curves", b"{}", JSON | {"Content_Length": str(10**9)}, 400),
+        ("/api/curves", b"{}", JSON | {"Content_Length": "-1"}, 400),
+        ("/api/curves", CURVES[:-1] + b', "study": "none"}', JSON, 404),
+        ("/api/list", CURVES, JSON, 404),
+    ],
+)
+def test_wrong_requests(server: Server, path: str, body: bytes, headers: dict[str, str], status: int) -> None:
+    found, answer, _ = ask(server, path, body, **headers)
+    assert (found, list(answer)) == (status, ["error"])
+
+
+def test_options_are_checked(tmp_path: Path, server: Server) -> None:
+    with pytest.raises(ValueError, match="--port must be a whole number"):
+        run(BoardOptions(tmp_path, port=70_000), print)
+    with pytest.raises(FileNotFoundError, match="name the output folder"):
+        run(BoardOptions(tmp_path / "none"), print)
+    with pytest.raises(OSError, match="choose another --port"):
+        run(BoardOptions(tmp_path, port=server.server_address[1]), print)
