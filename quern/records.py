@@ -68,7 +68,7 @@ class StageFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._trackers = tuple(trackers)
         for name in (METRICS, EVENTS):
-            _drop_torn_end(self.path / name)
+            drop_torn_end(self.path / name)
         self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
         self._events = (self.path / EVENTS).open("a", encoding="utf-8")
 
@@ -99,7 +99,7 @@ class StageFolder:
     def rewind(self, step: int) -> None:
         """Removes metric lines after `step`, atomically: a resumed run writes them again."""
         path = self.path / METRICS
-        kept = [fields for fields in _read(path) if fields.get("step") is None or fields["step"] <= step]
+        kept = [fields for fields in read_lines(path) if fields.get("step") is None or fields["step"] <= step]
         self._metrics.close()
         write_whole(path, "".join(json.dumps(fields) + "\n" for fields in kept))
         self._metrics = path.open("a", encoding="utf-8")
@@ -121,12 +121,12 @@ class StageFolder:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The metrics in a stage folder or a file, without a torn last line; empty if there is no file."""
-    return _read(path / METRICS if path.is_dir() else path)
+    return read_lines(path / METRICS if path.is_dir() else path)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events in a stage folder or a file, without a torn last line; empty if there is no file."""
-    return _read(path / EVENTS if path.is_dir() else path)
+    return read_lines(path / EVENTS if path.is_dir() else path)
 
 
 def git_hash(path: Path) -> str | None:
@@ -219,7 +219,19 @@ def _strict(value: Any, name: str, bad: list[str]) -> Any:
     raise TypeError(f"{name} is a {type(value).__name__}: records take plain numbers, strings, lists and dicts")
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def append_synced(file: Path, fields: dict[str, Any]) -> None:
+    """Appends one JSON line to a file, and waits until it is on the disk."""
+    with file.open("a", encoding="utf-8") as stream:
+        _append(stream, fields)
+        os.fsync(stream.fileno())
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file, without a torn last line; empty if there is no file.
+
+    Raises:
+        ValueError: A complete line is not JSON; the message names it.
+    """
     lines = _lines(file)
     records = []
     for number, line in enumerate(lines, start=1):
@@ -237,7 +249,8 @@ def _lines(file: Path) -> list[str]:
     return [line.decode("utf-8") for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _drop_torn_end(file: Path) -> None:
+def drop_torn_end(file: Path) -> None:
+    """Removes what follows the last newline, which a crash has torn."""
     if not file.exists():
         return
     content = file.read_bytes()

@@ -1,0 +1,318 @@
+"""The parametric fit of the loss, L(N, D) = E + A / N^α + B / D^β (arXiv 2203.15556, approach 3).
+
+The objective is the sum of Huber's loss of the errors of ln L, × 10³, with its analytic gradient. Unlike the paper's
+grid of 4,500 starts, the starts come from variable projection: at fixed (α, β) the loss is linear in (E, A, B), which
+non-negative least squares finds. Pure NumPy and SciPy. N: parameters; D: tokens; C: FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import optimize
+
+from quern.lab.fits import Array, Estimate, estimate
+
+FEWEST_RUNS = 8
+"""Runs that differ in N or D: the five constants and three more."""
+HUBER_DELTA = 1e-3
+SCALE = 1e3
+"""Multiplies the objective: L-BFGS stops early without it."""
+EXPONENTS = np.geomspace(0.05, 1.6, 8)
+"""Of the starts: all pairs."""
+STARTS = 5
+"""The best ones are optimised."""
+HIGHEST_SHARE = 0.02
+"""Share of the runs that the leave-out row of the highest losses lacks."""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """The constants of L(N, D) = E + A / N^alpha + B / D^beta. objective: the sum of Huber's losses × 10³."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+    objective: float = 0.0
+
+    def loss(self, n: ArrayLike, d: ArrayLike) -> Array:
+        return self.E + self.A * np.asarray(n, float) ** -self.alpha + self.B * np.asarray(d, float) ** -self.beta
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A fit without some runs. share: the exponent a of N* ∝ C^a."""
+
+    label: str
+    runs: int
+    E: float
+    alpha: float
+    beta: float
+    exponent: float
+
+
+@dataclass(frozen=True)
+class SurfaceFit:
+    """A fitted surface with intervals from a bootstrap over runs.
+
+    Args:
+        runs: Number of runs.
+        surface: The optimum.
+        refusal: Why there is none.
+        intervals: Of E, A, B, alpha, beta, and of `exponent`: a of N* ∝ C^a.
+        leave_out: Fits without each budget, the highest losses, and the most influential run.
+        residual_sd: Standard deviation of ln L around the surface: the noise of one run, and what the form misses.
+        kappa, gamma: C = kappa · N^gamma · D on these runs; 6 and 1 by the usual rule.
+        samples: (resamples, 5): ln E, ln A, ln B, α, β.
+    """
+
+    runs: int
+    surface: Surface | None = None
+    refusal: str = ""
+    intervals: dict[str, Estimate] = field(default_factory=dict)
+    leave_out: tuple[LeftOut, ...] = ()
+    residual_sd: float = 0.0
+    kappa: float = 6.0
+    gamma: float = 1.0
+    samples: Array = field(default_factory=lambda: np.empty((0, 5)), repr=False, compare=False)
+    level: float = field(default=0.95, repr=False)
+
+    def predict(self, flops: float) -> dict[str, Estimate]:
+        """The best parameters and tokens for a budget, their ratio, and the loss there. The interval of the loss is
+        that of the surface; one run deviates by `residual_sd` more."""
+        assert self.surface is not None
+        s = self.surface
+        theta = np.array([[np.log(s.E), np.log(s.A), np.log(s.B), s.alpha, s.beta]])
+        points, drawn = (_optimum(one, flops, self.kappa, self.gamma) for one in (theta, self.samples))
+        return {name: self._estimate(points[name][0], drawn[name]).exp() for name in points}
+
+    def _estimate(self, value: float, samples: Array) -> Estimate:
+        return _estimate(value, samples, self.runs, self.level)
+
+
+def _optimum(theta: Array, flops: float, kappa: float, gamma: float) -> dict[str, Array]:
+    """Logarithms of the optimum under C = κ N^γ D, which for γ = 1 is equation 4 of arXiv 2203.15556.
+
+    theta: (S, 5): ln E, ln A, ln B, α, β.
+    """
+    e, a, b, alpha, beta = theta.T
+    budget = np.log(flops / kappa)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log_n = (np.log(alpha) + a - np.log(gamma * beta) - b + beta * budget) / (alpha + gamma * beta)
+    log_d = budget - gamma * log_n
+    loss = np.logaddexp(np.logaddexp(e, a - alpha * log_n), b - beta * log_d)
+    return {"parameters": log_n, "tokens": log_d, "ratio": log_d - log_n, "loss": loss}
+
+
+def _estimate(value: float, samples: Array, runs: int, level: float) -> Estimate:
+    return estimate(value, samples, level, runs - 5, inflation=(runs / (runs - 5)) ** 0.5)
+
+
+def fit_surface(
+    n: ArrayLike,
+    d: ArrayLike,
+    loss: ArrayLike,
+    *,
+    budget: ArrayLike | None = None,
+    flops: ArrayLike | None = None,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> SurfaceFit:
+    """Fits the surface to runs.
+
+    Args:
+        n: Parameters of each run.
+        d: Tokens of each run.
+        loss: Final loss of each run, positive.
+        budget: The planned FLOPs of each run: the leave-out table drops each budget once.
+        flops: FLOPs of each run, for `predict`; 6 N D by default.
+        resamples: Of the bootstrap, which draws runs with replacement.
+        level: Of the intervals.
+        seed: Of the bootstrap.
+    """
+    n, d, loss = (np.asarray(values, float) for values in (n, d, loss))
+    runs, distinct = len(n), len(np.unique(np.stack([n, d]), axis=1).T)
+    if distinct < FEWEST_RUNS or min(len(np.unique(n)), len(np.unique(d))) < 3:
+        return SurfaceFit(
+            runs,
+            refusal=f"{distinct} different runs of at least {FEWEST_RUNS}, with {len(np.unique(n))} sizes and "
+            f"{len(np.unique(d))} numbers of tokens of at least 3",
+        )
+    problem = _Problem.of(n, d, loss)
+    best, objective = problem.fit()
+    whole = problem.constants(best[None])[0]
+    surface = Surface(*map(float, (*np.exp(whole[:3]), *whole[3:])), objective=objective)
+    residual_sd = float(np.std(np.log(loss / surface.loss(n, d))) * (runs / (runs - 5)) ** 0.5)
+    terms = {"N": (surface.A, surface.alpha, n), "D": (surface.B, surface.beta, d)}
+    for name, (factor, exponent, values) in terms.items():
+        if exponent <= 0 or np.ptp(factor * values**-exponent) < 2 * residual_sd * loss.mean():
+            reason = f"the loss does not fall with {name} by more than the noise: measure a wider range of {name}"
+            return SurfaceFit(runs, refusal=reason)
+    kappa, gamma = 6.0, 1.0
+    if flops is not None:
+        gamma, intercept = np.polyfit(np.log(n), np.log(np.asarray(flops, float) / d), 1)
+        kappa = float(np.exp(intercept))
+    counts = np.random.default_rng(seed).multinomial(runs, np.full(runs, 1 / runs), resamples)
+    samples = problem.constants(problem.descend(np.tile(best, (resamples, 1)), counts.astype(float)))
+    found = SurfaceFit(
+        runs,
+        surface,
+        leave_out=tuple(_leave_out(problem, best, loss, budget)),
+        residual_sd=residual_sd,
+        kappa=kappa,
+        gamma=float(gamma),
+        samples=samples,
+        level=level,
+    )
+    columns = {"E": 0, "A": 1, "B": 2, "alpha": 3, "beta": 4}
+    intervals = {name: found._estimate(whole[column], samples[:, column]) for name, column in columns.items()}
+    intervals |= {name: intervals[name].exp() for name in "EAB"}
+    share = samples[:, 4] / (samples[:, 3] + samples[:, 4])
+    intervals["exponent"] = found._estimate(surface.beta / (surface.alpha + surface.beta), share)
+    return replace(found, intervals=intervals)
+
+
+def _leave_out(problem: _Problem, best: Array, loss: Array, budget: ArrayLike | None) -> Iterator[LeftOut]:
+    runs, order = len(loss), np.argsort(loss)[::-1]
+    few = max(1, round(HIGHEST_SHARE * runs))
+    rows = {f"the {few} highest losses" if few > 1 else "the highest loss": order[:few]}
+    budgets = np.asarray([] if budget is None else budget, float)
+    rows |= {f"budget {flops:.3g}": np.flatnonzero(budgets == flops) for flops in np.unique(budgets)}
+    rows |= {f"run {run + 1}": np.array([run]) for run in range(runs)}
+    weights = np.ones((len(rows), runs))
+    for row, left in enumerate(rows.values()):
+        weights[row, left] = 0
+    theta = problem.constants(problem.descend(np.tile(best, (len(rows), 1)), weights))
+    shares = theta[:, 4] / (theta[:, 3] + theta[:, 4])
+    fits = [
+        LeftOut(label, len(left), float(np.exp(one[0])), float(one[3]), float(one[4]), float(share))
+        for (label, left), one, share in zip(rows.items(), theta, shares, strict=True)
+    ]
+    yield from fits[:-runs]
+    whole = best[4] / (best[3] + best[4])
+    yield max(fits[-runs:], key=lambda fit: abs(fit.exponent - whole))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The objective over batches of theta (S, 5): ln E, ln A', ln B', α, β. A' and B' are the terms at the means of
+    ln N and ln D, where they depend less on α and β."""
+
+    x: Array
+    y: Array
+    target: Array
+    means: tuple[float, float]
+
+    @staticmethod
+    def of(n: Array, d: Array, loss: Array) -> _Problem:
+        x, y = np.log(n), np.log(d)
+        return _Problem(x - x.mean(), y - y.mean(), np.log(loss), (float(x.mean()), float(y.mean())))
+
+    def constants(self, theta: Array) -> Array:
+        """ln E, ln A, ln B, α, β."""
+        shift = np.stack([theta[:, 3] * self.means[0], theta[:, 4] * self.means[1]], axis=1)
+        return np.concatenate([theta[:, :1], theta[:, 1:3] + shift, theta[:, 3:]], axis=1)
+
+    def objective(self, theta: Array, weights: Array) -> tuple[Array, Array]:
+        """The value (S,) and the gradient (S, 5). weights: (S, runs)."""
+        e, a, b, alpha, beta = theta.T[:, :, None]
+        terms = np.stack(np.broadcast_arrays(e, a - alpha * self.x, b - beta * self.y))
+        top = terms.max(0)
+        shares = np.exp(terms - top)
+        total = shares.sum(0)
+        shares /= total
+        error = top + np.log(total) - self.target
+        clipped = np.clip(error, -HUBER_DELTA, HUBER_DELTA)
+        value = (weights * clipped * (error - clipped / 2)).sum(1)
+        slopes = weights * clipped * shares
+        sums = slopes.sum(2)
+        gradient = np.stack([*sums, -(slopes[1] @ self.x), -(slopes[2] @ self.y)], axis=1)
+        return SCALE * value, SCALE * gradient
+
+    def fit(self) -> tuple[Array, float]:
+        """The optimum over all starts, by L-BFGS, and its value."""
+
+        def single(theta: Array) -> tuple[float, Array]:
+            value, gradient = self.objective(theta[None], np.ones((1, len(self.x))))
+            return float(value[0]), gradient[0]
+
+        options = {"maxiter": 5000, "maxfun": 50_000, "maxcor": 30, "ftol": 1e-15, "gtol": 1e-9}
+        found = [
+            optimize.minimize(single, start, jac=True, method="L-BFGS-B", options=options) for start in self.starts()
+        ]
+        best = min(found, key=lambda one: one.fun)
+        again = optimize.minimize(single, best.x, jac=True, method="L-BFGS-B", options=options)
+        return (again if again.fun < best.fun else best).x, float(min(again.fun, best.fun))
+
+    def starts(self) -> Array:
+        """The best starts of variable projection, (STARTS, 5)."""
+        loss, starts = np.exp(self.target), []
+        for alpha in EXPONENTS:
+            for beta in EXPONENTS:
+                design = np.stack([np.ones_like(self.x), np.exp(-alpha * self.x), np.exp(-beta * self.y)], axis=1)
+                solution = optimize.nnls(design / loss[:, None], np.ones_like(loss))[0]
+                starts.append([*np.log(np.maximum(solution, 1e-3 * loss.min())), alpha, beta])
+        values = self.objective(np.array(starts), np.ones((len(starts), len(self.x))))[0]
+        return np.array(starts)[np.argsort(values)[:STARTS]]
+
+    def descend(self, theta: Array, weights: Array, iterations: int = 300) -> Array:
+        """Minimises many weighted objectives together, each from its own theta, by BFGS.
+
+        The line search is the weak Wolfe bisection of Lewis and Overton (2013), which suits an objective that is
+        almost a sum of absolute values.
+        """
+        theta, alive = theta.copy(), np.arange(len(theta))
+        value, gradient = self.objective(theta, weights)
+        inverse = np.tile(1e-2 * np.eye(5), (len(theta), 1, 1))
+        for _ in range(iterations):
+            here, slope = theta[alive], gradient[alive]
+            step = -np.einsum("sij,sj->si", inverse[alive], slope)
+            new, new_value, new_gradient = self._search(here, value[alive], slope, step, weights[alive])
+            moved, change = new - here, new_gradient - slope
+            gained = value[alive] - new_value
+            theta[alive], value[alive], gradient[alive] = new, new_value, new_gradient
+            inverse[alive] = _updated(inverse[alive], moved, change)
+            alive = alive[gained > 1e-9 * value[alive]]
+            if not len(alive):
+                break
+        return theta
+
+    def _search(
+        self, theta: Array, value: Array, slope: Array, step: Array, weights: Array
+    ) -> tuple[Array, Array, Array]:
+        """The points along `step` that meet the weak Wolfe conditions; the best bracket after 30 halvings."""
+        descent = (step * slope).sum(1)
+        low, high, size = np.zeros(len(theta)), np.full(len(theta), np.inf), np.ones(len(theta))
+        best = theta, value, slope
+        for _ in range(30):
+            new = theta + size[:, None] * step
+            new_value, new_gradient = self.objective(new, weights)
+            enough = new_value <= value + 1e-4 * size * descent
+            flat = (step * new_gradient).sum(1) >= 0.9 * descent
+            better = new_value < best[1]
+            best = (
+                np.where(better[:, None], new, best[0]),
+                np.where(better, new_value, best[1]),
+                np.where(better[:, None], new_gradient, best[2]),
+            )
+            if (enough & flat).all():
+                break
+            high = np.where(enough, high, size)
+            low = np.where(enough & ~flat, size, low)
+            size = np.where(enough & flat, size, np.where(np.isinf(high), 2 * size, (low + high) / 2))
+        return best
+
+
+def _updated(inverse: Array, moved: Array, change: Array) -> Array:
+    """The BFGS update of inverse Hessians (S, 5, 5), where the curvature is positive."""
+    product = (moved * change).sum(1)
+    usable = product > 1e-300
+    rho = np.where(usable, 1 / np.where(usable, product, 1), 0)[:, None, None]
+    left = np.eye(5) - rho * moved[:, :, None] * change[:, None, :]
+    return left @ inverse @ left.transpose(0, 2, 1) + rho * moved[:, :, None] * moved[:, None, :]
