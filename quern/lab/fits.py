@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import special
 
 Array = NDArray[Any]
 """Of float64."""
@@ -41,9 +41,20 @@ class Estimate:
 
 def estimate(value: float, samples: Array, level: float, dof: int, inflation: float = 1.0) -> Estimate:
     """The expanded percentile interval of a bootstrap (Hesterberg 2015, arXiv 1411.5279): plain percentiles are too
-    narrow for few runs, so the tails are those of Student's t. inflation: of the standard error."""
-    tail = stats.norm.cdf(-stats.t.ppf((1 + level) / 2, dof) * inflation)
-    low, high = np.nanquantile(samples, [tail, 1 - tail])
+    narrow for few runs, so the tails are those of Student's t.
+
+    Args:
+        value: From the data themselves.
+        samples: From the resamples. A NaN, where a resample has no optimum, counts as lower and as higher than all.
+        level: Of the interval.
+        dof: Degrees of freedom of the residuals.
+        inflation: Of the standard error.
+    """
+    lost = float(np.isnan(samples).mean())
+    tail = float(special.ndtr(-special.stdtrit(dof, (1 + level) / 2) * inflation)) - lost
+    if tail <= 0:
+        return Estimate(float(value), -np.inf, np.inf)
+    low, high = np.quantile(samples[~np.isnan(samples)], [tail, 1 - tail])
     return Estimate(float(value), float(low), float(high))
 
 
@@ -99,7 +110,7 @@ def power_law(y: ArrayLike, level: float = 0.95, **x: ArrayLike) -> PowerLaw:
     dof = points - constants
     variance = float(np.sum((logs[0] - design @ solution) ** 2)) / dof
     covariance = variance * np.linalg.inv(design.T @ design)
-    quantile = float(stats.t.ppf((1 + level) / 2, dof))
+    quantile = float(special.stdtrit(dof, (1 + level) / 2))
     errors = quantile * np.sqrt(np.diag(covariance))
     exponents = {
         name: Estimate(float(value), float(value - error), float(value + error))

@@ -23,7 +23,7 @@ SCALE = 1e3
 """Multiplies the objective: L-BFGS stops early without it."""
 EXPONENTS = np.geomspace(0.05, 1.6, 8)
 """Of the starts: all pairs."""
-STARTS = 5
+STARTS = 3
 """The best ones are optimised."""
 HIGHEST_SHARE = 0.02
 """Share of the runs that the leave-out row of the highest losses lacks."""
