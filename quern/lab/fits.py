@@ -85,13 +85,13 @@ class PowerLaw:
         return Estimate(float(value), float(value / factor), float(value * factor))
 
 
-def power_law(y: ArrayLike, level: float = 0.95, **x: ArrayLike) -> PowerLaw:
+def power_law(y: ArrayLike, x: Mapping[str, ArrayLike], level: float = 0.95) -> PowerLaw:
     """Fits a power law by least squares in logarithms; the intervals are Student's.
 
     Args:
         y: Positive values.
+        x: One or more positive variables by name, as long as y.
         level: Of the intervals.
-        **x: One or more positive variables, as long as y.
 
     Raises:
         ValueError: Too few points, a value that is not positive, or variables that do not vary independently.
@@ -200,7 +200,7 @@ def law_of_optima(sweeps: Sequence[Sweep], name: str, level: float = 0.95) -> tu
     used = [(sweep.at, optimum.x) for sweep, optimum in zip(sweeps, optima, strict=True) if not optimum.refusal]
     names = list(sweeps[0].at) if sweeps else []
     try:
-        law = power_law([x for _, x in used], level, **{one: [at[one] for at, _ in used] for one in names})
+        law = power_law([x for _, x in used], {one: [at[one] for at, _ in used] for one in names}, level)
     except ValueError as error:
         reasons = [f"at {dict(s.at)}, {o.refusal}" for s, o in zip(sweeps, optima, strict=True) if o.refusal]
         raise ValueError("; ".join([str(error), *reasons])) from error

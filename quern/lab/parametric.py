@@ -25,6 +25,8 @@ EXPONENTS = np.geomspace(0.05, 1.6, 8)
 """Of the starts: all pairs."""
 STARTS = 3
 """The best ones are optimised."""
+LEAST_E = 1e-3
+"""Least E of a start, as a share of the lowest loss. The fit may go below; its gradient in ln E vanishes there."""
 HIGHEST_SHARE = 0.02
 """Share of the runs that the leave-out row of the highest losses lacks."""
 
@@ -66,6 +68,7 @@ class SurfaceFit:
         refusal: Why there is none.
         intervals: Of E, A, B, alpha, beta, and of `exponent`: a of N* ∝ C^a.
         leave_out: Fits without each budget, the highest losses, and the most influential run.
+        note: What the runs do not determine.
         residual_sd: Standard deviation of ln L around the surface: the noise of one run, and what the form misses.
         kappa, gamma: C = kappa · N^gamma · D on these runs; 6 and 1 by the usual rule.
         samples: (resamples, 5): ln E, ln A, ln B, α, β.
@@ -74,6 +77,7 @@ class SurfaceFit:
     runs: int
     surface: Surface | None = None
     refusal: str = ""
+    note: str = ""
     intervals: dict[str, Estimate] = field(default_factory=dict)
     leave_out: tuple[LeftOut, ...] = ()
     residual_sd: float = 0.0
@@ -158,11 +162,14 @@ def fit_surface(
     if flops is not None:
         gamma, intercept = np.polyfit(np.log(n), np.log(np.asarray(flops, float) / d), 1)
         kappa = float(np.exp(intercept))
+    least = np.log(LEAST_E * loss.min())
+    at_zero, best[0] = best[0] < least, max(best[0], least)  # the resamples start where the gradient does not vanish
     counts = np.random.default_rng(seed).multinomial(runs, np.full(runs, 1 / runs), resamples)
     samples = problem.constants(problem.descend(np.tile(best, (resamples, 1)), counts.astype(float)))
     found = SurfaceFit(
         runs,
         surface,
+        note="E is 0 at the optimum: these runs do not determine it" if at_zero else "",
         leave_out=tuple(_leave_out(problem, best, loss, budget)),
         residual_sd=residual_sd,
         kappa=kappa,
@@ -257,7 +264,7 @@ class _Problem:
             for beta in EXPONENTS:
                 design = np.stack([np.ones_like(self.x), np.exp(-alpha * self.x), np.exp(-beta * self.y)], axis=1)
                 solution = optimize.nnls(design / loss[:, None], np.ones_like(loss))[0]
-                starts.append([*np.log(np.maximum(solution, 1e-3 * loss.min())), alpha, beta])
+                starts.append([*np.log(np.maximum(solution, LEAST_E * loss.min())), alpha, beta])
         values = self.objective(np.array(starts), np.ones((len(starts), len(self.x))))[0]
         return np.array(starts)[np.argsort(values)[:STARTS]]
 

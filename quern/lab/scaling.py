@@ -326,10 +326,12 @@ def _law_lines(found: Envelope) -> list[str]:
 def _surface_lines(found: SurfaceFit) -> list[str]:
     if found.surface is None:
         return [f"  no parametric fit: {found.refusal}"]
-    shown = ", ".join(f"{name} {one}" for name, one in found.intervals.items())
+    names = {"alpha": "α", "beta": "β", "exponent": "a = β / (α + β)"}
+    shown = ", ".join(f"{names.get(name, name)} {one}" for name, one in found.intervals.items())
     lines = [f"  E + A / N^α + B / D^β: {shown}; one run deviates by {100 * found.residual_sd:.2f} %"]
+    lines += [f"  {found.note}"] if found.note else []
     for one in found.leave_out:
-        constants = f"E {one.E:.4g}, α {one.alpha:.3f}, β {one.beta:.3f}, exponent {one.exponent:.3f}"
+        constants = f"E {one.E:.4g}, α {one.alpha:.3f}, β {one.beta:.3f}, a {one.exponent:.3f}"
         lines.append(f"  without {one.label}: {constants}")
     return lines
 

@@ -3,6 +3,7 @@
 import csv
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,15 +72,15 @@ def test_a_prediction_is_the_minimum_along_the_budget() -> None:
     n, d, _ = grid()
     found = fit_surface(n, d, TRUE.loss(n, d), flops=4 * n**1.05 * d, resamples=100)
     predicted = found.predict(1e20)
-    oracle = optimize.minimize_scalar(
+    oracle: Any = optimize.minimize_scalar(
         lambda log_n: TRUE.loss(np.exp(log_n), 1e20 / (4 * np.exp(1.05 * log_n))).item(),
         bounds=(10, 30),
         method="bounded",
         options={"xatol": 1e-9},
     )
-    assert predicted["parameters"].value == pytest.approx(np.exp(oracle.x), rel=1e-3)  # type: ignore[attr-defined]
-    assert predicted["loss"].value == pytest.approx(oracle.fun, rel=1e-6)  # type: ignore[attr-defined]
-    assert predicted["tokens"].value == pytest.approx(1e20 / (4 * np.exp(1.05 * oracle.x)), rel=1e-3)  # type: ignore[attr-defined]
+    assert predicted["parameters"].value == pytest.approx(np.exp(oracle.x), rel=1e-3)
+    assert predicted["loss"].value == pytest.approx(oracle.fun, rel=1e-6)
+    assert predicted["tokens"].value == pytest.approx(1e20 / (4 * np.exp(1.05 * oracle.x)), rel=1e-3)
 
 
 def test_the_exponent_of_the_usual_rule() -> None:
@@ -100,6 +101,15 @@ def test_a_loss_that_does_not_fall_is_refused(A: float, B: float, name: str) -> 
         None,
         f"the loss does not fall with {name} by more than the noise: measure a wider range of {name}",
     )
+
+
+def test_a_constant_that_the_runs_do_not_determine_is_named() -> None:
+    n, d, _ = grid()
+    loss = Surface(0.0, 480.0, 2100.0, 0.35, 0.37).loss(n, d) * np.exp(np.random.default_rng(1).normal(0, 3e-3, len(n)))
+    found = fit_surface(n, d, loss)
+    assert fitted(found).E < 1e-3
+    assert found.note == "E is 0 at the optimum: these runs do not determine it"
+    assert found.intervals["E"].low < 1e-3 < found.intervals["E"].high  # resamples may find another E
 
 
 def test_few_runs_are_refused() -> None:
