@@ -7,8 +7,8 @@ non-negative least squares finds. Pure NumPy and SciPy. N: parameters; D: tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -91,12 +91,10 @@ class SurfaceFit:
         that of the surface; one run deviates by `residual_sd` more."""
         assert self.surface is not None
         s = self.surface
-        theta = np.array([[np.log(s.E), np.log(s.A), np.log(s.B), s.alpha, s.beta]])
+        with np.errstate(divide="ignore"):  # E may be 0
+            theta = np.array([[np.log(s.E), np.log(s.A), np.log(s.B), s.alpha, s.beta]])
         points, drawn = (_optimum(one, flops, self.kappa, self.gamma) for one in (theta, self.samples))
-        return {name: self._estimate(points[name][0], drawn[name]).exp() for name in points}
-
-    def _estimate(self, value: float, samples: Array) -> Estimate:
-        return _estimate(value, samples, self.runs, self.level)
+        return {name: _estimate(points[name][0], drawn[name], self.runs, self.level).exp() for name in points}
 
 
 def _optimum(theta: Array, flops: float, kappa: float, gamma: float) -> dict[str, Array]:
@@ -124,6 +122,7 @@ def fit_surface(
     *,
     budget: ArrayLike | None = None,
     flops: ArrayLike | None = None,
+    labels: Sequence[str] | None = None,
     resamples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
@@ -136,74 +135,88 @@ def fit_surface(
         loss: Final loss of each run, positive.
         budget: The planned FLOPs of each run: the leave-out table drops each budget once.
         flops: FLOPs of each run, for `predict`; 6 N D by default.
+        labels: Names of the runs, for the leave-out table.
         resamples: Of the bootstrap, which draws runs with replacement.
         level: Of the intervals.
         seed: Of the bootstrap.
     """
     n, d, loss = (np.asarray(values, float) for values in (n, d, loss))
-    runs, distinct = len(n), len(np.unique(np.stack([n, d]), axis=1).T)
-    if distinct < FEWEST_RUNS or min(len(np.unique(n)), len(np.unique(d))) < 3:
-        return SurfaceFit(
-            runs,
-            refusal=f"{distinct} different runs of at least {FEWEST_RUNS}, with {len(np.unique(n))} sizes and "
-            f"{len(np.unique(d))} numbers of tokens of at least 3",
-        )
+    runs = len(n)
+    if refusal := _too_few(n, d):
+        return SurfaceFit(runs, refusal=refusal)
     problem = _Problem.of(n, d, loss)
     best, objective = problem.fit()
     whole = problem.constants(best[None])[0]
     surface = Surface(*map(float, (*np.exp(whole[:3]), *whole[3:])), objective=objective)
     residual_sd = float(np.std(np.log(loss / surface.loss(n, d))) * (runs / (runs - 5)) ** 0.5)
-    terms = {"N": (surface.A, surface.alpha, n), "D": (surface.B, surface.beta, d)}
-    for name, (factor, exponent, values) in terms.items():
-        if exponent <= 0 or np.ptp(factor * values**-exponent) < 2 * residual_sd * loss.mean():
-            reason = f"the loss does not fall with {name} by more than the noise: measure a wider range of {name}"
-            return SurfaceFit(runs, refusal=reason)
-    kappa, gamma = 6.0, 1.0
-    if flops is not None:
-        gamma, intercept = np.polyfit(np.log(n), np.log(np.asarray(flops, float) / d), 1)
-        kappa = float(np.exp(intercept))
+    if refusal := _constant(surface, n, d, 2 * residual_sd * loss.mean()):
+        return SurfaceFit(runs, refusal=refusal)
+    gamma, log_kappa = (1.0, np.log(6)) if flops is None else np.polyfit(np.log(n), np.log(np.asarray(flops) / d), 1)
     least = np.log(LEAST_E * loss.min())
     at_zero, best[0] = best[0] < least, max(best[0], least)  # the resamples start where the gradient does not vanish
     counts = np.random.default_rng(seed).multinomial(runs, np.full(runs, 1 / runs), resamples)
     samples = problem.constants(problem.descend(np.tile(best, (resamples, 1)), counts.astype(float)))
-    found = SurfaceFit(
+    values = [*whole, surface.beta / (surface.alpha + surface.beta)]
+    drawn = [*samples.T, samples[:, 4] / (samples[:, 3] + samples[:, 4])]
+    intervals = {
+        name: _estimate(value, one, runs, level)
+        for name, value, one in zip(("E", "A", "B", "alpha", "beta", "exponent"), values, drawn, strict=True)
+    }
+    return SurfaceFit(
         runs,
         surface,
         note="E is 0 at the optimum: these runs do not determine it" if at_zero else "",
-        leave_out=tuple(_leave_out(problem, best, loss, budget)),
+        intervals=intervals | {name: intervals[name].exp() for name in "EAB"},
+        leave_out=tuple(_leave_out(problem, best, loss, budget, labels)),
         residual_sd=residual_sd,
-        kappa=kappa,
+        kappa=float(np.exp(log_kappa)),
         gamma=float(gamma),
         samples=samples,
         level=level,
     )
-    columns = {"E": 0, "A": 1, "B": 2, "alpha": 3, "beta": 4}
-    intervals = {name: found._estimate(whole[column], samples[:, column]) for name, column in columns.items()}
-    intervals |= {name: intervals[name].exp() for name in "EAB"}
-    share = samples[:, 4] / (samples[:, 3] + samples[:, 4])
-    intervals["exponent"] = found._estimate(surface.beta / (surface.alpha + surface.beta), share)
-    return replace(found, intervals=intervals)
 
 
-def _leave_out(problem: _Problem, best: Array, loss: Array, budget: ArrayLike | None) -> Iterator[LeftOut]:
+def _too_few(n: Array, d: Array) -> str:
+    """Why these runs cannot determine the constants; empty if they can."""
+    runs, sizes, tokens = len(set(zip(n, d, strict=True))), len(set(n)), len(set(d))
+    if runs >= FEWEST_RUNS and min(sizes, tokens) >= 3:
+        return ""
+    needed = f"needs {FEWEST_RUNS} different runs, of 3 sizes and 3 numbers of tokens"
+    return f"the fit {needed}: there are {runs}, of {sizes} and {tokens}"
+
+
+def _constant(surface: Surface, n: Array, d: Array, noise: float) -> str:
+    """Why a term of the surface is none: over these runs it varies by less than the noise."""
+    for name, factor, exponent, values in (("N", surface.A, surface.alpha, n), ("D", surface.B, surface.beta, d)):
+        if exponent <= 0 or np.ptp(factor * values**-exponent) < noise:
+            return f"the loss does not fall with {name} by more than the noise: measure a wider range of {name}"
+    return ""
+
+
+def _leave_out(
+    problem: _Problem, best: Array, loss: Array, budget: ArrayLike | None, labels: Sequence[str] | None
+) -> Iterator[LeftOut]:
+    """Fits that start at the optimum of all runs; of those without one run, the one that differs most."""
     runs, order = len(loss), np.argsort(loss)[::-1]
     few = max(1, round(HIGHEST_SHARE * runs))
-    rows = {f"the {few} highest losses" if few > 1 else "the highest loss": order[:few]}
     budgets = np.asarray([] if budget is None else budget, float)
-    rows |= {f"budget {flops:.3g}": np.flatnonzero(budgets == flops) for flops in np.unique(budgets)}
-    rows |= {f"run {run + 1}": np.array([run]) for run in range(runs)}
-    weights = np.ones((len(rows), runs))
-    for row, left in enumerate(rows.values()):
+    groups = {f"the {few} highest losses" if few > 1 else "the highest loss": order[:few]}
+    groups |= {f"budget {flops:.3g}": np.flatnonzero(budgets == flops) for flops in np.unique(budgets)}
+    groups = {label: left for label, left in groups.items() if runs - len(left) >= FEWEST_RUNS}
+    singles = [np.array([run]) for run in range(runs)]
+    names = [*groups, *(labels or [f"run {run + 1}" for run in range(runs)])]
+    dropped = [*groups.values(), *singles]
+    weights = np.ones((len(dropped), runs))
+    for row, left in enumerate(dropped):
         weights[row, left] = 0
-    theta = problem.constants(problem.descend(np.tile(best, (len(rows), 1)), weights))
-    shares = theta[:, 4] / (theta[:, 3] + theta[:, 4])
+    theta = problem.constants(problem.descend(np.tile(best, (len(dropped), 1)), weights))
     fits = [
-        LeftOut(label, len(left), float(np.exp(one[0])), float(one[3]), float(one[4]), float(share))
-        for (label, left), one, share in zip(rows.items(), theta, shares, strict=True)
+        LeftOut(name, len(left), float(np.exp(e)), float(alpha), float(beta), float(beta / (alpha + beta)))
+        for name, left, (e, _, _, alpha, beta) in zip(names, dropped, theta, strict=True)
     ]
-    yield from fits[:-runs]
+    yield from fits[: len(groups)]
     whole = best[4] / (best[3] + best[4])
-    yield max(fits[-runs:], key=lambda fit: abs(fit.exponent - whole))
+    yield max(fits[len(groups) :], key=lambda fit: abs(fit.exponent - whole))
 
 
 @dataclass(frozen=True)

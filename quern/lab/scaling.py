@@ -261,11 +261,13 @@ def fit_study(
     budget, flops, tokens, loss = (
         np.array([line[name] for line in usable], float) for name in ("budget", "flops", "tokens", "bpb")
     )
-    envelopes, surfaces = {}, {}
+    envelopes, surfaces, labels = {}, {}, [cells[_key(line)].name for line in usable]
     for name, convention in CONVENTIONS.items():
         sizes = np.array([line["parameters"][convention.field] for line in usable], float)
         envelopes[name] = envelope(budget, sizes, tokens, loss, resamples=resamples, level=level)
-        surfaces[name] = fit_surface(sizes, tokens, loss, budget=budget, flops=flops, resamples=resamples, level=level)
+        surfaces[name] = fit_surface(
+            sizes, tokens, loss, budget=budget, flops=flops, labels=labels, resamples=resamples, level=level
+        )
     stable = most_stable(envelopes)
     ahead = AHEAD * max((cell.budget for cell in plan.cells), default=math.nan)
     predictions = {

@@ -114,8 +114,9 @@ def test_a_constant_that_the_runs_do_not_determine_is_named() -> None:
 
 def test_few_runs_are_refused() -> None:
     n, d, _ = grid(BUDGETS[:1])
-    assert "7 different runs of at least 8" in fit_surface(n, d, TRUE.loss(n, d)).refusal
-    assert "with 1 sizes" in fit_surface(np.full(9, 1e6), np.arange(1, 10), np.arange(1, 10)).refusal
+    reason = "the fit needs 8 different runs, of 3 sizes and 3 numbers of tokens: there are"
+    assert fit_surface(n, d, TRUE.loss(n, d)).refusal == f"{reason} 7, of 7 and 7"
+    assert fit_surface(np.full(9, 1e6), np.arange(1, 10), np.arange(1, 10)).refusal == f"{reason} 9, of 1 and 9"
     assert fit_surface([], [], []).refusal
 
 

@@ -114,6 +114,7 @@ def test_a_study_finds_the_law_and_predicts_the_next_budget(tmp_path: Path) -> N
     ):
         assert part in printed
     assert f"by the convention {body['stable']['name']} " in printed
+    assert surface["leave_out"][-1]["label"].partition(",")[0] in ("1e+13 FLOPs", "3e+14 FLOPs")  # a corner of the grid
 
 
 def test_an_interrupted_study_repeats_no_finished_run(tmp_path: Path) -> None:
