@@ -1,0 +1,374 @@
+"""Fits of scaling laws: power laws, and the parabolas of IsoFLOP budgets with their envelope.
+
+Pure NumPy and SciPy. N: parameters, by any convention; D: tokens; C: FLOPs; a loss may have any unit. Logarithms are
+natural. A fit that its data cannot support carries the reason in `refusal` instead of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import special
+
+Array = NDArray[Any]
+"""Of float64."""
+
+FEWEST_CELLS = 4
+"""Of a parabola: its three coefficients and one more."""
+FEWEST_BUDGETS = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with the limits of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def exp(self) -> Estimate:
+        """The estimate of e^x, for an estimate of x."""
+        with np.errstate(over="ignore"):
+            return Estimate(*(float(np.exp(value)) for value in (self.value, self.low, self.high)))
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def estimate(value: float, samples: Array, level: float, dof: int, inflation: float = 1.0) -> Estimate:
+    """The expanded percentile interval of a bootstrap (Hesterberg 2015, arXiv 1411.5279): plain percentiles are too
+    narrow for few runs, so the tails are those of Student's t.
+
+    Args:
+        value: From the data themselves.
+        samples: From the resamples. A NaN, where a resample has no optimum, counts as lower and as higher than all.
+        level: Of the interval.
+        dof: Degrees of freedom of the residuals.
+        inflation: Of the standard error.
+    """
+    lost = float(np.isnan(samples).mean())
+    tail = float(special.ndtr(-special.stdtrit(dof, (1 + level) / 2) * inflation)) - lost
+    if tail <= 0:
+        return Estimate(float(value), -np.inf, np.inf)
+    low, high = np.quantile(samples[~np.isnan(samples)], [tail, 1 - tail])
+    return Estimate(float(value), float(low), float(high))
+
+
+# Power laws -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = coefficient · Π x^exponent.
+
+    Args:
+        coefficient: The factor.
+        exponents: With intervals, by the name of x.
+        residual_sd: Standard deviation of ln y around the law.
+    """
+
+    coefficient: float
+    exponents: dict[str, Estimate]
+    residual_sd: float
+    _covariance: Array = field(repr=False, compare=False)
+    _quantile: float = field(repr=False, compare=False)
+
+    def predict(self, **x: float) -> Estimate:
+        """The law at a point, with the interval of its mean."""
+        row = np.array([1.0, *(np.log(x[name]) for name in self.exponents)])
+        value = self.coefficient * np.prod([x[name] ** law.value for name, law in self.exponents.items()])
+        factor = np.exp(self._quantile * np.sqrt(row @ self._covariance @ row))
+        return Estimate(float(value), float(value / factor), float(value * factor))
+
+
+def power_law(y: ArrayLike, x: Mapping[str, ArrayLike], level: float = 0.95) -> PowerLaw:
+    """Fits a power law by least squares in logarithms; the intervals are Student's.
+
+    Args:
+        y: Positive values.
+        x: One or more positive variables by name, as long as y.
+        level: Of the intervals.
+
+    Raises:
+        ValueError: Too few points, a value that is not positive, or variables that do not vary independently.
+    """
+    names, values = list(x), np.array([np.asarray(given, float) for given in (y, *x.values())])
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise ValueError("a power law needs positive, finite values")
+    points, constants = values.shape[1], len(values)
+    if points <= constants:
+        raise ValueError(f"{points} points cannot fit {constants} constants with an interval: measure more")
+    logs = np.log(values)
+    design = np.column_stack([np.ones(points), *logs[1:]])
+    if np.linalg.matrix_rank(design - design.mean(0) * (np.arange(constants) > 0)) < constants:
+        raise ValueError(f"{' and '.join(names)} must vary, each independently of the others")
+    solution = np.linalg.lstsq(design, logs[0], rcond=None)[0]
+    dof = points - constants
+    variance = float(np.sum((logs[0] - design @ solution) ** 2)) / dof
+    covariance = variance * np.linalg.inv(design.T @ design)
+    quantile = float(special.stdtrit(dof, (1 + level) / 2))
+    errors = quantile * np.sqrt(np.diag(covariance))
+    exponents = {
+        name: Estimate(float(value), float(value - error), float(value + error))
+        for name, value, error in zip(names, solution[1:], errors[1:], strict=True)
+    }
+    return PowerLaw(float(np.exp(solution[0])), exponents, float(np.sqrt(variance)), covariance, quantile)
+
+
+# Parabolas --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Vertex:
+    """The minimum of a parabola in ln x. curvature: of the loss, per (ln x)²; refusal: why there is no minimum."""
+
+    x: float
+    loss: float
+    curvature: float
+    refusal: str = ""
+
+
+def parabola(x: ArrayLike, loss: ArrayLike, name: str = "size") -> Vertex:
+    """Fits loss = a (ln x)² + b ln x + c by least squares.
+
+    A maximum is refused, a vertex outside the measured range of x, and fewer than `FEWEST_CELLS` different x. The loss
+    of an IsoFLOP budget is a parabola in ln N (arXiv 2203.15556, approach 2); of a sweep, in the logarithm of its
+    variable.
+
+    Args:
+        x: Positive values.
+        loss: The loss at each.
+        name: What x is, for the refusal.
+    """
+    x, loss = np.asarray(x, float), np.asarray(loss, float)
+    distinct = len(np.unique(x))
+    if distinct < FEWEST_CELLS:
+        return _refused(f"{distinct} of at least {FEWEST_CELLS} different values of the {name} have a loss")
+    centre, projection = _parabola(x)
+    a, b, c = projection @ loss
+    if a <= 0:
+        return _refused(f"the parabola has a maximum: the loss has no minimum in the {name}", curvature=a)
+    vertex = float(np.exp(np.clip(centre - b / (2 * a), -700, 700)))
+    if not x.min() <= vertex <= x.max():
+        end, more = ("below", "smaller") if vertex < x.min() else ("above", "larger")
+        limit = x.min() if vertex < x.min() else x.max()
+        reason = f"the minimum, {vertex:.3g}, is {end} the measured range of the {name}, which ends at {limit:.3g}"
+        return _refused(f"{reason}: measure {more} values", curvature=a)
+    return Vertex(vertex, float(c - b * b / (4 * a)), float(a))
+
+
+def _refused(reason: str, curvature: float = np.nan) -> Vertex:
+    return Vertex(np.nan, np.nan, float(curvature), reason)
+
+
+def _parabola(x: Array) -> tuple[float, Array]:
+    """The mean of ln x, and the matrix (3, cells) that turns losses into the coefficients in ln x − mean."""
+    centre = float(np.log(x).mean())
+    return centre, np.linalg.pinv(np.vander(np.log(x) - centre, 3))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep of one hyperparameter. at: the circumstances, such as {"tokens": 1e8}; values: positive; losses: of each
+    value."""
+
+    at: Mapping[str, float]
+    values: Sequence[float]
+    losses: Sequence[float]
+
+
+def law_of_optima(sweeps: Sequence[Sweep], name: str, level: float = 0.95) -> tuple[PowerLaw, list[Vertex]]:
+    """The power law of the best value of a hyperparameter: of the batch against tokens, or of the weight decay against
+    width and depth.
+
+    Args:
+        sweeps: At different circumstances, with the same names.
+        name: Of the hyperparameter.
+        level: Of the intervals.
+
+    Returns:
+        The law through the optima that are not refused, and all optima.
+
+    Raises:
+        ValueError: Too few optima are left; the message has the reasons.
+    """
+    optima = [parabola(sweep.values, sweep.losses, name) for sweep in sweeps]
+    used = [(sweep.at, optimum.x) for sweep, optimum in zip(sweeps, optima, strict=True) if not optimum.refusal]
+    names = list(sweeps[0].at) if sweeps else []
+    try:
+        law = power_law([x for _, x in used], {one: [at[one] for at, _ in used] for one in names}, level)
+    except ValueError as error:
+        reasons = [f"at {dict(s.at)}, {o.refusal}" for s, o in zip(sweeps, optima, strict=True) if o.refusal]
+        raise ValueError("; ".join([str(error), *reasons])) from error
+    return law, optima
+
+
+# The envelope of IsoFLOP budgets ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best size of one budget. Without numbers where it is refused.
+
+    Args:
+        flops: The budget.
+        cells: Finished runs.
+        refusal: Why the budget has no optimum.
+        parameters, tokens, ratio, loss: At the optimum; the ratio is tokens per parameter.
+        outside: Share of the resamples whose vertex is a maximum or outside the measured sizes.
+    """
+
+    flops: float
+    cells: int
+    refusal: str = ""
+    parameters: Estimate | None = None
+    tokens: Estimate | None = None
+    ratio: Estimate | None = None
+    loss: Estimate | None = None
+    outside: float = 0.0
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The optima of all budgets, and the power laws N*(C), D*(C) through them.
+
+    Args:
+        optima: Of each budget, ascending.
+        refusal: Why there are no laws.
+        parameters, tokens: The exponents of the laws.
+        ratio: Tokens per parameter, the geometric mean over the budgets.
+        leave_out: (FLOPs, exponents of N* and of D*) without each budget, where enough are left.
+        samples: (resamples, accepted budgets, 2): ln N* and ln D*.
+    """
+
+    optima: tuple[Optimum, ...]
+    refusal: str = ""
+    parameters: Estimate | None = None
+    tokens: Estimate | None = None
+    ratio: Estimate | None = None
+    leave_out: tuple[tuple[float, float, float], ...] = ()
+    samples: Array = field(default_factory=lambda: np.empty((0, 0, 2)), repr=False, compare=False)
+    _level: float = field(default=0.95, repr=False)
+    _dof: int = field(default=1, repr=False)
+
+    @property
+    def accepted(self) -> list[Optimum]:
+        return [optimum for optimum in self.optima if not optimum.refusal]
+
+    def predict(self, flops: float) -> dict[str, Estimate]:
+        """The optimum at another budget: parameters, tokens, and their ratio."""
+        point, samples = _points(self.accepted), self.samples
+        logs = np.log([optimum.flops for optimum in self.accepted])
+        centre = logs.mean()
+        row = np.array([np.log(flops) - centre, 1.0]) @ np.linalg.pinv(np.vander(logs - centre, 2))
+        values, drawn = row @ point, np.einsum("b,sbk->sk", row, samples)
+        columns = {"parameters": [1, 0], "tokens": [0, 1], "ratio": [-1, 1]}
+        return {
+            name: estimate(float(values @ column), drawn @ column, self._level, self._dof).exp()
+            for name, column in columns.items()
+        }
+
+
+def _points(optima: Sequence[Optimum]) -> Array:
+    """(budgets, 2): ln N* and ln D*."""
+    return np.log([[one.parameters.value, one.tokens.value] for one in optima if one.parameters and one.tokens])
+
+
+def envelope(
+    budget: ArrayLike,
+    n: ArrayLike,
+    d: ArrayLike,
+    loss: ArrayLike,
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Envelope:
+    """Fits a parabola to each budget, and power laws to their minima.
+
+    The sizes are chosen, so the bootstrap draws the runs' deviations from the parabolas, not the sizes: residuals are
+    divided by √(1 − leverage) and drawn from the pool of all budgets.
+
+    Args:
+        budget: The planned FLOPs of each run: runs with equal values form a parabola.
+        n: Parameters of each run.
+        d: Tokens of each run.
+        loss: Loss of each run.
+        resamples: Of the bootstrap.
+        level: Of the intervals.
+        seed: Of the bootstrap.
+    """
+    budget, n, d, loss = (np.asarray(values, float) for values in (budget, n, d, loss))
+    rng = np.random.default_rng(seed)
+    groups = {float(flops): budget == flops for flops in np.unique(budget)}
+    fitted = [group for group in groups.values() if len(np.unique(n[group])) >= FEWEST_CELLS]
+    pool = np.concatenate([_residuals(n[group], loss[group]) for group in fitted] or [np.zeros(1)])
+    pool, dof = pool - pool.mean(), max(1, sum(int(group.sum()) - 3 for group in fitted))
+    optima, samples = [], []
+    for flops, group in groups.items():
+        drawn = rng.choice(pool, (resamples, int(group.sum())))  # also if it is refused: conventions draw alike
+        optimum, logs = _optimum(flops, n[group], d[group], loss[group], drawn, level, dof)
+        optima.append(optimum)
+        samples += [] if optimum.refusal else [logs]
+    return _laws(tuple(optima), samples, level, dof)
+
+
+def _optimum(
+    flops: float, n: Array, d: Array, loss: Array, deviations: Array, level: float, dof: int
+) -> tuple[Optimum, Array]:
+    """The optimum of one budget, and ln N* and ln D* (resamples, 2) with these deviations (resamples, cells) of the
+    losses; NaN where the parabola has a maximum."""
+    vertex = parabola(n, loss)
+    if vertex.refusal:
+        return Optimum(flops, len(n), vertex.refusal), np.empty((0, 2))
+    centre, projection = _parabola(n)
+    x = np.log(n) - centre
+    a, b, c = ((np.vander(x, 3) @ (projection @ loss) + deviations) @ projection.T).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        at = np.where(a > 0, -b / (2 * a), np.nan)
+    inside = (at >= x.min()) & (at <= x.max())
+    curve = np.polyfit(x, np.log(d), 2)  # at one budget, ln D is a smooth function of ln N
+    best = np.log(vertex.x) - centre
+    log_n, log_d = np.append(at, best) + centre, np.polyval(curve, np.append(at, best))  # the optimum is the last one
+    parameters, tokens, ratio = (estimate(one[-1], one[:-1], level, dof).exp() for one in (log_n, log_d, log_d - log_n))
+    lowest, outside = estimate(vertex.loss, c + b * at / 2, level, dof), float(1 - inside.mean())
+    found = Optimum(flops, len(n), "", parameters, tokens, ratio, lowest, outside)
+    return found, np.stack([log_n, log_d], axis=1)[:-1]
+
+
+def _laws(optima: tuple[Optimum, ...], samples: Sequence[Array], level: float, dof: int) -> Envelope:
+    accepted = [one for one in optima if not one.refusal]
+    if len(accepted) < FEWEST_BUDGETS:
+        reason = f"{len(accepted)} of at least {FEWEST_BUDGETS} budgets have an optimum"
+        return Envelope(optima, reason, _level=level, _dof=dof)
+    drawn, logs, points = np.stack(samples, axis=1), np.log([one.flops for one in accepted]), _points(accepted)
+    slope = np.linalg.pinv(np.vander(logs - logs.mean(), 2))[0]
+    slopes = np.einsum("b,sbk->sk", slope, drawn)
+    ratio = estimate(np.diff(points).mean(), np.diff(drawn)[..., 0].mean(1), level, dof)
+    leave_out = []
+    for left in range(len(logs)) if len(logs) > FEWEST_BUDGETS else ():
+        kept = np.arange(len(logs)) != left
+        n_exponent, d_exponent = np.polyfit(logs[kept], points[kept], 1)[0]
+        leave_out.append((accepted[left].flops, float(n_exponent), float(d_exponent)))
+    return Envelope(
+        optima,
+        parameters=estimate(slope @ points[:, 0], slopes[:, 0], level, dof),
+        tokens=estimate(slope @ points[:, 1], slopes[:, 1], level, dof),
+        ratio=ratio.exp(),
+        leave_out=tuple(leave_out),
+        samples=drawn,
+        _level=level,
+        _dof=dof,
+    )
+
+
+def _residuals(n: Array, loss: Array) -> Array:
+    """Deviations from the parabola, scaled to the variance of the runs' own."""
+    centre, projection = _parabola(n)
+    hat = np.vander(np.log(n) - centre, 3) @ projection
+    left = 1 - np.diag(hat)
+    return ((loss - hat @ loss) / np.sqrt(np.maximum(left, 1e-12)))[left > 1e-6]

@@ -1,0 +1,222 @@
+"""The plan of an IsoFLOP study: which sizes are trained for how many steps, so that every run costs its budget.
+
+A size is a depth, whose width follows from the dial, or DEPTHxWIDTH. Parameters and FLOPs are counted on the model
+itself (model/count.py). All sizes share one vocabulary and one context: both change the loss by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quern.lab.fits import FEWEST_BUDGETS, Envelope
+from quern.model.count import Counts, count, weightless
+from quern.recipe import Recipe
+from quern.resolve import batch_rule, resolve
+
+TOLERANCE = 0.01
+"""Largest share by which the FLOPs of a run differ from its budget."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What counts as a parameter. field: of `model.count.Parameters`."""
+
+    field: str
+    meaning: str
+
+
+CONVENTIONS = {
+    "kaplan": Convention("kaplan", "matrices and head, no embeddings (arXiv 2001.08361)"),
+    "chinchilla": Convention("total", "all parameters (arXiv 2203.15556)"),
+    "transformer": Convention("transformer", "matrices inside the blocks, no head"),
+}
+"""The first counts what multiplies every token, so C ≈ 6 N D holds for it. nanochat compares the same three."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One planned run.
+
+    Args:
+        budget: FLOPs that the run should cost.
+        size: As given by the user.
+        seed: Of the initial weights and of the data order.
+        depth, width: Of the model.
+        steps: Optimizer steps.
+        batch_tokens: Tokens of a step.
+        flops: What the run will cost.
+        parameters: By the conventions.
+        seconds: Estimated time in steps; None without a measured speed.
+    """
+
+    budget: float
+    size: str
+    seed: int
+    depth: int
+    width: int
+    steps: int
+    batch_tokens: int
+    flops: float
+    parameters: dict[str, int]
+    seconds: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch_tokens
+
+    @property
+    def name(self) -> str:
+        return f"{self.budget:.3g} FLOPs, size {self.size}, seed {self.seed}"
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The study's recipe with this cell's size and length."""
+        train = replace(recipe.train, steps=self.steps, batch_tokens=self.batch_tokens)
+        return replace(_sized(recipe, self.size), train=train)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only, without the estimated time."""
+        body = asdict(self)
+        del body["seconds"]
+        return body
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a study, by size, so that a model is compiled once. refused: cells that cannot be trained, with the
+    reasons."""
+
+    cells: tuple[Cell, ...]
+    refused: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        return sum(cell.flops for cell in self.cells)
+
+
+def make_plan(
+    recipe: Recipe,
+    budgets: Sequence[float],
+    sizes: Sequence[str],
+    seeds: Sequence[int] = (0,),
+    tokens_per_second: float | None = None,
+) -> Plan:
+    """Plans a study.
+
+    Args:
+        recipe: Not resolved. A `train.batch_tokens` that it sets holds for all cells; else the batch follows from each
+            cell's tokens by quern's rule, and is halved where a whole number of steps would miss the budget.
+        budgets: FLOPs.
+        sizes: Such as "4" or "4x320".
+        seeds: Each trains every cell once.
+        tokens_per_second: Measured speed of the recipe itself, at its own depth, for the estimated times.
+
+    Raises:
+        ValueError: A size cannot be read, or the sizes differ in vocabulary or context.
+    """
+    counted = {size: _count(recipe, size) for size in dict.fromkeys(sizes)}
+    _refuse_mixed({size: resolved for size, (resolved, _) in counted.items()})
+    flops_per_second = None
+    if tokens_per_second is not None:
+        flops_per_second = tokens_per_second * count(weightless(resolve(recipe))).flops_per_token
+    cells, refused = [], []
+    for size, (resolved, counts) in counted.items():
+        model = resolved.model
+        assert model.depth and model.width and model.context
+        for budget in sorted(set(budgets)):
+            try:
+                steps, batch_tokens = _length(recipe.train.batch_tokens, budget, counts, model.context)
+                flops = float(steps * batch_tokens * counts.flops_per_token)
+                parameters = {name: getattr(counts.parameters, one.field) for name, one in CONVENTIONS.items()}
+                one = Cell(budget, size, 0, model.depth, model.width, steps, batch_tokens, flops, parameters)
+                resolve(one.recipe(recipe))
+            except ValueError as error:
+                refused.append(f"{budget:.3g} FLOPs, size {size}: {error}")
+                continue
+            seconds = None if flops_per_second is None else flops / flops_per_second
+            cells += [replace(one, seed=seed, seconds=seconds) for seed in seeds]
+    return Plan(tuple(cells), tuple(refused))
+
+
+def _sized(recipe: Recipe, size: str) -> Recipe:
+    found = re.fullmatch(r"(\d+)(?:x(\d+))?", size)
+    if found is None:
+        raise ValueError(f"'{size}' is no size: give a depth such as 4, or DEPTHxWIDTH such as 4x320")
+    depth, width = int(found[1]), found[2]
+    shape = recipe.model if width is None else replace(recipe.model, width=int(width))
+    return replace(recipe, depth=depth, model=shape)
+
+
+def _count(recipe: Recipe, size: str) -> tuple[Recipe, Counts]:
+    resolved = resolve(_sized(recipe, size))
+    return resolved, count(weightless(resolved))
+
+
+def _refuse_mixed(recipes: Mapping[str, Recipe]) -> None:
+    for flag, values in (
+        ("--text.vocab-size", {size: one.model.vocab_size for size, one in recipes.items()}),
+        ("--model.context", {size: one.model.context for size, one in recipes.items()}),
+    ):
+        if len(set(values.values())) > 1:
+            raise ValueError(f"the sizes differ in {flag[2:]} ({_listed(values)}): set {flag} for all of them")
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{value:,} at {size}" for size, value in values.items())
+
+
+def _length(fixed_batch: int | None, budget: float, counts: Counts, context: int) -> tuple[int, int]:
+    """The steps, and the tokens of each, that cost the budget."""
+    tokens = budget / counts.flops_per_token
+    batch = fixed_batch or batch_rule(tokens, context)
+    while True:
+        steps = max(1, round(tokens / batch))
+        error = steps * batch / tokens - 1
+        if abs(error) <= TOLERANCE:
+            return steps, batch
+        if fixed_batch or batch <= context:
+            raise ValueError(
+                f"{steps:,} steps of {batch:,} tokens miss the budget by {100 * abs(error):.1f} %: give a larger "
+                f"budget{', a smaller --train.batch-tokens' if fixed_batch else ''} or a smaller size"
+            )
+        batch = max(context, batch // 2 // context * context)
+
+
+@dataclass(frozen=True)
+class Stability:
+    """How much tokens per parameter vary over the budgets, by convention.
+
+    Args:
+        name: The convention with the least spread; None if the conventions cannot be compared.
+        spreads: Standard deviation over the budgets of ln (tokens per parameter).
+        support: Share of the bootstrap in which a convention has the least spread.
+        refusal: Why there is no comparison.
+    """
+
+    name: str | None = None
+    spreads: Mapping[str, float] | None = None
+    support: Mapping[str, float] | None = None
+    refusal: str = ""
+
+
+def most_stable(envelopes: Mapping[str, Envelope]) -> Stability:
+    """Compares the conventions over the budgets that have an optimum in all of them."""
+    common = set.intersection(*({one.flops for one in found.accepted} for found in envelopes.values()))
+    if len(common) < FEWEST_BUDGETS or any(found.refusal for found in envelopes.values()):
+        reason = f"{len(common)} of at least {FEWEST_BUDGETS} budgets have an optimum in every convention"
+        return Stability(refusal=reason)
+    spreads, drawn = {}, []
+    for name, found in envelopes.items():
+        shared = [at for at, one in enumerate(found.accepted) if one.flops in common]
+        ratios = [math.log(one.ratio.value) for one in found.accepted if one.flops in common and one.ratio]
+        spreads[name] = float(np.std(ratios, ddof=1))
+        drawn.append(np.std(found.samples[:, shared, 1] - found.samples[:, shared, 0], axis=1, ddof=1))
+    draws = np.stack(drawn)
+    winners = np.argmin(draws[:, np.isfinite(draws).all(0)], axis=0)
+    support = {name: float(np.mean(winners == at)) for at, name in enumerate(spreads)}
+    return Stability(min(spreads, key=lambda name: spreads[name]), spreads, support)

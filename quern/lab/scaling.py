@@ -1,0 +1,360 @@
+"""`quern lab scaling`: trains an IsoFLOP grid, fits scaling laws to it, and predicts the next budget.
+
+The study's folder has `plan.json`, which never changes; `cells.jsonl`, one line per finished run, synced to the disk;
+and `fits.json`, written again after each session. A killed study continues: no finished run is trained again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import numpy as np
+import tyro
+
+from quern.flags.check_flags import UNSAID
+from quern.lab.fits import FEWEST_CELLS, Envelope, envelope
+from quern.lab.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, Stability, make_plan, most_stable
+from quern.lab.parametric import SurfaceFit, fit_surface
+from quern.recipe import OPERATIONAL, Recipe
+from quern.records import append_synced, drop_torn_end, read_lines
+from quern.temporaries import write_whole
+from quern.terminal import Meter, duration, grid
+
+CELLS, FITS, PLAN = "cells.jsonl", "fits.json", "plan.json"
+AHEAD = 10
+"""The prediction is for a budget that is larger by this factor than the largest of the study."""
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """Flags of `quern lab scaling`: the fields of the recipe, and the grid."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    budgets: tuple[float, ...] = (1e13, 3e13, 1e14, 3e14)
+    """Training FLOPs of a run."""
+    sizes: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7")
+    """Models of each budget: a depth, or DEPTHxWIDTH."""
+    seeds: int = 1
+    """Runs of each cell, with seeds 0, 1, …"""
+    study: str = "scaling"
+    """The study's name."""
+    out: Path = Path("out")
+    """The output folder; the study is in lab/ below it."""
+    tokens_per_second: Annotated[float | None, UNSAID] = None
+    """Measured training speed of the recipe at its own --depth (`quern bench train`), to estimate the time. Default: no
+    estimate before the first run."""
+    resamples: int = 1000
+    """Resamples of the bootstrap."""
+    level: float = 0.95
+    """Level of the intervals."""
+    plan: bool = False
+    """Print the plan and stop."""
+    fit: bool = False
+    """Fit the finished runs without training."""
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "lab" / self.study
+
+
+class Finished(Protocol):
+    """What the study reads of a finished run: see `quern.lab.trainer`."""
+
+    @property
+    def bpb(self) -> float | None: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def tokens_per_second(self) -> float: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+class Trains(Protocol):
+    """A trainer of runs: see `quern.lab.trainer`."""
+
+    def train(
+        self, recipe: Recipe, *, name: str, seed: int, data_seed: int, on_step: Callable[[int, float], None]
+    ) -> Finished: ...
+
+
+def run(options: ScalingOptions, trainer: Trains, log: Callable[[str], None], source: str | None = None) -> int:
+    """Trains what the study lacks, then fits.
+
+    Args:
+        options: The flags.
+        trainer: Trains one run at a time.
+        log: Takes lines for the user.
+        source: The text of the recipe's file, if it has one.
+
+    Returns:
+        The exit code: 1 if a run failed. A run that diverged has not failed.
+
+    Raises:
+        ValueError: The options are refused, or the study's folder holds another plan or is in use.
+    """
+    if options.recipe.train.steps is not None or options.recipe.train.minutes is not None:
+        raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
+    if len(set(options.sizes)) < FEWEST_CELLS:
+        raise ValueError(f"--sizes needs at least {FEWEST_CELLS} sizes: fewer do not determine a minimum")
+    seeds = range(options.seeds)
+    plan = make_plan(options.recipe, options.budgets, options.sizes, seeds, options.tokens_per_second)
+    for line in plan_lines(plan):
+        log(line)
+    if options.plan:
+        return 0
+    with _opened(options.folder, _description(options, plan, source)):
+        failed = [] if options.fit else _train(options, plan, trainer, log)
+        body, lines = fit_study(plan, read_lines(options.folder / CELLS), options.resamples, options.level)
+        write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
+    for line in [*lines, f"record: {options.folder / FITS}"]:
+        log(line)
+    return 1 if failed else 0
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as a table."""
+    head = ("FLOPs", "size", "width", "seed", "parameters", "steps", "batch", "tokens", "time")
+    rows = [
+        (
+            f"{cell.budget:.3g}",
+            cell.size,
+            f"{cell.width:,}",
+            str(cell.seed),
+            f"{cell.parameters['chinchilla']:,}",
+            f"{cell.steps:,}",
+            f"{cell.batch_tokens:,}",
+            f"{cell.tokens:,}",
+            "-" if cell.seconds is None else duration(cell.seconds),
+        )
+        for cell in plan.cells
+    ]
+    seconds = [cell.seconds for cell in plan.cells if cell.seconds is not None]
+    total = f"{len(plan.cells)} runs of {plan.flops:.3g} FLOPs in all"
+    return [
+        *grid(head, rows),
+        *(f"not planned: {reason}" for reason in plan.refused),
+        f"{total}, about {duration(sum(seconds))}" if seconds else total,
+    ]
+
+
+# The study's folder -----------------------------------------------------------------------------------------
+
+
+def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dict[str, Any]:
+    recipe = options.recipe.to_json()
+    recipe["train"] = {name: value for name, value in recipe["train"].items() if f"train.{name}" not in OPERATIONAL}
+    return {
+        "recipe": recipe,
+        "source": source,
+        "budgets": sorted(set(options.budgets)),
+        "sizes": list(dict.fromkeys(options.sizes)),
+        "seeds": options.seeds,
+        "cells": [cell.to_json() for cell in plan.cells],
+    }
+
+
+@contextmanager
+def _opened(folder: Path, description: dict[str, Any]) -> Iterator[None]:
+    """Holds the study's lock. Writes plan.json, or refuses another plan."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{folder} is in use by another process: wait, or name another --study") from error
+        path = folder / PLAN
+        if not path.exists():
+            write_whole(path, json.dumps(description, indent=2) + "\n")
+        differences = list(_differences(json.loads(path.read_text(encoding="utf-8")), description))
+        if differences:
+            raise ValueError(
+                f"{folder} holds a study with another plan ({', '.join(differences)} differ): repeat the command that "
+                "started it, or name another study with --study"
+            )
+        drop_torn_end(folder / CELLS)
+        yield
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield prefix + name
+
+
+def _key(line: dict[str, Any]) -> tuple[float, str, int]:
+    return line["budget"], line["size"], line["seed"]
+
+
+def _train(options: ScalingOptions, plan: Plan, trainer: Trains, log: Callable[[str], None]) -> list[Cell]:
+    """Trains the cells that have no line yet. Returns those that failed."""
+    path = options.folder / CELLS
+    finished = {_key(line) for line in read_lines(path)}
+    missing = [cell for cell in plan.cells if (cell.budget, cell.size, cell.seed) not in finished]
+    if finished:
+        log(f"{len(finished)} runs are finished, {len(missing)} are left")
+    failed: list[Cell] = []
+    done, total, began = 0.0, sum(cell.flops for cell in missing), time.monotonic()
+    with Meter("scaling", total / TERA, "TFLOPs") as meter:
+        for number, cell in enumerate(missing, start=1):
+
+            def progress(step: int, seconds: float, cell: Cell = cell, before: float = done) -> None:
+                meter.at((before + cell.flops * step / cell.steps) / TERA, cell.name)
+
+            recipe, name = cell.recipe(options.recipe), f"{options.recipe.name}-{cell.size}"
+            try:
+                trial = trainer.train(recipe, name=name, seed=cell.seed, data_seed=cell.seed, on_step=progress)
+            except (RuntimeError, MemoryError) as error:  # such as too little memory for this size: others may fit
+                failed.append(cell)
+                log(f"{cell.name} failed and is left out: {error}")
+            else:
+                append_synced(path, {"budget": cell.budget, "size": cell.size, **trial.to_json()})
+                score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
+                log(f"run {number} of {len(missing)}, {cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s")
+            done += cell.flops
+            meter.at(done / TERA)
+    if missing:
+        log(f"trained for {duration(time.monotonic() - began)}")
+    return failed
+
+
+# Fits -------------------------------------------------------------------------------------------------------
+
+
+def fit_study(
+    plan: Plan, lines: Sequence[dict[str, Any]], resamples: int = 1000, level: float = 0.95
+) -> tuple[dict[str, Any], list[str]]:
+    """Fits every convention to the finished runs.
+
+    Args:
+        plan: The plan.
+        lines: Of cells.jsonl.
+        resamples: Of the bootstrap.
+        level: Of the intervals.
+
+    Returns:
+        The body of fits.json, and lines for a terminal.
+    """
+    cells = {(cell.budget, cell.size, cell.seed): cell for cell in plan.cells}
+    finished = {_key(line): line for line in lines if _key(line) in cells}
+    usable = [line for line in finished.values() if line["bpb"] is not None]
+    notes = {
+        "diverged": [cells[key].name for key, line in finished.items() if line["bpb"] is None],
+        "missing": [cell.name for key, cell in cells.items() if key not in finished] + list(plan.refused),
+        "off_budget": [
+            f"{cells[_key(line)].name}: {100 * (line['flops'] / line['budget'] - 1):+.1f} %"
+            for line in usable
+            if abs(line["flops"] / line["budget"] - 1) > TOLERANCE
+        ],
+    }
+    budget, flops, tokens, loss = (
+        np.array([line[name] for line in usable], float) for name in ("budget", "flops", "tokens", "bpb")
+    )
+    envelopes, surfaces, labels = {}, {}, [cells[_key(line)].name for line in usable]
+    for name, convention in CONVENTIONS.items():
+        sizes = np.array([line["parameters"][convention.field] for line in usable], float)
+        envelopes[name] = envelope(budget, sizes, tokens, loss, resamples=resamples, level=level)
+        surfaces[name] = fit_surface(
+            sizes, tokens, loss, budget=budget, flops=flops, labels=labels, resamples=resamples, level=level
+        )
+    stable = most_stable(envelopes)
+    ahead = AHEAD * max((cell.budget for cell in plan.cells), default=math.nan)
+    predictions = {
+        name: {
+            "envelope": {} if envelopes[name].refusal else envelopes[name].predict(ahead),
+            "surface": {} if surfaces[name].refusal else surfaces[name].predict(ahead),
+        }
+        for name in CONVENTIONS
+    }
+    body = {
+        "runs": {"planned": len(cells), "used": len(usable), **notes},
+        "level": level,
+        "resamples": resamples,
+        "conventions": {
+            name: {
+                "meaning": CONVENTIONS[name].meaning,
+                "envelope": envelopes[name],
+                "surface": surfaces[name],
+            }
+            for name in CONVENTIONS
+        },
+        "stable": stable,
+        "predictions": {"flops": ahead, **predictions},
+    }
+    report = [f"{len(usable)} of {len(cells)} runs are used; intervals of {100 * level:g} %"]
+    report += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
+    for name in CONVENTIONS:
+        report += ["", f"{name}: {CONVENTIONS[name].meaning}", *_budget_rows(envelopes[name])]
+        report += [*_law_lines(envelopes[name]), *_surface_lines(surfaces[name])]
+        for method, predicted in predictions[name].items():
+            shown = ", ".join(f"{what} {one}" for what, one in predicted.items())
+            report += [f"  at {ahead:.3g} FLOPs by the {method}: {shown}"] if predicted else []
+    return _as_json(body), [*report, "", *_stability_lines(stable)]
+
+
+def _budget_rows(found: Envelope) -> list[str]:
+    head = ("FLOPs", "runs", "parameters", "tokens", "tokens per parameter", "bits per byte")
+    rows = [
+        (
+            f"{one.flops:.3g}",
+            str(one.cells),
+            *(str(value or "-") for value in (one.parameters, one.tokens, one.ratio, one.loss)),
+        )
+        for one in found.optima
+    ]
+    refusals = [f"  {one.flops:.3g} FLOPs: {one.refusal}" for one in found.optima if one.refusal]
+    return [*grid(head, rows), *refusals] if rows else []
+
+
+def _law_lines(found: Envelope) -> list[str]:
+    if found.refusal:
+        return [f"  no envelope: {found.refusal}"]
+    left = [f"  without {flops:.3g} FLOPs: N* ∝ C^{n:.3f}, D* ∝ C^{d:.3f}" for flops, n, d in found.leave_out]
+    law = f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens per parameter {found.ratio}"
+    return [law, *left]
+
+
+def _surface_lines(found: SurfaceFit) -> list[str]:
+    if found.surface is None:
+        return [f"  no parametric fit: {found.refusal}"]
+    names = {"alpha": "α", "beta": "β", "exponent": "a = β / (α + β)"}
+    shown = ", ".join(f"{names.get(name, name)} {one}" for name, one in found.intervals.items())
+    lines = [f"  E + A / N^α + B / D^β: {shown}; one run deviates by {100 * found.residual_sd:.2f} %"]
+    lines += [f"  {found.note}"] if found.note else []
+    for one in found.leave_out:
+        constants = f"E {one.E:.4g}, α {one.alpha:.3f}, β {one.beta:.3f}, a {one.exponent:.3f}"
+        lines.append(f"  without {one.label}: {constants}")
+    return lines
+
+
+def _stability_lines(stable: Stability) -> list[str]:
+    if stable.spreads is None or stable.support is None:
+        return [f"conventions are not compared: {stable.refusal}"]
+    spreads = ", ".join(f"{name} {100 * spread:.0f} %" for name, spread in stable.spreads.items())
+    support = 100 * stable.support[stable.name or ""]
+    return [
+        f"tokens per parameter vary least over the budgets by the convention {stable.name} "
+        f"(SD: {spreads}), in {support:.0f} % of the resamples"
+    ]
+
+
+def _as_json(value: Any) -> Any:
+    """JSON types. A dataclass becomes its fields but those hidden in its repr; a number that is not finite, None."""
+    if is_dataclass(value):
+        return {f.name: _as_json(getattr(value, f.name)) for f in fields(value) if f.repr}
+    if isinstance(value, dict):
+        return {str(name): _as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

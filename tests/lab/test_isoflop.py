@@ -1,0 +1,137 @@
+"""The plan of an IsoFLOP study: costs, lengths, refusals; and the comparison of the parameter conventions."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quern.lab.fits import Envelope, Estimate, Optimum
+from quern.lab.isoflop import CONVENTIONS, make_plan, most_stable
+from quern.recipe import ModelRecipe, TrainRecipe
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+
+DEPTH_2_PARAMETERS = {"kaplan": 1_441_792, "chinchilla": 3_538_998, "transformer": 393_216}
+"""Two blocks of 12 · 128², a head of 8192 · 128; the embedding and one table of value embeddings of the same size, and
+54 scalars and gates."""
+DEPTH_2_FLOPS_PER_TOKEN = 6 * 1_441_792 + 12 * 128 * (128 + 512)
+"""The first layer sees 128 tokens, the last one the whole context."""
+
+
+def test_a_cell_costs_its_budget() -> None:
+    budgets = (1e12, 3e13, 1e15)
+    plan = make_plan(RECIPE, budgets, ["2", "4", "4x320"])
+    assert [(cell.budget, cell.size) for cell in plan.cells] == [
+        (budget, size) for size in ("2", "4", "4x320") for budget in budgets
+    ]
+    for cell in plan.cells:
+        assert abs(cell.flops / cell.budget - 1) <= 0.01
+        assert cell.tokens == cell.steps * cell.batch_tokens
+    for cell in plan.cells[:3]:
+        assert cell.parameters == DEPTH_2_PARAMETERS
+        assert cell.flops == cell.tokens * DEPTH_2_FLOPS_PER_TOKEN
+
+
+def test_the_recipe_of_a_cell_has_its_size_and_length() -> None:
+    recipe = replace(RECIPE, seed=5)
+    cell = make_plan(recipe, [3e13], ["4x320"], seeds=[2]).cells[0]
+    resolved = resolve(cell.recipe(recipe))
+    assert (resolved.model.depth, resolved.model.width) == (cell.depth, cell.width) == (4, 320)
+    assert (resolved.train.steps, resolved.train.batch_tokens) == (cell.steps, cell.batch_tokens)
+    assert (cell.seed, resolved.seed) == (2, 5)  # the recipe's seed decides the built-in text
+
+
+def test_a_short_run_gets_a_smaller_batch() -> None:
+    """At 4,096 tokens a step, 5e11 FLOPs would be 12.7 steps of depth 2."""
+    cell = make_plan(RECIPE, [5e11], ["2"]).cells[0]
+    assert cell.batch_tokens < 4096 and cell.batch_tokens % 512 == 0
+
+
+def test_a_budget_that_no_number_of_steps_costs_is_named() -> None:
+    fixed = replace(RECIPE, train=TrainRecipe(batch_tokens=65_536))
+    plan = make_plan(fixed, [1e12, 1e15], ["2"])
+    assert [cell.budget for cell in plan.cells] == [1e15]
+    assert len(plan.refused) == 1
+    assert plan.refused[0].startswith("1e+12 FLOPs, size 2: 2 steps of 65,536 tokens miss the budget by 26.3 %")
+    assert "a smaller --train.batch-tokens" in plan.refused[0]
+    assert "1 steps of 512 tokens miss the budget" in make_plan(RECIPE, [1e9], ["2"]).refused[0]
+
+
+def test_every_seed_trains_every_cell() -> None:
+    plan = make_plan(RECIPE, [1e14], ["2", "3"], seeds=range(3))
+    assert [(cell.size, cell.seed) for cell in plan.cells] == [(size, seed) for size in "23" for seed in range(3)]
+
+
+def test_the_time_follows_from_the_speed_of_the_recipe() -> None:
+    recipe = replace(RECIPE, depth=2)
+    for cell in make_plan(recipe, [1e14], ["2", "4"], tokens_per_second=1000.0).cells:
+        assert cell.seconds == pytest.approx(1e14 / (1000 * DEPTH_2_FLOPS_PER_TOKEN), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (["4", "8"], r"^the sizes differ in text.vocab-size \(8,192 at 4, 32,768 at 8\): set --text.vocab-size"),
+        (["4", "four"], "^'four' is no size: give a depth such as 4, or DEPTHxWIDTH such as 4x320$"),
+        (["0"], "depth must be a whole number between 1 and 1,000"),
+    ],
+)
+def test_sizes_that_cannot_be_compared_are_refused(sizes: list[str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make_plan(RECIPE, [1e14], sizes)
+
+
+def test_sizes_on_both_sides_of_depth_8_share_what_is_set() -> None:
+    recipe = replace(RECIPE, text=replace(RECIPE.text, vocab_size=8192), model=ModelRecipe(context=1024))
+    assert len(make_plan(recipe, [1e15], ["4", "8"]).cells) == 2
+
+
+# Conventions ------------------------------------------------------------------------------------------------
+
+FLOPS = (1e18, 2e18, 5e18, 1e19)
+PUBLISHED = {
+    "kaplan": ((110_678_115, 1_241_505_403), (167_797_457, 1_785_336_422), (250_650_865, 2_642_234_152),
+               (381_758_347, 3_806_871_243)),
+    "chinchilla": ((416_320_605, 1_232_157_011), (560_239_841, 1_763_669_281), (741_495_903, 2_629_909_368),
+                   (988_644_331, 3_884_841_895)),
+    "transformer": ((80_259_665, 1_315_639_547), (131_488_566, 1_864_134_141), (220_985_474, 2_595_328_843),
+                    (401_213_504, 3_328_704_512)),
+}  # fmt: skip
+"""Optimal parameters and tokens at the budgets, from nanochat's log of experiments, which concludes: Kaplan's."""
+
+
+def envelope_of(optima: tuple[tuple[int, int], ...], noise: float, flops: tuple[float, ...] = FLOPS) -> Envelope:
+    def sure(value: float) -> Estimate:
+        return Estimate(value, value, value)
+
+    logs = np.log(np.array(optima, float))
+    return Envelope(
+        tuple(
+            Optimum(budget, 7, "", sure(n), sure(d), sure(d / n), sure(1.0))
+            for budget, (n, d) in zip(flops, optima, strict=True)
+        ),
+        samples=logs + np.random.default_rng(0).normal(0, noise, (500, *logs.shape)),
+    )
+
+
+def test_the_published_study_names_the_convention_that_its_authors_chose() -> None:
+    found = most_stable({name: envelope_of(optima, noise=0.01) for name, optima in PUBLISHED.items()})
+    assert found.name == "kaplan" and found.spreads and found.support
+    assert list(PUBLISHED) == list(CONVENTIONS)
+    logs = np.log([d / n for n, d in PUBLISHED["kaplan"]])
+    assert found.spreads["kaplan"] == pytest.approx(logs.std(ddof=1))
+    assert found.support["kaplan"] == 1.0
+    unsure = most_stable({name: envelope_of(optima, noise=0.3) for name, optima in PUBLISHED.items()})
+    assert unsure.support and 0.3 < unsure.support["kaplan"] < 0.9
+
+
+def test_conventions_are_compared_over_their_common_budgets() -> None:
+    kaplan, chinchilla = PUBLISHED["kaplan"], PUBLISHED["chinchilla"]
+    three = envelope_of(chinchilla[1:], noise=0.01, flops=FLOPS[1:])
+    found = most_stable({"kaplan": envelope_of(kaplan, noise=0.01), "chinchilla": three})
+    assert found.spreads and found.spreads["kaplan"] == pytest.approx(
+        np.log([d / n for n, d in kaplan[1:]]).std(ddof=1)
+    )
+    two = envelope_of(chinchilla[2:], noise=0.01, flops=FLOPS[2:])
+    found = most_stable({"kaplan": envelope_of(kaplan, noise=0.01), "chinchilla": two})
+    assert (found.name, found.refusal) == (None, "2 of at least 3 budgets have an optimum in every convention")

@@ -1,0 +1,291 @@
+"""The study of `quern lab scaling`, with a trainer whose loss is a known function of size and tokens."""
+
+import fcntl
+import functools
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quern.flags.recipe_flags import parse
+from quern.lab.parametric import Surface
+from quern.lab.scaling import ScalingOptions, run
+from quern.model.count import Counts, count, weightless
+from quern.recipe import ModelRecipe, Recipe
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+
+TRUE = Surface(E=0.9, A=300.0, B=400.0, alpha=0.35, beta=0.38)
+"""In the parameters of Kaplan's convention: matrices and head."""
+BUDGETS = (1e13, 3e13, 1e14, 3e14)
+SIZES = ("2x64", "2", "3", "4", "5", "6", "7")
+NOISE = 1e-3
+
+
+@dataclass(frozen=True)
+class Trial:
+    recipe: str
+    seed: int
+    bpb: float | None
+    tokens: int
+    flops: float
+    tokens_per_second: float
+    parameters: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@functools.cache
+def counted(depth: int, model: ModelRecipe) -> Counts:
+    return count(weightless(resolve(replace(RECIPE, depth=depth, model=model))))
+
+
+class FakeTrainer:
+    """Bits per byte follow from the size, the tokens and the seeds. `before` may raise or change them."""
+
+    def __init__(self, before: Callable[[int, Recipe], float | None] = lambda number, recipe: 1.0) -> None:
+        self.before, self.trained = before, 0
+
+    def train(
+        self, recipe: Recipe, *, name: str, seed: int, data_seed: int, on_step: Callable[[int, float], None]
+    ) -> Trial:
+        resolved = resolve(recipe)
+        train, counts = resolved.train, counted(recipe.depth, recipe.model)
+        assert train.steps and train.batch_tokens and recipe.depth
+        factor = self.before(self.trained, recipe)
+        self.trained += 1
+        on_step(train.steps, 1.0)
+        tokens, kaplan = train.steps * train.batch_tokens, counts.parameters.kaplan
+        noise = np.random.default_rng([seed, data_seed, kaplan, tokens]).normal(0, NOISE)
+        bpb = None if factor is None else float(TRUE.loss(kaplan, tokens) * np.exp(noise)) * factor
+        flops = float(tokens * counts.flops_per_token)
+        return Trial(name, seed, bpb, tokens, flops, 1000.0, asdict(counts.parameters))
+
+
+def options(out: Path, **changes: Any) -> ScalingOptions:
+    return replace(ScalingOptions(RECIPE, BUDGETS, SIZES, out=out, resamples=100), **changes)
+
+
+def study(given: ScalingOptions, trainer: FakeTrainer | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Runs a study; returns fits.json and the printed lines."""
+    lines: list[str] = []
+    run(given, trainer or FakeTrainer(), lines.append)
+    return fits(given), lines
+
+
+def fits(given: ScalingOptions) -> dict[str, Any]:
+    return json.loads((given.folder / "fits.json").read_text(encoding="utf-8"))
+
+
+def cells(given: ScalingOptions) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (given.folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def contains(estimate: dict[str, float], truth: float) -> bool:
+    return estimate["low"] <= truth <= estimate["high"]
+
+
+def test_a_study_finds_the_law_and_predicts_the_next_budget(tmp_path: Path) -> None:
+    body, lines = study(options(tmp_path, resamples=400, seeds=2))
+    assert body["runs"] == {"planned": 56, "used": 56, "diverged": [], "missing": [], "off_budget": []}
+    surface = body["conventions"]["kaplan"]["surface"]
+    for name in ("E", "A", "B", "alpha", "beta"):
+        assert contains(surface["intervals"][name], getattr(TRUE, name)), name
+    ahead = body["predictions"]
+    assert ahead["flops"] == 3e15
+    found = ahead["kaplan"]["surface"]
+    flops = surface["kappa"] * found["parameters"]["value"] ** surface["gamma"] * found["tokens"]["value"]
+    assert flops == pytest.approx(3e15)
+    assert contains(found["loss"], TRUE.loss(found["parameters"]["value"], found["tokens"]["value"]).item())
+    assert body["stable"]["name"] in body["conventions"]
+    printed = "\n".join(lines)
+    for part in (
+        "kaplan: matrices and head",
+        "N* ∝ C^",
+        "at 3e+15 FLOPs by the surface: parameters ",
+        "without budget ",
+    ):
+        assert part in printed
+    assert f"by the convention {body['stable']['name']} " in printed
+    assert surface["leave_out"][-1]["label"].partition(",")[0] in ("1e+13 FLOPs", "3e+14 FLOPs")  # a corner of the grid
+
+
+def test_an_interrupted_study_repeats_no_finished_run(tmp_path: Path) -> None:
+    def stop_at(number: int, recipe: Recipe) -> float:
+        if number == 5:
+            raise KeyboardInterrupt
+        return 1.0
+
+    whole, given = options(tmp_path / "whole"), options(tmp_path / "stopped")
+    study(whole)
+    with pytest.raises(KeyboardInterrupt):
+        study(given, FakeTrainer(stop_at))
+    assert len(cells(given)) == 5
+    with (given.folder / "cells.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"budget": 1e13, "size": "3", "see')  # torn by a crash
+    rest = FakeTrainer()
+    assert "5 runs are finished, 23 are left" in study(given, rest)[1]
+    assert rest.trained == 23
+    assert cells(given) == cells(whole)
+    assert fits(given) == fits(whole)
+    again = FakeTrainer()
+    study(given, again)
+    assert again.trained == 0
+
+
+def test_a_killed_study_repeats_no_finished_run(tmp_path: Path) -> None:
+    given = options(tmp_path)
+
+    def kill_at(number: int, recipe: Recipe) -> float:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    for done in (3, 6):
+        child = os.fork()
+        if child == 0:
+            run(given, FakeTrainer(kill_at), lambda line: None)
+            os._exit(1)  # not killed
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        assert len(cells(given)) == done
+    rest = FakeTrainer()
+    study(given, rest)
+    assert rest.trained == 22
+    assert len({(line["budget"], line["size"], line["seed"]) for line in cells(given)}) == len(cells(given)) == 28
+
+
+def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    given = options(tmp_path)
+    study(given)
+    more = replace(given, budgets=(*BUDGETS, 1e15))
+    with pytest.raises(ValueError, match=r"holds a study with another plan \(budgets, cells differ\): repeat the com"):
+        study(more)
+    other = replace(given, recipe=replace(RECIPE, optim=replace(RECIPE.optim, matrix_lr=0.03)))
+    with pytest.raises(ValueError, match=r"another plan \(recipe.optim.matrix_lr differ\)"):
+        study(other)
+    with pytest.raises(ValueError, match=r"another plan \(source differ\)"):
+        run(given, FakeTrainer(), lambda line: None, source="RECIPE = …")
+    logging = replace(given, recipe=replace(RECIPE, train=replace(RECIPE.train, log_every=99)), tokens_per_second=9.0)
+    trainer = FakeTrainer()
+    study(logging, trainer)  # changes nothing that is learned
+    assert trainer.trained == 0
+
+
+def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
+    given = options(tmp_path)
+    study(given)
+    with (given.folder / ".lock").open(encoding="utf-8") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="in use by another process"):
+            study(given)
+
+
+def test_diverged_and_failed_cells_are_survived_and_named(tmp_path: Path) -> None:
+    def unlucky(number: int, recipe: Recipe) -> float | None:
+        if recipe.depth == 7:
+            raise RuntimeError("not enough memory")
+        return None if recipe.depth == 5 and number % 2 else 1.0
+
+    given, lines = options(tmp_path), []
+    assert run(given, FakeTrainer(unlucky), lines.append) == 1
+    found = fits(given)["runs"]
+    assert (found["planned"], found["used"]) == (28, 22)
+    assert found["diverged"] == ["3e+13 FLOPs, size 5, seed 0", "3e+14 FLOPs, size 5, seed 0"]
+    assert found["missing"] == [f"{flops} FLOPs, size 7, seed 0" for flops in ("1e+13", "3e+13", "1e+14", "3e+14")]
+    assert "3e+14 FLOPs, size 7, seed 0 failed and is left out: not enough memory" in lines
+    retry = FakeTrainer()
+    assert run(given, retry, lines.append) == 0
+    assert retry.trained == 4  # the failed ones; one that diverged would diverge again
+
+
+def test_a_run_that_missed_its_budget_is_named(tmp_path: Path) -> None:
+    class Padding(FakeTrainer):
+        def train(self, recipe: Recipe, **given: Any) -> Trial:
+            trial = super().train(recipe, **given)
+            return replace(trial, flops=0.9 * trial.flops) if recipe.depth == 4 else trial
+
+    body, _ = study(options(tmp_path), Padding())
+    assert len(body["runs"]["off_budget"]) == 4
+    assert body["runs"]["off_budget"][0].startswith("1e+13 FLOPs, size 4, seed 0: -10.")
+
+
+def test_refused_budgets_are_explained(tmp_path: Path) -> None:
+    """The best size of every budget has 10⁹ parameters."""
+
+    class LargerIsBetter(FakeTrainer):
+        def train(self, recipe: Recipe, **given: Any) -> Trial:
+            trial = super().train(recipe, **given)
+            return replace(trial, bpb=1 + 0.01 * np.log(trial.parameters["kaplan"] / 1e9) ** 2)
+
+    body, lines = study(options(tmp_path), LargerIsBetter())
+    reasons = [one["refusal"] for one in body["conventions"]["kaplan"]["envelope"]["optima"]]
+    assert len(reasons) == 4
+    assert all(one.startswith("the minimum, 1e+09, is above the measured range of the size") for one in reasons)
+    assert body["conventions"]["kaplan"]["envelope"]["parameters"] is None
+    assert body["predictions"]["kaplan"]["envelope"] == {}
+    assert "  no envelope: 0 of at least 3 budgets have an optimum" in lines
+    assert body["stable"]["name"] is None
+
+
+def test_plan_trains_and_writes_nothing(tmp_path: Path) -> None:
+    lines: list[str] = []
+    trainer = FakeTrainer()
+    assert run(options(tmp_path, plan=True, tokens_per_second=20_000.0), trainer, lines.append) == 0
+    assert trainer.trained == 0 and not list(tmp_path.iterdir())
+    assert lines[-1] == "28 runs of 3.08e+15 FLOPs in all, about 75 minutes"
+
+
+def test_fit_uses_the_finished_runs_alone(tmp_path: Path) -> None:
+    given, trainer = options(tmp_path), FakeTrainer()
+    study(given)
+    path = given.folder / "cells.jsonl"
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-4]), encoding="utf-8")
+    body, _ = study(replace(given, fit=True), trainer)
+    assert trainer.trained == 0
+    assert (body["runs"]["used"], len(body["runs"]["missing"])) == (24, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sizes": ("2", "3", "4")}, "--sizes needs at least 4"),
+        ({"recipe": replace(RECIPE, train=replace(RECIPE.train, steps=10))}, "leave out train.steps"),
+        ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "leave out train.steps"),
+    ],
+)
+def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason):
+        run(options(tmp_path, **changes), FakeTrainer(), lambda line: None)
+    assert not list(tmp_path.iterdir())
+
+
+def flags(*given: str) -> ScalingOptions:
+    return parse(ScalingOptions, RECIPE, given, verb="lab scaling")
+
+
+def test_the_flags_of_the_verb() -> None:
+    found = flags("--budgets", "1e13", "3e13", "--sizes", "2", "4x320", "--seeds", "2", "--data", "x.txt", "--plan")
+    assert (found.budgets, found.sizes, found.seeds, found.plan) == ((1e13, 3e13), ("2", "4x320"), 2, True)
+    assert found.recipe.data == "x.txt"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("--budgets", "0"), "--budgets must be a number above 0"),
+        (("--seeds", "0"), "--seeds must be a whole number between 1"),
+        (("--level", "1"), "--level must be a number between 0.5 and 0.999"),
+        (("--resamples", "5"), "--resamples must be a whole number between 100"),
+        (("--tokens-per-second", "0"), "--tokens-per-second must be a number above 0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(given: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        flags(*given)
