@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
 from quern.lab.search.queue import Patience
 from quern.lab.sweep import SweepOptions, run
 from quern.recipe import Recipe

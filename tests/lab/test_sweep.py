@@ -65,17 +65,18 @@ def expected(values: dict[str, Any], seeds: int = 2) -> float:
 # Results ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe", "gp"])
-def test_a_sweep_finds_the_best_of_its_trials(tmp_path: Path, sampler: Any) -> None:
-    trials, results, lines = sweep(options(tmp_path, sampler=sampler, trials=24))
-    assert len(trials) == 24 == results["trials"]
+@pytest.mark.parametrize(("sampler", "number"), [("random", 24), ("tpe", 24), ("gp", 13)])
+def test_a_sweep_finds_the_best_of_its_trials(tmp_path: Path, sampler: Any, number: int) -> None:
+    trials, results, lines = sweep(options(tmp_path, sampler=sampler, trials=number))
+    assert len(trials) == number == results["trials"]
     for trial in trials:
         assert trial["bpb"] == pytest.approx(expected(trial["values"]))
         assert [body["seed"] for body in trial["runs"]] == [0, 1]
     assert results["best"] == min(trials, key=lambda trial: trial["bpb"])
     assert trials[0]["baseline"] and trials[0]["values"] == {"optim.matrix_lr": 0.02, "train.warmdown_share": 0.65}
     assert results["best"]["bpb"] - trials[0]["bpb"] == pytest.approx(results["against_baseline"]["bpb"])
-    assert results["importances"]["optim.matrix_lr"] > results["importances"]["train.warmdown_share"]
+    if number >= 20:
+        assert results["importances"]["optim.matrix_lr"] > results["importances"]["train.warmdown_share"]
     assert (tmp_path / "lab/s/pairs.svg").read_text(encoding="utf-8").startswith("<?xml")
     assert any(line.startswith("best: --optim.matrix-lr 0.0") for line in lines)
 
@@ -117,13 +118,12 @@ def test_diverged_and_refused_trials_are_kept_with_a_finite_value(tmp_path: Path
 
 
 def test_wilcoxon_ends_worse_trials_after_some_seeds_and_never_the_best(tmp_path: Path) -> None:
-    full, _, _ = sweep(options(tmp_path, seeds=8, trials=30))
-    pruned, results, _ = sweep(options(tmp_path, seeds=8, trials=30, pruner="wilcoxon", study="pruned"))
-    assert results["outcomes"]["pruned"] >= 10
-    assert min(one["bpb"] for one in full) == pytest.approx(results["best"]["bpb"], abs=0.01)
-    assert len(results["best"]["runs"]) == 8
-    for one in pruned:
-        assert (len(one["runs"]) < 8) == (one["outcome"] == "pruned")
+    trials, results, _ = sweep(options(tmp_path, seeds=6, trials=16, pruner="wilcoxon"))
+    assert results["outcomes"]["pruned"] >= 5
+    assert expected(results["best"]["values"], 6) == min(expected(one["values"], 6) for one in trials)
+    assert len(results["best"]["runs"]) == 6
+    for one in trials:
+        assert (len(one["runs"]) < 6) == (one["outcome"] == "pruned")
         if one["outcome"] == "pruned":  # the mean so far, on the same first seeds as the others
             assert one["bpb"] == pytest.approx(expected(one["values"], len(one["runs"])))
             assert one["bpb"] > results["best"]["bpb"]
@@ -131,10 +131,10 @@ def test_wilcoxon_ends_worse_trials_after_some_seeds_and_never_the_best(tmp_path
 
 
 def test_hyperband_ends_worse_trials_in_their_first_run(tmp_path: Path) -> None:
-    trials, results, _ = sweep(options(tmp_path, trials=40, pruner="hyperband"))
-    assert len(trials) == 40
+    trials, results, _ = sweep(options(tmp_path, trials=24, pruner="hyperband"))
+    assert len(trials) == 24
     ended = [one for one in trials if one["outcome"] == "pruned"]
-    assert len(ended) >= 10
+    assert len(ended) >= 6
     assert all(one["runs"] == [] and 1 <= len(one["reported"]) <= 8 for one in ended)
     assert min(len(one["reported"]) for one in ended) < 8
     assert results["best"]["outcome"] == "finished"
@@ -209,8 +209,8 @@ def test_out_of_memory_is_an_outcome(tmp_path: Path) -> None:
 
 
 def test_sqlite_holds_the_same_trials_as_a_journal(tmp_path: Path) -> None:
-    first, _, _ = sweep(options(tmp_path, trials=4))
-    second, _, _ = sweep(options(tmp_path / "b", trials=4, storage=f"sqlite:///{tmp_path}/s.db"))
+    first, _, _ = sweep(options(tmp_path, trials=3))
+    second, _, _ = sweep(options(tmp_path / "b", trials=3, storage=f"sqlite:///{tmp_path}/s.db"))
     assert [one["values"] for one in first] == [one["values"] for one in second]
     assert [one["bpb"] for one in first] == [one["bpb"] for one in second]
 
@@ -259,7 +259,10 @@ def test_of_trials_that_two_workers_put_in_at_once_each_counts_once(tmp_path: Pa
                 study.enqueue_trial({"x": ord(key) / 200}, user_attrs={"key": key, "values": {}})
         for trial in queue.trials():
             queue.finish(trial, FINISHED[0], trial.suggest_float("x", 0, 1))
-        assert Counter(one.user_attrs["key"] for one in queue.finished()) == Counter("abc")
+        late = study.ask()  # as by a worker that looked before the others had taken the last trials
+        late.suggest_float("x", 0, 1)
+        study.tell(late, 0.0)
+        assert Counter(one.user_attrs.get("key") for one in queue.finished()) == Counter("abc")
 
 
 def assert_exact(out: Path, trials: int) -> None:
@@ -286,8 +289,8 @@ def test_a_sweep_that_is_killed_ten_times_loses_and_repeats_no_trial(tmp_path: P
 
 
 def test_two_workers_share_a_sweep(tmp_path: Path) -> None:
-    worker(tmp_path, 30, 0, "--workers", 2)
-    assert_exact(tmp_path, 30)
+    worker(tmp_path, 16, 0, "--workers", 2)
+    assert_exact(tmp_path, 16)
     assert (tmp_path / "lab/sweep/worker-1.log").read_text(encoding="utf-8") == ""
 
 

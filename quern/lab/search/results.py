@@ -28,6 +28,8 @@ SHOWN_TRIALS = 10
 SHOWN_FIELDS = 5
 """Fields in the figure and in the table: the most important ones."""
 FEWEST_FOR_IMPORTANCES = 20
+BEST_SHARE, FEWEST_BEST = 0.1, 5
+"""The trials that count as the best, for importances."""
 WORST_SHOWN = 0.9
 """Colours of the figure end at this quantile of the values, so that a few bad trials do not hide the others."""
 
@@ -81,13 +83,16 @@ def write_results(
 
 
 def importances(study: optuna.Study, complete: int) -> dict[str, float]:
-    """The share of each field in the variation among good trials (PED-ANOVA, Watanabe et al. 2023, arXiv 2304.10255).
+    """How much each field decides whether a trial is among the best tenth, as shares (PED-ANOVA, Watanabe et al. 2023,
+    arXiv 2304.10255).
 
-    Empty for too few trials.
+    The values of the best trials are compared with the whole space, because a sampler that adapts does not draw from
+    all of it. Empty for too few trials.
     """
     if complete < FEWEST_FOR_IMPORTANCES:
         return {}
-    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    best = max(BEST_SHARE, FEWEST_BEST / complete)
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=best, evaluate_on_local=False)
     found = optuna.importance.get_param_importances(study, evaluator=evaluator)
     return {name: round(float(value), 4) for name, value in found.items()}
 
@@ -168,8 +173,8 @@ def draw_pairs(path: Path, ranked: Sequence[FrozenTrial], shown: Sequence[Dimens
     worst = float(np.quantile(scores, WORST_SHOWN))
     worst = worst if worst > scores[0] else float(scores.max())
     size = len(shown)
-    figure = Figure(figsize=(2.2 * size + 1.5, 2.0 * size + 0.5), layout="constrained")
-    panels = figure.subplots(size, size, squeeze=False)
+    figure = Figure(figsize=(2.4 * size + 2.0, 2.0 * size + 1.0))
+    panels = figure.subplots(size, size, squeeze=False, gridspec_kw={"wspace": 0.35, "hspace": 0.35})
     mapped = None
     for row, column in np.ndindex(size, size):
         axes: Any = panels[row][column]
