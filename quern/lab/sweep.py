@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
-import shlex
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,12 +148,17 @@ def run(
     log(f"sweep {options.name}: {_summary(options, space, wanted, len(queue.finished()))}")
     if "train.batch_tokens" in space.texts() and options.recipe.train.steps is not None:
         log("note: train.steps is fixed, so trials with larger batches train on more tokens")
-    with queue, _more_workers(options, command, variables):
+    if not points:
+        log("note: the space does not contain the recipe's own values, so no trial is the baseline")
+    with queue, _more_workers(options, command, variables, log):
         study.sampler = _sampler(options, len(study.get_trials(deepcopy=False)), queue.alone())
         queue.add(points)
         for trial in queue.trials():
-            run_trial(trial, queue, plan, space, options.recipe, trainer, log)
-            write_trials(options.folder, queue.finished(), plan.seeds)
+            ended = run_trial(trial, queue, plan, space, options.recipe, trainer, log)
+            finished = queue.finished()
+            write_trials(options.folder, finished, plan.seeds)
+            best = min((one.value for one in finished if one.value is not None), default=math.nan)
+            log(f"{ended}; {len(finished):,} of {wanted:,} finished, best {best:.4f}")
     if parent is None:
         write_trials(options.folder, queue.finished(), plan.seeds)
         for line in write_results(options.folder, study, queue.finished(), space, asdict(plan)):
@@ -249,7 +254,10 @@ def _summary(options: SweepOptions, space: Space, wanted: int, finished: int) ->
 
 @contextmanager
 def _more_workers(
-    options: SweepOptions, command: Sequence[str], variables: Callable[[int], Mapping[str, str]]
+    options: SweepOptions,
+    command: Sequence[str],
+    variables: Callable[[int], Mapping[str, str]],
+    log: Callable[[str], None],
 ) -> Iterator[None]:
     """Runs the other workers of this machine beside the body. They end by themselves, or with this process."""
     if options.workers > 1 and not command:
@@ -265,8 +273,7 @@ def _more_workers(
         yield
         for number, worker in enumerate(workers, 1):
             if worker.wait() != 0:
-                log = options.folder / f"worker-{number}.log"
-                raise RuntimeError(f"worker {number} ({shlex.join(command)}) ended with {worker.returncode}: see {log}")
+                log(f"worker {number} ended with code {worker.returncode}: see {options.folder}/worker-{number}.log")
     finally:
         for worker in workers:
             worker.terminate()

@@ -254,12 +254,16 @@ def test_a_silent_worker_of_another_machine_loses_its_trial(tmp_path: Path) -> N
 def test_of_trials_that_two_workers_put_in_at_once_each_counts_once(tmp_path: Path) -> None:
     study = optuna.create_study(storage=open_storage(str(tmp_path / "journal")), study_name="s")
     with queue_of(study) as queue:
-        for _ in range(2):
-            for key in "abc":
-                study.enqueue_trial({"x": ord(key) / 200}, user_attrs={"key": key, "values": {}})
+        for key in "aabbcc":
+            study.enqueue_trial({"x": ord(key) / 200}, user_attrs={"key": key, "values": {}})
+        given = []
         for trial in queue.trials():
+            given.append(trial.user_attrs["key"])
             queue.finish(trial, FINISHED[0], trial.suggest_float("x", 0, 1))
-        late = study.ask()  # as by a worker that looked before the others had taken the last trials
+        assert given == ["a", "b", "c"]
+        # As by a worker that looked before the others had taken the last trials. The second "c" is still in the queue.
+        late = [study.ask() for _ in range(2)][-1]
+        assert "key" not in late.user_attrs
         late.suggest_float("x", 0, 1)
         study.tell(late, 0.0)
         assert Counter(one.user_attrs.get("key") for one in queue.finished()) == Counter("abc")

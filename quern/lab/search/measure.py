@@ -74,8 +74,11 @@ def run_trial(
     recipe: Recipe,
     trainer: RunTrainer,
     log: Callable[[str], None],
-) -> None:
-    """Trains a trial and writes its value. An error fails the trial, which starts again in another worker or later."""
+) -> str:
+    """Trains a trial and writes its value. Returns a line about it.
+
+    An error fails the trial, which then starts again in another worker or at the next start.
+    """
     state, value = TrialState.COMPLETE, None
     try:
         values = space.suggest(trial)
@@ -90,10 +93,11 @@ def run_trial(
         log(f"trial {trial.number} failed: {type(error).__name__}: {error}")
         queue.finish(trial, TrialState.FAIL)
         raise
-    if queue.finish(trial, state, value):
-        shown = "" if value is None else f"{value:.4f} bits per byte, "
-        settings = " ".join(f"{name.replace('_', '-')}={_shown(values[name])}" for name in values)
-        log(f"trial {trial.number}: {shown}{outcome}; {settings}")
+    if not queue.finish(trial, state, value):
+        return f"trial {trial.number} was given to another worker while this one was silent: its result is dropped"
+    shown = "" if value is None else f"{value:.4f} bits per byte, "
+    settings = " ".join(f"{name.replace('_', '-')}={_shown(values[name])}" for name in values)
+    return f"trial {trial.number}: {shown}{outcome}; {settings}"
 
 
 def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: RunTrainer) -> tuple[str, float]:

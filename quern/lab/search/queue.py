@@ -112,10 +112,7 @@ class Queue:
 
     def finish(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> bool:
         """Ends a trial of `trials`. Returns False if another worker has it, because this one was taken for dead."""
-        told = self._tell(trial.number, state, value)
-        if not told:
-            self.log(f"trial {trial.number} was given to another worker while this one was silent: its result is lost")
-        return told
+        return self._tell(trial.number, state, value)
 
     def finished(self) -> list[FrozenTrial]:
         """The finished trials of all workers, by number."""

@@ -197,7 +197,7 @@ def draw_pairs(path: Path, ranked: Sequence[FrozenTrial], shown: Sequence[Dimens
     if mapped is not None:
         figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
 
 
 def _coordinates(one: Dimension, trials: Sequence[FrozenTrial]) -> np.ndarray:
