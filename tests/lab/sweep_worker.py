@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,7 +113,8 @@ def forked(run_child: Callable[[], int]) -> int:
     if pid == 0:
         try:
             os._exit(run_child())
-        finally:
+        except BaseException:
+            traceback.print_exc()
             os._exit(99)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -56,10 +56,12 @@ def open_storage(where: str) -> BaseStorage:
     if scheme.partition("+")[0] not in DATABASES:
         raise ValueError(f"--storage cannot be {where}: use a file, sqlite:///PATH or postgresql://USER@HOST/NAME")
     local = {"connect_args": {"timeout": SQLITE_WAIT_SECONDS}} if scheme.startswith("sqlite") else {}
+    if scheme == "postgresql":  # SQLAlchemy 2.0 and 2.1 have different default drivers
+        where = where.replace("postgresql", "postgresql+psycopg", 1)
     try:
         return RDBStorage(where, engine_kwargs={"pool_pre_ping": True, **local})
     except ImportError as error:
-        raise ImportError(f"{scheme} needs a driver ({error}): pip install psycopg2-binary for PostgreSQL") from error
+        raise ImportError(f"{scheme} needs a driver ({error}): run .venv/bin/pip install 'psycopg[binary]'") from error
 
 
 def _drop_torn_end(journal: str) -> None:
