@@ -18,6 +18,7 @@ from typing import Any
 import optuna
 import pytest
 
+from quern.flags.recipe_flags import parse
 from quern.lab.search.measure import PENALTY
 from quern.lab.search.queue import FINISHED, Patience, Queue
 from quern.lab.search.storage import open_storage
@@ -114,6 +115,20 @@ def test_diverged_and_refused_trials_are_kept_with_a_finite_value(tmp_path: Path
     assert results["outcomes"] == {"diverged": 1, "finished": 1, "refused": 2}
 
 
+def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
+    arguments = "--train.steps 9 --workers 2 --space optim.matrix-lr=0.1..0.2 a.toml --pruner hyperband --workers 1"
+    given = parse(SweepOptions, BASELINE, arguments.split(), verb="lab plan")
+    assert (given.space, given.pruner, given.recipe.train.steps) == (
+        ("optim.matrix-lr=0.1..0.2", "a.toml"),
+        "hyperband",
+        9,
+    )
+    assert given.workers == 1  # a worker gets the command of the sweep with --workers 1 at its end
+    assert given.folder == Path("out/lab/a")
+    with pytest.raises(ValueError, match="--trials must be a whole number between 1"):
+        parse(SweepOptions, BASELINE, ["--trials", "0"], verb="lab plan")
+
+
 # Pruning ----------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +174,12 @@ def test_wrong_options_are_refused(tmp_path: Path, wrong: str) -> None:
     changed, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         sweep(options(tmp_path, **changed))
+
+
+def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"sweeps need extra packages .*pip install -e '\.\[lab\]'"):
+        run(options(tmp_path), print, FakeTrainer())
 
 
 def test_a_study_keeps_its_plan_and_may_grow(tmp_path: Path) -> None:

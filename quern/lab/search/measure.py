@@ -17,6 +17,7 @@ from quern.lab.space import Space, apply
 from quern.recipe import Recipe
 from quern.resolve import resolve
 
+SHOWN_FIELDS = 5
 PENALTY = 10.0
 """Bits per byte of a run that diverged, or that the recipe or the memory does not allow. Bytes at random cost 8."""
 
@@ -96,8 +97,9 @@ def run_trial(
     if not queue.finish(trial, state, value):
         return f"trial {trial.number} was given to another worker while this one was silent: its result is dropped"
     shown = "" if value is None else f"{value:.4f} bits per byte, "
-    settings = " ".join(f"{name.replace('_', '-')}={_shown(values[name])}" for name in values)
-    return f"trial {trial.number}: {shown}{outcome}; {settings}"
+    texts = [f"{name.replace('_', '-')}={_shown(value)}" for name, value in values.items()]
+    more = " …" if len(texts) > SHOWN_FIELDS else ""
+    return f"trial {trial.number}: {shown}{outcome}; {' '.join(texts[:SHOWN_FIELDS])}{more}"
 
 
 def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: RunTrainer) -> tuple[str, float]:
