@@ -170,6 +170,11 @@ BOUNDS: Mapping[str, Bounds] = {
     "mesh.replica": FEW,
     "mesh.data": FEW,
     "mesh.model": FEW,
+    "trials": FEW,
+    "seeds": FEW,
+    "evaluations": FEW,
+    "sampler_seed": SEED,
+    "workers": FEW,
     "processes.count": FEW,
     "processes.id": _whole(0, 10**6),
 }

@@ -1,0 +1,220 @@
+"""The results of a sweep: trials as JSON lines, the best ones as a table, importances, edges, and a figure of pairs.
+
+All of them are made from the storage and can be made again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from optuna.trial import FrozenTrial, TrialState
+
+from quern.lab.search.queue import RUN
+from quern.lab.space import Dimension, Space
+from quern.temporaries import write_whole
+from quern.terminal import grid
+
+TRIALS, RESULTS, FIGURE = "sweep.jsonl", "results.json", "pairs.svg"
+SHOWN_TRIALS = 10
+SHOWN_FIELDS = 5
+"""Fields in the figure and in the table: the most important ones."""
+FEWEST_FOR_IMPORTANCES = 20
+BEST_SHARE, FEWEST_BEST = 0.1, 5
+"""The trials that count as the best, for importances."""
+WORST_SHOWN = 0.9
+"""Colours of the figure end at this quantile of the values, so that a few bad trials do not hide the others."""
+
+
+def write_trials(folder: Path, trials: Sequence[FrozenTrial], seeds: Sequence[Sequence[int]]) -> None:
+    """Writes one JSON line for each finished trial, with the records of its runs."""
+    write_whole(folder / TRIALS, "".join(json.dumps(trial_json(trial, seeds)) + "\n" for trial in trials))
+
+
+def trial_json(trial: FrozenTrial, seeds: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """A finished trial. bpb: mean of its runs, the penalty for those that diverged; of a pruned one, the last value."""
+    attrs = trial.user_attrs
+    runs = [attrs[f"{RUN}{pair}"] for pair in range(len(seeds)) if f"{RUN}{pair}" in attrs]
+    return {
+        "trial": trial.number,
+        "outcome": attrs.get("outcome"),
+        "reason": attrs.get("reason"),
+        "bpb": trial.value,
+        "values": trial.params,
+        "baseline": attrs.get("key") == "baseline",
+        "seconds": trial.duration.total_seconds() if trial.duration else None,
+        "reported": {str(step): value for step, value in trial.intermediate_values.items()},
+        "runs": runs,
+    }
+
+
+def write_results(
+    folder: Path, study: optuna.Study, trials: Sequence[FrozenTrial], space: Space, plan: dict[str, Any]
+) -> list[str]:
+    """Writes results.json and the figure. Returns lines for a terminal."""
+    ranked = sorted((trial for trial in trials if trial.state == TrialState.COMPLETE), key=_value)
+    if not ranked:
+        return ["no trial has a value"]
+    weights = importances(study, len(ranked))
+    edges = edge_warnings(space, ranked[0])
+    outcomes = [str(trial.user_attrs.get("outcome")) for trial in trials]
+    best = trial_json(ranked[0], plan["seeds"])
+    facts = {
+        "plan": plan,
+        "trials": len(trials),
+        "outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))},
+        "best": best,
+        "against_baseline": against_baseline(best, trials, plan["seeds"]),
+        "importances": weights,
+        "edges": edges,
+    }
+    write_whole(folder / RESULTS, json.dumps(facts, indent=2) + "\n")
+    names = sorted(space.texts(), key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
+    draw_pairs(folder / FIGURE, ranked, [one for name in names for one in space.dimensions if one.name == name])
+    return _lines(folder, facts, ranked, names, len(space.dimensions))
+
+
+def importances(study: optuna.Study, complete: int) -> dict[str, float]:
+    """How much each field decides whether a trial is among the best tenth, as shares (PED-ANOVA, Watanabe et al. 2023,
+    arXiv 2304.10255).
+
+    The values of the best trials are compared with the whole space, because a sampler that adapts does not draw from
+    all of it. Empty for too few trials.
+    """
+    if complete < FEWEST_FOR_IMPORTANCES:
+        return {}
+    best = max(BEST_SHARE, FEWEST_BEST / complete)
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=best, evaluate_on_local=False)
+    found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    return {name: round(float(value), 4) for name, value in found.items()}
+
+
+def edge_warnings(space: Space, best: FrozenTrial) -> list[str]:
+    """One line for each field whose best value is at the edge of its range."""
+    found = []
+    for one in space.dimensions:
+        value = best.params[one.name]
+        edge = one.edge(value)
+        if edge:
+            name, way = one.name.replace("_", "-"), "lower" if edge == "lower" else "higher"
+            found.append(f"the best {name} ({value:.4g}) is at the {edge} edge of {one.text}: search {way} values too")
+    return found
+
+
+def against_baseline(
+    best: dict[str, Any], trials: Sequence[FrozenTrial], seeds: Sequence[Sequence[int]]
+) -> dict[str, float] | None:
+    """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds."""
+    own = [trial_json(trial, seeds) for trial in trials if trial.user_attrs.get("key") == "baseline"]
+    if not own or own[0]["trial"] == best["trial"]:
+        return None
+    pairs = [(ours["bpb"], theirs["bpb"]) for ours, theirs in zip(best["runs"], own[0]["runs"], strict=False)]
+    differences = [ours - theirs for ours, theirs in pairs if None not in (ours, theirs)]
+    if not differences:
+        return None
+    spread = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    return {"bpb": statistics.fmean(differences), **({"standard_error": spread} if math.isfinite(spread) else {})}
+
+
+def _lines(
+    folder: Path, facts: dict[str, Any], ranked: Sequence[FrozenTrial], names: list[str], fields: int
+) -> list[str]:
+    rows = []
+    for trial in ranked[:SHOWN_TRIALS]:
+        scores = [body["bpb"] for key, body in sorted(trial.user_attrs.items()) if key.startswith(RUN)]
+        known = [score for score in scores if score is not None]
+        spread = f"{statistics.stdev(known):.4f}" if len(known) > 1 else "-"
+        outcome = str(trial.user_attrs.get("outcome"))
+        label = f"{trial.number}{' (baseline)' if trial.user_attrs.get('key') == 'baseline' else ''}"
+        shown = [_text(trial.params[name]) for name in names]
+        rows.append((label, f"{trial.value:.4f}", spread, str(len(scores)), outcome, *shown))
+    lines = ["", f"the best {len(rows)} of {facts['trials']:,} trials; bits per byte, and their SD over the seeds"]
+    lines += grid(["trial", "bpb", "SD", "runs", "outcome", *(name.replace("_", "-") for name in names)], rows)
+    lines += [""] + [f"  {count:,} {outcome}" for outcome, count in facts["outcomes"].items()]
+    change = facts["against_baseline"]
+    if change is not None:
+        error = f" ± {change['standard_error']:.4f}" if "standard_error" in change else ""
+        lines.append(
+            f"best against the recipe's own values: {change['bpb']:+.4f}{error} bits per byte on the same seeds"
+        )
+        lines.append("The best of many is too good by selection: confirm it with `quern lab compare` on other seeds.")
+    if facts["importances"]:
+        top = [f"{name.replace('_', '-')} {share:.0%}" for name, share in facts["importances"].items()]
+        lines.append(f"importances (PED-ANOVA): {', '.join(top[: 2 * SHOWN_FIELDS])}")
+    elif fields > 1:
+        lines.append(f"importances need {FEWEST_FOR_IMPORTANCES} trials with a value")
+    lines += [f"warning: {line}" for line in facts["edges"]]
+    flags = [f"--{name.replace('_', '-')} {_text(value, 6)}" for name, value in facts["best"]["values"].items()]
+    return [*lines, f"best: {' '.join(flags)}", f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
+
+
+def _value(trial: FrozenTrial) -> float:
+    return math.inf if trial.value is None else trial.value
+
+
+def _text(value: Any, digits: int = 4) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+# The figure -------------------------------------------------------------------------------------------------
+
+
+def draw_pairs(path: Path, ranked: Sequence[FrozenTrial], shown: Sequence[Dimension]) -> None:
+    """Draws each field against the value (on the diagonal) and each pair of fields, coloured by the value."""
+    scores = np.array([_value(trial) for trial in ranked])
+    worst = float(np.quantile(scores, WORST_SHOWN))
+    worst = worst if worst > scores[0] else float(scores.max())
+    size = len(shown)
+    figure = Figure(figsize=(2.4 * size + 2.0, 2.0 * size + 1.0))
+    panels = figure.subplots(size, size, squeeze=False, gridspec_kw={"wspace": 0.35, "hspace": 0.35})
+    mapped = None
+    for row, column in np.ndindex(size, size):
+        axes: Any = panels[row][column]
+        if column > row:
+            axes.set_visible(False)
+            continue
+        xs, ys = _coordinates(shown[column], ranked), _coordinates(shown[row], ranked)
+        if row == column:
+            ys = np.minimum(scores, worst)
+        # The best trials are drawn last, on top of the others.
+        colours = {"c": np.minimum(scores, worst)[::-1], "cmap": "viridis_r", "vmin": scores[0], "vmax": worst}
+        mapped = axes.scatter(xs[::-1], ys[::-1], s=12, **colours)
+        axes.plot(xs[0], ys[0], "*", color="crimson", markersize=10)
+        _scale(axes, shown[column], "x", label=row == size - 1)
+        if row != column:
+            _scale(axes, shown[row], "y", label=column == 0)
+        axes.tick_params(labelsize=7)
+        if row == column:
+            axes.set_title("bits per byte", fontsize=7)
+    if mapped is not None:
+        figure.colorbar(mapped, ax=panels, label="bits per byte", shrink=0.6)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+
+
+def _coordinates(one: Dimension, trials: Sequence[FrozenTrial]) -> np.ndarray:
+    values = [trial.params[one.name] for trial in trials]
+    return np.array([one.choices.index(value) for value in values] if one.choices else values, dtype=float)
+
+
+def _scale(axes: Axes, one: Dimension, axis: str, label: bool) -> None:
+    """Scales an axis for a field. label: also names it."""
+    scale, ticks, name = (
+        (axes.set_xscale, axes.set_xticks, axes.set_xlabel)
+        if axis == "x"
+        else (axes.set_yscale, axes.set_yticks, axes.set_ylabel)
+    )
+    if one.log:
+        scale("log")
+    if one.choices:
+        ticks(range(len(one.choices)), [_text(choice) for choice in one.choices])
+    if label:
+        name(one.name.replace("_", "-"), fontsize=8)

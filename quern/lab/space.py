@@ -1,0 +1,280 @@
+"""Search spaces over the fields of a recipe, from text such as `optim.matrix-lr=0.005..0.08:log`.
+
+A space is a list of entries, or a TOML file of them. An entry is a field of the recipe and its values:
+
+    optim.matrix-lr=0.005..0.08:log        a range, uniform in the logarithm
+    train.warmdown-share=0.3..0.9          a range, uniform
+    train.batch-tokens=4096..16384:4096    a range with a step
+    model.windows=SSSL,SSL,L               choices
+
+Values are checked against the types of the recipe's fields, quern/bounds.py and quern/validate.py. A combination of
+values that no run can have is found only when its trial starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from quern.bounds import BOUNDS, refuse_outside
+from quern.flags.recipe_flags import field_names
+from quern.recipe import FOR_FINE_TUNING, OPERATIONAL, Recipe
+from quern.unavailable import FILLED_IN, flag, why_unused
+from quern.validate import check
+
+FORMS = (
+    "write optim.matrix-lr=0.005..0.08:log or train.warmdown-share=0.3..0.9 (a range), "
+    "train.batch-tokens=4096..16384:4096 (a range with a step), or model.windows=SSSL,L (choices)"
+)
+OTHER_TEXT = "changes the text or the validation text, so trials could not be compared"
+REFUSED = {
+    **dict.fromkeys(("data", "val", "text.val_megabytes", "text.tinyworld_megabytes"), OTHER_TEXT),
+    **dict.fromkeys(("text.column", "text.tokenizer"), OTHER_TEXT),
+    **dict.fromkeys(("seed", "data_seed"), "is what pairs the trials: set how many seeds with --seeds"),
+    **dict.fromkeys(("name", "unused"), "does not change what is trained"),
+    **dict.fromkeys(sorted(OPERATIONAL), "does not change what is learned"),
+    **dict.fromkeys(FILLED_IN, "follows from the depth and the tokenizer"),
+    "train.minutes": "would train for a time, which differs between runs: use train.steps or train.horizon-ratio",
+}
+WORDS = {"true": True, "false": False, "none": None}
+EDGE_SHARE = 0.05
+"""A value within this share of a range from its end is at the edge."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """The values of one field: a range from `low` to `high`, or `choices`.
+
+    Args:
+        name: The field, such as optim.matrix_lr.
+        text: The values as they were written.
+        low, high: Ends of a range, included; both int for a whole field.
+        step: Distance of the values of a range; None is 1 for a whole field, and any value for the others.
+        log: The range is uniform in the logarithm.
+        choices: The values, if there is no range.
+    """
+
+    name: str
+    text: str
+    low: float = 0
+    high: float = 0
+    step: float | None = None
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """The values to check: all choices, or both ends of the range."""
+        return self.choices or (self.low, self.high)
+
+    def __contains__(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if value is None or not self.low <= value <= self.high:
+            return False
+        steps = (value - self.low) / self.step if self.step else 0.0
+        return math.isclose(steps, round(steps), abs_tol=1e-9)
+
+    def values(self) -> tuple[Any, ...]:
+        """All values, for a grid; empty for a range without a step."""
+        if self.choices or self.step is None:
+            return self.choices
+        count = round((self.high - self.low) / self.step) + 1
+        return tuple(self.low + index * self.step for index in range(count))
+
+    def suggest(self, trial: Any) -> Any:
+        """The value of an `optuna.trial.Trial`."""
+        if self.choices:
+            return trial.suggest_categorical(self.name, self.choices)
+        if self.whole:
+            return trial.suggest_int(self.name, self.low, self.high, step=self.step or 1, log=self.log)
+        return trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
+
+    def edge(self, value: Any) -> str | None:
+        """Whether a value is at the "lower" or "upper" edge, beyond which the field could go.
+
+        An end that is also the limit in quern/bounds.py is no edge. Of choices, only those of at least three numbers
+        have edges.
+        """
+        low, high, within = self.low, self.high, EDGE_SHARE
+        if self.choices:
+            numbers = [one for one in self.choices if isinstance(one, int | float) and not isinstance(one, bool)]
+            if len(numbers) < 3 or value not in numbers:
+                return None
+            low, high, within = min(numbers), max(numbers), 0.0
+        share = (_scale(value, self.log) - _scale(low, self.log)) / (_scale(high, self.log) - _scale(low, self.log))
+        bounds = BOUNDS.get(self.name)
+        if share <= within and (bounds is None or low > bounds.low):
+            return "lower"
+        return "upper" if share >= 1 - within and (bounds is None or high < bounds.high) else None
+
+
+@dataclass(frozen=True)
+class Space:
+    """The dimensions of a search, by the names of their fields."""
+
+    dimensions: tuple[Dimension, ...]
+
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        """The values of an `optuna.trial.Trial` by field."""
+        return {one.name: one.suggest(trial) for one in self.dimensions}
+
+    def point(self, recipe: Recipe) -> dict[str, Any] | None:
+        """The values of a resolved recipe, or None if the space does not contain them."""
+        found = {one.name: _get(recipe, one.name) for one in self.dimensions}
+        return found if all(found[one.name] in one for one in self.dimensions) else None
+
+    def texts(self) -> dict[str, str]:
+        """The values of each field, as they were written."""
+        return {one.name: one.text for one in self.dimensions}
+
+
+def apply(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values of some fields."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        part, _, own = name.rpartition(".")
+        parts.setdefault(part, {})[own] = value
+    top = parts.pop("", {})
+    return replace(recipe, **top, **{part: replace(getattr(recipe, part), **own) for part, own in parts.items()})
+
+
+def read_space(entries: Sequence[str], recipe: Recipe) -> Space:
+    """Reads entries, or the names of TOML files (.toml), for a recipe.
+
+    Raises:
+        ValueError: An entry is wrong; the message says how to write it.
+    """
+    texts = [line for entry in entries for line in (_file(Path(entry)) if entry.endswith(".toml") else [entry])]
+    if not texts:
+        raise ValueError(f"the space is empty: give --space a .toml file or entries; {FORMS}")
+    found: dict[str, Dimension] = {}
+    for text in texts:
+        dimension = _dimension(text, recipe)
+        if dimension.name in found:
+            raise ValueError(f"{flag(dimension.name)} is in the space twice: leave one of its entries out")
+        found[dimension.name] = dimension
+        for value in dimension.ends:
+            check(apply(recipe, {dimension.name: value}))
+    return Space(tuple(found.values()))
+
+
+def _file(path: Path) -> list[str]:
+    """The entries of a TOML file: a table for each part of the recipe, values as text or as a list of choices."""
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    entries = []
+    for name, value in body.items():
+        fields = (
+            {f"{name}.{own}": values for own, values in value.items()} if isinstance(value, dict) else {name: value}
+        )
+        for field, values in fields.items():
+            listed = values if isinstance(values, list) else [values]
+            words = [str(one).lower() if isinstance(one, bool) else str(one) for one in listed]
+            entries.append(f"{field}={','.join(words)}")
+    return entries
+
+
+def _dimension(entry: str, recipe: Recipe) -> Dimension:
+    given, equals, text = (part.strip() for part in entry.partition("="))
+    name = given.replace("-", "_")
+    if not equals or not text:
+        raise ValueError(f"'{entry}' has no values: {FORMS}")
+    _refuse_field(name, recipe)
+    kinds = _kinds(recipe, name)
+    body, _, how = text.partition(":")
+    low, dots, high = body.partition("..")
+    if dots:
+        return _range(name, text, (low, high, how), kinds)
+    choices = tuple(_value(word.strip(), kinds, entry) for word in text.split(","))
+    if len(set(choices)) < max(2, len(choices)):
+        raise ValueError(f"'{entry}' needs at least two choices, all different: {FORMS}")
+    _refuse_range(name, choices)
+    return Dimension(name, text, choices=choices)
+
+
+def _refuse_field(name: str, recipe: Recipe) -> None:
+    known = [field for field in field_names(recipe) if not field.startswith("sft.")]
+    reason = REFUSED.get(name)
+    if any(f"{name}.".startswith(f"{part}.") for part in FOR_FINE_TUNING):
+        reason = "is for fine-tuning, and a sweep pretrains"
+    elif name in recipe.unused:
+        reason = why_unused(name, recipe)
+    if reason:
+        raise ValueError(f"{flag(name)} cannot be in the space: it {reason}")
+    if name not in known:
+        near = difflib.get_close_matches(name, [field for field in known if field not in REFUSED], 3)
+        hint = f"; nearest: {', '.join(map(flag, near))}" if near else ""
+        raise ValueError(f"the recipe has no field '{flag(name)}'{hint}: {FORMS}")
+
+
+def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type, ...]) -> Dimension:
+    whole, (low, high, how) = float not in kinds, parts
+    wrong = f"'{flag(name)}={text}' is not a range"
+    if int not in kinds and float not in kinds:
+        raise ValueError(f"{wrong} that {flag(name)} could have, which is no number: {FORMS}")
+    read = int if whole else float
+    try:
+        ends = read(low), read(high)
+        step = None if how in ("", "log") else read(how)
+    except ValueError as error:
+        numbers = "whole numbers" if whole else "numbers"
+        raise ValueError(f"{wrong}: LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in {numbers}; {FORMS}") from error
+    _refuse_range(name, ends)
+    if ends[0] >= ends[1]:
+        raise ValueError(f"{wrong}: its low end must be below its high end")
+    if how == "log" and ends[0] <= 0:
+        raise ValueError(f"{wrong}: with :log both ends must be above 0")
+    steps = (ends[1] - ends[0]) / step if step and step > 0 else 0.0
+    if step is not None and (steps < 1 or not math.isclose(steps, round(steps), rel_tol=1e-9)):
+        raise ValueError(f"{wrong}: a whole number of steps of {how} must lead from {low} to {high}")
+    return Dimension(name, text, ends[0], ends[1], step, how == "log")
+
+
+def _refuse_range(name: str, values: Sequence[Any]) -> None:
+    for value in values:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            refuse_outside(name, value, flag(name))
+
+
+def _kinds(recipe: Recipe, name: str) -> tuple[type, ...]:
+    """The types of a field: (float, NoneType) for float | None."""
+    part, _, own = name.rpartition(".")
+    kind = get_type_hints(type(getattr(recipe, part) if part else recipe))[own]
+    return get_args(kind) or (kind,)
+
+
+def _value(word: str, kinds: tuple[type, ...], entry: str) -> Any:
+    named = WORDS.get(word.lower(), word)
+    if type(named) in kinds:
+        return named
+    for kind in (int, float):
+        try:
+            if kind in kinds:
+                return kind(word)
+        except ValueError:
+            continue
+    if str in kinds:
+        return word
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+    raise ValueError(f"'{word}' in '{entry}' must be {' or '.join(names[kind] for kind in kinds)}: {FORMS}")
+
+
+def _get(recipe: Recipe, name: str) -> Any:
+    part, _, own = name.rpartition(".")
+    return getattr(getattr(recipe, part) if part else recipe, own)
+
+
+def _scale(value: float, log: bool) -> float:
+    return math.log(value) if log else float(value)

@@ -1,0 +1,280 @@
+"""`quern lab sweep`: searches the fields of a recipe for the lowest validation bits per byte, with Optuna.
+
+A trial trains one set of values on the same seeds as every other trial; its value is the mean of the final bits per
+byte. A run that diverges counts as `measure.PENALTY`. The storage holds everything: a sweep can be killed at any moment
+and started again, and any number of workers may share it (search/queue.py). The value of the best trial is too good,
+because it was selected: confirm it with `quern lab compare` on other seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from quern.flags.check_flags import UNSAID
+from quern.lab.space import Space, read_space
+from quern.machine import environment
+from quern.recipe import Recipe
+from quern.resolve import resolve
+from quern.validate import install
+
+if TYPE_CHECKING:
+    import optuna
+
+    from quern.lab.search.measure import Plan, RunTrainer
+    from quern.lab.search.queue import Patience
+
+FEWEST_SEEDS_TO_PRUNE = 5
+"""Wilcoxon's test on four pairs or fewer hardly reaches the threshold."""
+REDUCTION = 2
+"""Hyperband's factor between the budgets of a bracket: four brackets for 8 evaluations."""
+PARENT = "QUERN_SWEEP_PARENT"
+"""Variable: the process id of the sweep that started this worker."""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Flags of `quern lab sweep`: the fields of the recipe, and the search."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    space: tuple[str, ...] = ()
+    """What to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
+    out: Path = Path("out")
+    """The output folder; studies are in its folder lab."""
+    study: Annotated[str | None, UNSAID] = None
+    """The study's name; an existing study continues. Default: the name of the .toml file, or sweep."""
+    sampler: Literal["tpe", "gp", "random", "grid"] = "tpe"
+    """gp: a Gaussian process, for up to about 100 costly trials. grid: all combinations, without --trials."""
+    pruner: Literal["none", "wilcoxon", "hyperband"] = "none"
+    """wilcoxon: a trial ends after the seed at which it is worse than the best one. hyperband: a trial's first run ends
+    at the validation at which it falls behind."""
+    trials: int = 50
+    """Trials that are to finish, those of earlier starts included."""
+    seeds: int = 3
+    """Runs of each trial, with the same seeds in every trial."""
+    evaluations: int = 8
+    """Validations of each run."""
+    sampler_seed: int = 0
+    """Seed of the sampler."""
+    storage: Annotated[str | None, UNSAID] = None
+    """A journal file, sqlite:///PATH or postgresql://USER@HOST/NAME. Default: a journal in the study's folder."""
+    workers: int = 1
+    """Processes on this machine that run trials at the same time. On another machine with the same storage, run the
+    same command."""
+
+    @property
+    def name(self) -> str:
+        files = [Path(entry).stem for entry in self.space if entry.endswith(".toml")]
+        return self.study or "-".join(files) or "sweep"
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "lab" / self.name
+
+
+def run(
+    options: SweepOptions,
+    log: Callable[[str], None],
+    trainer: RunTrainer,
+    command: Sequence[str] = (),
+    variables: Callable[[int], Mapping[str, str]] = lambda worker: {},
+    patience: Patience | None = None,
+) -> int:
+    """Runs trials until all have finished, then writes and logs the results.
+
+    Args:
+        options: Of the sweep.
+        log: Takes lines for the user.
+        trainer: Trains the runs.
+        command: With several workers, the command line that starts one more; `--workers 1` is appended.
+        variables: Environment variables of a worker by its number, from 1, such as the GPU that it uses.
+        patience: Times of the queue.
+
+    Returns:
+        The exit code: 0.
+
+    Raises:
+        ValueError: An option or the space is wrong, or the study was started with others.
+        ImportError: The extra `lab` is not installed.
+    """
+    try:
+        import optuna
+
+        from quern.lab.search.measure import Plan, run_trial
+        from quern.lab.search.queue import Queue
+        from quern.lab.search.results import write_results, write_trials
+        from quern.lab.search.storage import open_storage
+    except ImportError as error:
+        raise ImportError(f"sweeps need extra packages ({error}): {install('lab')}") from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    baseline = resolve(options.recipe)
+    space = read_space(options.space, baseline)
+    _check(options, space)
+    points = _points(options, space, baseline)
+    wanted = len(points) if options.sampler == "grid" else options.trials
+    storage = open_storage(options.storage or str(options.folder / "journal.jsonl"))
+    study = optuna.create_study(storage=storage, study_name=options.name, load_if_exists=True)
+    study.pruner = _pruner(options)
+    plan = Plan(
+        options.recipe.to_json(),
+        space.texts(),
+        [[baseline.seed + pair, (baseline.data_seed or 0) + pair] for pair in range(options.seeds)],
+        options.pruner,
+        options.evaluations,
+        options.sampler == "grid",
+    )
+    _keep_plan(study, plan)
+    parent = environment().get(PARENT)
+    queue = Queue(
+        study,
+        wanted,
+        only_queued=plan.grid,
+        log=log,
+        patience=patience,
+        parent=int(parent) if parent else None,
+    )
+    log(f"sweep {options.name}: {_summary(options, space, wanted, len(queue.finished()))}")
+    if "train.batch_tokens" in space.texts() and options.recipe.train.steps is not None:
+        log("note: train.steps is fixed, so trials with larger batches train on more tokens")
+    if not points:
+        log("note: the space does not contain the recipe's own values, so no trial is the baseline")
+    with queue, _more_workers(options, command, variables, log):
+        study.sampler = _sampler(options, len(study.get_trials(deepcopy=False)), queue.alone())
+        queue.add(points)
+        for trial in queue.trials():
+            ended = run_trial(trial, queue, plan, space, options.recipe, trainer, log)
+            finished = queue.finished()
+            write_trials(options.folder, finished, plan.seeds)
+            best = min((one.value for one in finished if one.value is not None), default=math.nan)
+            log(f"{ended}; {len(finished):,} of {wanted:,} finished, best {best:.4f}")
+    if parent is None:
+        write_trials(options.folder, queue.finished(), plan.seeds)
+        for line in write_results(options.folder, study, queue.finished(), space, asdict(plan)):
+            log(line)
+    return 0
+
+
+# Options ----------------------------------------------------------------------------------------------------
+
+
+def _check(options: SweepOptions, space: Space) -> None:
+    if options.recipe.train.minutes is not None:
+        raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
+    if not re.fullmatch(r"[\w.-]+", options.name) or options.name.startswith("."):
+        raise ValueError(f"a study cannot be called '{options.name}': use letters, digits, - _ and .")
+    without = [one for one in space.dimensions if not one.values()]
+    if options.sampler == "grid" and without:
+        name = without[0].name.replace("_", "-")
+        raise ValueError(
+            f"a grid needs the values of {name}, not the range {without[0].text}: "
+            f"list them ({name}=A,B,C) or give a step ({name}=LOW..HIGH:STEP)"
+        )
+    if options.pruner == "wilcoxon" and options.seeds < FEWEST_SEEDS_TO_PRUNE:
+        raise ValueError(
+            f"--pruner wilcoxon needs --seeds {FEWEST_SEEDS_TO_PRUNE} or more: with {options.seeds} it has too few "
+            "pairs; use --pruner hyperband or none"
+        )
+    if options.pruner == "hyperband" and options.evaluations < REDUCTION**2:
+        raise ValueError(f"--pruner hyperband needs --evaluations {REDUCTION**2} or more, not {options.evaluations}")
+
+
+def _points(options: SweepOptions, space: Space, baseline: Recipe) -> dict[str, dict[str, Any]]:
+    """The trials with fixed values: all of a grid, or the recipe's own values, for comparison."""
+    if options.sampler == "grid":
+        names = [one.name for one in space.dimensions]
+        rows = itertools.product(*(one.values() for one in space.dimensions))
+        return {f"grid:{index}": dict(zip(names, row, strict=True)) for index, row in enumerate(rows)}
+    own = space.point(baseline)
+    return {} if own is None else {"baseline": own}
+
+
+def _sampler(options: SweepOptions, trials: int, alone: bool) -> optuna.samplers.BaseSampler:
+    """A sampler whose random numbers differ from those of earlier starts (by `trials`) and of other workers."""
+    import numpy as np
+    from optuna import samplers
+
+    worker = 0 if alone else uuid.uuid4().int
+    seed = int(np.random.SeedSequence((options.sampler_seed, trials, worker)).generate_state(1)[0])
+    if options.sampler == "gp":
+        return samplers.GPSampler(seed=seed, deterministic_objective=False)
+    return samplers.TPESampler(seed=seed) if options.sampler == "tpe" else samplers.RandomSampler(seed=seed)
+
+
+def _pruner(options: SweepOptions) -> optuna.pruners.BasePruner:
+    import warnings
+
+    from optuna import pruners
+    from optuna.exceptions import ExperimentalWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        if options.pruner == "wilcoxon":
+            return pruners.WilcoxonPruner()
+        if options.pruner == "hyperband":
+            return pruners.HyperbandPruner(min_resource=1, max_resource=options.evaluations, reduction_factor=REDUCTION)
+    return pruners.NopPruner()
+
+
+def _keep_plan(study: optuna.Study, plan: Plan) -> None:
+    """Writes the plan of a new study. Raises ValueError if the study has another one."""
+    ours = json.loads(json.dumps(asdict(plan)))
+    theirs = study.user_attrs.get("plan")
+    if theirs is None:
+        study.set_user_attr("plan", ours)
+        return
+    changed = [name for name in ours if ours[name] != theirs.get(name)]
+    if changed:
+        raise ValueError(
+            f"the study '{study.study_name}' was started with another {', '.join(changed)}: give the same arguments, "
+            "or name another study with --study"
+        )
+
+
+def _summary(options: SweepOptions, space: Space, wanted: int, finished: int) -> str:
+    done = f", {finished:,} of them finished" if finished else ""
+    fields = f"{len(space.dimensions)} field{'s'[: len(space.dimensions) != 1]}"
+    seeds = f"{options.seeds} seed{'s'[: options.seeds != 1]}"
+    return f"{wanted:,} trials{done}, {options.sampler} over {fields}, {seeds} each; everything is in {options.folder}"
+
+
+# Workers ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _more_workers(
+    options: SweepOptions,
+    command: Sequence[str],
+    variables: Callable[[int], Mapping[str, str]],
+    log: Callable[[str], None],
+) -> Iterator[None]:
+    """Runs the other workers of this machine beside the body. They end by themselves, or with this process."""
+    if options.workers > 1 and not command:
+        raise ValueError("--workers needs the command that starts a worker")
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(1, options.workers):
+            options.folder.mkdir(parents=True, exist_ok=True)
+            env = {**environment(), PARENT: str(os.getpid()), **variables(number)}
+            with (options.folder / f"worker-{number}.log").open("ab") as output:
+                arguments = [*command, "--workers", "1"]
+                workers.append(subprocess.Popen(arguments, stdout=output, stderr=output, env=env))
+        yield
+        for number, worker in enumerate(workers, 1):
+            if worker.wait() != 0:
+                log(f"worker {number} ended with code {worker.returncode}: see {options.folder}/worker-{number}.log")
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.wait()

@@ -1,0 +1,136 @@
+"""Sweeps of a fake trainer, one after another in forked processes, which may kill themselves.
+
+    python tests/lab/sweep_worker.py FOLDER TRIALS KILLS [--workers N]
+
+KILLS is a list of numbers such as 500,900,0: the first process sends itself SIGKILL before the 500th call of a function
+of the sweep or of Optuna's storage, the last one runs to its end. Prints the exit codes as JSON. The fake trainer's
+result is a pure function of the recipe's fields and the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
+from quern.lab.search.queue import Patience
+from quern.lab.sweep import SweepOptions, run
+from quern.recipe import Recipe
+
+SPACE = ("optim.matrix-lr=0.001..0.1:log", "train.warmdown-share=0.3..0.9")
+DIVERGES_ABOVE = 0.08
+QUICK = Patience(beat=0.5, dead=20.0, look=0.05)
+
+
+def unused(*arguments: Any) -> None:
+    raise AssertionError("the fake trainer builds nothing")
+
+
+RECIPE = Recipe(make_model=unused, make_rules=unused, make_schedule=unused)
+
+
+@dataclass(frozen=True)
+class FakePoint:
+    bpb: float
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    seed: int
+    bpb: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class FakeTrainer:
+    """Appends a line for each finished run to `ran`."""
+
+    def __init__(self, ran: Path | None = None) -> None:
+        self.ran = ran
+
+    def train(
+        self,
+        recipe: Recipe,
+        *,
+        name: str,
+        seed: int,
+        data_seed: int,
+        evaluations: int = 1,
+        on_eval: Callable[[Any], None] = lambda point: None,
+    ) -> FakeRun:
+        bpb = score(recipe, seed)
+        for number in range(1, evaluations + 1):
+            on_eval(FakePoint(bpb + 1.0 / number))
+        if self.ran is not None:
+            with self.ran.open("a", encoding="utf-8") as file:
+                file.write(f"{recipe.optim.matrix_lr!r} {recipe.train.warmdown_share!r} {seed}\n")
+        return FakeRun(seed, None if recipe.optim.matrix_lr > DIVERGES_ABOVE else bpb)
+
+
+def score(recipe: Recipe, seed: int) -> float:
+    rate, share = recipe.optim.matrix_lr, recipe.train.warmdown_share
+    noise = random.Random(f"{seed}").gauss(0, 0.01) + random.Random(f"{seed} {rate} {share}").gauss(0, 0.001)
+    return 1.5 + 0.2 * math.log10(rate / 0.03) ** 2 + 0.1 * (share - 0.6) ** 2 + noise
+
+
+class Killer:
+    """A profile function that kills the process before a call of the sweep or of Optuna's storage."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.left = kill_at
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event in ("call", "c_call") and ("quern/lab" in name or "optuna/storages" in name or "optuna/study" in name):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sweep(folder: Path, trials: int, workers: int, kill_at: int) -> int:
+    options = SweepOptions(RECIPE, SPACE, out=folder, sampler="random", trials=trials, seeds=2, workers=workers)
+    if kill_at:
+        sys.setprofile(Killer(kill_at))
+    command = (sys.executable, __file__, str(folder), str(trials), "0")
+    return run(options, lambda line: None, FakeTrainer(folder / "ran.txt"), command, patience=QUICK)
+
+
+def forked(run_child: Callable[[], int]) -> int:
+    """The exit code of a child process, or minus the number of the signal that ended it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(run_child())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("trials", type=int)
+    parser.add_argument("kills")
+    parser.add_argument("--workers", type=int, default=1)
+    given = parser.parse_args()
+    kills = [int(number) for number in given.kills.split(",")]
+    if kills == [0]:
+        sys.exit(sweep(given.folder, given.trials, given.workers, 0))
+    print(json.dumps([forked(lambda at=at: sweep(given.folder, given.trials, given.workers, at)) for at in kills]))
+
+
+if __name__ == "__main__":
+    main()

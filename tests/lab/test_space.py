@@ -1,0 +1,160 @@
+"""Search spaces: what entries mean, and what is refused with which message."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quern.lab.space import Space, apply, read_space
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+
+
+class Middle:
+    """Stands in for an Optuna trial: the middle of each range, the last choice."""
+
+    def suggest_float(self, name: str, low: float, high: float, step: float | None, log: bool) -> float:
+        return (low * high) ** 0.5 if log else (low + high) / 2
+
+    def suggest_int(self, name: str, low: int, high: int, step: int, log: bool) -> int:
+        return low + (high - low) // step // 2 * step
+
+    def suggest_categorical(self, name: str, choices: tuple[object, ...]) -> object:
+        return choices[-1]
+
+
+ENTRIES = {
+    "optim.matrix-lr=0.001..0.1:log": 0.01,
+    "train.warmdown-share=0.3..0.9": 0.6,
+    "train.batch-tokens=4096..16384:4096": 8192,
+    "train.batch-tokens=4096,8192": 8192,
+    "model.windows=SSSL,SSL,L": "L",
+    "train.clip-norm=none,1": 1.0,
+    "train.clip-norm=1,none": None,
+    "train.packing=best-fit,stream": "stream",
+    "depth=2..6": 4,
+    "model.rope-base=1e4..1e6:log": 1e5,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_sets_its_field(entry: str) -> None:
+    space = read_space([entry], RECIPE)
+    values = space.suggest(Middle())
+    name = entry.partition("=")[0].replace("-", "_")
+    assert values == {name: pytest.approx(ENTRIES[entry])}
+    changed = apply(RECIPE, values)
+    part, _, own = name.rpartition(".")
+    assert getattr(getattr(changed, part) if part else changed, own) == values[name]
+    assert apply(changed, {name: getattr(getattr(RECIPE, part) if part else RECIPE, own)}) == RECIPE
+
+
+REFUSED = {
+    "optim.matrix-lr": "'optim.matrix-lr' has no values: write optim.matrix-lr=0.005..0.08:log",
+    "optim.matrix-lr=": "has no values",
+    "optim.matrix-lr=0.1..0.01": "its low end must be below its high end",
+    "optim.matrix-lr=0..0.1:log": "with :log both ends must be above 0",
+    "optim.matrix-lr=0.01..0.1:lin": "LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP, in numbers",
+    "optim.matrix-lr=a..b": "LOW..HIGH, LOW..HIGH:log",
+    "optim.matrix-lr=0.01..0.1:0.04": "a whole number of steps of 0.04 must lead from 0.01 to 0.1",
+    "optim.matrix-lr=0.01..0.1:0": "a whole number of steps",
+    "optim.matrix-lr=0.01": "at least two choices",
+    "optim.matrix-lr=0.01,0.01": "all different",
+    "optim.matrix-lr=-1..1": "optim.matrix-lr must be a number between 0 and 1,000, not -1.0",
+    "optim.matrix-lr=nan..1": "must be a number between",
+    "optim.matrix-lr=0.1,fast": "'fast' in 'optim.matrix-lr=0.1,fast' must be a number",
+    "optim.matrix-lr=none,0.1": "must be a number",
+    "train.batch-tokens=4096.5..8192": "in whole numbers",
+    "train.batch-tokens=0..8192": "must be a whole number between 1",
+    "train.packing=best-fit,worst-fit": "train.packing must be one of best-fit",
+    "model.windows=1..3": "which is no number",
+    "optim.matrix_rate=0.1..0.2": "no field 'optim.matrix-rate'; nearest: optim.matrix-lr",
+    "optim.mlp=0.1..0.2": "the recipe has no field 'optim.mlp'",
+    "make_model=a,b": "the recipe has no field 'make-model'",
+    "seed=0..5": "seed cannot be in the space: it is what pairs the trials: set how many seeds with --seeds",
+    "data=a,b": "changes the text",
+    "model.vocab-size=100,200": "follows from the depth and the tokenizer",
+    "model.mlp-width=100,200": "does nothing in the 'gpt' recipe",
+    "sft.epochs=1..2": "is for fine-tuning",
+    "train.minutes=1..2": "would train for a time",
+    "train.keep=1..2": "does not change what is learned",
+}
+
+
+@pytest.mark.parametrize("entry", REFUSED)
+def test_a_wrong_entry_is_refused_with_the_right_form(entry: str) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        read_space([entry], RECIPE)
+    assert REFUSED[entry] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_field_is_in_the_space_once() -> None:
+    with pytest.raises(ValueError, match="optim.matrix-lr is in the space twice"):
+        read_space(["optim.matrix-lr=0.1,0.2", "optim.matrix_lr=0.1..0.2"], RECIPE)
+    with pytest.raises(ValueError, match="the space is empty"):
+        read_space([], RECIPE)
+
+
+def test_a_file_means_the_same_as_its_entries(tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    file.write_text(
+        'depth = [2, 4]\n[optim]\nmatrix-lr = "0.005..0.08:log"\n[model]\nwindows = ["SSSL", "L"]\n', encoding="utf-8"
+    )
+    entries = ["depth=2,4", "optim.matrix-lr=0.005..0.08:log", "model.windows=SSSL,L"]
+    assert read_space([str(file)], RECIPE) == read_space(entries, RECIPE)
+    assert read_space([str(file), "train.final-lr=0..0.1"], RECIPE).texts()["train.final_lr"] == "0..0.1"
+    file.write_text("depth = ", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"two\.toml is not TOML"):
+        read_space([str(file)], RECIPE)
+
+
+def test_the_values_of_a_grid() -> None:
+    def values(entry: str) -> tuple[object, ...]:
+        return read_space([entry], RECIPE).dimensions[0].values()
+
+    assert values("train.batch-tokens=4096..16384:4096") == (4096, 8192, 12288, 16384)
+    assert values("train.warmdown-share=0.3..0.9:0.1") == pytest.approx((0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+    assert values("model.windows=SSSL,L") == ("SSSL", "L")
+    assert values("train.warmdown-share=0.3..0.9") == ()
+
+
+EDGES = [
+    ("optim.matrix-lr=0.001..0.1:log", 0.09, "upper"),
+    ("optim.matrix-lr=0.001..0.1:log", 0.0012, "lower"),
+    ("optim.matrix-lr=0.001..0.1:log", 0.01, None),
+    ("train.warmdown-share=0.5..1", 1.0, None),  # no share is above 1
+    ("train.warmdown-share=0.5..1", 0.51, "lower"),
+    ("train.final-lr=0..0.5", 0.0, None),
+    ("train.batch-tokens=4096,8192,16384", 16384, "upper"),
+    ("train.batch-tokens=4096,8192,16384", 8192, None),
+    ("train.batch-tokens=4096,8192", 8192, None),
+    ("train.clip-norm=none,1,2,3", None, None),
+    ("model.windows=SSSL,SSL,L", "L", None),
+]
+
+
+@pytest.mark.parametrize(("entry", "value", "edge"), EDGES)
+def test_the_edge_of_a_range(entry: str, value: object, edge: str | None) -> None:
+    assert read_space([entry], RECIPE).dimensions[0].edge(value) == edge
+
+
+def test_the_recipes_own_values_are_a_point_if_they_are_in_the_space() -> None:
+    recipe: Recipe = resolve(replace(RECIPE, train=replace(RECIPE.train, steps=10, batch_tokens=4096)))
+
+    def point(*entries: str) -> dict[str, object] | None:
+        space: Space = read_space(entries, recipe)
+        return space.point(recipe)
+
+    assert point("optim.matrix-lr=0.01..0.1:log") == {"optim.matrix_lr": 0.02}
+    assert point("optim.matrix-lr=0.01..0.1:log", "train.batch-tokens=4096,8192") == {
+        "optim.matrix_lr": 0.02,
+        "train.batch_tokens": 4096,
+    }
+    assert point("train.batch-tokens=4096..8192:4096") == {"train.batch_tokens": 4096}
+    assert point("train.batch-tokens=1024..8192:1792") is None  # 4096 is between two of its values
+    assert point("optim.matrix-lr=0.03..0.1:log") is None
+    assert point("train.clip-norm=none,1") == {"train.clip_norm": None}

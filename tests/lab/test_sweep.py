@@ -1,0 +1,340 @@
+"""Sweeps of a fake trainer: results, pruning, storages, workers, and kills at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from quern.flags.recipe_flags import parse
+from quern.lab.search.measure import PENALTY
+from quern.lab.search.queue import FINISHED, Patience, Queue
+from quern.lab.search.storage import open_storage
+from quern.lab.space import apply, read_space
+from quern.lab.sweep import SweepOptions, run
+from quern.optim.groups import table
+from quern.optim.schedule import warmup_stable_decay
+from quern.recipe import Recipe
+from quern.recipe_file import read_recipe_file
+from quern.recipes.gpt import RECIPE as BASELINE
+from quern.resolve import resolve
+from tests.lab.sweep_worker import QUICK, RECIPE, SPACE, FakeRun, FakeTrainer, score
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests/lab/sweep_worker.py"
+
+
+def options(out: Path, **changed: Any) -> SweepOptions:
+    return replace(SweepOptions(RECIPE, SPACE, out=out, study="s", sampler="random", trials=12, seeds=2), **changed)
+
+
+def sweep(given: SweepOptions, trainer: Any = None) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Runs a sweep: its trials, its results, and what it logged."""
+    lines: list[str] = []
+    assert run(given, lines.append, trainer or FakeTrainer(), patience=QUICK) == 0
+    trials = [json.loads(line) for line in (given.folder / "sweep.jsonl").read_text(encoding="utf-8").splitlines()]
+    return trials, json.loads((given.folder / "results.json").read_text(encoding="utf-8")), lines
+
+
+def worker(*arguments: object) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def expected(values: dict[str, Any], seeds: int = 2) -> float:
+    """The value of a trial, from the fake trainer's formula."""
+    recipe = apply(RECIPE, values)
+    diverged = recipe.optim.matrix_lr > 0.08
+    return statistics.fmean(PENALTY if diverged else score(recipe, seed) for seed in range(seeds))
+
+
+# Results ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sampler", "number"), [("random", 24), ("tpe", 24), ("gp", 13)])
+def test_a_sweep_finds_the_best_of_its_trials(tmp_path: Path, sampler: Any, number: int) -> None:
+    trials, results, lines = sweep(options(tmp_path, sampler=sampler, trials=number))
+    assert len(trials) == number == results["trials"]
+    for trial in trials:
+        assert trial["bpb"] == pytest.approx(expected(trial["values"]))
+        assert [body["seed"] for body in trial["runs"]] == [0, 1]
+    assert results["best"] == min(trials, key=lambda trial: trial["bpb"])
+    assert trials[0]["baseline"] and trials[0]["values"] == {"optim.matrix_lr": 0.02, "train.warmdown_share": 0.65}
+    assert results["best"]["bpb"] - trials[0]["bpb"] == pytest.approx(results["against_baseline"]["bpb"])
+    if number >= 20:
+        assert results["importances"]["optim.matrix_lr"] > results["importances"]["train.warmdown_share"]
+    assert (tmp_path / "lab/s/pairs.svg").read_text(encoding="utf-8").startswith("<?xml")
+    assert any(line.startswith("best: --optim.matrix-lr 0.0") for line in lines)
+
+
+def test_a_grid_is_trained_once(tmp_path: Path) -> None:
+    space = ("optim.matrix-lr=0.01,0.02,0.04", "train.warmdown-share=0.4..0.8:0.2")
+    trials, results, lines = sweep(options(tmp_path, space=space, sampler="grid", trials=1))
+    found = {
+        (trial["values"]["optim.matrix_lr"], round(trial["values"]["train.warmdown_share"], 6)) for trial in trials
+    }
+    assert len(trials) == 9
+    assert found == {(rate, share) for rate in (0.01, 0.02, 0.04) for share in (0.4, 0.6, 0.8)}
+    assert not results["edges"] or "warning" in "\n".join(lines)
+
+
+def test_the_best_at_the_edge_is_a_warning(tmp_path: Path) -> None:
+    _, results, lines = sweep(options(tmp_path, space=("optim.matrix-lr=0.001,0.002,0.003",), sampler="grid"))
+    assert results["edges"] == [
+        "the best optim.matrix-lr (0.003) is at the upper edge of 0.001,0.002,0.003: search higher values too"
+    ]
+    assert f"warning: {results['edges'][0]}" in lines
+    _, results, _ = sweep(options(tmp_path, space=("optim.matrix-lr=0.003,0.03,0.07",), sampler="grid", study="t"))
+    assert results["edges"] == []
+
+
+def test_diverged_and_refused_trials_are_kept_with_a_finite_value(tmp_path: Path) -> None:
+    space = ("optim.matrix-lr=0.03,0.09", "train.batch-tokens=4096,4097")
+    trials, results, _ = sweep(options(tmp_path, space=space, sampler="grid"))
+    values = {(one["values"]["optim.matrix_lr"], one["values"]["train.batch_tokens"]): one for one in trials}
+    assert values[0.03, 4096]["outcome"] == "finished"
+    assert (values[0.09, 4096]["outcome"], values[0.09, 4096]["bpb"]) == ("diverged", PENALTY)
+    assert [body["bpb"] for body in values[0.09, 4096]["runs"]] == [None, None]
+    assert (values[0.03, 4097]["outcome"], values[0.03, 4097]["bpb"]) == ("refused", PENALTY)
+    assert "train.batch-tokens must be a multiple of model.context" in values[0.03, 4097]["reason"]
+    assert results["outcomes"] == {"diverged": 1, "finished": 1, "refused": 2}
+
+
+def test_the_command_line_of_a_sweep_and_of_its_workers() -> None:
+    arguments = "--train.steps 9 --workers 2 --space optim.matrix-lr=0.1..0.2 a.toml --pruner hyperband --workers 1"
+    given = parse(SweepOptions, BASELINE, arguments.split(), verb="lab plan")
+    assert (given.space, given.pruner, given.recipe.train.steps) == (
+        ("optim.matrix-lr=0.1..0.2", "a.toml"),
+        "hyperband",
+        9,
+    )
+    assert given.workers == 1  # a worker gets the command of the sweep with --workers 1 at its end
+    assert given.folder == Path("out/lab/a")
+    with pytest.raises(ValueError, match="--trials must be a whole number between 1"):
+        parse(SweepOptions, BASELINE, ["--trials", "0"], verb="lab plan")
+
+
+# Pruning ----------------------------------------------------------------------------------------------------
+
+
+def test_wilcoxon_ends_worse_trials_after_some_seeds_and_never_the_best(tmp_path: Path) -> None:
+    trials, results, _ = sweep(options(tmp_path, seeds=6, trials=16, pruner="wilcoxon"))
+    assert results["outcomes"]["pruned"] >= 5
+    assert expected(results["best"]["values"], 6) == min(expected(one["values"], 6) for one in trials)
+    assert len(results["best"]["runs"]) == 6
+    for one in trials:
+        assert (len(one["runs"]) < 6) == (one["outcome"] == "pruned")
+        if one["outcome"] == "pruned":  # the mean so far, on the same first seeds as the others
+            assert one["bpb"] == pytest.approx(expected(one["values"], len(one["runs"])))
+            assert one["bpb"] > results["best"]["bpb"]
+            assert len(one["runs"]) >= 4
+
+
+def test_hyperband_ends_worse_trials_in_their_first_run(tmp_path: Path) -> None:
+    trials, results, _ = sweep(options(tmp_path, trials=24, pruner="hyperband"))
+    assert len(trials) == 24
+    ended = [one for one in trials if one["outcome"] == "pruned"]
+    assert len(ended) >= 6
+    assert all(one["runs"] == [] and 1 <= len(one["reported"]) <= 8 for one in ended)
+    assert min(len(one["reported"]) for one in ended) < 8
+    assert results["best"]["outcome"] == "finished"
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "grid of a range": ({"sampler": "grid"}, "a grid needs the values of optim.matrix-lr"),
+    "too few pairs": ({"pruner": "wilcoxon"}, "--pruner wilcoxon needs --seeds 5 or more"),
+    "too few evaluations": ({"pruner": "hyperband", "evaluations": 2}, "needs --evaluations 4 or more"),
+    "name": ({"study": "../s"}, "a study cannot be called '../s'"),
+    "storage": ({"storage": "mysql://host/db"}, "use a file, sqlite:///PATH or postgresql://USER@HOST/NAME"),
+    "minutes": ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "give --train.steps"),
+    "no space": ({"space": ()}, "the space is empty"),
+    "no command": ({"workers": 2}, "--workers needs the command"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_options_are_refused(tmp_path: Path, wrong: str) -> None:
+    changed, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        sweep(options(tmp_path, **changed))
+
+
+def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"sweeps need extra packages .*pip install -e '\.\[lab\]'"):
+        run(options(tmp_path), print, FakeTrainer())
+
+
+def test_a_study_keeps_its_plan_and_may_grow(tmp_path: Path) -> None:
+    before, _, _ = sweep(options(tmp_path, trials=5))
+    with pytest.raises(ValueError, match="study 's' was started with another seeds, pruner"):
+        sweep(options(tmp_path, seeds=6, pruner="wilcoxon"))
+    with pytest.raises(ValueError, match="another space"):
+        sweep(options(tmp_path, space=(*SPACE, "train.final-lr=0..0.1")))
+    after, _, _ = sweep(options(tmp_path, trials=8, sampler="tpe"))
+    assert after[:5] == before and len(after) == 8
+    assert len({json.dumps(one["values"]) for one in after}) == 8  # a later start draws other values
+
+
+# Storages, workers, deaths ----------------------------------------------------------------------------------
+
+
+def test_an_error_fails_the_trial_and_the_next_start_repeats_it_without_its_finished_runs(tmp_path: Path) -> None:
+    class Faulty(FakeTrainer):
+        runs = 0
+
+        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+            self.runs += 1
+            if self.runs == 4:
+                raise OSError("the disk is full")
+            return super().train(recipe, **how)
+
+    ran = tmp_path / "ran.txt"
+    with pytest.raises(OSError, match="disk is full"):
+        sweep(options(tmp_path, trials=5), Faulty(ran))
+    trials, _, _ = sweep(options(tmp_path, trials=5), FakeTrainer(ran))
+    assert len(trials) == 5
+    assert all(trial["bpb"] == pytest.approx(expected(trial["values"])) for trial in trials)
+    lines = ran.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(set(lines)) == 10
+
+
+def test_out_of_memory_is_an_outcome(tmp_path: Path) -> None:
+    class Small(FakeTrainer):
+        def train(self, recipe: Recipe, **how: Any) -> FakeRun:
+            if recipe.train.batch_tokens == 8192:
+                raise MemoryError("8192 tokens do not fit")
+            return super().train(recipe, **how)
+
+    given = options(tmp_path, space=("train.batch-tokens=4096,8192",), sampler="grid")
+    trials, results, _ = sweep(given, Small())
+    assert results["outcomes"] == {"finished": 1, "out of memory": 1}
+    assert [one["reason"] for one in trials if one["outcome"] == "out of memory"] == ["8192 tokens do not fit"]
+
+
+def test_sqlite_holds_the_same_trials_as_a_journal(tmp_path: Path) -> None:
+    first, _, _ = sweep(options(tmp_path, trials=3))
+    second, _, _ = sweep(options(tmp_path / "b", trials=3, storage=f"sqlite:///{tmp_path}/s.db"))
+    assert [one["values"] for one in first] == [one["values"] for one in second]
+    assert [one["bpb"] for one in first] == [one["bpb"] for one in second]
+
+
+def test_a_torn_journal_is_repaired(tmp_path: Path) -> None:
+    before, _, _ = sweep(options(tmp_path, trials=4))
+    journal = tmp_path / "lab/s/journal.jsonl"
+    with journal.open("a", encoding="utf-8") as file:
+        file.write('{"op_code": 8, "trial_id": 3, "user_')
+    after, _, _ = sweep(options(tmp_path, trials=6))
+    assert after[:4] == before and len(after) == 6
+    for line in journal.read_text(encoding="utf-8").splitlines():
+        json.loads(line)
+
+
+def queue_of(study: optuna.Study, **how: Any) -> Queue:
+    return Queue(study, 3, only_queued=False, log=lambda line: None, patience=Patience(0.05, 0.3, 0.01), **how)
+
+
+def test_a_silent_worker_of_another_machine_loses_its_trial(tmp_path: Path) -> None:
+    study = optuna.create_study(storage=open_storage(str(tmp_path / "journal")), study_name="s")
+    far = {"machine": "another", "host": "far", "pid": 1, "beats": 3}
+    study.set_user_attr("worker:far", far)
+    theirs = study.ask()
+    theirs.suggest_float("x", 0, 1)
+    theirs.set_user_attr("worker", "worker:far")
+    with queue_of(study) as queue:
+        numbers = []
+        for trial in queue.trials():
+            if not numbers:  # the other worker is alive until it has been silent for long enough
+                assert study.trials[0].state == optuna.trial.TrialState.RUNNING
+            numbers.append(trial.number)
+            assert queue.finish(trial, FINISHED[0], trial.suggest_float("x", 0, 1))
+        finished = queue.finished()
+    assert len(finished) == 3 and 0 not in numbers
+    assert finished[-1].params == theirs.params  # with the values of the lost trial
+    assert not queue.finish(theirs, FINISHED[0], 0.5)  # which can no longer end
+    assert len(queue.finished()) == 3
+
+
+def test_of_trials_that_two_workers_put_in_at_once_each_counts_once(tmp_path: Path) -> None:
+    study = optuna.create_study(storage=open_storage(str(tmp_path / "journal")), study_name="s")
+    with queue_of(study) as queue:
+        for key in "aabbcc":
+            study.enqueue_trial({"x": ord(key) / 200}, user_attrs={"key": key, "values": {}})
+        given = []
+        for trial in queue.trials():
+            given.append(trial.user_attrs["key"])
+            queue.finish(trial, FINISHED[0], trial.suggest_float("x", 0, 1))
+        assert given == ["a", "b", "c"]
+        # As by a worker that looked before the others had taken the last trials. The second "c" is still in the queue.
+        late = [study.ask() for _ in range(2)][-1]
+        assert "key" not in late.user_attrs
+        late.suggest_float("x", 0, 1)
+        study.tell(late, 0.0)
+        assert Counter(one.user_attrs.get("key") for one in queue.finished()) == Counter("abc")
+
+
+def assert_exact(out: Path, trials: int) -> None:
+    """Every trial has finished once, with the right value, and no run was trained twice."""
+    lines = [json.loads(line) for line in (out / "lab/sweep/sweep.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == trials
+    for line in lines:
+        assert line["bpb"] == pytest.approx(expected(line["values"]))
+    study = optuna.load_study(study_name="sweep", storage=open_storage(str(out / "lab/sweep/journal.jsonl")))
+    states = Counter(one.state for one in study.trials)
+    assert states[optuna.trial.TrialState.RUNNING] == states[optuna.trial.TrialState.WAITING] == 0
+    assert states[FINISHED[0]] == trials
+    assert len({json.dumps(line["values"]) for line in lines}) == trials
+
+
+def test_a_sweep_that_is_killed_ten_times_loses_and_repeats_no_trial(tmp_path: Path) -> None:
+    kills = [random.Random(7).randrange(500, 4000) for _ in range(10)]
+    codes = json.loads(worker(tmp_path, 104, ",".join(map(str, [*kills, 0]))))
+    assert codes == [-9] * 10 + [0]
+    assert_exact(tmp_path, 104)
+    runs = Counter((tmp_path / "ran.txt").read_text(encoding="utf-8").splitlines())
+    assert len(runs) == 208
+    assert sum(runs.values()) <= 208 + 10  # a kill may come between the end of a run and its record
+
+
+def test_two_workers_share_a_sweep(tmp_path: Path) -> None:
+    worker(tmp_path, 16, 0, "--workers", 2)
+    assert_exact(tmp_path, 16)
+    assert (tmp_path / "lab/sweep/worker-1.log").read_text(encoding="utf-8") == ""
+
+
+# The study of all rates -------------------------------------------------------------------------------------
+
+
+def test_the_recipe_of_all_rates_is_the_baseline_until_a_field_changes() -> None:
+    recipe, _ = read_recipe_file(ROOT / "experiments/studies/rates.py")
+    space = read_space([str(ROOT / "experiments/studies/rates.toml")], recipe)
+    assert len(space.dimensions) == 34
+    ours = resolve(replace(recipe, train=replace(recipe.train, steps=100)))
+    base = resolve(replace(BASELINE, train=replace(BASELINE.train, steps=100)))
+    assert ours.make_rules(ours) == table(base)
+    told, baseline = ours.make_schedule(ours.train), warmup_stable_decay(base.train)
+    assert [told(step) for step in range(100)] == [baseline(step) for step in range(100)]
+    assert space.point(ours) is not None
+    changed = apply(ours, {"optim.x0_scales_beta1": 0.9, "train.momentum_peak": 0.93, "optim.matrix_lr": 0.03})
+    rules: Callable[[Recipe], Any] = changed.make_rules
+    assert rules(changed)["x0_scales"].rule.betas[0] == 0.9
+    assert rules(changed)["matrices"].lr == pytest.approx(1.5 * table(base)["matrices"].lr)
+    assert max(changed.make_schedule(changed.train)(step).momentum for step in range(100)) <= 0.93
+    assert math.isclose(changed.make_schedule(changed.train)(0).momentum, 0.85)
