@@ -44,8 +44,8 @@ class Rule(NamedTuple):
 FINE_TUNING = " ".join(FOR_FINE_TUNING)
 FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 """Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
-_TRAIN = "pretrain,run,grug train,lab compare"
-_TRIALS = "lab compare"
+_TRIALS = "lab compare,lab sweep,lab scaling"
+_TRAIN = "pretrain,run,grug train," + _TRIALS
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
 _TOKENIZED = "does nothing with data that is tokens already: their tokenizer is --text.tokenizer"

@@ -38,14 +38,8 @@ SUMMARIES = {
     "export": "write a run's model in a format of other programs",
     "import": "make a run from a Llama in Hugging Face's format",
     "grug": "the JAX twin: train, eval, export, import, gauntlet",
-    "lab": "compare ideas over paired seeds; plan: estimate time, memory and cost of a run on given GPUs",
+    "lab": "compare ideas over paired seeds; sweep; scaling; log; board; plan",
 }
-LAB = {
-    "compare": "compare ideas with a baseline over paired seeds, until the verdict",
-    "log": "write the experiment log, a page per study and the ideas' verdicts from records",
-    "plan": "estimate time, memory and cost of a run on given GPUs",
-}
-"""What `quern lab` does."""
 
 
 def usage() -> str:

@@ -282,27 +282,9 @@ def verb_grug(verb: str, rest: list[str]) -> int:
 
 
 def verb_lab(verb: str, rest: list[str]) -> int:
-    from quern.cli.summaries import LAB
+    from quern.cli import lab
 
-    tool, rest = (rest[0], rest[1:]) if rest else ("", [])
-    if tool in ("-h", "--help"):
-        log("\n".join(f"  quern lab {name:10} {summary}" for name, summary in LAB.items()))
-        return 0
-    if tool not in LAB:
-        raise ValueError(f"name what to do: quern lab {'|'.join(LAB)}")
-    if tool == "compare":
-        from quern.lab import command
-
-        return command.run_compare(rest, log, LAB[tool])
-    if tool == "log":
-        from quern.flags import check_flags
-        from quern.lab import publish
-
-        return publish.run(check_flags.read(publish.LogOptions, rest, prog="quern lab log", description=LAB[tool]), log)
-    from quern.estimate import plan
-
-    name = rest.pop(0) if rest and not rest[0].startswith("-") else "gpt"
-    return plan.main(rest, log, load_recipe(name)[0], LAB[tool])
+    return lab.main(rest)
 
 
 VERBS: dict[str, Callable[[str, list[str]], int]] = {

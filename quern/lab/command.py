@@ -1,13 +1,12 @@
-"""`quern lab compare` and `quern lab log` on the command line."""
+"""`quern lab compare` on the command line: its options, its arms, and the registration of its study."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -16,6 +15,7 @@ from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import parse
 from quern.lab.arms import Arm
 from quern.lab.compare import Workers, compare
+from quern.lab.devices import DeviceOptions, variables
 from quern.lab.power import detectable_effect
 from quern.lab.results import HEAD, write_results
 from quern.lab.study import AXES, Registration, register
@@ -26,42 +26,18 @@ from quern.terminal import grid
 from quern.unavailable import refuse_idle
 
 
-@dataclass
-class LabOptions:
-    """Where a study is, and the device that computes."""
-
-    out: Path = Path("out")
-    """The output folder; studies are in its folder lab."""
-    study: Annotated[str | None, UNSAID] = None
-    """The study's name. Default: from the names of the arms."""
-    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
-    """Default: the fastest device available."""
-    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
-    """Default: bf16 if it is measured to be faster."""
-    threads: Annotated[int | None, UNSAID] = None
-    """CPU threads of all workers. Default: one per core."""
-    compile: bool = True
-    """--no-compile runs eagerly."""
-    workers: int = 1
-    """Arms that train at the same time: on GPUs one for each, on a CPU they share its threads."""
-
-    def machine_flags(self) -> dict[str, Any]:
-        """Arguments of `machine.detect` for one worker."""
-        threads = max(1, (self.threads or machines.detect(self.device, self.dtype, self.compile).threads))
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "compile": self.compile,
-            "threads": max(1, threads // self.workers),
-        }
-
-
-@dataclass
+@dataclass(frozen=True)
 class CompareOptions:
     """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    lab: Annotated[LabOptions, tyro.conf.arg(name="")] = field(default_factory=LabOptions)
+    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+    out: Path = Path("out")
+    """The output folder; studies are in its folder lab."""
+    study: Annotated[str | None, UNSAID] = None
+    """The study's name; an existing study continues. Default: from the names of the arms."""
+    workers: int = 1
+    """Ideas that are compared at the same time: on GPUs each worker has one, on a CPU they share its threads."""
     axes: tuple[Literal["steps", "flops", "seconds"], ...] = AXES
     """What the arms have equal; each axis has a verdict of its own."""
     delta: float = 0.002
@@ -109,8 +85,8 @@ def run_compare(rest: list[str], log: Callable[[str], None], description: str) -
 
 
 def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callable[[str], None]) -> int:
-    lab, base = options.lab, arms[0]
-    machine = machines.detect(**lab.machine_flags())
+    base, device = arms[0], options.where.arguments(options.workers)
+    machine = machines.detect(**device)
     train = resolve(base.recipe).train
     assert train.steps
     arms = [_same_length(arm, train) for arm in arms]
@@ -133,14 +109,14 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
         seed=options.first_seed,
         detectable_sd=round(detectable, 2),
     )
-    name = lab.study or "-".join(arm.name for arm in arms)[:60]
-    study = register(lab.out / "lab" / name, registration, machine, command)
+    name = options.study or "-".join(arm.name for arm in arms)[:60]
+    study = register(options.out / "lab" / name, registration, machine, command)
     log(
         f"study {name}: {registration.metric}, {train.steps:,} steps; margin ±{options.delta:g}, α {options.alpha:g}, "
         f"at most {options.most_pairs} pairs, which find an effect of {detectable:.2g} standard deviations of the "
         f"pairs' differences with a probability of 80 %; {len(study.entries)} trials are there already"
     )
-    workers = Workers(lab.workers, lab.out, lab.machine_flags(), _variables(machine))
+    workers = Workers(options.workers, options.out, device, variables(machine))
     results = compare(study, arms, workers, log)
     write_results(study, results)
     for line in grid(("equal", *HEAD), [[one.axis, *one.cells()] for one in results]):
@@ -153,12 +129,3 @@ def _same_length(arm: Arm, base: TrainRecipe) -> Arm:
     train = arm.recipe.train
     train = replace(train, steps=base.steps, batch_tokens=train.batch_tokens or base.batch_tokens)
     return replace(arm, recipe=replace(arm.recipe, train=train))
-
-
-def _variables(machine: machines.Machine) -> Callable[[int], dict[str, str]]:
-    """On GPUs each worker sees one of them."""
-    if machine.device.type != "cuda":
-        return lambda worker: {}
-    visible = machines.environment().get("CUDA_VISIBLE_DEVICES", "")
-    devices = visible.split(",") if visible else [str(number) for number in range(os.cpu_count() or 1)]
-    return lambda worker: {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]}

@@ -1,0 +1,105 @@
+"""`quern lab`: reads the options of its tools, and runs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from quern import machine as machines
+from quern.cli.options import log
+from quern.flags import check_flags
+from quern.flags.recipe_flags import parse
+from quern.kernels.attention.autotune import select_attention
+from quern.lab import command, publish, scaling, sweep
+from quern.lab.board import server
+from quern.lab.devices import DeviceOptions, variables
+from quern.lab.trainer import Trainer
+from quern.recipe import Recipe
+from quern.recipes import load_recipe
+
+FLAT = tyro.conf.arg(name="")
+
+
+@dataclass(frozen=True)
+class _SweepOptions(sweep.SweepOptions):
+    where: Annotated[DeviceOptions, FLAT] = field(default_factory=DeviceOptions)
+
+
+@dataclass(frozen=True)
+class _ScalingOptions(scaling.ScalingOptions):
+    where: Annotated[DeviceOptions, FLAT] = field(default_factory=DeviceOptions)
+
+
+def _compare(rest: list[str], help_text: str) -> int:
+    return command.run_compare(rest, log, help_text)
+
+
+def _sweep(rest: list[str], help_text: str) -> int:
+    recipe, _, flags = _recipe(rest)
+    options = parse(_SweepOptions, recipe, flags, verb="lab sweep", description=help_text)
+    device = options.where.arguments(options.workers)
+    machine = machines.detect(**device)
+    worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(device["threads"])]
+    return sweep.run(options, log, _trainer(options, device), worker, variables(machine))
+
+
+def _scaling(rest: list[str], help_text: str) -> int:
+    recipe, source, flags = _recipe(rest)
+    options = parse(_ScalingOptions, recipe, flags, verb="lab scaling", description=help_text)
+    return scaling.run(options, _trainer(options, options.where.arguments()), log, source)
+
+
+def _log(rest: list[str], help_text: str) -> int:
+    options = check_flags.read(publish.LogOptions, rest, prog="quern lab log", description=help_text)
+    return publish.run(options, log)
+
+
+def _board(rest: list[str], help_text: str) -> int:
+    options = check_flags.read(server.BoardOptions, rest, prog="quern lab board", description=help_text)
+    return server.run(options, log)
+
+
+def _plan(rest: list[str], help_text: str) -> int:
+    from quern.estimate import plan
+
+    recipe, _, flags = _recipe(rest)
+    return plan.main(flags, log, recipe, help_text)
+
+
+TOOLS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
+    "compare": (_compare, "compare ideas with a baseline over paired seeds, until the verdict"),
+    "sweep": (_sweep, "search over fields of the recipe"),
+    "scaling": (_scaling, "train an IsoFLOP grid, and fit scaling laws to it"),
+    "log": (_log, "write the experiment log, a page per study and the ideas' verdicts, from records"),
+    "board": (_board, "show runs and studies on a local page"),
+    "plan": (_plan, "estimate time, memory and cost of a run on given GPUs"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a tool. Returns its exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        log("usage: quern lab TOOL [RECIPE…] [FLAGS]\n")
+        for name, (_, summary) in TOOLS.items():
+            log(f"  {name:10} {summary}")
+        log("\nflags and their defaults: quern lab TOOL --help")
+        return 0 if arguments else 2
+    if arguments[0] not in TOOLS:
+        raise ValueError(f"the lab has no '{arguments[0]}': use one of {', '.join(TOOLS)}")
+    run, summary = TOOLS[arguments[0]]
+    return run(list(arguments[1:]), summary)
+
+
+def _recipe(rest: Sequence[str]) -> tuple[Recipe, str | None, list[str]]:
+    """The recipe that a command line begins with, the source of its file, and the flags."""
+    chosen = bool(rest) and not rest[0].startswith("-")
+    recipe, source = load_recipe(rest[0] if chosen else "gpt")
+    return recipe, source, list(rest[chosen:])
+
+
+def _trainer(options: _SweepOptions | _ScalingOptions, device: dict[str, object]) -> Trainer:
+    return Trainer(options.out, select_attention(machines.detect(**device)), log)  # pyright: ignore[reportArgumentType]
