@@ -31,7 +31,6 @@ from quern.terminal import Meter, duration, grid
 CELLS, FITS, PLAN = "cells.jsonl", "fits.json", "plan.json"
 AHEAD = 10
 """The prediction is for a budget that is larger by this factor than the largest of the study."""
-TERA = 1e12
 
 
 @dataclass(frozen=True)
@@ -206,11 +205,11 @@ def _train(options: ScalingOptions, plan: Plan, trainer: Trains, log: Callable[[
         log(f"{len(finished)} runs are finished, {len(missing)} are left")
     failed: list[Cell] = []
     done, total, began = 0.0, sum(cell.flops for cell in missing), time.monotonic()
-    with Meter("scaling", total / TERA, "TFLOPs") as meter:
+    with Meter("scaling", 100, "% of the FLOPs") as meter:
         for number, cell in enumerate(missing, start=1):
 
             def progress(step: int, seconds: float, cell: Cell = cell, before: float = done) -> None:
-                meter.at((before + cell.flops * step / cell.steps) / TERA, cell.name)
+                meter.at(100 * (before + cell.flops * step / cell.steps) / total, cell.name)
 
             recipe, name = cell.recipe(options.recipe), f"{options.recipe.name}-{cell.size}"
             try:
@@ -223,7 +222,7 @@ def _train(options: ScalingOptions, plan: Plan, trainer: Trains, log: Callable[[
                 score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
                 log(f"run {number} of {len(missing)}, {cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s")
             done += cell.flops
-            meter.at(done / TERA)
+            meter.at(100 * done / total)
     if missing:
         log(f"trained for {duration(time.monotonic() - began)}")
     return failed
