@@ -14,9 +14,11 @@ from quern.cli.options import log
 from quern.flags import check_flags
 from quern.flags.recipe_flags import parse
 from quern.kernels.attention.autotune import select_attention
-from quern.lab import command, publish, scaling, sweep
+from quern.lab import command, publish
 from quern.lab.board import server
 from quern.lab.devices import DeviceOptions, variables
+from quern.lab.scaling import study as scaling
+from quern.lab.search import sweep
 from quern.lab.trainer import Trainer
 from quern.recipe import Recipe
 from quern.recipes import load_recipe

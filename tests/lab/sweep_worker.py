@@ -25,7 +25,7 @@ from typing import Any
 
 from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
 from quern.lab.search.queue import Patience
-from quern.lab.sweep import SweepOptions, run
+from quern.lab.search.sweep import SweepOptions, run
 from quern.recipe import Recipe
 
 SPACE = ("optim.matrix-lr=0.001..0.1:log", "train.warmdown-share=0.3..0.9")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from quern.lab.fits import Sweep, envelope, law_of_optima, parabola, power_law
+from quern.lab.scaling.fits import Sweep, envelope, law_of_optima, parabola, power_law
 
 BUDGETS = (1e15, 3e15, 1e16, 3e16)
 EXPONENT = 0.52

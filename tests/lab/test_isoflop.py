@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quern.lab.fits import Envelope, Estimate, Optimum
-from quern.lab.isoflop import CONVENTIONS, make_plan, most_stable
+from quern.lab.scaling.fits import Envelope, Estimate, Optimum
+from quern.lab.scaling.isoflop import CONVENTIONS, make_plan, most_stable
 from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve

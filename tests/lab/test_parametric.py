@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from quern.lab.parametric import Surface, SurfaceFit, fit_surface
+from quern.lab.scaling.parametric import Surface, SurfaceFit, fit_surface
 
 TRUE = Surface(E=1.8, A=480.0, B=2100.0, alpha=0.35, beta=0.37)
 BUDGETS = (1e17, 3e17, 1e18, 3e18)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.lab.space import Space, apply, read_space
+from quern.lab.search.space import Space, apply, read_space
 from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve

@@ -21,9 +21,9 @@ import pytest
 from quern.flags.recipe_flags import parse
 from quern.lab.search.measure import PENALTY
 from quern.lab.search.queue import FINISHED, Patience, Queue
+from quern.lab.search.space import apply, read_space
 from quern.lab.search.storage import open_storage
-from quern.lab.space import apply, read_space
-from quern.lab.sweep import SweepOptions, run
+from quern.lab.search.sweep import SweepOptions, run
 from quern.optim.groups import table
 from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import Recipe

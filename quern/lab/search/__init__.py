@@ -1,4 +1,4 @@
-"""The parts of `quern lab sweep` that use Optuna: storage, the queue of trials, results.
+"""`quern lab sweep`: a search over recipe fields with Optuna, which survives kills and can use several workers.
 
-`quern/lab/sweep.py` imports these files late, because Optuna is in the extra `lab`.
+space.py and sweep.py load without Optuna, which is in the extra `lab`; the other files are imported late.
 """

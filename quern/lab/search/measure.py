@@ -13,7 +13,7 @@ from optuna.exceptions import TrialPruned, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from quern.lab.search.queue import RUN, Queue
-from quern.lab.space import Space, apply
+from quern.lab.search.space import Space, apply
 from quern.recipe import Recipe
 from quern.resolve import resolve
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
 from quern.lab.search.queue import RUN
-from quern.lab.space import Dimension, Space
+from quern.lab.search.space import Dimension, Space
 from quern.temporaries import write_whole
 from quern.terminal import grid
 

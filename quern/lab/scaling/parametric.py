@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import optimize
 
-from quern.lab.fits import Array, Estimate, estimate
+from quern.lab.scaling.fits import Array, Estimate, estimate
 
 FEWEST_RUNS = 8
 """Runs that differ in N or D: the five constants and three more."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quern.lab.fits import FEWEST_BUDGETS, Envelope
+from quern.lab.scaling.fits import FEWEST_BUDGETS, Envelope
 from quern.model.count import Counts, count, weightless
 from quern.recipe import Recipe
 from quern.resolve import batch_rule, resolve

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from quern.flags.check_flags import UNSAID
-from quern.lab.space import Space, read_space
+from quern.lab.search.space import Space, read_space
 from quern.machine import environment
 from quern.recipe import Recipe
 from quern.resolve import resolve

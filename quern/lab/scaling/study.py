@@ -20,9 +20,9 @@ import numpy as np
 import tyro
 
 from quern.flags.check_flags import UNSAID
-from quern.lab.fits import FEWEST_CELLS, Envelope, envelope
-from quern.lab.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, Stability, make_plan, most_stable
-from quern.lab.parametric import SurfaceFit, fit_surface
+from quern.lab.scaling.fits import FEWEST_CELLS, Envelope, envelope
+from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, Stability, make_plan, most_stable
+from quern.lab.scaling.parametric import SurfaceFit, fit_surface
 from quern.recipe import OPERATIONAL, Recipe
 from quern.records import append_synced, drop_torn_end, read_lines
 from quern.temporaries import write_whole
