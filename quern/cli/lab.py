@@ -11,6 +11,7 @@ import tyro
 
 from quern import machine as machines
 from quern.cli.options import log
+from quern.cli.summaries import EXAMPLES
 from quern.flags import check_flags
 from quern.flags.recipe_flags import parse
 from quern.kernels.attention.autotune import select_attention
@@ -83,13 +84,11 @@ TOOLS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a tool. Returns its exit code."""
+    """Runs a tool and returns its exit code. Raises SystemExit after the help."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        log("usage: quern lab TOOL [RECIPE…] [FLAGS]\n")
-        for name, (_, summary) in TOOLS.items():
-            log(f"  {name:10} {summary}")
-        log("\nflags and their defaults: quern lab TOOL --help")
-        return 0 if arguments else 2
+        tools = [f"  {name:9} {summary}" for name, (_, summary) in TOOLS.items()]
+        log("\n".join(["usage: quern lab TOOL [RECIPE…] [FLAGS]", "", *tools, "", f"example: {EXAMPLES['lab']}"]))
+        raise SystemExit(0)
     if arguments[0] not in TOOLS:
         raise ValueError(f"the lab has no '{arguments[0]}': use one of {', '.join(TOOLS)}")
     run, summary = TOOLS[arguments[0]]

@@ -13,11 +13,15 @@ import pytest
 
 from quern.bench import command as bench_command
 from quern.bounds import BOUNDS
-from quern.cli import main, options, summaries, verbs
+from quern.cli import lab, main, options, summaries, verbs
 from quern.estimate import plan
 from quern.flags import check_flags
 from quern.generate.sample import Sampling
 from quern.interop import export_hf, import_hf
+from quern.lab.board.server import BoardOptions
+from quern.lab.command import CompareOptions
+from quern.lab.scaling.study import ScalingOptions
+from quern.lab.search.sweep import SweepOptions
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
 from quern.stages.jax import command as jax_command
@@ -56,7 +60,8 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     assert "recipes: gpt, llama, unet, or the path of a Python file that ends in RECIPE" in text
 
 
-HELP = [*verbs.VERBS, "bench gpu", "grug train", "grug eval", "grug export", "grug import", "grug gauntlet", "lab plan"]
+HELP = [*verbs.VERBS, "bench gpu", "grug train", "grug eval", "grug export", "grug import", "grug gauntlet"]
+HELP += [f"lab {tool}" for tool in lab.TOOLS]
 
 
 @pytest.mark.parametrize("verb", HELP)
@@ -72,7 +77,7 @@ def test_every_verb_explains_itself_its_flags_and_their_defaults(
     assert "None" not in text
     rows = [row for row in re.split(r"\n {0,2}(?=\S)", text.replace("│", " ")) if re.match("--?[a-z]", row)]
     silent = [row for row in rows if not re.search(r"[Dd]efault|\((required|repeatable)\)|--help", row)]
-    assert rows or verb == "grug"
+    assert rows or verb in ("grug", "lab")
     assert verb == "bench gpu" or not silent, "these flags say no default, and are neither required nor repeatable"
 
 
@@ -213,7 +218,15 @@ def test_every_number_among_the_flags_has_its_range() -> None:
     of_verbs = [options.PrepareOptions, options.RunAllOptions, options.TrainOptions, options.EvaluateOptions]
     of_verbs += [options.CompleteOptions, options.ChatOptions, options.ServeOptions, options.ReportOptions]
     stages = [import_hf.ImportOptions, bench_command.BenchOptions, export_hf.ExportOptions, plan.PlanOptions]
-    kinds = [*of_verbs, *stages, jax_command.JaxTrainOptions, jax_command.JaxMoveOptions, jax_command.GauntletOptions]
+    of_lab = [CompareOptions, ScalingOptions, SweepOptions, BoardOptions]
+    kinds = [
+        *of_verbs,
+        *stages,
+        *of_lab,
+        jax_command.JaxTrainOptions,
+        jax_command.JaxMoveOptions,
+        jax_command.GauntletOptions,
+    ]
     assert {name for kind in kinds for name in check_flags.numbers(kind)} <= BOUNDS.keys()
 
 
