@@ -17,7 +17,7 @@ from quern.lab.arms import Arm
 from quern.lab.compare import Workers, compare
 from quern.lab.devices import DeviceOptions, variables
 from quern.lab.power import detectable_effect
-from quern.lab.results import HEAD, write_results
+from quern.lab.results import HEAD
 from quern.lab.study import AXES, Registration, register
 from quern.recipe import Recipe, TrainRecipe
 from quern.recipes import load_recipe
@@ -118,7 +118,6 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
     )
     workers = Workers(options.workers, options.out, device, variables(machine))
     results = compare(study, arms, workers, log)
-    write_results(study, results)
     for line in grid(("equal", *HEAD), [[one.axis, *one.cells()] for one in results]):
         log(line)
     return 0

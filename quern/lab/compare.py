@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.lab.arms import Arm, Arms, Order
-from quern.lab.results import Result, all_results, result, steps_of
+from quern.lab.results import Result, all_results, result, steps_of, write_results
 from quern.lab.study import Study
 
 
@@ -98,6 +98,8 @@ class _Driver:
                     self._alone(registered.base, pair, steps, processes)
             for one in self._results(idea):
                 self.log(one.line())
+            with self._writing:
+                write_results(self.study, all_results(self.study))  # the board shows them while the study runs
 
     def _results(self, idea: str) -> list[Result]:
         with self._writing:

@@ -12,7 +12,7 @@ from quern.lab import compare as comparing
 from quern.lab.arms import Order
 from quern.lab.compare import Workers, compare
 from quern.lab.publish import LogOptions, pages, run
-from quern.lab.results import all_results, steps_of, write_results
+from quern.lab.results import all_results, steps_of
 from quern.lab.study import TRIALS, Registration, Study, read_study, register
 from quern.lab.trainer import Point, Trial
 from tests.support.toy_training import CPU
@@ -179,7 +179,7 @@ def test_equal_time_within_the_clocks_resolution_shares_the_trial(
 
 def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = opened(tmp_path / "out", "dear", "same")
-    write_results(study, go(study, monkeypatch)[0])
+    go(study, monkeypatch)
     rows = json.loads((study.folder / "verdicts.json").read_text(encoding="utf-8"))
     assert {"idea", "axis", "verdict", "pairs"} <= set(rows[0])
     project = tmp_path / "project"
