@@ -20,8 +20,8 @@ import pytest
 
 from quern.grug import checkpoint
 from quern.records import read_metrics
-from quern.text.tinyworld import corpus
 from tests.support.jax_process import environment
+from tests.support.small_text import write_text
 
 Law = Callable[[str, float | int | str, str], None]
 TIMED = {"seconds", "tokens_per_second", "mfu"}
@@ -35,8 +35,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.names = folder, (f"run-{number}" for number in itertools.count())
-        with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
+        write_text(folder)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.grug.runs", str(folder / "log.txt")],
             stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """The memory of a rank: predicted without running, against the peak of fresh processes; and by hand."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,9 @@ from quern.recipe import ModelRecipe, TrainRecipe
 from quern.recipes import llama
 from quern.resolve import resolve
 from tests.parallel.measured import recipe
-from tests.support.ranks import Ranks, running
+from tests.support.ranks import Ranks
 
 Law = Callable[[str, float | int | str, str], None]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as server:
-        yield server
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
