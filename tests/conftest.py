@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.support import faulty_ranks, jax_process
+from tests.support import faulty_ranks, interpreter, jax_process
 from tests.support import ranks as ranks_process
 from tests.support.small_text import write_text
 
@@ -78,6 +78,13 @@ def ranks() -> Iterator[ranks_process.Ranks]:
     """Calls functions on several ranks: tests/support/ranks.py."""
     with ranks_process.running() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[interpreter.Interpreted]:
+    """Calls functions in a process that interprets Triton kernels: tests/support/interpreter.py."""
+    with interpreter.running() as call:
+        yield call
 
 
 @pytest.fixture(scope="session")
