@@ -44,7 +44,7 @@ def pretrain(faulty_server: FaultyRanks, run: str, body: str) -> dict[str, Any]:
 
 
 def test_a_body_that_takes_longer_than_the_collectives_wait(faulty_server: FaultyRanks) -> None:
-    found = pretrain(faulty_server, "long", "time.sleep(9)")
+    found = pretrain(faulty_server, "long", "time.sleep(6)")
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found
     assert checkpoint.steps(faulty_server.folder / "out/runs/long/pretrain/checkpoints")
 
