@@ -44,7 +44,27 @@ GROUPS = {
     ),
 }
 """Files that use one server process run in one worker, so the process starts once."""
-SLOWEST_FIRST = ()
+SLOWEST_FIRST = (
+    "grug",
+    "bench",
+    "faulty ranks",
+    "tests/train/test_launch.py",
+    "tests/laws/test_grug_resume_law.py",
+    "tests/stages/test_run_ownership.py",
+    "tests/parallel/test_memory.py",
+    "tests/laws/test_ranks_law.py",
+    "tests/bench/test_bench_jax.py",
+    "tests/bench/test_bench.py",
+    "tests/laws/test_flash_law.py",
+    "tests/laws/test_rope_law.py",
+    "tests/laws/test_cross_entropy_law.py",
+    "tests/laws/test_tensor_law.py",
+    "tests/laws/test_fp8_law.py",
+    "tests/train/test_compilation.py",
+    "tests/generate/test_compiled.py",
+    "tests/stages/test_run_all.py",
+)
+"""The others follow in their order."""
 
 
 def group_of(nodeid: str) -> str:
