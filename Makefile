@@ -22,6 +22,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A file, or a group of files that share a server process, runs in one worker; tests/conftest.py puts the slowest first.
+PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 LAWS := out/laws.json
 
 .PHONY: help setup quickstart test check types lint layers laws bench campaign clean
@@ -58,7 +60,7 @@ quickstart: $(STAMP)
 	@echo "A larger model:     $(BIN)/quern run --depth 8 --run larger"
 
 test: $(DEV)
-	$(PYTEST) -n $(JOBS) -m "not campaign" --durations=15 $(TESTS)
+	$(PYTEST) $(PARALLEL) -m "not campaign" --durations=15 $(TESTS)
 
 # In parallel, because pyright uses one core for most of the time.
 check: $(DEV)
@@ -75,14 +77,14 @@ layers:
 	$(PYTEST) -q tests/test_layers.py
 
 laws: $(DEV)
-	$(PYTEST) -n $(JOBS) -m "not campaign" --laws-out $(LAWS) tests/laws
+	$(PYTEST) $(PARALLEL) -m "not campaign" --laws-out $(LAWS) tests/laws
 	$(BIN)/python tests/laws/table.py $(LAWS) README.md docs/laws.md
 
 bench: $(STAMP)
 	$(BIN)/quern bench
 
 campaign: $(DEV)
-	$(PYTEST) -n $(JOBS) -m campaign --timeout 0 --durations=15 $(TESTS)
+	$(PYTEST) $(PARALLEL) -m campaign --timeout 0 --durations=15 $(TESTS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,4 +1,5 @@
-"""Shared by every test: the `law` fixture, reproducible hypothesis, no network, and a restored compiler stance.
+"""Shared by every test: the `law` fixture, reproducible hypothesis, no network, a restored compiler stance, the server
+processes that several files use, and the order of files under xdist.
 
 `pytest --laws-out FILE` writes what the `law` fixture recorded in tests that passed as JSON, also under xdist.
 """
@@ -9,10 +10,17 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+from tests.support import faulty_ranks, interpreter, jax_process
+from tests.support import ranks as ranks_process
+from tests.support.small_text import write_text
+
+if TYPE_CHECKING:
+    from tests.support.run_bench import Bench
 
 hypothesis.settings.register_profile("quern", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("quern")
@@ -20,6 +28,105 @@ hypothesis.settings.load_profile("quern")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--laws-out", type=Path, help="write the laws' measured deviations here (JSON)")
+
+
+# Order under xdist -------------------------------------------------------------------------------------------
+
+
+GROUPS = {
+    "grug": ("tests/grug/", "tests/laws/test_grug_law.py"),
+    "bench": ("tests/laws/test_resume_law.py", "tests/laws/test_run_ownership_law.py"),
+    "faulty ranks": (
+        "tests/parallel/test_faults.py",
+        "tests/laws/test_ranks_resume_law.py",
+        "tests/train/test_replicas.py",
+        "tests/stages/test_main_first.py",
+    ),
+}
+"""Files that use one server process run in one worker, so the process starts once."""
+SLOWEST_FIRST = (
+    "grug",
+    "bench",
+    "faulty ranks",
+    "tests/train/test_launch.py",
+    "tests/laws/test_grug_resume_law.py",
+    "tests/stages/test_run_ownership.py",
+    "tests/parallel/test_memory.py",
+    "tests/laws/test_ranks_law.py",
+    "tests/bench/test_bench_jax.py",
+    "tests/bench/test_bench.py",
+    "tests/laws/test_flash_law.py",
+    "tests/laws/test_rope_law.py",
+    "tests/laws/test_cross_entropy_law.py",
+    "tests/laws/test_tensor_law.py",
+    "tests/laws/test_fp8_law.py",
+    "tests/train/test_compilation.py",
+    "tests/generate/test_compiled.py",
+    "tests/stages/test_run_all.py",
+)
+"""The others follow in their order."""
+
+
+def group_of(nodeid: str) -> str:
+    """Returns the name of the group, or the file of a test without one."""
+    return next((name for name, starts in GROUPS.items() if nodeid.startswith(starts)), nodeid.split("::")[0])
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist writes the group's name into the test's id
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, a worker runs all tests of a group, and the slowest groups start first."""
+    if not hasattr(config, "workerinput") or config.getoption("dist") != "loadgroup":
+        return
+    place = {name: number for number, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
+
+
+# Servers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def grug(tmp_path_factory: pytest.TempPathFactory) -> Iterator[jax_process.Grug]:
+    """Calls functions in JAX's process: tests/support/jax_process.py."""
+    with jax_process.running(tmp_path_factory.mktemp("grug")) as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[ranks_process.Ranks]:
+    """Calls functions on several ranks: tests/support/ranks.py."""
+    with ranks_process.running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[interpreter.Interpreted]:
+    """Calls functions in a process that interprets Triton kernels: tests/support/interpreter.py."""
+    with interpreter.running() as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
+def faulty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[faulty_ranks.FaultyRanks]:
+    """Runs commands on ranks with faults, in a folder with a small text: tests/support/faulty_ranks.py."""
+    folder = tmp_path_factory.mktemp("faulty")
+    write_text(folder)
+    with faulty_ranks.faulty(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bench"]:
+    """Runs commands that can be killed at any event: tests/support/run_bench.py."""
+    from tests.support.run_bench import Bench  # imports torch, which many tests do not need
+
+    made = Bench(tmp_path_factory.mktemp("bench"))
+    yield made
+    made.close()
+
+
+# Laws --------------------------------------------------------------------------------------------------------
 
 
 class LawRecorder:

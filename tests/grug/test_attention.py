@@ -1,8 +1,6 @@
 """Each mask and each path of attention against a loop over queries in float64."""
 
-from tests.support.jax_process import Grug, grug
-
-__all__ = ["grug"]  # a fixture
+from tests.support.jax_process import Grug
 
 
 def test_each_mask_on_each_path(grug: Grug) -> None:

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.support.jax_process import Grug, grug
-
-__all__ = ["grug"]  # a fixture
+from tests.support.jax_process import Grug
 
 
 def test_saved_is_restored_on_any_mesh(grug: Grug, law: Callable[[str, float | int | str, str], None]) -> None:

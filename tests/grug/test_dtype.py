@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from tests.support.jax_process import Grug, grug
-
-__all__ = ["grug"]  # a fixture
+from tests.support.jax_process import Grug
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.support.jax_process import ROOT, Grug, grug
+from tests.support.jax_process import ROOT, Grug
 
-__all__ = ["grug"]  # a fixture
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "experiments" / "grug").glob("*.py"))
 
 

@@ -1,8 +1,7 @@
 """The JAX twin's model and step: sharding, compilation, the effects of a step, evaluation."""
 
-from tests.support.jax_process import Grug, grug
+from tests.support.jax_process import Grug
 
-__all__ = ["grug"]  # a fixture
 ROWS = "8@(replica_dcn,replica,data)"
 
 

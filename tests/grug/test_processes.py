@@ -8,9 +8,7 @@ from pathlib import Path
 
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
-from tests.support.jax_process import ROOT, Grug, environment, grug
-
-__all__ = ["grug"]  # a fixture
+from tests.support.jax_process import ROOT, Grug, environment
 
 
 def free_port() -> int:

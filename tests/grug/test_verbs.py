@@ -1,8 +1,6 @@
 """The verbs of `quern grug`: PyTorch agrees with what they write, and they train the `gpt` recipe's numbers."""
 
-from tests.support.jax_process import Grug, grug
-
-__all__ = ["grug"]  # a fixture
+from tests.support.jax_process import Grug
 
 
 def test_models_move_both_ways(grug: Grug) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -26,9 +27,9 @@ from quern.runs.run_dir import RunDir
 from quern.stages.jax import command
 from quern.stages.jax import train as jax_stage
 from quern.stages.open_data import data_of_run
-from quern.text.tinyworld import corpus
 from quern.train import checkpoint
 from tests.grug.parity import relative
+from tests.support.small_text import write_text
 from tests.support.toy_training import CPU
 
 WHERE = ["--out", "out", "--dtype", "fp32"]
@@ -43,8 +44,7 @@ def folder() -> Iterator[None]:
     before, path = Path.cwd(), Path(tempfile.mkdtemp())
     os.chdir(path)
     try:
-        with open("text.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
+        write_text(path)
         yield
     finally:
         os.chdir(before)
@@ -62,9 +62,8 @@ def verb(*arguments: str) -> str:
 def chain() -> dict[str, Any]:
     """train → eval → export → PyTorch's measure; PyTorch's checkpoint → import → equal logits; and what is refused."""
     mesh = make_mesh(devices=jax.devices()[:1])  # programs for one device compile faster
-    jax_stage.measure_peak_flops = lambda dtype, mesh: 1e12  # type: ignore[assignment]
-    command.open_mesh = lambda where: mesh  # type: ignore[assignment]
-    with folder():
+    peak = patch.object(jax_stage, "measure_peak_flops", lambda dtype, mesh: 1e12)
+    with folder(), peak, patch.object(command, "open_mesh", lambda where: mesh):
         twin, back = RunDir(Path("out"), "twin"), RunDir(Path("out"), "back")
         found: dict[str, Any] = {"export before training": verb("export", "--run", "twin")}
         found["verbs"] = [verb(*TRAIN, "--run", "twin"), verb("eval", "--run", "twin"), verb("export", "--run", "twin")]

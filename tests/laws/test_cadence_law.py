@@ -1,20 +1,14 @@
 """Law: groups updated on every second step: N ranks = 1 rank, and resumed = not resumed between two updates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import Ranks, running
+from tests.support.ranks import Ranks
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as server:
-        yield server
 
 
 @pytest.mark.parametrize(("count", "tp"), [(2, 1), (3, 1), (4, 2)])

@@ -17,11 +17,11 @@ from quern.kernels import cross_entropy as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, TRITON, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from tests.support.deviation import deviation
-from tests.support.interpreter import Interpreted, interpreted
+from tests.support.interpreter import Interpreted
 from tests.support.mutant import planted
 from tests.support.toy_training import eager
 
-__all__ = ["eager", "interpreted"]  # fixtures
+__all__ = ["eager"]  # a fixture
 
 FP32_BAR = 1e-5
 BF16_BAR = 1.1

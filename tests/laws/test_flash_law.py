@@ -17,10 +17,8 @@ from torch import Tensor
 from quern.kernels.attention.attend import MaskSpec, attend_plain
 from quern.kernels.attention.flash import flash_attention
 from tests.support.deviation import deviation
-from tests.support.interpreter import Interpreted, interpreted
+from tests.support.interpreter import Interpreted
 from tests.support.mutant import planted
-
-__all__ = ["interpreted"]  # a fixture
 
 FP32_BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]

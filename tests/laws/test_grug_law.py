@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.jax_process import Grug, grug
+from tests.support.jax_process import Grug
 
-__all__ = ["grug"]  # a fixture
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
 SHAPES: dict[str, dict[str, Any]] = {

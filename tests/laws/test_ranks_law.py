@@ -3,7 +3,7 @@
 Real processes over gloo, fp32. Each rank compares what it owns with a process of its own that does all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,17 +11,11 @@ import torch
 
 from quern.train import checkpoint
 from tests.parallel.compared import BROKEN
-from tests.support.ranks import Ranks, running
+from tests.support.ranks import Ranks
 from tests.support.toy_training import toy_loader
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as server:
-        yield server
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from quern.kernels.rope import (
     rotate_plain,
 )
 from tests.support.deviation import deviation
-from tests.support.interpreter import Interpreted, interpreted
+from tests.support.interpreter import Interpreted
 from tests.support.mutant import planted
-
-__all__ = ["interpreted"]  # a fixture
 
 FP32_BAR = 1e-5
 GAIN = 1.2

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from quern.kernels.symmetric import symmetric_product_operator, symmetric_product_plain
 from tests.support.deviation import deviation
-from tests.support.interpreter import Interpreted, interpreted
+from tests.support.interpreter import Interpreted
 from tests.support.mutant import planted
-
-__all__ = ["interpreted"]  # a fixture
 
 FP32_BAR = 1e-5
 SHAPES = ((1, 1), (1, 33), (17, 1000), (17, 1), (127, 33), (127, 1), (129, 33), (129, 70))

@@ -5,24 +5,18 @@ documents and windows. The bytes that travel are those of the formula in paralle
 made elsewhere is shown to miss the bar.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.parallel.sharded import ARCHITECTURES, BROKEN
-from tests.support.ranks import Ranks, running
+from tests.support.ranks import Ranks
 
 BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
 LAYOUTS = ((1, 1, False), (2, 2, False), (2, 2, True), (4, 4, False), (4, 2, False), (4, 2, True))
 """(ranks, tp, accumulated in micro-batches of unequal size); ranks / tp replicas."""
 COMPARED = "tests.parallel.sharded:compared"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as started:
-        yield started
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -8,7 +8,7 @@ import json
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from quern.records import read_events, read_metrics
-from quern.text.tinyworld import corpus
 from quern.train import checkpoint
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.heartbeat import StragglerDetector
-from tests.support.faulty_ranks import FaultyRanks, faulty
+from tests.support.faulty_ranks import FaultyRanks
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16
@@ -31,27 +30,32 @@ ENDLESS = ("--train.steps", "100000", "--train.save-every", "50000")
 """For runs that must not end before the fault is noticed."""
 STATED_SECONDS = 30
 STOPPED_TIMEOUT_SECONDS = 5
-TIMES, CAMPAIGN_TIMES = 5, 20
+TIMES, CAMPAIGN_TIMES = 2, 20  # each rank once, or ten times
 Found = dict[str, Any]
 Law = Callable[[str, float | int | str, str], None]
-
-
-def write_text(folder: Path) -> None:
-    with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
 
 
 class Runs:
     """Runs of the command above, each under its own name, with a fault in one of two ranks."""
 
-    def __init__(self, folder: Path, server: FaultyRanks) -> None:
-        self.folder, self.server, self.count = folder, server, 0
+    def __init__(self, server: FaultyRanks) -> None:
+        self.server, self.count = server, 0
 
-    def __call__(self, fault: dict[str, Any] | None = None, flags: Sequence[str] = SHORT, restarts: int = 0) -> Found:
-        return self.together([fault], flags, restarts)[0]
+    def __call__(
+        self,
+        fault: dict[str, Any] | None = None,
+        flags: Sequence[str] = SHORT,
+        restarts: int = 0,
+        counted: bool = False,
+    ) -> Found:
+        return self.together([fault], flags, restarts, counted)[0]
 
     def together(
-        self, faults: Sequence[dict[str, Any] | None], flags: Sequence[str] = SHORT, restarts: int = 0
+        self,
+        faults: Sequence[dict[str, Any] | None],
+        flags: Sequence[str] = SHORT,
+        restarts: int = 0,
+        counted: bool = False,
     ) -> list[Found]:
         """Makes one run for each fault. flags: more flags of the command. `stage` in an answer: the run's records."""
         numbers = [self.count + 1 + number for number in range(len(faults))]
@@ -62,26 +66,24 @@ class Runs:
                 "faults": [fault],
                 "ranks": 2,
                 "restarts": restarts,
+                "counted": counted,
             }
             for number, fault in zip(numbers, faults, strict=True)
         ]
-        stages = [self.folder / f"out/runs/{number}/pretrain" for number in numbers]
+        stages = [self.server.folder / f"out/runs/{number}/pretrain" for number in numbers]
         answers = self.server.together(requests)
         return [answer | {"stage": stage} for answer, stage in zip(answers, stages, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    folder = tmp_path_factory.mktemp("faults")
-    write_text(folder)
-    with faulty(folder) as server:
-        yield Runs(folder, server)
+def runs(faulty_server: FaultyRanks) -> Runs:
+    return Runs(faulty_server)
 
 
 @pytest.fixture(scope="module")
 def events(runs: Runs) -> list[dict[str, Any]]:
     """Counts the events of each part, by rank, in a run without faults."""
-    untouched = runs()
+    untouched = runs(counted=True)
     assert untouched["exits"] == [[0, 0]] and untouched["result"] == 0, untouched["said"]
     return [untouched["events"][str(rank)] for rank in range(2)]
 

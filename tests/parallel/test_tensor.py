@@ -2,7 +2,6 @@
 
 tests/laws/test_tensor_law.py compares the shards with the whole model."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,13 +14,7 @@ from quern.parallel.plan import PLANS, ShardingPlan, plan_of, shard_model
 from quern.parallel.sharding import sharding_of
 from quern.parallel.vocabulary import part_rows
 from tests.parallel.sharded import ARCHITECTURES, SHAPE, whole_model
-from tests.support.ranks import Ranks, running
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as started:
-        yield started
+from tests.support.ranks import Ranks
 
 
 def shard_of(tp: int, rank: int = 0) -> Mesh:

@@ -1,6 +1,6 @@
 """Bytes that a training step sends, counted on real processes over gloo, against the formula and by hand; and when."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,11 @@ from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
-from tests.support.ranks import Ranks, running
+from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU
 
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 CONTEXT, ROWS = 13, 12
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as server:
-        yield server
 
 
 def recipe(architecture: str) -> Recipe:

@@ -4,14 +4,13 @@ Real commands on two ranks over gloo, whose collectives have a timeout of 4 seco
 """
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quern.train import checkpoint
-from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with, write_text
-from tests.support.faulty_ranks import FaultyRanks, faulty
+from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
+from tests.support.faulty_ranks import FaultyRanks
 
 RECIPE = """
 import functools, os, signal, time
@@ -35,39 +34,31 @@ RECIPE = replace(BASELINE, name="planted")
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyRanks]:
-    folder = tmp_path_factory.mktemp("main-first")
-    write_text(folder)
-    with faulty(folder) as server:
-        yield server
-
-
-def pretrain(server: FaultyRanks, run: str, body: str) -> dict[str, Any]:
-    path = server.folder / f"{run}.py"
+def pretrain(faulty_server: FaultyRanks, run: str, body: str) -> dict[str, Any]:
+    path = faulty_server.folder / f"{run}.py"
     path.write_text(RECIPE.format(body=body), encoding="utf-8")
-    found = server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, "--timeout", "4"])
+    found = faulty_server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, "--timeout", "4"])
     assert len(lines_with("prepared by rank 0", found["said"])) == 1
     assert len(lines_with("prepared by rank 1", found["said"])) == (run == "long"), found["said"]
     return found
 
 
-def test_a_body_that_takes_longer_than_the_collectives_wait(server: FaultyRanks) -> None:
-    found = pretrain(server, "long", "time.sleep(9)")
+def test_a_body_that_takes_longer_than_the_collectives_wait(faulty_server: FaultyRanks) -> None:
+    found = pretrain(faulty_server, "long", "time.sleep(6)")
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found
-    assert checkpoint.steps(server.folder / "out/runs/long/pretrain/checkpoints")
+    assert checkpoint.steps(faulty_server.folder / "out/runs/long/pretrain/checkpoints")
 
 
-def test_an_error_of_rank_0_is_said_once_and_ends_all(server: FaultyRanks) -> None:
-    found = pretrain(server, "raises", 'raise ValueError("planted")')
+def test_an_error_of_rank_0_is_said_once_and_ends_all(faulty_server: FaultyRanks) -> None:
+    found = pretrain(faulty_server, "raises", 'raise ValueError("planted")')
     assert found["exits"] == [[0, 0]] and found["result"] == 1, found
     assert lines_with("quern pretrain:", found["said"]) == ["quern pretrain: planted"]
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-def test_rank_0_is_gone(server: FaultyRanks, name: str) -> None:
+def test_rank_0_is_gone(faulty_server: FaultyRanks, name: str) -> None:
     """Killed: whatever started the ranks ends the other one. Stopped, or on another machine: the other one notices."""
-    found = pretrain(server, name, f"os.kill(os.getpid(), signal.{name})")
+    found = pretrain(faulty_server, name, f"os.kill(os.getpid(), signal.{name})")
     assert found["exits"] == [[-signal.SIGKILL, 1]] and found["result"] is None, found
     (line,) = lines_with("quern pretrain:", found["said"])
     assert line.startswith("quern pretrain: rank 0 is gone or stopped, last seen setting up; rank 1 is ")

@@ -6,12 +6,12 @@ Slow imports happen once. For each run the server forks an agent, which acts lik
 which the ranks connect, and forks the ranks. When a rank exits with an error, the agent sends SIGTERM to the others,
 later SIGKILL, and restarts all. A request is a list of runs. Several run at once, since they mostly wait. A run has
 `arguments` (of the command line), `ranks`, `restarts`, and `faults`: the fault of each attempt (or null), as {"kind",
-"rank", "part", "number"}: see `Fault`. tests/support/fork_server.py defines events and parts. The machine's peak is not
-measured.
+"rank", "part", "number"}: see `Fault`; and `counted`: whether its events are counted. tests/support/fork_server.py
+defines events and parts. The machine's peak is not measured.
 
 An answer holds for each run `exits` (for each attempt, the ranks' statuses), `result` (the reported outcome, or null),
-`events` (the number of each rank's events, in a run without faults), `places` and `seconds` (of the faults, and the
-time from the last one until no process of its attempt was left), `said` (all output).
+`events` (the number of each rank's events, if counted), `places` and `seconds` (of the faults, and the time from the
+last one until no process of its attempt was left), `said` (all output).
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class FaultyRanks:
         faults: Sequence[dict[str, Any] | None] = (),
         ranks: int = 2,
         restarts: int = 0,
+        counted: bool = False,
     ) -> dict[str, Any]:
         run = {"arguments": list(arguments), "faults": list(faults), "ranks": ranks, "restarts": restarts}
-        return self.together([run])[0]
+        return self.together([run | {"counted": counted}])[0]
 
     def together(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the answers to several runs, in order."""
@@ -166,7 +167,7 @@ def run_rank(rank: int, request: dict[str, Any], attempt: int, answers: int) -> 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     faults = request["faults"]
     fault = faults[attempt] if attempt < len(faults) else None
-    counted = not any(faults)
+    counted = request["counted"]
     events = Fault(fault, answers)
     if counted or (fault and fault["rank"] == rank):
         sys.setprofile(events)

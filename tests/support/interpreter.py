@@ -5,11 +5,11 @@ TRITON_INTERPRET. A test process that has imported Triton without it (torch.comp
 and one that sets it would change what every later test compiles. So the variable lives only in a child process, and
 the functions that touch kernels run there:
 
-    from tests.support.interpreter import Interpreted, interpreted  # a fixture, one child for each test module
+    from tests.support.interpreter import Interpreted
 
     def worst_deviation(lengths: tuple[int, ...]) -> float: ...     # at the top level of a module, launches kernels
 
-    def test_the_kernel(interpreted: Interpreted) -> None:
+    def test_the_kernel(interpreted: Interpreted) -> None:             # a fixture of tests/conftest.py
         assert interpreted(worst_deviation, (1, 17)) <= 1e-5
 
 The function, its arguments and its result travel by pickle: functions by name, tensors by value. What the function
@@ -26,6 +26,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import pytest
@@ -63,8 +64,8 @@ def _let_scalars_bound_loops() -> None:
     interpreter._patch_lang_tensor = patch
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Interpreted]:
+@contextmanager
+def running() -> Iterator[Interpreted]:
     """A child that interprets; skips where Triton isn't installed."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: it has builds for Linux only")

@@ -1,7 +1,8 @@
 """A process of its own for JAX: eight CPU devices, which must be said before JAX starts.
 
-`grug` (a fixture) starts it once per test process; `grug("parity:updates", depth=2)` runs tests/grug/parity.py's
-function there and returns what it returned, through JSON. An error there fails the test here, with its traceback.
+`grug` (a fixture of tests/conftest.py) starts it once per test process; `grug("parity:updates", depth=2)` runs
+tests/grug/parity.py's function there and returns what it returned, through JSON. An error there fails the test here,
+with its traceback.
 
     python -m tests.support.jax_process      serves requests on stdin
 """
@@ -14,14 +15,19 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Compiling is what these tests spend their time on: without optimizations it takes half as long.
-FLAGS = "--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+# These tests spend their time compiling. Without optimizations it takes half as long; without the fusion emitters,
+# which lower every fusion through MLIR, half of that.
+FLAGS = (
+    "--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    " --xla_cpu_use_fusion_emitters=false"
+)
 Grug = Callable[..., Any]
 
 
@@ -39,9 +45,9 @@ def environment(cache: Path, devices: int = 8) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def grug(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grug]:
-    folder = tmp_path_factory.mktemp("grug")
+@contextmanager
+def running(folder: Path) -> Iterator[Grug]:
+    """Starts the process; its log and what it compiles are in `folder`."""
     with (
         (folder / "log.txt").open("w", encoding="utf-8") as log,
         subprocess.Popen(
@@ -89,3 +95,4 @@ def serve() -> None:
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)  # a clean shutdown would take seconds

@@ -18,6 +18,7 @@ import torch
 from quern.records import read_metrics
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint
+from tests.support.small_text import write_text
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -35,8 +36,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.names = (f"run-{number}" for number in itertools.count())
-        with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents(0, 0.003, "train"))
+        self.references: dict[tuple[str, str], tuple[Path, dict[str, int]]] = {}
+        write_text(folder)
         with open(folder / "talks.jsonl", "w", encoding="utf-8") as file:
             talks = sorted(corpus.conversations(0, 40, "train"), key=lambda talk: len(str(talk)))[:20]
             file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
@@ -59,7 +60,7 @@ class Bench:
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline() or "{}")
         died = answer.get("status") == -signal.SIGKILL and "kill" in request
-        assert died or answer.get("status") == int(refused), (command, answer, self.log())
+        assert died or answer.get("status") == int(refused), (command, answer, self.log()[-3000:])
         return answer
 
     @staticmethod
@@ -67,7 +68,7 @@ class Bench:
         return ["--out", "out", "--run", name, "--no-compile", "--dtype", dtype, "--threads", "1"]
 
     def log(self) -> str:
-        return (self.folder / "log.txt").read_text(encoding="utf-8")[-3000:]
+        return (self.folder / "log.txt").read_text(encoding="utf-8")
 
     def stage(self, name: str, command: Sequence[str]) -> Path:
         return self.folder / "out" / "runs" / name / command[0]
@@ -80,6 +81,29 @@ class Bench:
             if not base.exists():
                 self.run(PRETRAIN, BASE, dtype)
             shutil.copytree(base, self.folder / "out" / "runs" / name)
+        return name
+
+    def reference(self, command: Sequence[str], dtype: str) -> tuple[Path, dict[str, int]]:
+        """The stage of a run that nothing disturbs, made once, and how many events its parts have.
+
+        Resumed when it is done, it does nothing.
+        """
+        key = " ".join(command), dtype
+        if key not in self.references:
+            name = self.fresh(command, dtype)
+            stage = self.stage(name, command)
+            events = self.run(command, name, dtype, counted=True)["events"]
+            before = logged(stage)
+            resumed = self.run([*command, "--resume"], name, dtype, counted=True)["events"]
+            assert logged(stage) == before and resumed["save"] == 0
+            assert min(events["train"], events["save"], resumed["resume"]) > 50
+            self.references[key] = stage, events | {"resume": resumed["resume"]}
+        return self.references[key]
+
+    def copied(self, command: Sequence[str], dtype: str) -> str:
+        """The name of a run that is a copy of the reference."""
+        name = f"{next(self.names)}-copy"
+        shutil.copytree(self.reference(command, dtype)[0].parent, self.folder / "out" / "runs" / name)
         return name
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import TCPStore
 from quern.records import read_metrics
 from quern.train import checkpoint
 from quern.train.guard import EXIT_STOPPED
-from tests.parallel.test_faults import PRETRAIN, write_text
+from tests.parallel.test_faults import PRETRAIN
 from tests.support.ranks import ROOT, free_port
+from tests.support.small_text import write_text
 
 COULD_NOT = "rank 1 could not connect to the others, though all were there"
 PROGRAM = """

@@ -1,14 +1,12 @@
 """Replicas that start from different weights are refused and named: real commands on two ranks over gloo."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from quern.train import checkpoint
 from quern.train.replicas import CHUNK_WORDS, checksum
-from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with, write_text
-from tests.support.faulty_ranks import FaultyRanks, faulty
+from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
+from tests.support.faulty_ranks import FaultyRanks
 
 # One bit of one parameter, on rank 1; or of the optimizer's state that every replica has, after a resume.
 RECIPE = """
@@ -39,33 +37,27 @@ RECIPE = replace(BASELINE, name="flipped", make_model=Flipped)
 REFUSAL = "quern pretrain: the ranks do not start from equal weights: rank 1 differs from rank 0 in "
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyRanks]:
-    folder = tmp_path_factory.mktemp("replicas")
-    write_text(folder)
-    with faulty(folder) as server:
-        yield server
-
-
-def pretrain(server: FaultyRanks, run: str, part: str = "", name: str = "", at: int = 0, flags: tuple = ()) -> dict:
-    path = server.folder / "flipped.py"
+def pretrain(
+    faulty_server: FaultyRanks, run: str, part: str = "", name: str = "", at: int = 0, flags: tuple = ()
+) -> dict:
+    path = faulty_server.folder / "flipped.py"
     path.write_text(RECIPE.format(part=part, name=name, at=at), encoding="utf-8")
-    return server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, *flags], restarts=1)
+    return faulty_server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", run, *flags], restarts=1)
 
 
 @pytest.mark.parametrize(("name", "at"), [("embedding.weight", 5), ("blocks.1.mlp.down.weight", -1)])
-def test_one_bit_of_one_parameter_is_refused(server: FaultyRanks, name: str, at: int) -> None:
-    found = pretrain(server, f"bit{at}", "weights", name, at)
+def test_one_bit_of_one_parameter_is_refused(faulty_server: FaultyRanks, name: str, at: int) -> None:
+    found = pretrain(faulty_server, f"bit{at}", "weights", name, at)
     assert found["exits"] == [[0, 0]] and found["result"] == 1, found
     (line,) = lines_with("quern pretrain:", found["said"])
     assert line.startswith(f"{REFUSAL}{name}") and "Nothing was trained: start the same" in line
     assert "Traceback" not in found["said"]
-    assert not checkpoint.steps(server.folder / f"out/runs/bit{at}/pretrain/checkpoints")
+    assert not checkpoint.steps(faulty_server.folder / f"out/runs/bit{at}/pretrain/checkpoints")
 
 
-def test_equal_replicas_train_and_state_that_differs_after_a_resume_is_refused(server: FaultyRanks) -> None:
-    assert pretrain(server, "resumed")["result"] == 0
-    found = pretrain(server, "resumed", "state", flags=("--resume",))
+def test_equal_replicas_train_and_state_that_differs_after_a_resume_is_refused(faulty_server: FaultyRanks) -> None:
+    assert pretrain(faulty_server, "resumed")["result"] == 0
+    found = pretrain(faulty_server, "resumed", "state", flags=("--resume",))
     assert found["exits"] == [[0, 0]] and found["result"] == 1, found["said"]
     assert f"{REFUSAL}m of " in found["said"], found["said"]
 

@@ -18,10 +18,9 @@ from quern.kernels.attention.autotune import KINDS, Picked, example, kind_of, pi
 from quern.kernels.attention.backends import BLOCKED, SDPA, Backend, cudnn, flex, installed_flash, triton_flash
 from quern.machine import Machine
 from quern.model.context import CausalContext
-from tests.support.interpreter import Interpreted, interpreted
+from tests.support.interpreter import Interpreted
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
-__all__ = ["interpreted"]  # a fixture
 SMALL = (2, 100, 4, 2, 16)
 
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from quern.kernels.attention.attend import MaskSpec, attend_plain
 from quern.kernels.attention.flash import document_bounds, flash_attention, forward_operator
-from tests.support.interpreter import Interpreted, interpreted
-
-__all__ = ["interpreted"]  # a fixture
+from tests.support.interpreter import Interpreted
 
 SCALE = 0.2
 
