@@ -12,16 +12,15 @@ from dataclasses import replace
 
 from quern.optim.groups import GroupRule, table
 from quern.optim.schedule import Multipliers, warmup_stable_decay
-from quern.recipe import Recipe, TrainRecipe
+from quern.recipe import OptimRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE as BASELINE
 
 
 def rules(recipe: Recipe) -> dict[str, GroupRule]:
     rules = table(recipe)
     matrices = rules["matrices"]
-    return rules | {
-        "matrices": matrices._replace(rule=replace(matrices.rule, weight_decay=0.2 * (12 / recipe.depth) ** 2))
-    }
+    decay = matrices.rule.weight_decay * (12 / recipe.depth) ** 2
+    return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, weight_decay=decay))}
 
 
 def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
@@ -33,7 +32,7 @@ def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
 RECIPE = replace(
     BASELINE,
     name="log_decay",
-    make_schedule=schedule,
     make_rules=rules,
-    unused=(*BASELINE.unused, "optim.matrix_decay", "optim.decay_scale"),
+    make_schedule=schedule,
+    optim=OptimRecipe(matrix_decay=0.2, decay_scale=1.0),
 )

@@ -20,7 +20,7 @@ class UnnormedEmbeddingGPT(GPT):
     def enter(self, tokens_BT: Tensor, context: Context) -> Tensor:
         x_BTD = self.embedding(tokens_BT)
         gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
-        return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
+        return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD, "embedding")
 
 
 RECIPE = replace(BASELINE, name="no_embedding_norm", make_model=UnnormedEmbeddingGPT)

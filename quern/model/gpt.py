@@ -102,6 +102,7 @@ class GPT(LanguageModel):
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
+        self.remembered = {"embedding": shape.width}
         # nanochat taps one block later. Over three paired seeds (depth 4, width 128, 200 steps of 2,048 tokens) that
         # changed the bits per byte by -0.013, -0.003 and +0.002: no difference, so the tap stays.
         self.backout_layer = shape.depth // 2 - 1
@@ -205,7 +206,7 @@ class GPT(LanguageModel):
         """Embedding and smear."""
         x_BTD = norm(self.embedding(tokens_BT))
         gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
-        return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
+        return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD, "embedding")
 
     def leave(self, x_BTD: Tensor, halfway_BTD: Tensor) -> Tensor:
         """Backout and the last norm."""
