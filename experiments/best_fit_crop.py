@@ -1,8 +1,8 @@
 """The log's loader: best fit that discards what it crops.
 
 Hypothesis: the tails of long documents are not missed while the data is plentiful.
-Source: nanochat's experiment log, 2026-01-13: 34.6% of the tokens are discarded, none are padding. The default keeps
-the tails at a context of 2,048. As there, a document longer than a row is cropped to one row.
+Source: nanochat's experiment log, 2026-01-13: at a context of 2,048, 34.6% of the tokens are discarded and none are
+padding. As there, a document longer than a row is cropped to one row. The default keeps the tails.
 Expected effect: no difference as long as no document repeats; worse on a small corpus, a third of which it discards
 in each epoch.
 Verdict: not yet measured.

@@ -3,7 +3,7 @@
 Hypothesis: an average over the last steps removes noise that the warm-down does not.
 Source: Polyak averaging; EMA and SWA are mentioned in nanochat's experiment log, 2026-03-24: they did not help.
 Expected effect: no difference, since the rate falls almost to zero. Bits per byte before the last step are those of
-the plain weights.
+the plain weights; so are those at the end if the run skipped a step.
 Verdict: not yet measured.
 """
 
