@@ -17,9 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from quern.generate.cache import KVCache, decode
+from quern.model.count import count, weightless
 from quern.model.gpt import GPT
 from quern.model.loss import loss_sum
+from quern.optim.groups import make_groups
 from quern.recipe import Recipe
+from quern.resolve import resolve
 from quern.train import checkpoint
 from tests.contracts.idea import (
     EXPERIMENTS,
@@ -74,6 +77,16 @@ def test_it_trains_and_every_parameter_moves(name: str) -> None:
     assert all(torch.tensor(run.losses).isfinite()) and run.losses[-1] < run.losses[0], run.losses
     still = [key for key, p in run.before.items() if torch.equal(p, run.after[f"parameter.{key}"])]
     assert still == []
+
+
+@pytest.mark.parametrize("depth", [None, 12])
+def test_it_is_built_and_counted_at_full_size(depth: int | None) -> None:
+    """At the file's own depth and at a larger one: every parameter has a group, and every group a kind and a rule."""
+    for name in idea_files():
+        recipe = resolve(replace(read(name), depth=depth or read(name).depth))
+        model = weightless(recipe)
+        assert count(model).parameters.total > 0, name
+        make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
 
 
 def once_per_model(check: Callable[[Recipe], float]) -> Callable[[Recipe], float]:
