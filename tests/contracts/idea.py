@@ -79,7 +79,7 @@ def train(state: TrainState, recipe: Recipe, first: int, last: int) -> list[floa
     losses = []
     for step in range(first, last):
         batch, clip_norm = batches.batch(step, data.rank, data.size), recipe.train.clip_norm
-        losses.append(train_step(state, batch, schedule(step), CPU, micro_batch_rows=3, clip_norm=clip_norm).loss)
+        losses.append(train_step(state, batch, schedule(step), CPU, micro_batch_rows=5, clip_norm=clip_norm).loss)
     return losses
 
 
