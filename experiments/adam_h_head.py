@@ -25,7 +25,7 @@ OWN_INITIAL_VALUES = ("head.weight",)
 
 
 class ScaledHeadGPT(GPT):
-    optimizer_groups: ClassVar = {**GPT.optimizer_groups, "head_scale": "residual_scales"}
+    optimizer_groups: ClassVar = {**GPT.optimizer_groups, "head_scale": "x0_scales"}
 
     def initial_scales(self) -> dict[str, Tensor]:
         return super().initial_scales() | {"head_scale": torch.full((1,), 0.001 * self.embedding.embedding_dim**0.5)}
