@@ -1,8 +1,12 @@
-"""Hypothesis: a batch that grows 1 → 2 → 3 during training takes more steps early, at equal tokens.
+"""A batch that grows 1 → 2 → 3 during training, at equal tokens.
 
-Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489).
+Hypothesis: small batches are enough early, so a growing batch takes more steps of them.
+Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489). nanochat's experiment log, 2026-01-17
+(8 → 16 → 24 with scaled rates) and 2026-02-05 (a ramp): small gains, given up for their complexity.
 Expected effect: lower loss at equal tokens.
-Verdict: not measured. Shows the seam `make_batches`: a batch stays a pure function of (seed, step).
+Verdict: not yet measured.
+
+Shows the seam `make_batches`: a batch stays a pure function of (seed, step).
 """
 
 from dataclasses import replace

@@ -1,8 +1,11 @@
-"""Hypothesis: attention windows that start short and grow make early steps cheaper without a loss in the end.
+"""Attention windows that start short and grow.
 
+Hypothesis: short windows make early steps cheaper without a loss in the end.
 Source: modded-nanogpt grows its windows over the run.
 Expected effect: less time to the same loss.
-Verdict: not measured. Shows the seam `context` in `gpt`: windows are tensors, so a compiled model compiles once.
+Verdict: not yet measured.
+
+Shows the seam `context` in `gpt`: windows are tensors, so a compiled model compiles once.
 """
 
 import math

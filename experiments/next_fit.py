@@ -1,8 +1,11 @@
-"""Hypothesis: the simplest packer, which closes a row when the next document does not fit, is good enough.
+"""The simplest packer, which closes a row when the next document does not fit.
 
+Hypothesis: the simplest packer is good enough.
 Source: next-fit bin packing.
 Expected effect: more padding than best-fit, no cropped documents.
-Verdict: not measured. Shows a packer as a function.
+Verdict: not yet measured.
+
+Shows a packer as a function.
 """
 
 from dataclasses import replace

@@ -3,15 +3,15 @@
 Each layer has a ring of slots: its window's length for a windowed layer, the maximal length for a long layer, none for
 a layer without attention. The token at position p is stored in slot p mod ring, so the ring of a windowed layer holds
 exactly the keys that the next query sees. Each row has its own position: prompts of unequal length share a batch,
-padded on the right, and padding is not stored. The cache also holds the embedding of each row's last token, which the
-smear reads, and the ids of as many last tokens as the model looks back (`lookback`).
+padded on the right, and padding is not stored. The cache also holds what a model asks of each row's last token by name
+(`previous`), as the smear does, and the ids of as many last tokens as the model looks back (`lookback`).
 
 Shapes: B rows, T new tokens, R ring slots, H query heads, K key/value heads, E head dim, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,14 @@ class KVCache:
         attention_layers: list[int],
         kv_heads: int,
         head_dim: int,
-        width: int,
         rows: int,
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
         lookback: int = 0,
+        remembered: Mapping[str, int] | None = None,
     ):
-        """lookback, windows, attention_layers: as in `LanguageModel`; max_tokens: the most tokens in a row."""
+        """windows, attention_layers, lookback, remembered: of the `LanguageModel`; max_tokens: the most in a row."""
         self.max_tokens = max_tokens
         self.rings = [
             min(window or max_tokens, max_tokens) if layer in attention_layers else 0
@@ -46,7 +46,7 @@ class KVCache:
         ]
         self.keys_BKRE = [torch.zeros(rows, kv_heads, r, head_dim, dtype=dtype, device=device) for r in self.rings]
         self.values_BKRE = [torch.zeros_like(keys) for keys in self.keys_BKRE]
-        self.last_BD = torch.zeros(rows, width, dtype=dtype, device=device)
+        self.last = {name: torch.zeros(rows, n, dtype=dtype, device=device) for name, n in (remembered or {}).items()}
         self.positions_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.recent_BN = torch.full((rows, lookback), -1, dtype=torch.int64, device=device)  # the newest N tokens
         self.filled = 0  # an upper bound of the tokens in any row
@@ -56,18 +56,18 @@ class KVCache:
         """An empty cache in the dtype and on the device of the model's parameters."""
         weight = model.embedding.weight
         shape = model.shape
-        assert shape.kv_heads and shape.head_dim and shape.width
+        assert shape.kv_heads and shape.head_dim
         return cls(
             list(model.windows),
             list(model.attention_layers),
             shape.kv_heads,
             shape.head_dim,
-            shape.width,
             rows,
             max_tokens,
             weight.dtype,
             weight.device,
             model.lookback,
+            model.remembered,
         )
 
     def take(self, rows: Tensor) -> KVCache:
@@ -76,8 +76,8 @@ class KVCache:
         taken.max_tokens, taken.rings, taken.filled = self.max_tokens, self.rings, self.filled
         taken.keys_BKRE = [keys[rows] for keys in self.keys_BKRE]
         taken.values_BKRE = [values[rows] for values in self.values_BKRE]
-        taken.last_BD, taken.positions_B = self.last_BD[rows], self.positions_B[rows]
-        taken.recent_BN = self.recent_BN[rows]
+        taken.last = {name: last_BD[rows] for name, last_BD in self.last.items()}
+        taken.positions_B, taken.recent_BN = self.positions_B[rows], self.recent_BN[rows]
         return taken
 
     @staticmethod
@@ -90,7 +90,7 @@ class KVCache:
         joined.filled = max(cache.filled for cache in caches)
         joined.keys_BKRE = [torch.cat(keys) for keys in zip(*(cache.keys_BKRE for cache in caches), strict=True)]
         joined.values_BKRE = [torch.cat(v) for v in zip(*(cache.values_BKRE for cache in caches), strict=True)]
-        joined.last_BD = torch.cat([cache.last_BD for cache in caches])
+        joined.last = {name: torch.cat([cache.last[name] for cache in caches]) for name in caches[0].last}
         joined.positions_B = torch.cat([cache.positions_B for cache in caches])
         joined.recent_BN = torch.cat([cache.recent_BN for cache in caches])
         return joined
@@ -101,6 +101,12 @@ class KVCache:
         if n > lookback:
             raise ValueError(f"the model looks {n} tokens back and declares {lookback}: set its `lookback`")
         return torch.cat([self.recent_BN, tokens_BT], dim=1)[:, lookback - n : lookback - n + T]
+
+    def remembered(self, name: str) -> Tensor:
+        """What `previous` was given for the last token, (B, D)."""
+        if name not in self.last:
+            raise ValueError(f"the model asks for the previous '{name}' and does not declare it: set its `remembered`")
+        return self.last[name]
 
     def prefill(
         self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
@@ -145,11 +151,11 @@ class PrefillContext:
     def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
         return full
 
-    def previous(self, x_BTD: Tensor) -> Tensor:
-        cache = self._cache
-        shifted = torch.cat([cache.last_BD[:, None], x_BTD[:, :-1]], dim=1)
-        last_BD = take_token(x_BTD, self._lengths_B - 1)
-        cache.last_BD = torch.where(self._lengths_B[:, None] > 0, last_BD, cache.last_BD)
+    def previous(self, x_BTD: Tensor, name: str) -> Tensor:
+        last_BD = self._cache.remembered(name)
+        shifted = torch.cat([last_BD[:, None], x_BTD[:, :-1]], dim=1)
+        newest_BD = take_token(x_BTD, self._lengths_B - 1)
+        self._cache.last[name] = torch.where(self._lengths_B[:, None] > 0, newest_BD, last_BD)
         return shifted
 
     def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
@@ -234,9 +240,10 @@ class DecodeContext:
     def windows(self, full: Sequence[int | None]) -> Sequence[int | None]:
         return full
 
-    def previous(self, x_BTD: Tensor) -> Tensor:
-        before_B1D = self._cache.last_BD[:, None].clone()
-        self._cache.last_BD.copy_(x_BTD[:, 0])
+    def previous(self, x_BTD: Tensor, name: str) -> Tensor:
+        last_BD = self._cache.remembered(name)
+        before_B1D = last_BD[:, None].clone()
+        last_BD.copy_(x_BTD[:, 0])
         return before_B1D
 
     def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:

@@ -26,6 +26,9 @@ class CausalSelfAttention(nn.Module):
     """Reads its head counts off the projections' shapes, so that the same code runs on a shard of the heads."""
 
     optimizer_groups: ClassVar = {"value_gate": "gates"}
+    qk_scale: ClassVar[float] = QK_SCALE
+    gate_channels: ClassVar[int] = GATE_CHANNELS
+    gate_range: ClassVar[float] = GATE_RANGE
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, *, layer: int, gated: bool) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class CausalSelfAttention(nn.Module):
         self.key = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.value = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.out = nn.Linear(heads * head_dim, width, bias=False)
-        self.value_gate = nn.Linear(GATE_CHANNELS, kv_heads, bias=False) if gated else None
+        self.value_gate = nn.Linear(self.gate_channels, kv_heads, bias=False) if gated else None
 
     def init_parameters(self, draw: Draw) -> None:
         """As nanochat: the output starts at zero, the other projections uniform with deviation 1/sqrt(width)."""
@@ -59,11 +62,22 @@ class CausalSelfAttention(nn.Module):
         q_BTHE = self.query(x_BTD).view(B, T, -1, self.head_dim)
         k_BTKE = self.key(x_BTD).view(B, T, -1, self.head_dim)
         v_BTKE = self.value(x_BTD).view(B, T, -1, self.head_dim)
-        if self.value_gate is not None and value_embedding is not None:
-            # Value residual learning (arXiv 2410.17897) from an embedding of the token, gated by the input per head.
-            gate_BTK = GATE_RANGE * torch.sigmoid(self.value_gate(x_BTD[..., :GATE_CHANNELS]))
-            v_BTKE = v_BTKE + gate_BTK[..., None] * value_embedding.view_as(v_BTKE)
-        q_BTHE = rotate_normed(q_BTHE, *rotary, QK_SCALE)  # QK norm: arXiv 2010.04245
-        k_BTKE = rotate_normed(k_BTKE, *rotary, QK_SCALE)
-        y_BTHE = context.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, window)
-        return self.out(y_BTHE.reshape(B, T, -1))
+        v_BTKE = self.mix_values(x_BTD, v_BTKE, value_embedding)
+        q_BTHE, k_BTKE = self.rotate(q_BTHE, rotary), self.rotate(k_BTKE, rotary)
+        return self.project_out(x_BTD, context.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, window))
+
+    def mix_values(self, x_BTD: Tensor, v_BTKE: Tensor, value_embedding: Tensor | None) -> Tensor:
+        """The values that are attended to: value residual learning (arXiv 2410.17897) from an embedding of the token,
+        gated by the input per head."""
+        if self.value_gate is None or value_embedding is None:
+            return v_BTKE
+        gate_BTK = self.gate_range * torch.sigmoid(self.value_gate(x_BTD[..., : self.gate_channels]))
+        return v_BTKE + gate_BTK[..., None] * value_embedding.view_as(v_BTKE)
+
+    def rotate(self, x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Normed and rotated queries or keys. QK norm: arXiv 2010.04245."""
+        return rotate_normed(x_BTHE, *rotary, self.qk_scale)
+
+    def project_out(self, x_BTD: Tensor, y_BTHE: Tensor) -> Tensor:
+        """The output (B, T, D) from the input of the layer and the heads' attention."""
+        return self.out(y_BTHE.flatten(2))

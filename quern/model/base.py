@@ -42,6 +42,9 @@ class LanguageModel(nn.Module):
     lookback: ClassVar[int] = 0
     """The most tokens before the current one that `context.previous_tokens` is asked for. A cache keeps as many."""
 
+    remembered: Mapping[str, int] = {}
+    """For each name that `context.previous` is asked for, the number of channels. A cache keeps the last token's."""
+
     shape: ModelRecipe
     """Resolved."""
     embedding: nn.Embedding

@@ -47,8 +47,8 @@ class Context(Protocol):
         """
         ...
 
-    def previous(self, x_BTD: Tensor) -> Tensor:
-        """x shifted right by one token; zeros before the first token."""
+    def previous(self, x_BTD: Tensor, name: str) -> Tensor:
+        """x shifted right by one token; zeros before the first token. name: of the model's `remembered`."""
         ...
 
     def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:
@@ -117,7 +117,7 @@ class CausalContext:
                 mask = prepared
         return self._attend(q_BTHE, k_BTKE, v_BTKE, mask, scale)
 
-    def previous(self, x_BTD: Tensor) -> Tensor:
+    def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         return torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
 
     def previous_tokens(self, tokens_BT: Tensor, n: int) -> Tensor:

@@ -52,8 +52,16 @@ class GPTBlock(nn.Module):
         context: Context,
     ) -> Tensor:
         x_BTD = scales[0] * x_BTD + scales[1] * x0_BTD
-        x_BTD = x_BTD + self.attention(norm(x_BTD), value_embedding, rotary, window, context)
-        return x_BTD + self.mlp(norm(x_BTD))
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), value_embedding, rotary, window, context)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+    def attention_norm(self, x_BTD: Tensor) -> Tensor:
+        """The input of the attention."""
+        return norm(x_BTD)
+
+    def mlp_norm(self, x_BTD: Tensor) -> Tensor:
+        """The input of the feed-forward."""
+        return norm(x_BTD)
 
 
 class GPT(LanguageModel):
@@ -76,7 +84,14 @@ class GPT(LanguageModel):
         "x0_scales": "x0_scales",
     }
     default_groups: ClassVar = ("matrices", "value_embeddings", "smear")
-    compiled_parts: ClassVar = ("_enter", "_leave")
+    compiled_parts: ClassVar = ("enter", "leave")
+    block_type: ClassVar[type[GPTBlock]] = GPTBlock
+    attention_type: ClassVar[type[CausalSelfAttention]] = CausalSelfAttention
+    mlp_type: ClassVar[type[SquaredReluMLP]] = SquaredReluMLP
+    residual_scales: nn.Parameter
+    x0_scales: nn.Parameter
+    smear_scale: nn.Parameter
+    backout_scale: nn.Parameter
 
     def __init__(self, shape: ModelRecipe) -> None:
         """shape: resolved (`resolve`). Weights are uninitialised until `initialize`."""
@@ -87,6 +102,7 @@ class GPT(LanguageModel):
         self.windows = shape.window_sizes()
         self.attention_layers = list(range(shape.depth))
         self.head_dim = shape.head_dim
+        self.remembered = {"embedding": shape.width}
         # nanochat taps one block later. Over three paired seeds (depth 4, width 128, 200 steps of 2,048 tokens) that
         # changed the bits per byte by -0.013, -0.003 and +0.002: no difference, so the tap stays.
         self.backout_layer = shape.depth // 2 - 1
@@ -98,36 +114,49 @@ class GPT(LanguageModel):
             {
                 str(layer): nn.Embedding(shape.vocab_size, shape.kv_heads * shape.head_dim)
                 for layer in range(shape.depth)
-                if has_value_embedding(layer, shape.depth)
+                if self.has_value_embedding(layer)
             }
         )
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
-        self.residual_scales = nn.Parameter(torch.empty(shape.depth))
-        self.x0_scales = nn.Parameter(torch.empty(shape.depth))
         self.smear_gate = nn.Linear(min(SMEAR_CHANNELS, shape.width), 1, bias=False)
-        self.smear_scale = nn.Parameter(torch.empty(1))
-        self.backout_scale = nn.Parameter(torch.empty(1))
+        for name, value in self.initial_scales().items():
+            setattr(self, name, nn.Parameter(torch.empty_like(value)))
+
+    def initial_scales(self) -> dict[str, Tensor]:
+        """The initial values of the scalars on the residual stream, by the name of their parameter."""
+        share = torch.arange(len(self.blocks)) / max(1, len(self.blocks) - 1)
+        return {
+            "residual_scales": 1.15 - 0.10 * share,
+            "x0_scales": 0.20 - 0.15 * share,
+            "smear_scale": torch.zeros(1),
+            "backout_scale": torch.full((1,), 0.2),
+        }
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Whether a layer has a value embedding."""
+        assert self.shape.depth
+        return has_value_embedding(layer, self.shape.depth)
 
     def make_block(self, layer: int) -> nn.Module:
         """The block of a layer; it is called as `GPTBlock.forward`."""
-        return GPTBlock(self.make_attention(layer), self.make_mlp(layer))
+        return self.block_type(self.make_attention(layer), self.make_mlp(layer))
 
     def make_attention(self, layer: int) -> nn.Module:
         """The attention of a layer; it is called as `CausalSelfAttention.forward`."""
         shape = self.shape
-        assert shape.depth and shape.width and shape.heads and shape.kv_heads and shape.head_dim
-        gated = has_value_embedding(layer, shape.depth)
-        return CausalSelfAttention(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, gated=gated)
+        assert shape.width and shape.heads and shape.kv_heads and shape.head_dim
+        gated = self.has_value_embedding(layer)
+        return self.attention_type(shape.width, shape.heads, shape.kv_heads, shape.head_dim, layer=layer, gated=gated)
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward of a layer: (B, T, D) → (B, T, D)."""
         assert self.shape.width
-        return SquaredReluMLP(self.shape.width, UP_SHARE)
+        return self.mlp_type(self.shape.width, UP_SHARE)
 
     def forward(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """tokens: (B, T) integers → (B, T, D) normed hidden states in the parameters' dtype."""
-        x_BTD, kept = self.layers(self._enter(tokens_BT, context), tokens_BT, context)
-        return self._leave(x_BTD, kept[self.backout_layer])
+        x_BTD, kept = self.layers(self.enter(tokens_BT, context), tokens_BT, context)
+        return self.leave(x_BTD, kept[self.backout_layer])
 
     def before_block(
         self, layer: int, x_BTD: Tensor, kept: dict[int | str, Tensor], tokens_BT: Tensor, context: Context
@@ -147,44 +176,49 @@ class GPT(LanguageModel):
     def layers(self, x_BTD: Tensor, tokens_BT: Tensor, context: Context) -> tuple[Tensor, dict[int | str, Tensor]]:
         """Runs the blocks → the stream after the last one, and after each of `kept_layers` (-1: before the first)."""
         x0_BTD = x_BTD.view_as(x_BTD)  # a tensor object of its own: otherwise the first block compiles separately
-        rotary = rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
+        rotary = self.rotary(context.positions(x_BTD))
         kept: dict[int | str, Tensor] = {-1: x_BTD}
         windows = context.windows(self.windows)
         for layer, block in enumerate(self.blocks):
             x_BTD = self.before_block(layer, x_BTD, kept, tokens_BT, context)
-            key = str(layer)
-            value = (
-                embed(tokens_BT, cast(nn.Embedding, self.value_embeddings[key]).weight)
-                if key in self.value_embeddings
-                else None
-            )
-            scales = self.residual_scales[layer], self.x0_scales[layer]
+            value, scales = self.value_embedding(layer, tokens_BT), self.block_scales(layer)
             x_BTD = block(x_BTD, x0_BTD, scales, value, rotary, windows[layer], context)
             if layer in self.kept_layers:
                 kept[layer] = x_BTD
         return x_BTD, kept
 
-    def _enter(self, tokens_BT: Tensor, context: Context) -> Tensor:
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (1 or B, T, 1, E / 2) of the rotary angles at (1 or B, T) positions."""
+        return rotary_table(positions, self.head_dim, self.shape.rope_base)
+
+    def value_embedding(self, layer: int, tokens_BT: Tensor) -> Tensor | None:
+        """What a layer adds to its values: (B, T, K·E), or None."""
+        key = str(layer)
+        if key not in self.value_embeddings:
+            return None
+        return embed(tokens_BT, cast(nn.Embedding, self.value_embeddings[key]).weight)
+
+    def block_scales(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The factors of the stream and of x0 at the start of a block."""
+        return self.residual_scales[layer], self.x0_scales[layer]
+
+    def enter(self, tokens_BT: Tensor, context: Context) -> Tensor:
         """Embedding and smear."""
         x_BTD = norm(self.embedding(tokens_BT))
         gate_BT1 = torch.sigmoid(self.smear_gate(x_BTD[..., : self.smear_gate.in_features]))
-        return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD)
+        return x_BTD + self.smear_scale * gate_BT1 * context.previous(x_BTD, "embedding")
 
-    def _leave(self, x_BTD: Tensor, halfway_BTD: Tensor) -> Tensor:
+    def leave(self, x_BTD: Tensor, halfway_BTD: Tensor) -> Tensor:
         """Backout and the last norm."""
         return norm(x_BTD - self.backout_scale * halfway_BTD)
 
     def init_parameters(self, draw: Draw) -> None:
         """As nanochat: what writes to the residual stream starts at zero, so the network starts as its embedding."""
-        depth, width = len(self.blocks), self.embedding.embedding_dim
-        bound = math.sqrt(3.0 / width)
+        bound = math.sqrt(3.0 / self.embedding.embedding_dim)
         draw.normal(self.embedding.weight, 0.8)
         draw.normal(self.head.weight, 0.001)
         for embedding in self.value_embeddings.parameters():
             draw.uniform(embedding, -bound, bound)
-        share = torch.arange(depth) / max(1, depth - 1)
-        draw.fill(self.residual_scales, 1.15 - 0.10 * share)
-        draw.fill(self.x0_scales, 0.20 - 0.15 * share)
         draw.uniform(self.smear_gate.weight, 0.0, 0.02)
-        draw.fill(self.smear_scale, 0.0)
-        draw.fill(self.backout_scale, 0.2)
+        for name, value in self.initial_scales().items():
+            draw.fill(getattr(self, name), value)

@@ -24,6 +24,12 @@ from quern.optim.constants import NEWTON_SCHULZ, POLAR_MARGIN, ROW_FLOOR, TINY, 
 
 Orthogonalize = Callable[[Tensor, int], Tensor]
 """(stack (N, R, C), steps) → a stack of the same shape and dtype, with singular values near 1."""
+Prepare = Callable[[Tensor], Tensor]
+"""The momentum → what is orthogonalised; both (N, R, C)."""
+Normalize = Callable[[Tensor, Tensor, Scalar], Tensor]
+"""(orthogonalised update (N, R, C), second moment, beta2) → the update; may change the second moment in place."""
+Apply = Callable[[Tensor, Tensor, Scalar, Scalar], None]
+"""(master, update, rate, weight decay): changes the master in place. The rate has the scale of the shape."""
 
 
 def polar_express(x_NRC: Tensor, steps: int = 5) -> Tensor:
@@ -107,6 +113,11 @@ def cautious_step_(master_NRC: Tensor, update_NRC: Tensor, lr: Scalar, weight_de
     master_NRC.sub_(decayed.mul_(weight_decay).add_(update_NRC).mul_(lr))
 
 
+def restore_and_reduce_(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
+    """The orthogonalised update as it is applied: its norm restored, its variance reduced."""
+    return reduce_variance_(restore_norm(x_NRC), second, beta2)
+
+
 def muon_(
     master_NRC: Tensor,
     grad_NRC: Tensor,
@@ -117,7 +128,10 @@ def muon_(
     momentum: Scalar,
     beta2: Scalar,
     weight_decay: Scalar,
+    prepare: Prepare = equal_rows,
     orthogonalize: Orthogonalize = polar_express,
+    normalize_: Normalize = restore_and_reduce_,
+    apply_: Apply = cautious_step_,
     steps: int = 5,
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
@@ -132,11 +146,10 @@ def muon_(
         dtype: Of the matrix products in the orthogonalisation.
         out: Receives the new master, rounded to its own dtype.
     """
-    update = equal_rows(nesterov_(momentum_NRC, grad_NRC, momentum))
-    update = orthogonalize(update.to(dtype), steps).to(master_NRC.dtype)
-    update = reduce_variance_(restore_norm(update), second, beta2)
+    update = prepare(nesterov_(momentum_NRC, grad_NRC, momentum))
+    update = normalize_(orthogonalize(update.to(dtype), steps).to(master_NRC.dtype), second, beta2)
     shape_scale = max(1.0, master_NRC.size(-2) / master_NRC.size(-1)) ** 0.5
-    cautious_step_(master_NRC, update, lr * shape_scale, weight_decay)
+    apply_(master_NRC, update, lr * shape_scale, weight_decay)
     if out is not None:
         out.copy_(master_NRC)
 
@@ -149,7 +162,10 @@ class Muon:
     weight_decay: float = 0.0
     """Share of the weights that decays at a rate of 1, before the schedule of the decay."""
     steps: int = 5
+    prepare: Prepare = equal_rows
     orthogonalize: Orthogonalize = polar_express
+    normalize_: Normalize = restore_and_reduce_
+    apply_: Apply = cautious_step_
 
     stacked: ClassVar[bool] = True
 
@@ -182,7 +198,10 @@ class Muon:
             state["momentum"],
             state["second"],
             **scalars,
+            prepare=self.prepare,
             orthogonalize=self.orthogonalize,
+            normalize_=self.normalize_,
+            apply_=self.apply_,
             steps=self.steps,
             dtype=dtype,
             out=out,

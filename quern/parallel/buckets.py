@@ -137,7 +137,7 @@ class Bucket:
                 self.update(self.masters, whole, self.state, scalars, out=rounded)
             self._send_back(self.stack, rounded)
         elif len(self.masters):
-            self.update(self.masters, self.region_grads.view_as(self.masters), self.state, scalars, out=self._out())
+            self.update(self.masters, self._owned(self.grads), self.state, scalars, out=self._out())
         if not self.moves:
             self.gather()
 
@@ -222,7 +222,11 @@ class Bucket:
 
     def _out(self) -> Tensor | None:
         same = self.masters.data_ptr() == self.region_params.data_ptr()
-        return None if same else self.region_params.view_as(self.masters)
+        return None if same else self._owned(self.params)
+
+    def _owned(self, buffer: Tensor) -> Tensor:
+        """The part of a buffer that belongs to the masters; the region of a tiny matrix is longer, for alignment."""
+        return buffer[self.begin : self.begin + self.masters.numel()].view_as(self.masters)
 
 
 # Construction -----------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class StreamContext:
     ) -> Tensor:
         return self.context.attend(layer, q_BTHE, k_BTKE, v_BTKE, window, scale)
 
-    def previous(self, x_BTD: Tensor) -> Tensor:
+    def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         """x is the stream. The last token of the previous part precedes its first token."""
         t, rank = x_BTD.size(1), self.group.rank
         lasts_1nD = gather(x_BTD[:, -1:], self.group)  # all shards must take part, also in backward

@@ -1,23 +1,26 @@
 """An idea's file at toy size: its recipe, a state with every weight moved from where it starts, its batches."""
 
-from dataclasses import replace
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from quern.data.batch import Batches
 from quern.mesh import Mesh
-from quern.recipe import OptimRecipe, Recipe, TrainRecipe
+from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
 from quern.resolve import resolve
 from quern.stages.pretrain import make_batches
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.support.deviation import deviation
-from tests.support.toy_training import CPU, toy_corpus, toy_recipe
+from tests.support.toy_training import CPU, snapshot, toy_corpus, toy_recipe
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-STEPS = 6
+STEPS = 4
 
 
 def idea_files() -> list[str]:
@@ -25,20 +28,35 @@ def idea_files() -> list[str]:
     return sorted(path.stem for path in EXPERIMENTS.glob("*.py") if "\nRECIPE = " in path.read_text(encoding="utf-8"))
 
 
+@cache
+def read(name: str) -> Recipe:
+    return read_recipe_file(EXPERIMENTS / f"{name}.py")[0]
+
+
+@cache
 def toy(name: str) -> Recipe:
-    """The idea's recipe at the size of `toy_recipe`."""
-    recipe, _ = read_recipe_file(EXPERIMENTS / f"{name}.py")
-    small = toy_recipe()
-    model = replace(recipe.model, **{f: getattr(small.model, f) for f in ("width", "head_dim", "kv_heads", "context")})
+    """The idea's recipe at the size of `toy_recipe`; a part of the shape that the idea sets keeps its value."""
+    recipe, small = read(name), toy_recipe()
+    shape = {field: getattr(recipe.model, field) or getattr(small.model, field) for field in ("head_dim", "kv_heads")}
+    shape |= {field: getattr(small.model, field) for field in ("width", "context", "vocab_size")}
+    # A rounding error makes no whole step of AdamW, and where it turns the mask of cautious decay, rate · decay of the
+    # weight stays below the contracts' tolerance.
+    calm = {"lr_scale": 0.1, "eps": 1e-4} | ({} if "optim.decay_scale" in recipe.unused else {"decay_scale": 5e-4})
     return resolve(
         replace(
             recipe,
             depth=2,
-            model=replace(model, vocab_size=small.model.vocab_size),
-            optim=OptimRecipe(lr_scale=0.1, decay_scale=0.1, eps=1e-4),  # rounding errors make no whole AdamW steps
-            train=TrainRecipe(steps=STEPS, batch_tokens=small.train.batch_tokens),
+            model=replace(recipe.model, bos=0, **shape),
+            optim=replace(recipe.optim, **calm),
+            train=replace(recipe.train, steps=STEPS, batch_tokens=small.train.batch_tokens),
         )
     )
+
+
+def own_initial_values(name: str) -> tuple[str, ...]:
+    """Patterns of the parameters that an idea starts differently on purpose: the constant OWN_INITIAL_VALUES."""
+    read(name)
+    return getattr(sys.modules[name], "OWN_INITIAL_VALUES", ())
 
 
 def state_of(recipe: Recipe, mesh: Mesh | None = None) -> TrainState:
@@ -60,18 +78,43 @@ def train(state: TrainState, recipe: Recipe, first: int, last: int) -> list[floa
     batches, schedule, data = batches_of(recipe), recipe.make_schedule(recipe.train), state.optimizer.mesh.data
     losses = []
     for step in range(first, last):
-        batch = batches.batch(step, data.rank, data.size)
-        losses.append(train_step(state, batch, schedule(step), CPU, micro_batch_rows=3).loss)
+        batch, clip_norm = batches.batch(step, data.rank, data.size), recipe.train.clip_norm
+        losses.append(train_step(state, batch, schedule(step), CPU, micro_batch_rows=5, clip_norm=clip_norm).loss)
     return losses
 
 
-def apart_on_ranks(mesh: Mesh, name: str) -> float:
-    """On each rank: how far its share of the trained state is from that of one process."""
-    with torch.compiler.set_stance("force_eager"):
-        recipe = toy(name)
-        ours, alone = state_of(recipe, mesh), state_of(recipe)
-        for state in (ours, alone):
-            train(state, recipe, 0, STEPS)
-        expected, slices = alone.tensors(), ours.slices()
-        parts = [part.tensor for part in slices.values()]
-        return deviation(parts, [part.of(expected[name]) for name, part in slices.items()])
+@dataclass(frozen=True)
+class Trained:
+    """One uninterrupted run: the weights before, `snapshot` after, the tensors of a checkpoint, the losses."""
+
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    saved: dict[str, torch.Tensor]
+    losses: list[float]
+
+
+@cache
+def trained(name: str) -> Trained:
+    recipe = toy(name)
+    state = state_of(recipe)
+    before = {key: p.detach().clone() for key, p in state.model.named_parameters()}
+    losses = train(state, recipe, 0, STEPS)
+    return Trained(before, snapshot(state), {key: t.clone() for key, t in state.tensors().items()}, losses)
+
+
+def apart_on_ranks(mesh: Mesh, names: list[str], folder: str) -> dict[str, float | str]:
+    """On each rank, for each idea: how far its share of the trained state is from that of one process, in `folder`; a
+    traceback where training fails."""
+    found: dict[str, float | str] = {}
+    for name in names:
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                recipe = toy(name)
+                state = state_of(recipe, mesh)
+                train(state, recipe, 0, STEPS)
+            expected, slices = torch.load(Path(folder, name)), state.slices()
+            parts = [part.tensor for part in slices.values()]
+            found[name] = deviation(parts, [part.of(expected[key]) for key, part in slices.items()])
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found

@@ -204,8 +204,8 @@ class PositionsOfTheFirstRow(DecodeContext):
 class NoSmear(DecodeContext):
     """The bug of a forgotten last embedding."""
 
-    def previous(self, x_BTD):  # noqa: ANN001, ANN201
-        return torch.zeros_like(super().previous(x_BTD))
+    def previous(self, x_BTD, name):  # noqa: ANN001, ANN201
+        return torch.zeros_like(super().previous(x_BTD, name))
 
 
 class PaddingIsStored(PrefillContext):

@@ -58,7 +58,7 @@ def transposes(mesh: Mesh) -> dict[str, float]:
 
 def _previous(x: Tensor, group: ProcessGroup) -> Tensor:
     rows = group.size * x.size(0)
-    return tensor.StreamContext(CausalContext(), (1, rows), group).previous(x[None])[0]
+    return tensor.StreamContext(CausalContext(), (1, rows), group).previous(x[None], "embedding")[0]
 
 
 def _random(name: str, rows: int, rank: int) -> Tensor:

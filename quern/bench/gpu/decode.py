@@ -71,4 +71,4 @@ def bytes_of_a_step(recipe: Recipe, cache: KVCache, rows: int, seen: int) -> int
     assert shape.kv_heads and shape.head_dim
     slots = sum(min(ring, seen) for ring in cache.rings if ring)
     values = parameters(recipe).kaplan + rows * 2 * slots * shape.kv_heads * shape.head_dim
-    return cache.last_BD.element_size() * values
+    return cache.keys_BKRE[0].element_size() * values

@@ -1,0 +1,48 @@
+"""AdamH on the head: a matrix of fixed norm, with one learned factor of the logits.
+
+Hypothesis: the head, too, profits from a fixed norm.
+Source: the post on Hyperball. nanochat's experiment log, 2026-01-29: AdamH alone plateaus, since the head must grow
+to be confident; with a learned factor it is still worse. Here: with the factor, which starts where the first logits
+are the baseline's.
+Expected effect: worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quern.model.gpt import GPT
+from quern.model.initialize import Draw
+from quern.optim.groups import GroupRule, table
+from quern.optim.hyperball import AdamH
+from quern.recipe import OptimRecipe, Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+OWN_INITIAL_VALUES = ("head.weight",)
+
+
+class ScaledHeadGPT(GPT):
+    optimizer_groups: ClassVar = {**GPT.optimizer_groups, "head_scale": "x0_scales"}
+
+    def initial_scales(self) -> dict[str, Tensor]:
+        return super().initial_scales() | {"head_scale": torch.full((1,), 0.001 * self.embedding.embedding_dim**0.5)}
+
+    def init_parameters(self, draw: Draw) -> None:
+        super().init_parameters(draw)
+        draw.normal(self.head.weight, self.embedding.embedding_dim**-0.5)
+
+    def leave(self, x_BTD: Tensor, halfway_BTD: Tensor) -> Tensor:
+        return self.head_scale * super().leave(x_BTD, halfway_BTD)
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    rules = table(recipe)
+    return rules | {"head": rules["head"]._replace(rule=AdamH((0.8, 0.96), recipe.optim.eps))}
+
+
+RECIPE = replace(
+    BASELINE, name="adam_h_head", make_model=ScaledHeadGPT, make_rules=rules, optim=OptimRecipe(head_lr=0.01)
+)

@@ -1,0 +1,32 @@
+"""Ablation: AdamW in place of Muon.
+
+Hypothesis: orthogonalised updates learn more per step than elementwise ones.
+Source: modded-nanogpt's walkthrough: no strong theory, but the records. Rate, betas and decay here are those usual
+for AdamW (GPT-3, arXiv 2005.14165), scaled with batch and width as the other groups are.
+Expected effect: clearly worse at equal steps; the update takes less time.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.optim.adamw import AdamW
+from quern.optim.constants import muon_rate
+from quern.optim.groups import GroupRule, table
+from quern.recipe import OptimRecipe, Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    lr, decay = muon_rate(recipe.optim)
+    width = recipe.optim.width_scale or 1.0
+    rule = AdamW((0.9, 0.95), recipe.optim.eps, decay)
+    return table(recipe) | {"matrices": GroupRule(rule, lr * width)}
+
+
+RECIPE = replace(
+    BASELINE,
+    name="adamw_everywhere",
+    make_rules=rules,
+    unused=(*BASELINE.unused, "optim.muon_beta2", "optim.muon_steps"),
+    optim=OptimRecipe(matrix_lr=0.003, matrix_decay=0.1),
+)

@@ -1,0 +1,24 @@
+"""Ablation: AdamW's groups have no weight decay.
+
+Hypothesis: embeddings and head need no decay.
+Source: nanochat's experiment log, 2026-01-10: AdamW has none. Our default has nanochat's later values, 0.001 to
+0.05.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.optim.groups import GroupRule, table
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    return {
+        name: group if group.rule.stacked else group._replace(rule=replace(group.rule, weight_decay=0.0))
+        for name, group in table(recipe).items()
+    }
+
+
+RECIPE = replace(BASELINE, name="adamw_no_decay", make_rules=rules)

@@ -1,0 +1,14 @@
+"""Ablation: every layer sees the whole context.
+
+Hypothesis: short windows save time and cost little quality.
+Source: nanochat's experiment log, 2026-01-11: SSSL is a good balance between compute and quality.
+Expected effect: slightly better at equal steps, worse at equal time.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="all_long_windows", model=ModelRecipe(windows="L"))

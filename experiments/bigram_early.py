@@ -1,0 +1,53 @@
+"""Bigram embeddings in the first third of the layers only.
+
+Hypothesis: static patterns matter in early layers.
+Source: Engram (arXiv 2601.07372). nanochat's experiment log, 2026-01-27: bigrams in the first 4 of 12 layers hurt;
+all layers want them.
+Expected effect: worse than bigrams in every layer.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quern.model.context import Context
+from quern.model.gpt import GPT
+from quern.model.initialize import Draw
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+ROWS_PER_TOKEN = 5
+MULTIPLIER = 1_000_003  # a prime, so that pairs spread over the table
+
+
+class EarlyBigramGPT(GPT):
+    optimizer_groups: ClassVar = {**GPT.optimizer_groups, "bigrams": "embedding", "bigram_scales": "x0_scales"}
+    lookback = 1
+
+    def __init__(self, shape: ModelRecipe) -> None:
+        super().__init__(shape)
+        assert shape.vocab_size and shape.width
+        self.bigrams = nn.Embedding(ROWS_PER_TOKEN * shape.vocab_size, shape.width)
+
+    def initial_scales(self) -> dict[str, Tensor]:
+        return super().initial_scales() | {"bigram_scales": torch.full((max(1, len(self.blocks) // 3),), 0.1)}
+
+    def init_parameters(self, draw: Draw) -> None:
+        super().init_parameters(draw)
+        draw.fill(self.bigrams.weight, 0.0)
+
+    def before_block(
+        self, layer: int, x_BTD: Tensor, kept: dict[int | str, Tensor], tokens_BT: Tensor, context: Context
+    ) -> Tensor:
+        if layer >= len(self.bigram_scales):
+            return x_BTD
+        if layer == 0:
+            pairs_BT = (tokens_BT * MULTIPLIER + context.previous_tokens(tokens_BT, 1)) % self.bigrams.num_embeddings
+            kept["bigrams"] = self.bigrams(pairs_BT)
+        return x_BTD + self.bigram_scales[layer] * kept["bigrams"]
+
+
+RECIPE = replace(BASELINE, name="bigram_early", make_model=EarlyBigramGPT)

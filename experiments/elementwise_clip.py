@@ -1,0 +1,41 @@
+"""Every element of the gradients is clipped.
+
+Hypothesis: clipping elements guards against outliers that a global norm hides.
+Source: nanochat's experiment log, 2026-01-08: no benefit at any bound. It names no bound; 0.001 is above almost all
+elements of a gradient whose norm is below 1.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from quern.optim.adamw import AdamW
+from quern.optim.groups import GroupRule, table
+from quern.optim.muon import Muon
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+LIMIT = 1e-3
+
+
+class ClippedMuon(Muon):
+    def update_(self, master: Tensor, grad: Tensor, *rest: Any, **options: Any) -> None:
+        super().update_(master, grad.clamp(-LIMIT, LIMIT), *rest, **options)
+
+
+class ClippedAdamW(AdamW):
+    def update_(self, master: Tensor, grad: Tensor, *rest: Any, **options: Any) -> None:
+        super().update_(master, grad.clamp(-LIMIT, LIMIT), *rest, **options)
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    kinds = {Muon: ClippedMuon, AdamW: ClippedAdamW}
+    return {
+        name: group._replace(rule=kinds[type(group.rule)](**vars(group.rule))) for name, group in table(recipe).items()
+    }
+
+
+RECIPE = replace(BASELINE, name="elementwise_clip", make_rules=rules)

@@ -1,0 +1,14 @@
+"""Gradients are summed in fp32 over micro-batches, steps and ranks.
+
+Hypothesis: sums in bf16 lose small gradients.
+Source: Common practice (Megatron-LM); nanochat and modded-nanogpt sum in the dtype of the parameters.
+Expected effect: no difference with few micro-batches.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="fp32_gradients", train=TrainRecipe(grad_dtype="fp32"))

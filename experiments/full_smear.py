@@ -1,0 +1,29 @@
+"""The smear's gate reads all channels and has a value for each of them: width² parameters.
+
+Hypothesis: a gate that sees the whole token decides better what to take from the one before.
+Source: nanochat's experiment log, 2026-01-16: a tiny improvement that is not worth the parameters. The gate's matrix
+is in Muon's group here.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import nn
+
+from quern.model.gpt import GPT
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class FullSmearGPT(GPT):
+    optimizer_groups: ClassVar = {**GPT.optimizer_groups, "smear_gate": "matrices"}
+
+    def __init__(self, shape: ModelRecipe) -> None:
+        super().__init__(shape)
+        assert shape.width
+        self.smear_gate = nn.Linear(shape.width, shape.width, bias=False)
+
+
+RECIPE = replace(BASELINE, name="full_smear", make_model=FullSmearGPT)

@@ -1,0 +1,28 @@
+"""The gate of value embeddings reads 32 channels, and its range is 2.
+
+Hypothesis: a gate that sees more decides better.
+Source: nanochat's experiment log, 2026-01-17, when the gate came with 32 channels and a range of 2; nanochat's later
+default is 12 and 3.
+Expected effect: no difference.
+Verdict: not yet measured.
+
+The width must be at least 32.
+"""
+
+from dataclasses import replace
+
+from quern.model.attention import CausalSelfAttention
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class WideGateAttention(CausalSelfAttention):
+    gate_channels = 32
+    gate_range = 2.0
+
+
+class WideGateGPT(GPT):
+    attention_type = WideGateAttention
+
+
+RECIPE = replace(BASELINE, name="gate_channels_32", make_model=WideGateGPT)

@@ -1,0 +1,23 @@
+"""Short windows see half of the context, not a quarter.
+
+Hypothesis: a quarter of the context is enough for three layers of four.
+Source: nanochat's experiment log, 2026-01-11, when the short window was T / 2; nanochat changed it to T / 4 later.
+Expected effect: no difference at equal steps, slower.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.model.gpt import GPT
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class HalfWindowsGPT(GPT):
+    def __init__(self, shape: ModelRecipe) -> None:
+        super().__init__(shape)
+        assert shape.context
+        self.windows = [None if kind == "L" else max(1, shape.context // 2) for kind in shape.window_kinds()]
+
+
+RECIPE = replace(BASELINE, name="half_windows", make_model=HalfWindowsGPT)

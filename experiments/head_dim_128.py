@@ -1,0 +1,15 @@
+"""Heads of 128 channels also in small models.
+
+Hypothesis: fewer, wider heads are better at every size.
+Source: nanochat's experiment log, 2026-01-17: the model prefers heads of 128. Our default below a width of 512 is
+64.
+Expected effect: better at widths of 256 to 448, if the finding holds there; from depth 8 on it is the default.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="head_dim_128", model=ModelRecipe(head_dim=128))

@@ -1,0 +1,14 @@
+"""Heads of 64 channels rather than 128.
+
+Hypothesis: fewer, wider heads are better.
+Source: nanochat's experiment log, 2026-01-17: the model prefers heads of 128.
+Expected effect: worse from depth 8 on; below a width of 512 it is the default.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="head_dim_64", model=ModelRecipe(head_dim=64))

@@ -1,0 +1,23 @@
+"""Muon's weight decay falls linearly, not along half a cosine.
+
+Hypothesis: the form of the fall does not matter.
+Source: nanochat's experiment log, 2026-01-10, has the line; nanochat's later default is the half cosine.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from quern.optim.schedule import Multipliers, warmup_stable_decay
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+    told, steps = warmup_stable_decay(train), train.steps
+    assert steps
+    return lambda step: told(step)._replace(decay=1 - min(1.0, step / steps))
+
+
+RECIPE = replace(BASELINE, name="linear_decay", make_schedule=schedule)

@@ -1,0 +1,38 @@
+"""Weight decay as in the log: 0.2 · (12 / depth)², linear to zero, whatever the batch and horizon.
+
+Hypothesis: the decay should follow depth alone.
+Source: nanochat's experiment log, 2026-01-10: the best decay was 0.40, 0.22, 0.10, 0.08 at depth 8, 12, 16, 20. Our
+default follows sqrt(batch) / horizon, as nanochat's later rule does.
+Expected effect: no difference at the log's batch and horizon; far from them, worse.
+Verdict: not yet measured.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from quern.optim.groups import GroupRule, table
+from quern.optim.schedule import Multipliers, warmup_stable_decay
+from quern.recipe import OptimRecipe, Recipe, TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    rules = table(recipe)
+    matrices = rules["matrices"]
+    decay = matrices.rule.weight_decay * (12 / recipe.depth) ** 2
+    return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, weight_decay=decay))}
+
+
+def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+    told, steps = warmup_stable_decay(train), train.steps
+    assert steps
+    return lambda step: told(step)._replace(decay=1 - min(1.0, step / steps))
+
+
+RECIPE = replace(
+    BASELINE,
+    name="log_decay",
+    make_rules=rules,
+    make_schedule=schedule,
+    optim=OptimRecipe(matrix_decay=0.2, decay_scale=1.0),
+)

@@ -1,0 +1,23 @@
+"""Muon's momentum is 0.95 throughout.
+
+Hypothesis: a momentum that rises early and falls late tracks the noise of the gradient.
+Source: Jordan et al. 2024 (modded-nanogpt's walkthrough). nanochat's experiment log, 2026-01-19, swept its start and
+end; the default goes from 0.85 to 0.97 and down to 0.90.
+Expected effect: slightly worse in the end.
+Verdict: not yet measured.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from quern.optim.schedule import Multipliers, warmup_stable_decay
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+    told = warmup_stable_decay(train)
+    return lambda step: told(step)._replace(momentum=0.95)
+
+
+RECIPE = replace(BASELINE, name="momentum_95", make_schedule=schedule)

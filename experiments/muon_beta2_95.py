@@ -1,0 +1,14 @@
+"""The second moment of Muon's variance reduction remembers longer: 0.95.
+
+Hypothesis: a longer mean is less noisy.
+Source: nanochat's experiment log, 2026-01-10, which introduced it with 0.95; nanochat's later default is 0.9.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import OptimRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="muon_beta2_95", optim=OptimRecipe(muon_beta2=0.95))

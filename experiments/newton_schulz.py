@@ -1,0 +1,24 @@
+"""Muon with the fixed quintic of Newton-Schulz in place of Polar Express.
+
+Hypothesis: better polynomials bring singular values closer to 1 in as many steps, and that helps.
+Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10: the change to Polar
+Express was in the noise.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.optim.groups import GroupRule, table
+from quern.optim.muon import newton_schulz
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    rules = table(recipe)
+    matrices = rules["matrices"]
+    return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, orthogonalize=newton_schulz))}
+
+
+RECIPE = replace(BASELINE, name="newton_schulz", make_rules=rules)

@@ -1,0 +1,28 @@
+"""Ablation: the stream halfway is not subtracted at the end.
+
+Hypothesis: the head needs what the second half adds, not what the first half prepared for attention.
+Source: nanochat's experiment log, 2026-01-16: no improvement, with the tap at about 60% of the layers.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from quern.model.gpt import GPT
+from quern.model.layers import norm
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class NoBackoutGPT(GPT):
+    def initial_scales(self) -> dict[str, Tensor]:
+        scales = super().initial_scales()
+        del scales["backout_scale"]
+        return scales
+
+    def leave(self, x_BTD: Tensor, halfway_BTD: Tensor) -> Tensor:
+        return norm(x_BTD)
+
+
+RECIPE = replace(BASELINE, name="no_backout", make_model=NoBackoutGPT)

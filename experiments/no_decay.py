@@ -1,0 +1,14 @@
+"""Ablation: Muon has no weight decay.
+
+Hypothesis: decay keeps the matrices small, so that the rate stays effective.
+Source: nanochat's experiment log, 2026-01-10: solid improvements from decay.
+Expected effect: worse at the end of long runs, no difference in short ones.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import OptimRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="no_decay", optim=OptimRecipe(matrix_decay=0.0))

@@ -1,0 +1,28 @@
+"""Ablation: the rows of Muon's momentum are not scaled to one norm first.
+
+Hypothesis: loud rows dominate the spectrum, and quiet rows are not orthogonalised in five steps.
+Source: MuonEq-R (arXiv 2603.28254), a later default of nanochat.
+Expected effect: slightly worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from quern.optim.groups import GroupRule, table
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def unchanged(x_NRC: Tensor) -> Tensor:
+    return x_NRC
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    rules = table(recipe)
+    matrices = rules["matrices"]
+    return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, prepare=unchanged))}
+
+
+RECIPE = replace(BASELINE, name="no_equal_rows", make_rules=rules)

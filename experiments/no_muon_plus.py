@@ -1,0 +1,23 @@
+"""Ablation: the norm of Muon's update is not restored after the orthogonalisation.
+
+Hypothesis: the iteration leaves norms that vary from step to step; a fixed norm is a fixed rate.
+Source: Muon+ (arXiv 2602.21545), a later default of nanochat.
+Expected effect: no difference, since five steps of Polar Express come close to the norm.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.optim.groups import GroupRule, table
+from quern.optim.muon import reduce_variance_
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    rules = table(recipe)
+    matrices = rules["matrices"]
+    return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, normalize_=reduce_variance_))}
+
+
+RECIPE = replace(BASELINE, name="no_muon_plus", make_rules=rules)

@@ -1,0 +1,29 @@
+"""Ablation: queries and keys are not normed.
+
+Hypothesis: without the norm, logits of the attention grow during training and training gets unstable.
+Source: QK norm: Henry et al. 2020 (arXiv 2010.04245); in the walkthrough of modded-nanogpt and in nanochat from the
+start.
+Expected effect: worse, above all at high rates.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from quern.kernels.rope import rotate
+from quern.model.attention import CausalSelfAttention
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class UnnormedAttention(CausalSelfAttention):
+    def rotate(self, x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(x_BTHE, *rotary)
+
+
+class UnnormedGPT(GPT):
+    attention_type = UnnormedAttention
+
+
+RECIPE = replace(BASELINE, name="no_qk_norm", make_model=UnnormedGPT)

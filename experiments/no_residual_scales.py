@@ -1,0 +1,29 @@
+"""Ablation: the residual stream has no learned factor per layer.
+
+Hypothesis: a factor per layer lets the model weigh early layers up or down.
+Source: nanochat's experiment log, 2026-01-11: a small additional improvement over x0 alone.
+Expected effect: slightly worse, or no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class NoResidualScalesGPT(GPT):
+    def initial_scales(self) -> dict[str, Tensor]:
+        scales = super().initial_scales()
+        del scales["residual_scales"]
+        return scales
+
+    def block_scales(self, layer: int) -> tuple[float, Tensor]:
+        return 1.0, self.x0_scales[layer]
+
+
+RECIPE = replace(
+    BASELINE, name="no_residual_scales", make_model=NoResidualScalesGPT, unused=(*BASELINE.unused, "optim.residual_lr")
+)

@@ -1,0 +1,32 @@
+"""Ablation: Muon without the running variance per row or column.
+
+Hypothesis: rows and columns whose updates vary much should move less.
+Source: NorMuon (arXiv 2510.05491). nanochat's experiment log, 2026-01-10: a very small improvement.
+Expected effect: slightly worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from quern.optim.adamw import Scalar
+from quern.optim.groups import GroupRule, table
+from quern.optim.muon import restore_norm
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def normalize(x_NRC: Tensor, second: Tensor, beta2: Scalar) -> Tensor:
+    return restore_norm(x_NRC)
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    rules = table(recipe)
+    matrices = rules["matrices"]
+    return rules | {"matrices": matrices._replace(rule=replace(matrices.rule, normalize_=normalize))}
+
+
+RECIPE = replace(
+    BASELINE, name="no_variance_reduction", make_rules=rules, unused=(*BASELINE.unused, "optim.muon_beta2")
+)

@@ -1,0 +1,42 @@
+"""Ablation: the projections into the residual stream do not start at zero.
+
+Hypothesis: with zeros, every block starts as the identity, and early gradients reach the embedding and the head
+undisturbed.
+Source: modded-nanogpt's walkthrough and nanochat start them at zero. Here they start uniform with 0.4 of the
+deviation 1/sqrt(inputs), as the first matrix of the feed-forward does.
+Expected effect: slightly worse early, no difference later.
+Verdict: not yet measured.
+"""
+
+import math
+from dataclasses import replace
+
+from quern.model.attention import CausalSelfAttention
+from quern.model.gpt import GPT
+from quern.model.initialize import Draw
+from quern.model.layers import SquaredReluMLP
+from quern.recipes.gpt import RECIPE as BASELINE
+
+OWN_INITIAL_VALUES = ("blocks.*.attention.out.weight", "blocks.*.mlp.down.weight")
+SHARE = 0.4
+
+
+class Attention(CausalSelfAttention):
+    def init_parameters(self, draw: Draw) -> None:
+        super().init_parameters(draw)
+        bound = SHARE * math.sqrt(3.0 / self.out.in_features)
+        draw.uniform(self.out.weight, -bound, bound)
+
+
+class MLP(SquaredReluMLP):
+    def init_parameters(self, draw: Draw) -> None:
+        super().init_parameters(draw)
+        bound = SHARE * math.sqrt(3.0 / self.down.in_features)
+        draw.uniform(self.down.weight, -bound, bound)
+
+
+class NonzeroGPT(GPT):
+    attention_type, mlp_type = Attention, MLP
+
+
+RECIPE = replace(BASELINE, name="nonzero_projections", make_model=NonzeroGPT)

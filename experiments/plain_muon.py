@@ -1,0 +1,28 @@
+"""Ablation: Muon as first published, without any of the later additions.
+
+Hypothesis: row norms, Polar Express, variance reduction and cautious decay together are a clear gain.
+Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10, added the
+improvements one by one.
+Expected effect: worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.optim.groups import GroupRule, table
+from quern.optim.plain_muon import PlainMuon
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    rules = table(recipe)
+    return rules | {"matrices": rules["matrices"]._replace(rule=PlainMuon(recipe.optim.muon_steps))}
+
+
+RECIPE = replace(
+    BASELINE,
+    name="plain_muon",
+    make_rules=rules,
+    unused=(*BASELINE.unused, "optim.muon_beta2", "optim.matrix_decay", "optim.decay_scale"),
+)

@@ -1,0 +1,15 @@
+"""Route A of the sweep: higher rates of embedding and matrices, more decay.
+
+Hypothesis: rates tuned at depth 12 help there.
+Source: nanochat's experiment log, 2026-01-19: embedding 0.3 to 0.4, matrices 0.02 to 0.025, decay times 1.5; 0.002
+better at depth 12, worse at depth 20. The factor of the decay is applied to our own default.
+Expected effect: better at small depth, worse at large depth.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import OptimRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="route_a", optim=OptimRecipe(embedding_lr=0.4, matrix_lr=0.025, matrix_decay=0.42))

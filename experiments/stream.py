@@ -1,0 +1,15 @@
+"""Rows are cut from documents put end to end.
+
+Hypothesis: rows that start with BOS are better, since every token sees the start of its document.
+Source: nanochat's experiment log, 2026-01-13: rows that start in mid-document make the loss look worse and may
+confuse the model; this is the loader from before.
+Expected effect: slightly worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="stream", train=TrainRecipe(packing="stream"))

@@ -1,0 +1,39 @@
+"""Every block reads a part of the stream of the token before.
+
+Hypothesis: local patterns need no attention, so heads are free for distant ones.
+Source: Canon layers (Allen-Zhu 2025, Physics of Language Models 4.1) and RWKV's token shift. Here: one factor for
+each layer, which starts at 0, before attention only.
+Expected effect: better at equal steps.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quern.model.context import Context
+from quern.model.gpt import GPT
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class ShiftGPT(GPT):
+    optimizer_groups: ClassVar = {**GPT.optimizer_groups, "shift_scales": "x0_scales"}
+
+    def __init__(self, shape: ModelRecipe) -> None:
+        super().__init__(shape)
+        assert shape.width
+        self.remembered |= {f"stream{layer}": shape.width for layer in range(len(self.blocks))}
+
+    def initial_scales(self) -> dict[str, Tensor]:
+        return super().initial_scales() | {"shift_scales": torch.zeros(len(self.blocks))}
+
+    def before_block(
+        self, layer: int, x_BTD: Tensor, kept: dict[int | str, Tensor], tokens_BT: Tensor, context: Context
+    ) -> Tensor:
+        return x_BTD + self.shift_scales[layer] * context.previous(x_BTD, f"stream{layer}")
+
+
+RECIPE = replace(BASELINE, name="token_shift", make_model=ShiftGPT)

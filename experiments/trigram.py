@@ -1,0 +1,61 @@
+"""Embeddings of each pair and of each triple of tokens, put side by side.
+
+Hypothesis: triples hold patterns that pairs do not.
+Source: nanochat's experiment log, 2026-01-27: no improvement over bigrams alone; triples dilute the capacity for
+frequent pairs.
+Expected effect: no better than bigram.py.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quern.model.context import Context
+from quern.model.gpt import GPT
+from quern.model.initialize import Draw
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+ROWS_PER_TOKEN = 5
+MULTIPLIER = 1_000_003  # a prime, so that pairs spread over the table
+
+
+class TrigramGPT(GPT):
+    optimizer_groups: ClassVar = {
+        **GPT.optimizer_groups,
+        "bigrams": "embedding",
+        "trigrams": "embedding",
+        "ngram_scales": "x0_scales",
+    }
+    lookback = 2
+
+    def __init__(self, shape: ModelRecipe) -> None:
+        super().__init__(shape)
+        assert shape.vocab_size and shape.width
+        rows, width = ROWS_PER_TOKEN * shape.vocab_size, shape.width
+        self.bigrams = nn.Embedding(rows, width // 2)
+        self.trigrams = nn.Embedding(rows, width - width // 2)
+
+    def initial_scales(self) -> dict[str, Tensor]:
+        return super().initial_scales() | {"ngram_scales": torch.full((len(self.blocks),), 0.1)}
+
+    def init_parameters(self, draw: Draw) -> None:
+        super().init_parameters(draw)
+        draw.fill(self.bigrams.weight, 0.0)
+        draw.fill(self.trigrams.weight, 0.0)
+
+    def before_block(
+        self, layer: int, x_BTD: Tensor, kept: dict[int | str, Tensor], tokens_BT: Tensor, context: Context
+    ) -> Tensor:
+        if layer == 0:
+            pairs_BT = tokens_BT * MULTIPLIER + context.previous_tokens(tokens_BT, 1)
+            triples_BT = pairs_BT * MULTIPLIER + context.previous_tokens(tokens_BT, 2)
+            rows = self.bigrams.num_embeddings
+            kept["ngrams"] = torch.cat([self.bigrams(pairs_BT % rows), self.trigrams(triples_BT % rows)], dim=-1)
+        return x_BTD + self.ngram_scales[layer] * kept["ngrams"]
+
+
+RECIPE = replace(BASELINE, name="trigram", make_model=TrigramGPT)

@@ -1,0 +1,21 @@
+"""Every layer has a value embedding.
+
+Hypothesis: more of what helps helps more.
+Source: nanochat's experiment log, 2026-01-17: of all layers, alternating, U, front and back, alternating worked
+best.
+Expected effect: slightly worse than alternating layers.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class ValueLayersGPT(GPT):
+    def has_value_embedding(self, layer: int) -> bool:
+        return True
+
+
+RECIPE = replace(BASELINE, name="value_embeddings_all", make_model=ValueLayersGPT)

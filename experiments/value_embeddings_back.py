@@ -1,0 +1,22 @@
+"""The last half of the layers has value embeddings.
+
+Hypothesis: late layers have lost the identity of tokens and want it back.
+Source: nanochat's experiment log, 2026-01-17: of all layers, alternating, U, front and back, alternating worked
+best.
+Expected effect: slightly worse than alternating layers.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class ValueLayersGPT(GPT):
+    def has_value_embedding(self, layer: int) -> bool:
+        assert self.shape.depth
+        return layer >= self.shape.depth // 2
+
+
+RECIPE = replace(BASELINE, name="value_embeddings_back", make_model=ValueLayersGPT)

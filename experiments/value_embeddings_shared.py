@@ -1,0 +1,33 @@
+"""All layers with value embeddings share one table.
+
+Hypothesis: one table is enough.
+Source: nanochat's experiment log, 2026-01-17: every attempt to share parameters failed.
+Expected effect: worse, with far fewer parameters.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+from typing import cast
+
+from torch import Tensor, nn
+
+from quern.kernels.embedding import embed
+from quern.model.gpt import GPT
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class SharedValuesGPT(GPT):
+    def __init__(self, shape: ModelRecipe) -> None:
+        super().__init__(shape)
+        assert shape.vocab_size and shape.kv_heads and shape.head_dim
+        table = nn.Embedding(shape.vocab_size, shape.kv_heads * shape.head_dim)
+        self.value_embeddings = nn.ModuleDict({"shared": table})
+
+    def value_embedding(self, layer: int, tokens_BT: Tensor) -> Tensor | None:
+        if not self.has_value_embedding(layer):
+            return None
+        return embed(tokens_BT, cast(nn.Embedding, self.value_embeddings["shared"]).weight)
+
+
+RECIPE = replace(BASELINE, name="value_embeddings_shared", make_model=SharedValuesGPT)

@@ -1,0 +1,14 @@
+"""The rate falls linearly over the whole run.
+
+Hypothesis: a linear decay to zero without a plateau is the best schedule of a fixed length.
+Source: Defazio et al. 2023 (arXiv 2310.07831), Bergsma et al. 2025 (arXiv 2502.15938).
+Expected effect: no difference to 65%, or slightly better.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="warmdown_all", train=TrainRecipe(warmdown_share=1.0, final_lr=0.0))
