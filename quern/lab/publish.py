@@ -6,6 +6,7 @@ The records of a study are copied to `experiments/records/STUDY/`. `docs/experim
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         log(f"wrote {path}")
     for path, text in idea_files(studies, options.folder / "experiments").items():
         write_whole(path, text)
-        log(f"verdict: {path}")
+        log(f"wrote the verdicts in {path}")
     return 0
 
 
@@ -70,18 +71,25 @@ def pages(studies: Sequence[Study]) -> dict[str, str]:
 
 
 def idea_files(studies: Sequence[Study], folder: Path) -> dict[Path, str]:
-    """The files of ideas whose verdict changes: path → new text. The last study that has an idea decides."""
-    verdicts = {idea: (study, idea) for study in studies for idea in study.registration.ideas}
-    changed = {}
-    for idea, (study, name) in verdicts.items():
+    """The files of ideas, and their index, whose verdicts change: path → new text. The last study of an idea decides."""
+    found: dict[str, tuple[Study, list[Result]]] = {}
+    for study in studies:
+        for one in all_results(study):
+            if found.get(one.idea, (None, []))[0] is not study:
+                found[one.idea] = study, []
+            found[one.idea][1].append(one)
+    index = folder / "README.md"
+    texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.glob("*.py")) if path.exists()}
+    changed = dict(texts)
+    for idea, (study, results) in found.items():
         path = folder / f"{idea}.py"
-        if not path.exists():
-            continue
-        text = path.read_text(encoding="utf-8")
-        new = with_verdict(text, _verdict_line(study, [one for one in all_results(study) if one.idea == name]))
-        if new != text:
-            changed[path] = new
-    return changed
+        if path in texts:
+            changed[path] = with_verdict(texts[path], _verdict_line(study, results))
+        if index in texts:
+            short = ", ".join(f"{one.axis}: {one.verdict}" for one in results)
+            row = re.compile(rf"^(\| \[{idea}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
+            changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed[index])
+    return {path: text for path, text in changed.items() if text != texts[path]}
 
 
 def log_page(studies: Sequence[Study]) -> str:
@@ -191,7 +199,7 @@ def _verdict_line(study: Study, results: Sequence[Result]) -> str:
         f"{one.verdict} at equal {one.axis} ({one.paired.mean:+.4f} bits per byte, {one.paired.n} pairs)"
         for one in results
     ]
-    return f"{'; '.join(parts) or 'not yet measured'}. Study {study.name}." if parts else "not yet measured."
+    return f"{'; '.join(parts)}. Study {study.name}."
 
 
 def _outliers(results: Iterable[Result]) -> list[str]:

@@ -185,12 +185,16 @@ def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     project = tmp_path / "project"
     (project / "experiments").mkdir(parents=True)
     (project / "experiments" / "dear.py").write_text(IDEA.format("dear") + "X = 1\n", encoding="utf-8")
+    index = "| file | verdict |\n| [dear.py](dear.py) | not yet measured |\n| [x.py](x.py) | not yet measured |\n"
+    (project / "experiments" / "README.md").write_text(index, encoding="utf-8")
     said: list[str] = []
     run(LogOptions(study=("toy",), out=tmp_path / "out", folder=project), said.append)
     log = (project / "experiments" / "LOG.md").read_text(encoding="utf-8")
     assert "| dear | better, -0.03" in log and "| better | yes |" in log and "| better | no |" in log
     text = (project / "experiments" / "dear.py").read_text(encoding="utf-8")
     assert "\nVerdict: better at equal steps (-0.0" in text and text.endswith('Study toy.\n"""\nX = 1\n')
+    index = (project / "experiments" / "README.md").read_text(encoding="utf-8")
+    assert "| [dear.py](dear.py) | steps: better, " in index and "| [x.py](x.py) | not yet measured |" in index
     page = (project / "docs" / "experiments" / "toy.md").read_text(encoding="utf-8")
     assert "quern lab compare" in page and "](toy-dear.svg)" in page and "](toy-seconds.svg)" in page
     for path, expected in pages([read_study(project / "experiments" / "records" / "toy")]).items():
