@@ -71,7 +71,7 @@ def pages(studies: Sequence[Study]) -> dict[str, str]:
 
 
 def idea_files(studies: Sequence[Study], folder: Path) -> dict[Path, str]:
-    """The files of ideas, and their index, whose verdicts change: path → new text. The last study of an idea decides."""
+    """The files of ideas, and their index, whose verdicts change: path → new text. An idea's last study decides."""
     found: dict[str, tuple[Study, list[Result]]] = {}
     for study in studies:
         for one in all_results(study):
