@@ -5,6 +5,8 @@ verdict after each. In a null study every arm has the same distribution.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +14,14 @@ from scipy import stats
 
 from quern.lab.evidence import VERDICTS, WORST, compare_pairs, decide, interval, moments, verdicts
 from quern.lab.power import expected_pairs, first_decision
+from quern.lab.trainer import Trainer
+from quern.recipe import ModelRecipe, TextRecipe, TrainRecipe
+from quern.recipes.gpt import RECIPE
+from tests.support.toy_training import CPU, eager
 
-ALPHA, STUDIES, PAIRS = 0.05, 4_000, 30
+__all__ = ["eager"]
+
+ALPHA, STUDIES, PAIRS, REAL_PAIRS = 0.05, 4_000, 30, 120
 SD = 0.002  # of a score around 1.2 bits per byte
 BETTER, WORSE, SAME = (VERDICTS.index(name) for name in ("better", "worse", "no difference"))
 Law = Callable[[str, float | int | str, str], None]
@@ -145,6 +153,42 @@ def test_a_study_of_runs_has_the_simulated_verdicts() -> None:
             assert verdicts(found, SD, ALPHA) == [VERDICTS[code] for code in codes[study, pairs - 1]]
             seen |= set(verdicts(found, SD, ALPHA))
     assert len(seen) >= 3, seen
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("eager")
+def test_the_baseline_against_itself_on_the_real_trainer(tmp_path: Path, law: Law) -> None:
+    """Pairs of runs share the order of the data, as in a study, and differ in their initial weights."""
+    recipe = replace(
+        RECIPE,
+        depth=1,
+        text=TextRecipe(vocab_size=512, tinyworld_megabytes=0.4, val_megabytes=0.02, tokenizer_megabytes=0.2),
+        model=ModelRecipe(width=32, head_dim=16, context=64),
+        train=TrainRecipe(steps=40, batch_tokens=512),
+    )
+    trainer = Trainer(tmp_path, CPU)
+    scores = [
+        [
+            trainer.train(recipe, name=arm, seed=seed + shift, data_seed=seed).bpb
+            for arm, shift in (("a", 0), ("b", 1_000))
+        ]
+        for seed in range(REAL_PAIRS)
+    ]
+    differences = np.diff(np.array(scores, float))[:, 0]
+    assert np.isfinite(differences).all() and differences.std() > 0
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(differences, (STUDIES, PAIRS)) * rng.choice([-1, 1], (STUDIES, PAIRS))  # either arm is the idea
+    n, mean, sd = moments(drawn)
+    codes = decide(n[:, None], mean[..., None], sd[..., None], 0.0, ALPHA)[..., 0]
+    false = float((codes > 0).any(-1).mean())
+    law(
+        f"false verdicts on {REAL_PAIRS} real pairs, α 0.05, {STUDIES:,} studies of {PAIRS} looks; share of studies",
+        false,
+        "≤ 5e-2",
+    )
+    assert false <= ALPHA
+    t = differences.mean() / differences.std(ddof=1) * np.sqrt(REAL_PAIRS)
+    assert abs(t) < 4, "neither arm is favoured"
 
 
 def test_the_law_can_fail() -> None:
