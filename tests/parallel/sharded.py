@@ -225,7 +225,7 @@ def _wrong_axis() -> None:
 
 def _parts_begin_anew() -> None:
     tensor.StreamContext.previous = (  # type: ignore[method-assign]
-        lambda self, x_BTD: torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+        lambda self, x_BTD, name: torch.nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
     )
 
 
