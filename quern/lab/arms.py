@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quern.child import Child, orders, replying, start
+from quern.lab.idea import with_verdict
 from quern.lab.trainer import Trainer, Trial
 from quern.machine import detect
 from quern.recipe import Recipe
@@ -79,17 +80,13 @@ class Arms:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._running:
-            self._end(next(iter(self._running)))
+        self.end()
 
-    def train(
-        self, trials: Sequence[Order], progress: Callable[[Order, int], None] = lambda order, step: None
-    ) -> Iterator[tuple[Order, Trial]]:
+    def train(self, trials: Sequence[Order]) -> Iterator[tuple[Order, Trial]]:
         """Trains at most one trial of each arm, alternating between the arms.
 
         Args:
             trials: Of different arms.
-            progress: Called after each turn with the arm's step.
 
         Yields:
             Each trial when it is finished.
@@ -110,30 +107,30 @@ class Arms:
                 if "trial" in answer:
                     waiting.remove(order)
                     yield order, Trial.from_json(answer["trial"])
-                else:
-                    progress(order, answer["steps"])
+
+    def end(self) -> None:
+        """Ends all processes, as after the failure of one: the others may wait for a turn. They start on demand."""
+        while self._running:
+            self._running.popitem()[1][1].close()
 
     def _child(self, name: str) -> Child:
         if name in self._running:
             self._running[name] = self._running.pop(name)
             return self._running[name][0]
         while len(self._running) >= self.most:
-            self._end(next(iter(self._running)))
+            self._running.pop(next(iter(self._running)))[1].close()
         arm, stack = self.arms[name], ExitStack()
         order = {
             "name": name,
             "recipe": arm.recipe.to_json(),
             "path": str(arm.path) if arm.path else None,
+            "source": arm.source,
             "out": str(self.out),
             "machine": dict(self.machine),
         }
         child = stack.enter_context(start("quern.lab.arms", f"arm {name}", order, self.variables))
         self._running[name] = child, stack
         return child
-
-    def _end(self, name: str) -> None:
-        _, stack = self._running.pop(name)
-        stack.close()
 
 
 def main() -> None:
@@ -142,7 +139,12 @@ def main() -> None:
 
     with replying() as reply:
         order, requests = orders()
-        callables = read_recipe_file(Path(order["path"]))[0].callables() if order["path"] else {}
+        callables = {}
+        if order["path"]:
+            found, source = read_recipe_file(Path(order["path"]))
+            if with_verdict(source, "") != with_verdict(order["source"], ""):
+                raise ValueError(f"{order['path']} has changed since the study began")
+            callables = found.callables()
         recipe = Recipe.from_json(order["recipe"], **callables)
         trainer = Trainer(Path(order["out"]), select_attention(detect(**order["machine"])))
         for body in requests:
@@ -160,7 +162,7 @@ def main() -> None:
 
 
 class _Turns:
-    """Ends this arm's turn after some seconds, and waits for the next."""
+    """If arms alternate: ends this arm's turn after some seconds, and waits for the next."""
 
     def __init__(self, reply: Callable[[Any], None], requests: Iterator[Any], alternate: bool) -> None:
         self._reply, self._requests, self._alternate = reply, requests, alternate
@@ -169,12 +171,13 @@ class _Turns:
         self._began: float | None = None  # at the first step, which may compile
 
     def after_step(self, step: int, seconds: float) -> None:
+        if not self._alternate:
+            return
         now = time.perf_counter()
         self._began = self._began or now
         if now - self._began >= TURN_SECONDS:
-            self._reply({"steps": step})
-            if self._alternate:
-                self._wait()
+            self._reply({"turn": "over"})
+            self._wait()
             self._began = time.perf_counter()
 
     def _wait(self) -> None:

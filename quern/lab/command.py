@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,12 @@ from quern.lab.compare import Workers, compare
 from quern.lab.devices import DeviceOptions, variables
 from quern.lab.power import detectable_effect
 from quern.lab.results import HEAD
-from quern.lab.study import AXES, Registration, register
+from quern.lab.study import AXES, Registration, Study, locked, register
 from quern.recipe import Recipe, TrainRecipe
 from quern.recipes import load_recipe
 from quern.resolve import resolve
+from quern.stages.open_data import SHOWN
+from quern.stages.prepare import prepare
 from quern.terminal import grid
 from quern.unavailable import refuse_idle
 
@@ -43,7 +46,7 @@ class CompareOptions:
     delta: float = 0.002
     """Bits per byte. A smaller difference does not matter."""
     alpha: float = 0.05
-    """The probability of a false verdict in the whole study."""
+    """On each axis, the expected share of ideas without effect among those that are called better or worse."""
     tau2: float = 1.0
     """Variance of the effect size, in standard deviations of the pairs' differences, that the test is tuned for."""
     most_pairs: int = 12
@@ -90,7 +93,17 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
     train = resolve(base.recipe).train
     assert train.steps
     arms = [_same_length(arm, train) for arm in arms]
+    if not options.axes:
+        raise ValueError("--axes is empty: name at least one of steps, flops, seconds")
+    if train.steps < 2:
+        raise ValueError("--train.steps must be at least 2, since the first step is not timed")
     detectable = detectable_effect(options.most_pairs, options.alpha / (len(arms) - 1), tau2=options.tau2)
+    if math.isinf(detectable):
+        raise ValueError(
+            f"{options.most_pairs} pairs cannot decide at --alpha {options.alpha:g} over {len(arms) - 1} ideas: give "
+            "more with --most-pairs"
+        )
+    prepared = prepare(resolve(base.recipe), options.out, log)
     registration = Registration(
         base=base.name,
         ideas=tuple(arm.name for arm in arms[1:]),
@@ -107,20 +120,34 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
         most_pairs=options.most_pairs,
         vary=options.vary,
         seed=options.first_seed,
+        text=prepared.text[:SHOWN],
         detectable_sd=round(detectable, 2),
     )
     name = options.study or "-".join(arm.name for arm in arms)[:60]
-    study = register(options.out / "lab" / name, registration, machine, command)
+    folder = options.out / "lab" / name
+    with locked(folder):
+        return _run(register(folder, registration, machine, command), arms, options, machine, log)
+
+
+def _run(
+    study: Study, arms: list[Arm], options: CompareOptions, machine: machines.Machine, log: Callable[[str], None]
+) -> int:
+    registered = study.registration
     log(
-        f"study {name}: {registration.metric}, {train.steps:,} steps; margin ±{options.delta:g}, α {options.alpha:g}, "
-        f"at most {options.most_pairs} pairs, which find an effect of {detectable:.2g} standard deviations of the "
-        f"pairs' differences with a probability of 80 %; {len(study.entries)} trials are there already"
+        f"study {study.name}: {registered.metric}, {registered.steps:,} steps; margin ±{registered.delta:g}, "
+        f"α {registered.alpha:g}, at most {registered.most_pairs} pairs, which find an effect of "
+        f"{registered.detectable_sd:g} standard deviations of the pairs' differences with a probability of 80 %; "
+        f"{len(study.entries)} trials are there already"
     )
-    workers = Workers(options.workers, options.out, device, variables(machine))
-    results = compare(study, arms, workers, log)
+    workers = Workers(options.workers, options.out, options.where.arguments(options.workers), variables(machine))
+    results, failed = compare(study, arms, workers, log)
     for line in grid(("equal", *HEAD), [[one.axis, *one.cells()] for one in results]):
         log(line)
-    return 0
+    for one in results:
+        if one.paired.outliers:
+            numbers = ", ".join(str(one.pairs[at] + 1) for at in one.paired.outliers)
+            log(f"outliers, which count like the others: {one.idea}, equal {one.axis}, pairs {numbers}")
+    return 1 if failed else 0
 
 
 def _same_length(arm: Arm, base: TrainRecipe) -> Arm:

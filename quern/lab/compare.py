@@ -38,7 +38,9 @@ class Workers:
     variables: Callable[[int], dict[str, str]] = lambda worker: {}
 
 
-def compare(study: Study, arms: Sequence[Arm], workers: Workers, log: Callable[[str], None]) -> list[Result]:
+def compare(
+    study: Study, arms: Sequence[Arm], workers: Workers, log: Callable[[str], None]
+) -> tuple[list[Result], list[str]]:
     """Trains what the study lacks until every idea is decided or has had its pairs.
 
     Args:
@@ -48,23 +50,27 @@ def compare(study: Study, arms: Sequence[Arm], workers: Workers, log: Callable[[
         log: Takes lines for the user.
 
     Returns:
-        The results of all ideas on all axes.
-
-    Raises:
-        RuntimeError: The process of an arm failed.
+        The results of all ideas on all axes, and the ideas whose process failed.
     """
-    driver = _Driver(study, {arm.name: arm for arm in arms}, workers, log)
+    driver = _Driver(study, workers, log)
+    by_name = {arm.name: arm for arm in arms}
     ideas = iter(study.registration.ideas)
     lock = threading.Lock()
+    failed: list[str] = []
 
     def work(number: int) -> None:
-        with Arms(driver.arms, workers.out, workers.machine, variables=workers.variables(number)) as processes:
+        with Arms(by_name, workers.out, workers.machine, workers.variables(number)) as processes:
             while True:
                 with lock:
                     idea = next(ideas, None)
                 if idea is None:
                     return
-                driver.compare(idea, processes)
+                try:
+                    driver.compare(idea, processes)
+                except RuntimeError as error:  # the other ideas are still compared
+                    failed.append(idea)
+                    log(f"{idea} cannot be compared: {error}")
+                    processes.end()
 
     if workers.count == 1:
         work(0)
@@ -72,14 +78,14 @@ def compare(study: Study, arms: Sequence[Arm], workers: Workers, log: Callable[[
         with ThreadPoolExecutor(workers.count) as pool:
             for done in [pool.submit(work, number) for number in range(workers.count)]:
                 done.result()
-    return all_results(study)
+    return all_results(study), failed
 
 
 class _Driver:
     """Decides which trials come next, and keeps the records."""
 
-    def __init__(self, study: Study, arms: dict[str, Arm], workers: Workers, log: Callable[[str], None]) -> None:
-        self.study, self.arms, self.workers, self.log = study, arms, workers, log
+    def __init__(self, study: Study, workers: Workers, log: Callable[[str], None]) -> None:
+        self.study, self.workers, self.log = study, workers, log
         self._writing = threading.Lock()
         self._base: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
@@ -87,11 +93,15 @@ class _Driver:
         """Trains pairs of an idea until it is decided on every axis."""
         registered = self.study.registration
         for pair in range(registered.most_pairs):
-            found = self._results(idea)
-            if found and all(one.decided for one in found):
+            decided = {one.axis for one in self._results(idea) if one.decided}
+            undecided = [axis for axis in registered.axes if axis not in decided]
+            if not undecided:
                 break
-            self._equal_steps(idea, pair, processes)
-            for axis in registered.axes:
+            if pair == 0:
+                self._first_pair(idea, processes)
+            else:
+                self._pair(idea, pair, {steps_of(self.study, idea, axis) for axis in undecided}, processes)
+            for axis in undecided:  # in the first pair, the other numbers of steps are known only now
                 self._alone(idea, pair, steps_of(self.study, idea, axis), processes)
             with self._base[pair]:
                 for steps in registered.other_lengths() if pair < registered.horizon_pairs else ():
@@ -106,20 +116,22 @@ class _Driver:
             found = [result(self.study, idea, axis) for axis in self.study.registration.axes]
             return [one for one in found if one is not None]
 
-    def _equal_steps(self, idea: str, pair: int, processes: Arms) -> None:
-        """The baseline and the idea for the same number of steps. They alternate if both must be trained."""
+    def _first_pair(self, idea: str, processes: Arms) -> None:
+        """The baseline and the idea alternate, also where the baseline was trained before: their times are compared."""
         registered = self.study.registration
-        base, steps = registered.base, registered.steps
+        if self.study.alternated(idea)[0] is None:
+            orders = [self._order(name, 0, registered.steps) for name in (registered.base, idea)]
+            self._train(orders, processes)
+
+    def _pair(self, idea: str, pair: int, lengths: set[int], processes: Arms) -> None:
+        """The baseline, unless it is trained, with the idea beside it if that needs as many steps."""
+        registered = self.study.registration
         with self._base[pair]:
-            if pair == 0:  # their times are compared
-                missing = self.study.find(idea, pair, steps, beside=base) is None
-                names = [base, idea] if missing or self.study.find(base, pair, steps, beside=idea) is None else []
-            else:
-                names = [name for name in (base, idea) if self.study.find(name, pair, steps) is None]
-            if base in names:
-                self._train([self._order(name, pair, steps) for name in names], processes)
+            if self.study.find(registered.base, pair, registered.steps) is not None:
                 return
-        self._train([self._order(name, pair, steps) for name in names], processes)
+            wanted = registered.steps in lengths and self.study.find(idea, pair, registered.steps) is None
+            names = [registered.base, idea] if wanted else [registered.base]
+            self._train([self._order(name, pair, registered.steps) for name in names], processes)
 
     def _alone(self, arm: str, pair: int, steps: int, processes: Arms) -> None:
         if self.study.find(arm, pair, steps) is None:
@@ -131,7 +143,7 @@ class _Driver:
 
     def _train(self, orders: list[Order], processes: Arms) -> None:
         names = tuple(order.arm for order in orders)
-        for order, trial in processes.train(orders) if orders else ():
+        for order, trial in processes.train(orders):
             beside = tuple(name for name in names if name != order.arm)
             with self._writing:
                 earlier = self.study.find(order.arm, order.pair, order.steps)

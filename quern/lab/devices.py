@@ -28,6 +28,8 @@ class DeviceOptions:
     def arguments(self, workers: int = 1) -> dict[str, Any]:
         """Arguments of `machine.detect` for one of some workers, which share the CPU's threads."""
         machine = machines.detect(self.device, self.dtype, self.compile, self.threads)
+        if machine.device.type == "cuda" and workers > torch.cuda.device_count():
+            raise ValueError(f"--workers {workers} needs as many GPUs, and there are {torch.cuda.device_count()}")
         return {
             "device": self.device,
             "dtype": self.dtype,

@@ -260,9 +260,9 @@ def verdicts(ideas: Sequence[Paired], delta: float, alpha: float) -> list[Verdic
     return [VERDICTS[code] for code in decide(n, mean, sd, delta, alpha, ideas[0].tau2)]
 
 
-def verdict(paired: Paired, delta: float, alpha: float, tested_ideas: int = 1) -> Verdict:
-    """The verdict on one of `tested_ideas` ideas when the others are not known: at level alpha / tested_ideas."""
-    return verdicts([paired], delta, alpha / tested_ideas)[0]
+def verdict(paired: Paired, delta: float, alpha: float) -> Verdict:
+    """The verdict on one idea by itself. alpha: for one of several ideas, divide it by their number."""
+    return verdicts([paired], delta, alpha)[0]
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class Saved:
     interval: tuple[float, float]
 
 
-def share_saved(paired: Paired, slope: Slope, alpha: float, cost: float = 1.0) -> Saved:
+def share_saved(paired: Paired, slope: Slope, alpha: float) -> Saved:
     """Turns a difference of scores at a horizon h into the share of h that the idea saves.
 
     If both curves have this slope, the idea at horizon h exp(-difference / slope) scores what the baseline scores at h.
@@ -315,17 +315,13 @@ def share_saved(paired: Paired, slope: Slope, alpha: float, cost: float = 1.0) -
     the error of replacing a curve by a line: where the loss above its limit falls as h^-a, a share s is estimated as
     about s (1 - a s / 2).
 
-    Args:
-        cost: Cost of one unit of the horizon with the idea over that with the baseline: 1.1 if a step takes 10 % more
-            seconds and the share of seconds is wanted from a difference at equal steps.
-
     Returns:
         The share, nan where the slope is not negative. Where the slope's interval includes 0, any share up to 1.
     """
 
     def share(difference: float, fall: float) -> float:
         with np.errstate(over="ignore"):  # infinitely many times the horizon
-            return 1 - cost * float(np.exp(-difference / fall))
+            return 1 - float(np.exp(-difference / fall))
 
     low, high = interval(paired.n, paired.mean, paired.sd, alpha / 2, paired.tau2)
     falls = slope.interval(alpha / 2)

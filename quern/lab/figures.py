@@ -42,8 +42,10 @@ def curves(study: Study, idea: str) -> str:
     for pair in range(registered.most_pairs):
         base = study.find(registered.base, pair, registered.steps)
         ours = study.find(idea, pair, registered.steps)
-        if base and ours and len(base.curve) == len(ours.curve):
-            rows.append([b.bpb - a.bpb for a, b in zip(base.curve, ours.curve, strict=True)])
+        both = list(zip(base.curve, ours.curve, strict=False)) if base and ours else []
+        values = [(b.bpb - a.bpb) for a, b in both if a.bpb is not None and b.bpb is not None]
+        if base and ours and len(values) == len(base.curve) == len(ours.curve):
+            rows.append(values)
             steps = [point.step for point in base.curve]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 2.8), layout="constrained")
@@ -76,11 +78,18 @@ def intervals(results: Sequence[Result], delta: float, axis: str) -> str:
         axes = figure.add_subplot()
         axes.axvline(0, color=GREY, linewidth=0.8)
         axes.axvspan(-delta, delta, color=GREY, alpha=0.15, linewidth=0)
-        spread = 1.5 * max((abs(one.paired.mean) for one in shown), default=delta) + 3 * delta
+        # An idea whose runs diverged, far outside, does not hide the others.
+        spread = 1.5 * float(np.quantile([abs(one.paired.mean) for one in shown] or [delta], 0.9)) + 3 * delta
         for row, one in enumerate(shown):
             low, high = (float(np.clip(end, -spread, spread)) for end in one.paired.interval)
             axes.plot([low, high], [row, row], color=VERDICT_COLOURS[one.verdict], linewidth=2)
-            axes.plot([one.paired.mean], [row], "o", color=VERDICT_COLOURS[one.verdict], markersize=4)
+            axes.plot(
+                [float(np.clip(one.paired.mean, -spread, spread))],
+                [row],
+                "o",
+                color=VERDICT_COLOURS[one.verdict],
+                markersize=4,
+            )
         axes.set_yticks(range(len(shown)), [one.idea for one in shown])
         axes.set_xlim(-spread, spread)
         axes.set_xlabel(f"difference in bits per byte at equal {axis}; left is better")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from dataclasses import dataclass
 
 PARTS = ("Hypothesis", "Source", "Expected effect", "Verdict")
@@ -48,14 +49,14 @@ def with_verdict(source: str, verdict: str) -> str:
         source: The text of the file.
         verdict: One line, which is wrapped at 120 columns.
     """
-    found = re.search(r"^Verdict:.*?(?=^\"\"\"|^\n|^[A-Z][a-z ]+:)", source, re.MULTILINE | re.DOTALL)
-    if found is None:
+    body = ast.parse(source).body
+    if not body or not isinstance(body[0], ast.Expr) or ast.get_docstring(ast.parse(source)) is None:
         return source
-    lines, line = [], "Verdict:"
-    for word in verdict.split():
-        if len(line) + 1 + len(word) > 120:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}"
-    return source[: found.start()] + "\n".join([*lines, line]) + "\n" + source[found.end() :]
+    lines, end = source.split("\n"), body[0].end_lineno or 0
+    begin = next((at for at in range(body[0].lineno - 1, end) if lines[at].startswith("Verdict:")), None)
+    if begin is None:
+        return source
+    after = next((at for at in range(begin + 1, end - 1) if not lines[at].strip() or _BEGINS.match(lines[at])), end - 1)
+    quotes = [] if after < end - 1 else ['"""']  # the docstring's last line may hold the verdict's end
+    rest = lines[after:] if after < end - 1 else lines[end:]
+    return "\n".join([*lines[:begin], *textwrap.wrap(f"Verdict: {verdict}", 120), *quotes, *rest])

@@ -6,15 +6,17 @@ The records of a study are copied to `experiments/records/STUDY/`. `docs/experim
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quern.lab.figures import curves, intervals
 from quern.lab.idea import Idea, read_idea, with_verdict
-from quern.lab.results import Result, all_results
+from quern.lab.results import HEAD, Result, all_results
 from quern.lab.study import TRIALS, Study, read_study
 from quern.temporaries import write_whole
 
@@ -42,9 +44,11 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         source = options.out / "lab" / name
         read_study(source)
         (records / name).mkdir(parents=True, exist_ok=True)
-        for file in ("study.json", TRIALS):
-            shutil.copyfile(source / file, records / name / file)
-    studies = [read_study(path.parent) for path in sorted(records.glob("*/study.json"))]
+        shutil.copyfile(source / TRIALS, records / name / TRIALS)
+        body = json.loads((source / "study.json").read_text(encoding="utf-8"))
+        write_whole(records / name / "study.json", json.dumps(_without_paths(body), indent=1) + "\n")
+    found = (read_study(path.parent) for path in records.glob("*/study.json"))
+    studies = sorted(found, key=lambda study: (study.facts["registered"], study.name))
     for path, text in pages(studies).items():
         (options.folder / path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.folder / path, text)
@@ -53,6 +57,16 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
         write_whole(path, text)
         log(f"wrote the verdicts in {path}")
     return 0
+
+
+def _without_paths(study: dict[str, Any]) -> dict[str, Any]:
+    """A registration whose text is named without its folder: records are published, folders are private. What the text
+    was is told by its fingerprint."""
+    text = json.dumps(study)
+    for recipe in study["recipes"].values():
+        for name in filter(None, (recipe["data"], recipe["val"])):
+            text = text.replace(json.dumps(name)[1:-1], Path(name).name)
+    return json.loads(text)
 
 
 def pages(studies: Sequence[Study]) -> dict[str, str]:
@@ -128,8 +142,8 @@ def study_page(study: Study, results: Sequence[Result]) -> str:
         if len(registered.ideas) > 1:
             lines += [f"![Intervals of all ideas at equal {axis}]({study.name}-{axis}.svg)\n"]
         lines += [
-            "| idea | steps | pairs | difference | interval | one look | ρ | verdict | saved | tokens/s | memory |",
-            "|---|--:|--:|--:|---|---|--:|---|--:|--:|--:|",
+            f"| {' | '.join(HEAD)} |",
+            "|---" + "|--:" * (len(HEAD) - 1) + "|",
             *(f"| {' | '.join(one.cells())} |" for one in results if one.axis == axis),
             "",
         ]
@@ -161,10 +175,11 @@ def _setup(study: Study) -> str:
     tokens = recipe["train"]["batch_tokens"]
     return (
         f"Baseline `{registered.base}`: depth {recipe['depth']}, {registered.steps:,} steps of {tokens:,} tokens on "
-        f"`{recipe['data']}`. Registered {study.facts['registered']}: {registered.metric}; margin "
-        f"±{registered.delta:g}, α {registered.alpha:g} over {len(registered.ideas)} ideas, τ² {registered.tau2:g}, at "
-        f"most {registered.most_pairs} pairs, which find {registered.detectable_sd:g} standard deviations of the "
-        f"pairs' differences with a probability of 80 %. Noise of the baseline over seeds: {_noise(study)}. "
+        f"`{recipe['data']}` (text {registered.text}). Registered {study.facts['registered']}: {registered.metric}; "
+        f"margin ±{registered.delta:g}, α {registered.alpha:g} over {len(registered.ideas)} ideas, "
+        f"τ² {registered.tau2:g}, at most {registered.most_pairs} pairs, which find "
+        f"{registered.detectable_sd:g} standard deviations of the pairs' differences with a probability of 80 %. "
+        f"Noise of the baseline over seeds: {_noise(study)}. "
         f"Machine: {machine['processor']}, {machine['dtype']}, torch {study.facts['torch']}."
     )
 

@@ -12,9 +12,23 @@ from quern.lab.evidence import Paired, Saved, compare_pairs, local_slope, share_
 from quern.lab.study import Study
 from quern.temporaries import write_whole
 
-HEAD = ("idea", "steps", "pairs", "difference", "interval", "one look", "ρ", "verdict", "saved", "tokens/s", "memory")
-STEP_TOLERANCE = {"flops": 0.005, "seconds": 0.02}
-"""Numbers of steps that differ by less share one trial: FLOPs are exact, the ratio of times is good to 2 %."""
+HEAD = (
+    "idea",
+    "steps",
+    "pairs",
+    "difference",
+    "interval",
+    "one look",
+    "ρ",
+    "verdict",
+    "saved",
+    "diverged",
+    "tokens/s",
+    "memory",
+)
+SAME_TIME = 0.01
+"""Where the times of a step differ by less, the trial with equal steps also counts as equal in time: the clock of one
+pair is not more exact."""
 UNDECIDED = "undecided"
 
 
@@ -31,8 +45,8 @@ class Result:
         idea_bpb: Of the idea by pair.
         paired: Difference idea − baseline, and its evidence.
         verdict: better, worse, no difference or undecided.
-        saved: Share of the baseline's steps that the idea saves, with its interval; None if the baseline was not
-            trained for other horizons.
+        saved: Share of the axis (steps, FLOPs or seconds) that the idea saves, with its interval; None if the
+            baseline was not trained for other horizons.
         speed: Tokens per second over those of the baseline, in the pair whose arms alternated.
         memory: Peak memory over that of the baseline.
     """
@@ -74,8 +88,9 @@ class Result:
             correlation,
             self.verdict,
             saved,
-            f"{self.speed - 1:+.1%}",
-            f"{self.memory - 1:+.1%}",
+            str(sum(self.paired.diverged) or ""),
+            _percent(self.speed),
+            _percent(self.memory),
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -85,20 +100,14 @@ class Result:
 
 def steps_of(study: Study, idea: str, axis: str) -> int:
     """The steps with which an idea is trained on an axis, from its first pair; there, as many as the baseline."""
-    registered = study.registration
-    base = study.find(registered.base, 0, registered.steps, beside=idea)
-    ours = study.find(idea, 0, registered.steps, beside=registered.base)
+    steps = study.registration.steps
+    base, ours = study.alternated(idea)
     if axis == "steps" or base is None or ours is None or base.bpb is None or ours.bpb is None:
-        return registered.steps
-    flops = _near(registered.steps * base.flops / ours.flops, registered.steps, STEP_TOLERANCE["flops"])
+        return steps
     if axis == "flops":
-        return flops
-    steps = registered.steps * base.seconds / ours.seconds
-    return _near(_near(steps, registered.steps, STEP_TOLERANCE["seconds"]), flops, STEP_TOLERANCE["seconds"])
-
-
-def _near(steps: float, other: int, tolerance: float) -> int:
-    return other if abs(steps - other) <= tolerance * other else max(1, round(steps))
+        return max(1, round(steps * base.flops / ours.flops))
+    ratio = base.seconds / ours.seconds
+    return steps if abs(ratio - 1) <= SAME_TIME else max(1, round(steps * ratio))
 
 
 def all_results(study: Study) -> list[Result]:
@@ -114,36 +123,47 @@ def all_results(study: Study) -> list[Result]:
 
 
 def result(study: Study, idea: str, axis: str) -> Result | None:
-    """The result of an idea on an axis, on its own at level α / ideas; None without a single pair."""
+    """The result of an idea on an axis, at level α / ideas; None without a single pair.
+
+    It is that of the first pair with which it is decided: later pairs, trained for another axis, do not change it.
+    """
     registered, steps = study.registration, steps_of(study, idea, axis)
-    pairs, bases, ours = [], [], []
-    for pair in range(registered.most_pairs):
-        base = study.find(registered.base, pair, registered.steps)
-        own = study.find(idea, pair, steps)
-        if base is not None and own is not None:
-            pairs.append(pair)
-            bases.append(base)
-            ours.append(own)
-    if not pairs:
-        return None
-    base_bpb, idea_bpb = tuple(one.bpb for one in bases), tuple(one.bpb for one in ours)
     alpha = registered.alpha / len(registered.ideas)
-    paired = compare_pairs(base_bpb, idea_bpb, alpha, registered.tau2)
-    beside = study.find(registered.base, 0, registered.steps, beside=idea) or bases[0]
-    alternated = study.find(idea, 0, registered.steps, beside=registered.base) or ours[0]
+    pairs: list[int] = []
+    base_bpb: list[float | None] = []
+    idea_bpb: list[float | None] = []
+    paired, found = None, UNDECIDED
+    for pair in range(registered.most_pairs):
+        base, ours = study.find(registered.base, pair, registered.steps), study.find(idea, pair, steps)
+        if base is None or ours is None:
+            continue
+        pairs.append(pair)
+        base_bpb.append(base.bpb)
+        idea_bpb.append(ours.bpb)
+        paired = compare_pairs(base_bpb, idea_bpb, alpha, registered.tau2)
+        found = verdict(paired, registered.delta, alpha)
+        if found != UNDECIDED:
+            break
+    if paired is None:
+        return None
+    base, ours = study.alternated(idea)
     return Result(
         idea=idea,
         axis=axis,
         steps=steps,
         pairs=tuple(pairs),
-        base_bpb=base_bpb,
-        idea_bpb=idea_bpb,
+        base_bpb=tuple(base_bpb),
+        idea_bpb=tuple(idea_bpb),
         paired=paired,
-        verdict=verdict(paired, registered.delta, alpha),
+        verdict=found,
         saved=_saved(study, paired),
-        speed=alternated.tokens_per_second / beside.tokens_per_second,
-        memory=alternated.peak_bytes / beside.peak_bytes,
+        speed=_ratio(ours and ours.tokens_per_second, base and base.tokens_per_second),
+        memory=_ratio(ours and ours.peak_bytes, base and base.peak_bytes),
     )
+
+
+def _ratio(ours: float | None, base: float | None) -> float:
+    return ours / base if ours and base else math.nan
 
 
 def _saved(study: Study, paired: Paired) -> Saved | None:
@@ -158,6 +178,10 @@ def _saved(study: Study, paired: Paired) -> Saved | None:
         return share_saved(paired, local_slope(curves), paired.alpha)
     except ValueError:  # no pair has two lengths yet
         return None
+
+
+def _percent(ratio: float) -> str:
+    return "" if math.isnan(ratio) else f"{ratio - 1:+.1%}"
 
 
 def _ends(ends: tuple[float, float], form: str) -> str:

@@ -7,9 +7,11 @@ which is dropped when the folder is opened again.
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from quern import __version__
+from quern.lab.idea import with_verdict
 from quern.lab.trainer import Trial
 from quern.machine import Machine
 from quern.records import append_synced, drop_torn_end, git_hash, read_lines
@@ -43,11 +46,12 @@ class Registration:
         horizon_pairs: Pairs with which those are trained.
         evaluations: Validations in a trial.
         delta: Bits per byte. Differences below it do not matter.
-        alpha: Error rate of the verdicts of the study.
+        alpha: On each axis, the share of the ideas called better or worse that may be expected to make no difference.
         tau2: Variance of the prior of the effect size (`evidence.log_bayes_factor`).
         most_pairs: Pairs after which an idea stays undecided.
         vary: What differs between the pairs: both seeds, init or data.
         seed: Of the first pair; pair k has seed + k.
+        text: Fingerprint of the baseline's text.
         detectable_sd: Smallest effect that is detected with a probability of 80 %, in standard deviations of the
             pairs' differences.
         metric: What is compared; lower is better.
@@ -68,6 +72,7 @@ class Registration:
     most_pairs: int
     vary: str
     seed: int
+    text: str
     detectable_sd: float
     metric: str = "validation bits per byte after the last step"
 
@@ -133,10 +138,19 @@ class Study:
         self.entries.append(entry)
         self._trials[entry.trial.recipe, entry.pair, entry.trial.steps].append(entry)
 
-    def find(self, arm: str, pair: int, steps: int, beside: str | None = None) -> Trial | None:
-        """The trial of an arm in a pair with this number of steps; the first one, or the one beside another arm."""
-        found = self._trials.get((arm, pair, steps), ())
-        return next((one.trial for one in found if beside is None or beside in one.beside), None)
+    def find(self, arm: str, pair: int, steps: int) -> Trial | None:
+        """The first trial of an arm in a pair with this number of steps."""
+        return next((one.trial for one in self._trials.get((arm, pair, steps), ())), None)
+
+    def alternated(self, idea: str) -> tuple[Trial | None, Trial | None]:
+        """The first pair of the baseline and an idea, whose arms alternated. Of several such pairs, which a kill
+        leaves, the last one: only its trials are of one time."""
+        base, steps = self.registration.base, self.registration.steps
+        found = [
+            [one.trial for one in self._trials.get((arm, 0, steps), ()) if other in one.beside]
+            for arm, other in ((base, idea), (idea, base))
+        ]
+        return (found[0][-1], found[1][-1]) if all(found) else (None, None)
 
 
 def register(folder: Path, registration: Registration, machine: Machine, command: str) -> Study:
@@ -148,8 +162,10 @@ def register(folder: Path, registration: Registration, machine: Machine, command
     path = folder / "study.json"
     if path.exists():
         study = read_study(folder)
-        ours, theirs = registration.to_json(), study.registration.to_json()
+        ours, theirs = _identity(registration), _identity(study.registration)
         changed = [name for name in ours if ours[name] != theirs.get(name)]
+        before, now = study.facts["machine"], machine.describe()
+        changed += [f"--{name}" for name in ("device", "dtype", "compiled") if before[name] != now[name]]
         if changed:
             raise ValueError(
                 f"the study {folder.name} was registered with another {', '.join(changed)}, which must not change "
@@ -168,6 +184,28 @@ def register(folder: Path, registration: Registration, machine: Machine, command
     }
     write_whole(path, json.dumps({**registration.to_json(), "facts": facts}, indent=2) + "\n")
     return read_study(folder)
+
+
+def _identity(registration: Registration) -> dict[str, Any]:
+    """What must not change. The verdicts in the ideas' docstrings may: `quern lab log` writes them."""
+    body = registration.to_json()
+    return body | {"sources": {name: with_verdict(source, "") for name, source in body["sources"].items()}}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a study's lock for the length of the block.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process works on the study {folder.name}: wait until it ends") from error
+        yield
 
 
 def read_study(folder: Path) -> Study:

@@ -29,6 +29,8 @@ from quern.train import loop
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state, compile_model
 
+LINUX_RESET = Path("/proc/self/clear_refs")
+
 
 class Pruned(Exception):
     """Raised by a callback of `Trainer.train` to end a trial early."""
@@ -36,13 +38,14 @@ class Pruned(Exception):
 
 @dataclass(frozen=True)
 class Point:
-    """One validation during a trial. seconds: time in steps; bpb: bits per byte of the validation text."""
+    """One validation during a trial. seconds: time in steps; bpb: bits per byte of the validation text, None if that is
+    not finite."""
 
     step: int
     tokens: int
     flops: float
     seconds: float
-    bpb: float
+    bpb: float | None
 
 
 @dataclass(frozen=True)
@@ -143,23 +146,21 @@ class Trainer:
         """
         if recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
+        _reset_peak_bytes(self.machine)
         prepared = self._data(recipe)
         recipe = fit_vocabulary(resolve(recipe), prepared)
         recipe = replace(recipe, seed=seed, data_seed=data_seed)
         model, counts = self._ready_model(recipe)
         model.initialize(seed)
-        if self.machine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         state = build_state(recipe, self.machine, model)
         curve: list[Point] = []
         score = validation(recipe, prepared, self.machine)
 
         def evaluate(state: TrainState) -> dict[str, Any]:
             found = score(state)
+            bpb = found["val_bpb"] if math.isfinite(found["val_bpb"]) else None
             seconds = _all_steps(state.seconds, state.step)
-            curve.append(
-                Point(state.step, state.tokens, state.tokens * counts.flops_per_token, seconds, found["val_bpb"])
-            )
+            curve.append(Point(state.step, state.tokens, state.tokens * counts.flops_per_token, seconds, bpb))
             on_eval(curve[-1])
             return found
 
@@ -176,7 +177,6 @@ class Trainer:
             state.optimizer.close()
         if code not in (EXIT_DONE, EXIT_DIVERGED):
             raise KeyboardInterrupt
-        final = curve[-1].bpb if code == EXIT_DONE and curve else math.nan
         return Trial(
             recipe=name,
             steps=plan.steps,
@@ -185,7 +185,7 @@ class Trainer:
             tokens=state.tokens,
             flops=state.tokens * counts.flops_per_token,
             seconds=_all_steps(state.seconds, state.step),
-            bpb=final if math.isfinite(final) else None,
+            bpb=curve[-1].bpb if code == EXIT_DONE else None,
             tokens_per_second=_rate(state),
             peak_bytes=_peak_bytes(self.machine),
             parameters=asdict(counts.parameters),
@@ -237,7 +237,18 @@ def _rate(state: TrainState) -> float:
     return state.tokens / seconds if seconds else 0.0
 
 
+def _reset_peak_bytes(machine: Machine) -> None:
+    if machine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif LINUX_RESET.exists():
+        LINUX_RESET.write_text("5", encoding="ascii")  # the peak of this process begins again (man 5 proc)
+
+
 def _peak_bytes(machine: Machine) -> int:
+    """Since `_reset_peak_bytes`; on a CPU without Linux, since the process began."""
     if machine.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
+    if LINUX_RESET.exists():
+        lines = LINUX_RESET.with_name("status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,23 +1,29 @@
 """The driver of a comparison, with arms whose scores are a function of the seeds: its trials and its conclusions."""
 
+import ast
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quern.lab import compare as comparing
 from quern.lab.arms import Order
 from quern.lab.compare import Workers, compare
+from quern.lab.idea import read_idea, with_verdict
 from quern.lab.publish import LogOptions, pages, run
 from quern.lab.results import all_results, steps_of
-from quern.lab.study import TRIALS, Registration, Study, read_study, register
+from quern.lab.study import TRIALS, Registration, Study, locked, read_study, register
 from quern.lab.trainer import Point, Trial
 from tests.support.toy_training import CPU
 
+PRIVATE = "/somewhere/private/text"
 COST = {"base": 1.0, "dear": 1.25, "same": 1.0, "broken": 1.0}
+SLOW = {"base": 1.0, "dear": 1.0, "same": 1.0, "broken": 1.0}
 GAIN = {"base": 0.0, "dear": 0.03, "same": 0.0, "broken": 0.0}
 IDEA = '''"""{}: an idea.
 
@@ -31,10 +37,12 @@ Verdict: not yet measured.
 
 def trial(order: Order) -> Trial:
     """Bits per byte fall with the logarithm of the steps; the seed moves both arms, and a little noise each of them."""
-    noise = math.sin(12.9898 * order.seed + 78.233 * len(order.arm)) * 43758.5453
+    if order.arm == "lost":
+        raise RuntimeError("the arm lost process failed: out of memory")
+    noise = math.sin(12.9898 * order.seed + 78.233 * sum(map(ord, order.arm))) * 43758.5453
     noise = 0.004 * (noise - math.floor(noise) - 0.5)
     bpb = 2 - 0.1 * math.log(order.steps) - GAIN[order.arm] + 0.05 * math.sin(order.seed) + noise
-    seconds = order.steps * COST[order.arm]
+    seconds = order.steps * COST[order.arm] * SLOW[order.arm]
     points = tuple(Point(s, 10 * s, 10.0 * s, float(s), bpb + 1 / s) for s in (order.steps // 2, order.steps))
     return Trial(
         recipe=order.arm,
@@ -42,10 +50,10 @@ def trial(order: Order) -> Trial:
         seed=order.seed,
         data_seed=order.data_seed,
         tokens=10 * order.steps,
-        flops=10 * seconds,
+        flops=10 * order.steps * COST[order.arm],
         seconds=seconds,
         bpb=None if order.arm == "broken" else bpb,
-        tokens_per_second=10 / COST[order.arm],
+        tokens_per_second=10 / COST[order.arm] / SLOW[order.arm],
         peak_bytes=1000,
         parameters={"total": 7},
         curve=points,
@@ -67,6 +75,7 @@ def fake_arms(trained: list[tuple[list[str], int, int]], most: float = math.inf)
             return self
 
         def __exit__(self, *error: object) -> None: ...
+        def end(self) -> None: ...
         def train(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Trial]]:
             trained.append(([order.arm for order in orders], orders[0].pair, orders[0].steps))
             for order in orders:
@@ -81,7 +90,7 @@ def registration(*ideas: str, **changes: Any) -> Registration:
     body: dict[str, Any] = {
         "base": "base",
         "ideas": ideas,
-        "recipes": {"base": {"depth": 1, "data": "text", "train": {"batch_tokens": 10}}},
+        "recipes": {"base": {"depth": 1, "data": PRIVATE, "val": None, "train": {"batch_tokens": 10}}},
         "sources": {idea: IDEA.format(idea) for idea in ideas},
         "steps": 100,
         "axes": ("steps", "flops", "seconds"),
@@ -94,13 +103,14 @@ def registration(*ideas: str, **changes: Any) -> Registration:
         "most_pairs": 12,
         "vary": "both",
         "seed": 5,
+        "text": "c0ffee",
         "detectable_sd": 1.5,
     }
     return Registration(**body | changes)
 
 
 def opened(folder: Path, *ideas: str, **changes: Any) -> Study:
-    return register(folder / "lab" / "toy", registration(*ideas, **changes), CPU, "quern lab compare")
+    return register(folder / "lab" / "toy", registration(*ideas, **changes), CPU, f"quern lab compare --data {PRIVATE}")
 
 
 def go(
@@ -108,7 +118,9 @@ def go(
 ) -> tuple[list[Any], list[tuple[list[str], int, int]]]:
     trained: list[tuple[list[str], int, int]] = []
     monkeypatch.setattr(comparing, "Arms", fake_arms(trained, **fake))
-    return compare(study, [], Workers(1, study.folder, {}), lambda line: None), trained
+    results, failed = compare(study, [], Workers(1, study.folder, {}), lambda line: None)
+    assert failed == []
+    return results, trained
 
 
 def test_verdicts_axes_and_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +163,41 @@ def test_killed_and_started_again_nothing_is_lost_or_repeated(
     assert kept.isdisjoint(alone)
 
 
+def test_times_of_two_sessions_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = opened(tmp_path, "dear")
+    with pytest.raises(Killed):
+        go(study, monkeypatch, most=1)  # the baseline's trial is kept, the idea's is lost
+    for arm in ("base", "dear"):
+        monkeypatch.setitem(SLOW, arm, 2.0)
+    again = opened(tmp_path, "dear")
+    go(again, monkeypatch)
+    assert [steps_of(again, "dear", axis) for axis in ("steps", "flops", "seconds")] == [100, 80, 80]
+    assert {one.speed for one in all_results(again)} == {0.8}
+
+
+def test_an_axis_keeps_its_first_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one axis the idea is decided early; on another it takes all pairs."""
+    monkeypatch.setitem(COST, "same", 1.25)
+    monkeypatch.setitem(GAIN, "same", 0.0223)  # what a fifth of the steps is worth
+    study = opened(tmp_path, "same", delta=0.0001)
+    results, trained = go(study, monkeypatch)
+    found = {one.axis: one for one in results}
+    assert found["steps"].verdict == "better" and found["flops"].verdict == "undecided"
+    last = found["steps"].pairs[-1]
+    assert last < 11 and not [1 for names, pair, steps in trained if pair > last and steps == 100 and "same" in names]
+    assert found["flops"].pairs == tuple(range(12))
+
+
+def test_an_idea_whose_process_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = opened(tmp_path, "lost", "dear", axes=("steps",))
+    trained: list[tuple[list[str], int, int]] = []
+    monkeypatch.setattr(comparing, "Arms", fake_arms(trained))
+    said: list[str] = []
+    results, failed = compare(study, [], Workers(1, study.folder, {}), said.append)
+    assert failed == ["lost"] and [(one.idea, one.verdict) for one in results] == [("dear", "better")]
+    assert "lost cannot be compared: the arm lost process failed: out of memory" in said
+
+
 def test_a_run_that_diverges_counts_as_worst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, _ = go(opened(tmp_path, "broken", axes=("steps",)), monkeypatch)
     assert results[0].verdict == "worse" and results[0].paired.diverged == (0, results[0].paired.n)
@@ -171,10 +218,46 @@ def test_what_differs_between_pairs(vary: str, expected: tuple[int, int]) -> Non
 def test_equal_time_within_the_clocks_resolution_shares_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(COST, "same", 1.015)
+    monkeypatch.setitem(SLOW, "same", 1.009)
     study = opened(tmp_path, "same")
     go(study, monkeypatch)
-    assert [steps_of(study, "same", axis) for axis in ("steps", "flops", "seconds")] == [100, 99, 99]
+    assert [steps_of(study, "same", axis) for axis in ("steps", "flops", "seconds")] == [100, 100, 100]
+
+
+def test_a_published_study_can_continue(tmp_path: Path) -> None:
+    """`quern lab log` writes the verdict into the idea's file, whose text is registered."""
+    study = opened(tmp_path, "dear")
+    verdict = with_verdict(study.registration.sources["dear"], "better. " * 30)
+    assert verdict != study.registration.sources["dear"]
+    assert opened(tmp_path, "dear", sources={"dear": verdict}).registration == study.registration
+    with pytest.raises(ValueError, match="registered with another sources"):
+        opened(tmp_path, "dear", sources={"dear": verdict + "X = 1\n"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['"""T.\n\nVerdict: old."""\nX = 1\n', '"""T.\n\nVerdict: old\nand more.\nSource: s.\n"""\nX = 1\n', "X = 1\n"],
+)
+def test_a_verdict_changes_nothing_but_the_docstring(source: str) -> None:
+    new = with_verdict(source, "better at equal steps. " * 9)
+    assert new.endswith("X = 1\n") and ast.unparse(ast.parse(new).body[-1]) == "X = 1"
+    if "Verdict" in source:
+        assert read_idea(new).verdict == ("better at equal steps. " * 9).strip() and "old" not in new
+        assert read_idea(new).source == read_idea(source).source and with_verdict(new, "old.") != source * 2
+        assert max(map(len, new.splitlines())) <= 120
+    else:
+        assert new == source
+
+
+def test_a_study_is_open_once_and_on_one_kind_of_machine(tmp_path: Path) -> None:
+    opened(tmp_path, "dear")
+    folder = tmp_path / "lab" / "toy"
+    with locked(folder), pytest.raises(ValueError, match="another process works on the study toy"), locked(folder):
+        raise AssertionError
+    with pytest.raises(ValueError, match="registered with another --dtype, which must not change"):
+        register(
+            tmp_path / "lab" / "toy", registration("dear"), replace(CPU, dtype=torch.bfloat16), "quern lab compare"
+        )
 
 
 def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +279,8 @@ def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     index = (project / "experiments" / "README.md").read_text(encoding="utf-8")
     assert "| [dear.py](dear.py) | steps: better, " in index and "| [x.py](x.py) | not yet measured |" in index
     page = (project / "docs" / "experiments" / "toy.md").read_text(encoding="utf-8")
+    records = (project / "experiments" / "records" / "toy" / "study.json").read_text(encoding="utf-8")
+    assert "private" not in records + page + log and '"data": "text"' in records
     assert "quern lab compare" in page and "](toy-dear.svg)" in page and "](toy-seconds.svg)" in page
     for path, expected in pages([read_study(project / "experiments" / "records" / "toy")]).items():
         assert (project / path).read_text(encoding="utf-8") == expected, "made again, it is the same"
