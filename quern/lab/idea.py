@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 PARTS = ("Hypothesis", "Source", "Expected effect", "Verdict")
 _BEGINS = re.compile(rf"^({'|'.join(PARTS)}):\s*", re.MULTILINE)
-DIRECTIONS = ("no difference", "better", "worse")
-"""What an expected effect may begin with. Anything else is no prediction."""
+_PREDICTS = re.compile(r"(?:slightly |clearly )?(no difference|better|worse)\b")
+"""How an expected effect that predicts a verdict begins. Anything else is no prediction."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Idea:
     @property
     def direction(self) -> str | None:
         """The verdict that the source predicts, or None."""
-        return next((one for one in DIRECTIONS if self.expected.lower().startswith(one)), None)
+        found = _PREDICTS.match(self.expected)
+        return found[1] if found else None
 
 
 def read_idea(source: str) -> Idea:

@@ -235,6 +235,15 @@ def test_a_published_study_can_continue(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("expected", "direction"),
+    [("better at equal steps.", "better"), ("slightly worse.", "worse"), ("no difference, slower.", "no difference")]
+    + [("betterment", None), ("no better than bigram.py.", None), ("", None)],
+)
+def test_what_a_source_predicts(expected: str, direction: str | None) -> None:
+    assert read_idea(f'"""T.\n\nExpected effect: {expected}\n"""').direction == direction
+
+
+@pytest.mark.parametrize(
     "source",
     ['"""T.\n\nVerdict: old."""\nX = 1\n', '"""T.\n\nVerdict: old\nand more.\nSource: s.\n"""\nX = 1\n', "X = 1\n"],
 )
