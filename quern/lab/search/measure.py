@@ -99,6 +99,7 @@ def run_trial(
             if not _failed_before(trial, error):
                 raise
             outcome, value = "failed", WORST
+            _report_missing(trial, plan)
         trial.set_user_attr("outcome", outcome)
     except UpdateFinishedTrialError:
         outcome, value, values = "lost", WORST, {}
@@ -131,8 +132,7 @@ def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: RunTraine
 
     def give_up(outcome: str, reason: object) -> tuple[str, float]:
         trial.set_user_attr("reason", str(reason))
-        for pair in range(len(scores), len(plan.seeds)):
-            _report(trial, plan, WORST, pair)
+        _report_missing(trial, plan)
         return outcome, WORST
 
     try:
@@ -185,6 +185,13 @@ def _report(trial: optuna.Trial, plan: Plan, score: float, pair: int) -> None:
     """Tells Wilcoxon's test the value of a seed, which pairs it with the same seed of the best trial."""
     if plan.pruner == "wilcoxon":
         trial.report(score, pair)
+
+
+def _report_missing(trial: optuna.Trial, plan: Plan) -> None:
+    """Tells Wilcoxon's test the value of seeds that are not trained, which it needs if the trial is the best so far."""
+    for pair in range(len(plan.seeds)):
+        if f"{RUN}{pair}" not in trial.user_attrs:
+            _report(trial, plan, WORST, pair)
 
 
 def score(bpb: float | None) -> float:
