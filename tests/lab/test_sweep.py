@@ -280,11 +280,11 @@ def test_the_heartbeat_survives_errors_of_the_storage(tmp_path: Path) -> None:
     queue = Queue(study, 3, only_queued=False, log=lines.append, patience=Patience(0.02, 0.3, 0.01))
     write, errors = study.set_user_attr, []
 
-    def busy(name: str, value: Any) -> None:
+    def busy(key: str, value: Any) -> None:
         if value["beats"] > 0 and len(errors) < 2:
             errors.append(value)
             raise optuna.exceptions.StorageInternalError("the database is restarting")
-        write(name, value)
+        write(key, value)
 
     study.set_user_attr = busy
     with queue:
