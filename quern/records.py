@@ -228,6 +228,15 @@ def _strict(value: Any, name: str, bad: list[str]) -> Any:
     raise TypeError(f"{name} is a {type(value).__name__}: records take plain numbers, strings, lists and dicts")
 
 
+def strict(value: Any) -> Any:
+    """The value as strict JSON: numbers that are not finite become None, tuples become lists.
+
+    Raises:
+        TypeError: The value holds something else than plain numbers, strings, lists and dicts.
+    """
+    return _strict(value, "value", [])
+
+
 def append_synced(file: Path, fields: dict[str, Any]) -> None:
     """Appends one JSON line to a file, and waits until it is on the disk."""
     with file.open("a", encoding="utf-8") as stream:

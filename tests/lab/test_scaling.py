@@ -187,6 +187,75 @@ def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
             study(given)
 
 
+def test_fit_reads_a_study_that_another_process_trains(tmp_path: Path) -> None:
+    given = options(tmp_path)
+
+    def look(number: int, recipe: Recipe) -> float:
+        if number == 25:
+            assert study(replace(given, fit=True))[0]["runs"]["used"] == 25
+        return 1.0
+
+    torn = '{"budget": 1e13, "size": "3", "see'
+    study(given, FakeTrainer(look))
+    path = given.folder / "cells.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(torn)  # by the process that trains
+    study(replace(given, fit=True))
+    assert path.read_text(encoding="utf-8").endswith(torn)
+
+
+def test_fit_needs_a_study(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no study in .*: train it first, without --fit"):
+        study(options(tmp_path, fit=True))
+    assert not list(tmp_path.iterdir())
+
+
+FACTS: dict[str, Any] = {
+    "command": "quern lab scaling",
+    "registered": "2026-01-01T00:00:00+00:00",
+    "quern": "1",
+    "commit": "abc",
+    "machine": {"device": "cpu", "dtype": "float32", "compiled": True, "torch": "2.9"},
+}
+
+
+def test_the_facts_of_the_first_start_are_kept_and_another_device_is_refused(tmp_path: Path) -> None:
+    given, lines = options(tmp_path), []
+
+    def start(facts: dict[str, Any] | None, **changes: Any) -> int:
+        return run(replace(given, **changes), FakeTrainer(), lines.append, facts=facts)
+
+    start(FACTS)
+    start(FACTS | {"registered": "later"})
+    assert not [line for line in lines if line.startswith("warning")]
+    newer = FACTS | {"commit": "def", "machine": FACTS["machine"] | {"torch": "2.10"}}
+    start(newer)
+    assert [line for line in lines if line.startswith("warning")] == [
+        "warning: the study 'scaling' was started by other software: commit abc then, def now; torch 2.9 then, 2.10 now"
+    ]
+    gpu = FACTS | {"machine": FACTS["machine"] | {"device": "cuda", "dtype": "bfloat16"}}
+    with pytest.raises(ValueError, match=r"another --device \(cpu then, cuda now\), --dtype \(float32 then, bfloat16"):
+        start(gpu)
+    start(gpu, fit=True)  # computes nothing on the device
+    plan = json.loads((given.folder / "plan.json").read_text(encoding="utf-8"))
+    assert plan["facts"] == FACTS
+
+
+def test_a_validation_that_is_not_a_number_is_null_in_the_records(tmp_path: Path) -> None:
+    class Diverging(FakeTrainer):
+        def train(self, recipe: Recipe, **given: Any) -> Trial:
+            trial = super().train(recipe, **given)
+            return replace(trial, bpb=float("nan"), tokens_per_second=float("inf")) if recipe.depth == 3 else trial
+
+    given = options(tmp_path)
+    body, _ = study(given, Diverging())
+    assert body["runs"]["diverged"] == [
+        f"{flops} FLOPs, size 3, seed 0" for flops in ("1e+13", "3e+13", "1e+14", "3e+14")
+    ]
+    bad = [line for line in cells(given) if line["size"] == "3"]
+    assert len(bad) == 4 and all(line["bpb"] is line["tokens_per_second"] is None for line in bad)
+
+
 def test_diverged_and_failed_cells_are_survived_and_named(tmp_path: Path) -> None:
     def unlucky(number: int, recipe: Recipe) -> float | None:
         if recipe.depth == 7:
@@ -258,6 +327,9 @@ def test_fit_uses_the_finished_runs_alone(tmp_path: Path) -> None:
         ({"sizes": ("2", "3", "4")}, "--sizes needs at least 4"),
         ({"recipe": replace(RECIPE, train=replace(RECIPE.train, steps=10))}, "leave out train.steps"),
         ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "leave out train.steps"),
+        ({"study": "../evil"}, "a study cannot be called '../evil'"),
+        ({"study": "a/b"}, "a study cannot be called 'a/b'"),
+        ({"plan": True, "fit": True}, "--plan and --fit exclude each other"),
     ],
 )
 def test_a_plan_that_fits_nothing_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ import optuna
 import pytest
 
 from quern.flags.recipe_flags import parse
-from quern.lab.search.measure import PENALTY
+from quern.lab.evidence import WORST
 from quern.lab.search.queue import FINISHED, Patience, Queue
 from quern.lab.search.space import apply, read_space
 from quern.lab.search.storage import open_storage
@@ -60,7 +61,7 @@ def expected(values: dict[str, Any], seeds: int = 2) -> float:
     """The value of a trial, from the fake trainer's formula."""
     recipe = apply(RECIPE, values)
     diverged = recipe.optim.matrix_lr > 0.08
-    return statistics.fmean(PENALTY if diverged else score(recipe, seed) for seed in range(seeds))
+    return statistics.fmean(WORST if diverged else score(recipe, seed) for seed in range(seeds))
 
 
 # Results ----------------------------------------------------------------------------------------------------
@@ -108,9 +109,9 @@ def test_diverged_and_refused_trials_are_kept_with_a_finite_value(tmp_path: Path
     trials, results, _ = sweep(options(tmp_path, space=space, sampler="grid"))
     values = {(one["values"]["optim.matrix_lr"], one["values"]["train.batch_tokens"]): one for one in trials}
     assert values[0.03, 4096]["outcome"] == "finished"
-    assert (values[0.09, 4096]["outcome"], values[0.09, 4096]["bpb"]) == ("diverged", PENALTY)
+    assert (values[0.09, 4096]["outcome"], values[0.09, 4096]["bpb"]) == ("diverged", WORST)
     assert [body["bpb"] for body in values[0.09, 4096]["runs"]] == [None, None]
-    assert (values[0.03, 4097]["outcome"], values[0.03, 4097]["bpb"]) == ("refused", PENALTY)
+    assert (values[0.03, 4097]["outcome"], values[0.03, 4097]["bpb"]) == ("refused", WORST)
     assert "train.batch-tokens must be a multiple of model.context" in values[0.03, 4097]["reason"]
     assert results["outcomes"] == {"diverged": 1, "finished": 1, "refused": 2}
 
@@ -162,6 +163,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few pairs": ({"pruner": "wilcoxon"}, "--pruner wilcoxon needs --seeds 5 or more"),
     "too few evaluations": ({"pruner": "hyperband", "evaluations": 2}, "needs --evaluations 4 or more"),
     "name": ({"study": "../s"}, "a study cannot be called '../s'"),
+    "folder": ({"study": "a/b"}, "a study cannot be called 'a/b'"),
     "storage": ({"storage": "mysql://host/db"}, "use a file, sqlite:///PATH or postgresql://USER@HOST/NAME"),
     "minutes": ({"recipe": replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))}, "give --train.steps"),
     "no space": ({"space": ()}, "the space is empty"),
@@ -270,6 +272,28 @@ def test_a_silent_worker_of_another_machine_loses_its_trial(tmp_path: Path) -> N
     assert finished[-1].params == theirs.params  # with the values of the lost trial
     assert not queue.finish(theirs, FINISHED[0], 0.5)  # which can no longer end
     assert len(queue.finished()) == 3
+
+
+def test_the_heartbeat_survives_errors_of_the_storage(tmp_path: Path) -> None:
+    study = optuna.create_study(storage=open_storage(str(tmp_path / "journal")), study_name="s")
+    lines: list[str] = []
+    queue = Queue(study, 3, only_queued=False, log=lines.append, patience=Patience(0.02, 0.3, 0.01))
+    write, errors = study.set_user_attr, []
+
+    def busy(key: str, value: Any) -> None:
+        if value["beats"] > 0 and len(errors) < 2:
+            errors.append(value)
+            raise optuna.exceptions.StorageInternalError("the database is restarting")
+        write(key, value)
+
+    study.set_user_attr = busy
+    with queue:
+        deadline = time.monotonic() + 20
+        while study.user_attrs[queue.name]["beats"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert study.user_attrs[queue.name]["beats"] >= 2 and len(errors) == 2
+    told = "the heartbeat could not be written and is tried again: StorageInternalError: the database is restarting"
+    assert lines == [told]
 
 
 def test_of_trials_that_two_workers_put_in_at_once_each_counts_once(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """`quern lab scaling`: trains an IsoFLOP grid, fits scaling laws to it, and predicts the next budget.
 
-The study's folder has `plan.json`, which never changes; `cells.jsonl`, one line per finished run, synced to the disk;
-and `fits.json`, written again after each session. A killed study continues: no finished run is trained again.
+The study's folder has `plan.json`, which never changes: the grid, and the facts of the first start. `cells.jsonl` has
+one line per finished run, synced to the disk; `fits.json` is written again after each session. A killed study
+continues: no finished run is trained again.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import numpy as np
 import tyro
 
 from quern.flags.check_flags import UNSAID
+from quern.lab.names import check_name, compare_facts
 from quern.lab.scaling.fits import FEWEST_CELLS, Envelope, envelope
 from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, Stability, make_plan, most_stable
 from quern.lab.scaling.parametric import SurfaceFit, fit_surface
 from quern.recipe import OPERATIONAL, Recipe
-from quern.records import append_synced, drop_torn_end, read_lines
+from quern.records import append_synced, drop_torn_end, read_lines, strict
 from quern.temporaries import write_whole
 from quern.terminal import Meter, duration, grid
 
@@ -58,7 +60,7 @@ class ScalingOptions:
     plan: bool = False
     """Print the plan and stop."""
     fit: bool = False
-    """Fit the finished runs without training."""
+    """Fit the finished runs without training, also while another process trains."""
 
     @property
     def folder(self) -> Path:
@@ -85,7 +87,13 @@ class Trains(Protocol):
     ) -> Finished: ...
 
 
-def run(options: ScalingOptions, trainer: Trains, log: Callable[[str], None], source: str | None = None) -> int:
+def run(
+    options: ScalingOptions,
+    trainer: Trains,
+    log: Callable[[str], None],
+    source: str | None = None,
+    facts: dict[str, Any] | None = None,
+) -> int:
     """Trains what the study lacks, then fits.
 
     Args:
@@ -93,13 +101,18 @@ def run(options: ScalingOptions, trainer: Trains, log: Callable[[str], None], so
         trainer: Trains one run at a time.
         log: Takes lines for the user.
         source: The text of the recipe's file, if it has one.
+        facts: Of this start, as from `names.start_facts`; those of the study's first start are kept.
 
     Returns:
         The exit code: 1 if a run failed. A run that diverged has not failed.
 
     Raises:
-        ValueError: The options are refused, or the study's folder holds another plan or is in use.
+        ValueError: The options are refused, or the study's folder holds another plan, is in use, or was made on another
+            kind of device.
     """
+    check_name(options.study)
+    if options.plan and options.fit:
+        raise ValueError("--plan and --fit exclude each other: --plan fits nothing")
     if options.recipe.train.steps is not None or options.recipe.train.minutes is not None:
         raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
     if len(set(options.sizes)) < FEWEST_CELLS:
@@ -110,10 +123,16 @@ def run(options: ScalingOptions, trainer: Trains, log: Callable[[str], None], so
         log(line)
     if options.plan:
         return 0
-    with _opened(options.folder, _description(options, plan, source)):
-        failed = [] if options.fit else _train(options, plan, trainer, log)
-        body, lines = fit_study(plan, read_lines(options.folder / CELLS), options.resamples, options.level)
-        write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
+    description = _description(options, plan, source)
+    failed: list[Cell] = []
+    if options.fit:
+        _check_plan(options.folder, description)
+    else:
+        with _locked(options.folder):
+            _keep_plan(options.folder, description, facts, log)
+            failed = _train(options, plan, trainer, log)
+    body, lines = fit_study(plan, read_lines(options.folder / CELLS), options.resamples, options.level)
+    write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
     for line in [*lines, f"record: {options.folder / FITS}"]:
         log(line)
     return 1 if failed else 0
@@ -151,7 +170,7 @@ def plan_lines(plan: Plan) -> list[str]:
 def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dict[str, Any]:
     recipe = options.recipe.to_json()
     recipe["train"] = {name: value for name, value in recipe["train"].items() if f"train.{name}" not in OPERATIONAL}
-    return {
+    body = {
         "recipe": recipe,
         "source": source,
         "budgets": sorted(set(options.budgets)),
@@ -159,28 +178,47 @@ def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dic
         "seeds": options.seeds,
         "cells": [cell.to_json() for cell in plan.cells],
     }
+    return strict(body)
 
 
 @contextmanager
-def _opened(folder: Path, description: dict[str, Any]) -> Iterator[None]:
-    """Holds the study's lock. Writes plan.json, or refuses another plan."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the study's lock. Raises ValueError if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"{folder} is in use by another process: wait, or name another --study") from error
-        path = folder / PLAN
-        if not path.exists():
-            write_whole(path, json.dumps(description, indent=2) + "\n")
-        differences = list(_differences(json.loads(path.read_text(encoding="utf-8")), description))
-        if differences:
-            raise ValueError(
-                f"{folder} holds a study with another plan ({', '.join(differences)} differ): repeat the command that "
-                "started it, or name another study with --study"
-            )
-        drop_torn_end(folder / CELLS)
         yield
+
+
+def _keep_plan(
+    folder: Path, description: dict[str, Any], facts: dict[str, Any] | None, log: Callable[[str], None]
+) -> None:
+    """Writes plan.json of a new study. Raises ValueError if the study has another plan, or other facts that matter."""
+    if not (folder / PLAN).exists():
+        body = {**description, "facts": facts}
+        write_whole(folder / PLAN, json.dumps(body, indent=2, allow_nan=False) + "\n")
+    before = _check_plan(folder, description)
+    if warning := compare_facts(folder.name, before, facts):
+        log(warning)
+    drop_torn_end(folder / CELLS)
+
+
+def _check_plan(folder: Path, description: dict[str, Any]) -> dict[str, Any] | None:
+    """Reads plan.json, and raises ValueError if it has another plan. Returns the facts of the study's first start."""
+    if not (folder / PLAN).exists():
+        raise ValueError(f"there is no study in {folder}: train it first, without --fit")
+    old = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    facts = old.pop("facts", None)
+    differences = list(_differences(old, description))
+    if differences:
+        raise ValueError(
+            f"{folder} holds a study with another plan ({', '.join(differences)} differ): repeat the command that "
+            "started it, or name another study with --study"
+        )
+    return facts
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -218,7 +256,7 @@ def _train(options: ScalingOptions, plan: Plan, trainer: Trains, log: Callable[[
                 failed.append(cell)
                 log(f"{cell.name} failed and is left out: {error}")
             else:
-                append_synced(path, {"budget": cell.budget, "size": cell.size, **trial.to_json()})
+                append_synced(path, strict({"budget": cell.budget, "size": cell.size, **trial.to_json()}))
                 score = "diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte"
                 log(f"run {number} of {len(missing)}, {cell.name}: {score}, {trial.tokens_per_second:,.0f} tokens/s")
             done += cell.flops

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import optuna
-from optuna.exceptions import TrialPruned, UpdateFinishedTrialError
+from optuna.exceptions import OptunaError, TrialPruned, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from quern.lab.search.queue import RUN, Queue
+from quern.lab.evidence import WORST
+from quern.lab.search.queue import FAILURES, RUN, Queue
 from quern.lab.search.space import Space, apply
 from quern.recipe import Recipe
+from quern.records import strict
 from quern.resolve import resolve
 
 SHOWN_FIELDS = 5
-PENALTY = 10.0
-"""Bits per byte of a run that diverged, or that the recipe or the memory does not allow. Bytes at random cost 8."""
+SHOWN_REASON = 100
+MOST_FAILURES = 2
+"""A trial that errors have ended so often is not tried again."""
 
 
 class Run(Protocol):
@@ -57,6 +60,7 @@ class Plan:
         pruner: As in the options.
         evaluations: Validations of each run.
         grid: All trials are points of a grid.
+        source: The text of the recipe's file, if it has one.
     """
 
     recipe: dict[str, Any]
@@ -65,6 +69,7 @@ class Plan:
     pruner: str
     evaluations: int
     grid: bool
+    source: str | None = None
 
 
 def run_trial(
@@ -78,7 +83,8 @@ def run_trial(
 ) -> str:
     """Trains a trial and writes its value. Returns a line about it.
 
-    An error fails the trial, which then starts again in another worker or at the next start.
+    An error fails the trial, which then starts again in another worker or at the next start. After `MOST_FAILURES`
+    errors it is finished with the outcome "failed", so that the sweep can continue.
     """
     state, value = TrialState.COMPLETE, None
     try:
@@ -87,9 +93,16 @@ def run_trial(
             outcome, value = _measure(trial, plan, apply(recipe, values), trainer)
         except TrialPruned:
             outcome, state = "pruned", TrialState.PRUNED
+        except (OptunaError, OSError):  # of the storage or the disk: the values are not the reason
+            raise
+        except Exception as error:
+            if not _failed_before(trial, error):
+                raise
+            outcome, value = "failed", WORST
+            _report_missing(trial, plan)
         trial.set_user_attr("outcome", outcome)
     except UpdateFinishedTrialError:
-        outcome, value, values = "lost", PENALTY, {}
+        outcome, value, values = "lost", WORST, {}
     except Exception as error:
         log(f"trial {trial.number} failed: {type(error).__name__}: {error}")
         queue.finish(trial, TrialState.FAIL)
@@ -99,7 +112,18 @@ def run_trial(
     shown = "" if value is None else f"{value:.4f} bits per byte, "
     texts = [f"{name.replace('_', '-')}={_shown(value)}" for name, value in values.items()]
     more = " …" if len(texts) > SHOWN_FIELDS else ""
+    reason = trial.user_attrs.get("reason", "").partition("\n")[0][:SHOWN_REASON]
+    outcome += f" ({reason})" if reason else ""
     return f"trial {trial.number}: {shown}{outcome}; {' '.join(texts[:SHOWN_FIELDS])}{more}"
+
+
+def _failed_before(trial: optuna.Trial, error: Exception) -> bool:
+    """Counts an error of a trial and of those that it repeats. Returns whether it is the last that is allowed."""
+    failures = trial.user_attrs.get(FAILURES, 0) + 1
+    trial.set_user_attr(FAILURES, failures)
+    if failures >= MOST_FAILURES:
+        trial.set_user_attr("reason", f"{type(error).__name__}: {error}")
+    return failures >= MOST_FAILURES
 
 
 def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: RunTrainer) -> tuple[str, float]:
@@ -108,9 +132,8 @@ def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: RunTraine
 
     def give_up(outcome: str, reason: object) -> tuple[str, float]:
         trial.set_user_attr("reason", str(reason))
-        for pair in range(len(scores), len(plan.seeds)):
-            _report(trial, plan, PENALTY, pair)
-        return outcome, PENALTY
+        _report_missing(trial, plan)
+        return outcome, WORST
 
     try:
         resolve(recipe)
@@ -132,14 +155,14 @@ def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: RunTraine
                 if not _out_of_memory(error):
                     raise
                 return give_up("out of memory", error)
-            body = done.to_json()
+            body = strict(done.to_json())
             trial.set_user_attr(f"{RUN}{pair}", body)
-        scores.append(_score(body["bpb"]))
+        scores.append(score(body["bpb"]))
         _report(trial, plan, scores[-1], pair)
         if plan.pruner == "wilcoxon" and pair + 1 < len(plan.seeds) and trial.should_prune():
             # As Optuna advises: the mean so far tells the sampler more than "pruned". It is worse than the best trial.
             return "pruned", statistics.fmean(scores)
-    return ("diverged" if PENALTY in scores else "finished"), statistics.fmean(scores)
+    return ("diverged" if WORST in scores else "finished"), statistics.fmean(scores)
 
 
 def _hyperband(trial: optuna.Trial) -> Callable[[Any], None]:
@@ -147,7 +170,7 @@ def _hyperband(trial: optuna.Trial) -> Callable[[Any], None]:
     count = itertools.count(1)
 
     def on_eval(point: Any) -> None:
-        trial.report(_score(point.bpb), next(count))
+        trial.report(score(point.bpb), next(count))
         if trial.should_prune():
             raise TrialPruned
 
@@ -164,9 +187,16 @@ def _report(trial: optuna.Trial, plan: Plan, score: float, pair: int) -> None:
         trial.report(score, pair)
 
 
-def _score(bpb: float | None) -> float:
-    """Bits per byte, finite."""
-    return PENALTY if bpb is None or not bpb < PENALTY else bpb
+def _report_missing(trial: optuna.Trial, plan: Plan) -> None:
+    """Tells Wilcoxon's test the value of seeds that are not trained, which it needs if the trial is the best so far."""
+    for pair in range(len(plan.seeds)):
+        if f"{RUN}{pair}" not in trial.user_attrs:
+            _report(trial, plan, WORST, pair)
+
+
+def score(bpb: float | None) -> float:
+    """Bits per byte of a run, finite. One that diverged counts as `evidence.WORST`."""
+    return WORST if bpb is None or not bpb < WORST else bpb
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -31,6 +31,10 @@ from optuna.trial import FrozenTrial, TrialState
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 RUN, WORKER = "run:", "worker:"
 """Prefixes of attributes: the record of a run of a trial; the heartbeat of a worker of the study."""
+FAILURES = "failures"
+"""Attribute: how many errors have ended the trial, or one that it repeats."""
+ORIGIN = "origin"
+"""Attribute: the key of the trial, or of the first one that it repeats."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Queue:
         known = {trial.user_attrs.get("key") for trial in self._all()}
         for key, values in points.items():
             if key not in known:
-                self._enqueue(key, values)
+                self._enqueue(key, values, **{ORIGIN: key})
 
     def trials(self) -> Iterator[optuna.Trial]:
         """Yields trials to run until all are finished, those of other workers too. Finish each before the next."""
@@ -134,8 +138,8 @@ class Queue:
                 yield trial
                 keys |= {key} - {None}
 
-    def _enqueue(self, key: str, values: dict[str, Any], **runs: Any) -> None:
-        self.study.enqueue_trial(values, user_attrs={"key": key, "values": values, **runs})
+    def _enqueue(self, key: str, values: dict[str, Any], **attrs: Any) -> None:
+        self.study.enqueue_trial(values, user_attrs={"key": key, "values": values, **attrs})
 
     def _tell(self, number: int, state: TrialState, value: float | None = None) -> bool:
         try:
@@ -155,9 +159,10 @@ class Queue:
         known = {trial.user_attrs.get("key") for trial in every}
         for trial in self._counted(every):
             if trial.state == TrialState.FAIL and f"retry:{trial.number}" not in known:
-                runs = {name: body for name, body in trial.user_attrs.items() if name.startswith(RUN)}
+                kept = (name for name in trial.user_attrs if name.startswith(RUN) or name in (FAILURES, ORIGIN))
+                attrs = {name: trial.user_attrs[name] for name in kept}
                 values = {**trial.user_attrs.get("values", {}), **trial.params}
-                self._enqueue(f"retry:{trial.number}", values, **runs)
+                self._enqueue(f"retry:{trial.number}", values, **attrs)
 
     def _abandoned(self, trial: FrozenTrial, alive: set[str]) -> bool:
         owner = trial.user_attrs.get("worker")
@@ -183,13 +188,19 @@ class Queue:
     # The heartbeat ------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        beats, last = 0, time.monotonic()
+        beats, last, logged = 0, time.monotonic(), False
         while not self._ended.wait(min(1.0, self.patience.beat)):
             if self.parent is not None and os.getppid() != self.parent:
                 os._exit(1)
-            if time.monotonic() - last >= self.patience.beat:
+            if time.monotonic() - last < self.patience.beat:
+                continue
+            try:
+                self._beat(beats + 1)
                 beats, last = beats + 1, time.monotonic()
-                self._beat(beats)
+            except Exception as error:  # such as a database that is restarting; without a heartbeat the trial is lost
+                if not logged:
+                    self.log(f"the heartbeat could not be written and is tried again: {type(error).__name__}: {error}")
+                logged = True
 
     def _beat(self, beats: int) -> None:
         """beats: counts up; -1 is the end of the worker."""

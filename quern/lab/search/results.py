@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
-from quern.lab.search.queue import RUN
+from quern.lab.evidence import WORST
+from quern.lab.search.measure import score
+from quern.lab.search.queue import ORIGIN, RUN
 from quern.lab.search.space import Dimension, Space
+from quern.records import strict
 from quern.temporaries import write_whole
 from quern.terminal import grid
 
@@ -30,13 +34,15 @@ SHOWN_FIELDS = 5
 FEWEST_FOR_IMPORTANCES = 20
 BEST_SHARE, FEWEST_BEST = 0.1, 5
 """The trials that count as the best, for importances."""
+MEASURED = ("finished", "diverged", "pruned")
+"""Outcomes of trials whose runs have been trained. The others have the penalty as their value."""
 WORST_SHOWN = 0.9
 """Colours of the figure end at this quantile of the values, so that a few bad trials do not hide the others."""
 
 
 def write_trials(folder: Path, trials: Sequence[FrozenTrial], seeds: Sequence[Sequence[int]]) -> None:
     """Writes one JSON line for each finished trial, with the records of its runs."""
-    write_whole(folder / TRIALS, "".join(json.dumps(trial_json(trial, seeds)) + "\n" for trial in trials))
+    write_whole(folder / TRIALS, "".join(_json(trial_json(trial, seeds)) + "\n" for trial in trials))
 
 
 def trial_json(trial: FrozenTrial, seeds: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def trial_json(trial: FrozenTrial, seeds: Sequence[Sequence[int]]) -> dict[str, 
         "reason": attrs.get("reason"),
         "bpb": trial.value,
         "values": trial.params,
-        "baseline": attrs.get("key") == "baseline",
+        "baseline": attrs.get(ORIGIN) == "baseline",
         "seconds": trial.duration.total_seconds() if trial.duration else None,
         "reported": {str(step): value for step, value in trial.intermediate_values.items()},
         "runs": runs,
@@ -57,18 +63,24 @@ def trial_json(trial: FrozenTrial, seeds: Sequence[Sequence[int]]) -> dict[str, 
 
 
 def write_results(
-    folder: Path, study: optuna.Study, trials: Sequence[FrozenTrial], space: Space, plan: dict[str, Any]
+    folder: Path,
+    study: optuna.Study,
+    trials: Sequence[FrozenTrial],
+    space: Space,
+    plan: dict[str, Any],
+    start: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Writes results.json and the figure. Returns lines for a terminal."""
-    ranked = sorted((trial for trial in trials if trial.state == TrialState.COMPLETE), key=_value)
+    """Writes results.json and the figure. Returns lines for a terminal. start: the facts of the study's first start."""
+    ranked = sorted((trial for trial in trials if is_whole(trial)), key=_value)
     if not ranked:
         return ["no trial has a value"]
-    weights = importances(study, len(ranked))
+    weights = importances(study)
     edges = edge_warnings(space, ranked[0])
     outcomes = [str(trial.user_attrs.get("outcome")) for trial in trials]
     best = trial_json(ranked[0], plan["seeds"])
     facts = {
         "plan": plan,
+        "facts": start,
         "trials": len(trials),
         "outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))},
         "best": best,
@@ -76,25 +88,39 @@ def write_results(
         "importances": weights,
         "edges": edges,
     }
-    write_whole(folder / RESULTS, json.dumps(facts, indent=2) + "\n")
+    write_whole(folder / RESULTS, _json(facts, indent=2) + "\n")
     names = sorted(space.texts(), key=lambda name: -weights.get(name, 0.0))[:SHOWN_FIELDS]
     draw_pairs(folder / FIGURE, ranked, [one for name in names for one in space.dimensions if one.name == name])
     return _lines(folder, facts, ranked, names, len(space.dimensions))
 
 
-def importances(study: optuna.Study, complete: int) -> dict[str, float]:
+def is_whole(trial: FrozenTrial) -> bool:
+    """Whether a trial's value is the mean over all seeds. That of a trial that Wilcoxon's test ended is not, though
+    Optuna's state of it is COMPLETE: some seeds have lower losses than others."""
+    return trial.state == TrialState.COMPLETE and trial.user_attrs.get("outcome") != "pruned"
+
+
+def importances(study: optuna.Study) -> dict[str, float]:
     """How much each field decides whether a trial is among the best tenth, as shares (PED-ANOVA, Watanabe et al. 2023,
     arXiv 2304.10255).
 
     The values of the best trials are compared with the whole space, because a sampler that adapts does not draw from
-    all of it. Empty for too few trials.
+    all of it. Pruned trials count as worse than all others. Empty for too few trials.
     """
-    if complete < FEWEST_FOR_IMPORTANCES:
+
+    def value(trial: FrozenTrial) -> float:
+        return min(_value(trial), WORST) if is_whole(trial) else WORST
+
+    every = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    best = max(BEST_SHARE, FEWEST_BEST / max(1, len(every)))
+    good = sum(value(trial) < WORST for trial in every)
+    if len(every) < FEWEST_FOR_IMPORTANCES or good < math.ceil(best * len(every)):
         return {}
-    best = max(BEST_SHARE, FEWEST_BEST / complete)
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=best, evaluate_on_local=False)
-    found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-    return {name: round(float(value), 4) for name, value in found.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*low `target` values")  # low values are what is meant
+        found = optuna.importance.get_param_importances(study, evaluator=evaluator, target=value)
+    return {name: round(float(weight), 4) for name, weight in found.items()}
 
 
 def edge_warnings(space: Space, best: FrozenTrial) -> list[str]:
@@ -112,12 +138,15 @@ def edge_warnings(space: Space, best: FrozenTrial) -> list[str]:
 def against_baseline(
     best: dict[str, Any], trials: Sequence[FrozenTrial], seeds: Sequence[Sequence[int]]
 ) -> dict[str, float] | None:
-    """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds."""
-    own = [trial_json(trial, seeds) for trial in trials if trial.user_attrs.get("key") == "baseline"]
-    if not own or own[0]["trial"] == best["trial"]:
+    """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds.
+
+    A run that diverged counts as `evidence.WORST`, as in the value of its trial.
+    """
+    own = [trial_json(trial, seeds) for trial in trials if trial.user_attrs.get(ORIGIN) == "baseline"]
+    if not own or own[0]["trial"] == best["trial"] or {best["outcome"], own[0]["outcome"]} - set(MEASURED):
         return None
-    pairs = [(ours["bpb"], theirs["bpb"]) for ours, theirs in zip(best["runs"], own[0]["runs"], strict=False)]
-    differences = [ours - theirs for ours, theirs in pairs if None not in (ours, theirs)]
+    pairs = zip(best["runs"], own[0]["runs"], strict=False)  # the first seeds, if the baseline was pruned
+    differences = [score(ours["bpb"]) - score(theirs["bpb"]) for ours, theirs in pairs]
     if not differences:
         return None
     spread = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
@@ -129,9 +158,8 @@ def _lines(
 ) -> list[str]:
     rows = []
     for trial in ranked[:SHOWN_TRIALS]:
-        scores = [body["bpb"] for key, body in sorted(trial.user_attrs.items()) if key.startswith(RUN)]
-        known = [score for score in scores if score is not None]
-        spread = f"{statistics.stdev(known):.4f}" if len(known) > 1 else "-"
+        scores = [score(body["bpb"]) for key, body in trial.user_attrs.items() if key.startswith(RUN)]
+        spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
         outcome = str(trial.user_attrs.get("outcome"))
         label = f"{trial.number}{' (baseline)' if trial.user_attrs.get('key') == 'baseline' else ''}"
         shown = [_text(trial.params[name]) for name in names]
@@ -150,10 +178,16 @@ def _lines(
         top = [f"{name.replace('_', '-')} {share:.0%}" for name, share in facts["importances"].items()]
         lines.append(f"importances (PED-ANOVA): {', '.join(top[: 2 * SHOWN_FIELDS])}")
     elif fields > 1:
-        lines.append(f"importances need {FEWEST_FOR_IMPORTANCES} trials with a value")
+        lines.append(
+            f"importances need {FEWEST_FOR_IMPORTANCES} trials, and {FEWEST_BEST} or more that were not pruned"
+        )
     lines += [f"warning: {line}" for line in facts["edges"]]
     flags = [f"--{name.replace('_', '-')} {_text(value, 6)}" for name, value in facts["best"]["values"].items()]
     return [*lines, f"best: {' '.join(flags)}", f"written: {folder / RESULTS}, {folder / TRIALS}, {folder / FIGURE}"]
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(strict(value), indent=indent, allow_nan=False)
 
 
 def _value(trial: FrozenTrial) -> float:

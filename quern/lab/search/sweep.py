@@ -1,7 +1,7 @@
 """`quern lab sweep`: searches the fields of a recipe for the lowest validation bits per byte, with Optuna.
 
 A trial trains one set of values on the same seeds as every other trial; its value is the mean of the final bits per
-byte. A run that diverges counts as `measure.PENALTY`. The storage holds everything: a sweep can be killed at any moment
+byte. A run that diverges counts as `evidence.WORST`. The storage holds everything: a sweep can be killed at any moment
 and started again, and any number of workers may share it (search/queue.py). The value of the best trial is too good,
 because it was selected: confirm it with `quern lab compare` on other seeds.
 """
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
-import re
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from quern.flags.check_flags import UNSAID
+from quern.lab.names import check_name, compare_facts
 from quern.lab.search.space import Space, read_space
 from quern.machine import environment
 from quern.recipe import Recipe
@@ -91,6 +90,8 @@ def run(
     command: Sequence[str] = (),
     variables: Callable[[int], Mapping[str, str]] = lambda worker: {},
     patience: Patience | None = None,
+    facts: dict[str, Any] | None = None,
+    source: str | None = None,
 ) -> int:
     """Runs trials until all have finished, then writes and logs the results.
 
@@ -101,12 +102,14 @@ def run(
         command: With several workers, the command line that starts one more; `--workers 1` is appended.
         variables: Environment variables of a worker by its number, from 1, such as the GPU that it uses.
         patience: Times of the queue.
+        facts: Of this start, as from `names.start_facts`; those of the study's first start are kept.
+        source: The text of the recipe's file, if it has one.
 
     Returns:
         The exit code: 0.
 
     Raises:
-        ValueError: An option or the space is wrong, or the study was started with others.
+        ValueError: An option or the space is wrong, or the study was started with others or on another kind of device.
         ImportError: The extra `lab` is not installed.
     """
     try:
@@ -114,7 +117,7 @@ def run(
 
         from quern.lab.search.measure import Plan, run_trial
         from quern.lab.search.queue import Queue
-        from quern.lab.search.results import write_results, write_trials
+        from quern.lab.search.results import is_whole, write_results, write_trials
         from quern.lab.search.storage import open_storage
     except ImportError as error:
         raise ImportError(f"sweeps need extra packages ({error}): {install('lab')}") from error
@@ -134,8 +137,9 @@ def run(
         options.pruner,
         options.evaluations,
         options.sampler == "grid",
+        source,
     )
-    _keep_plan(study, plan)
+    _keep_plan(study, plan, facts, log)
     parent = environment().get(PARENT)
     queue = Queue(
         study,
@@ -157,11 +161,13 @@ def run(
             ended = run_trial(trial, queue, plan, space, options.recipe, trainer, log)
             finished = queue.finished()
             write_trials(options.folder, finished, plan.seeds)
-            best = min((one.value for one in finished if one.value is not None), default=math.nan)
-            log(f"{ended}; {len(finished):,} of {wanted:,} finished, best {best:.4f}")
+            best = min((one.value for one in finished if is_whole(one) and one.value is not None), default=None)
+            shown = "" if best is None else f", best {best:.4f}"
+            log(f"{ended}; {len(finished):,} of {wanted:,} finished{shown}")
     if parent is None:
         write_trials(options.folder, queue.finished(), plan.seeds)
-        for line in write_results(options.folder, study, queue.finished(), space, asdict(plan)):
+        start = study.user_attrs.get("facts")
+        for line in write_results(options.folder, study, queue.finished(), space, asdict(plan), start):
             log(line)
     return 0
 
@@ -172,8 +178,7 @@ def run(
 def _check(options: SweepOptions, space: Space) -> None:
     if options.recipe.train.minutes is not None:
         raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
-    if not re.fullmatch(r"[\w.-]+", options.name) or options.name.startswith("."):
-        raise ValueError(f"a study cannot be called '{options.name}': use letters, digits, - _ and .")
+    check_name(options.name)
     without = [one for one in space.dimensions if not one.values()]
     if options.sampler == "grid" and without:
         name = without[0].name.replace("_", "-")
@@ -227,11 +232,12 @@ def _pruner(options: SweepOptions) -> optuna.pruners.BasePruner:
     return pruners.NopPruner()
 
 
-def _keep_plan(study: optuna.Study, plan: Plan) -> None:
-    """Writes the plan of a new study. Raises ValueError if the study has another one."""
+def _keep_plan(study: optuna.Study, plan: Plan, facts: dict[str, Any] | None, log: Callable[[str], None]) -> None:
+    """Writes the plan and the facts of a new study. Raises ValueError if the study has others."""
     ours = json.loads(json.dumps(asdict(plan)))
     theirs = study.user_attrs.get("plan")
     if theirs is None:
+        study.set_user_attr("facts", facts)
         study.set_user_attr("plan", ours)
         return
     changed = [name for name in ours if ours[name] != theirs.get(name)]
@@ -240,6 +246,8 @@ def _keep_plan(study: optuna.Study, plan: Plan) -> None:
             f"the study '{study.study_name}' was started with another {', '.join(changed)}: give the same arguments, "
             "or name another study with --study"
         )
+    if warning := compare_facts(study.study_name, study.user_attrs.get("facts"), facts):
+        log(warning)
 
 
 def _summary(options: SweepOptions, space: Space, wanted: int, finished: int) -> str:
