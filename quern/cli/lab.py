@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from quern.kernels.attention.autotune import select_attention
 from quern.lab import command, publish
 from quern.lab.board import server
 from quern.lab.devices import DeviceOptions, variables
+from quern.lab.names import start_facts
 from quern.lab.scaling import study as scaling
 from quern.lab.search import sweep
 from quern.lab.trainer import Trainer
@@ -42,18 +44,22 @@ def _compare(rest: list[str], help_text: str) -> int:
 
 
 def _sweep(rest: list[str], help_text: str) -> int:
-    recipe, _, flags = _recipe(rest)
+    recipe, source, flags = _recipe(rest)
     options = parse(_SweepOptions, recipe, flags, verb="lab sweep", description=help_text)
     device = options.where.arguments(options.workers)
     machine = machines.detect(**device)
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(device["threads"])]
-    return sweep.run(options, log, _trainer(options, device), worker, variables(machine))
+    facts = start_facts(machine, shlex.join(["quern", "lab", "sweep", *rest]))
+    trainer = _trainer(options, device)
+    return sweep.run(options, log, trainer, worker, variables(machine), facts=facts, source=source)
 
 
 def _scaling(rest: list[str], help_text: str) -> int:
     recipe, source, flags = _recipe(rest)
     options = parse(_ScalingOptions, recipe, flags, verb="lab scaling", description=help_text)
-    return scaling.run(options, _trainer(options, options.where.arguments()), log, source)
+    trainer = _trainer(options, options.where.arguments())
+    facts = start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
+    return scaling.run(options, trainer, log, source, facts=facts)
 
 
 def _log(rest: list[str], help_text: str) -> int:

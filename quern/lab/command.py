@@ -17,6 +17,7 @@ from quern.flags.recipe_flags import parse
 from quern.lab.arms import Arm
 from quern.lab.compare import Workers, compare
 from quern.lab.devices import DeviceOptions, variables
+from quern.lab.names import check_name, start_facts
 from quern.lab.power import detectable_effect
 from quern.lab.results import HEAD
 from quern.lab.study import AXES, Registration, Study, locked, register
@@ -123,10 +124,11 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
         text=prepared.text[:SHOWN],
         detectable_sd=round(detectable, 2),
     )
-    name = options.study or "-".join(arm.name for arm in arms)[:60]
+    name = check_name(options.study) if options.study else "-".join(arm.name for arm in arms)[:60]
     folder = options.out / "lab" / name
     with locked(folder):
-        return _run(register(folder, registration, machine, command), arms, options, machine, log)
+        study = register(folder, registration, start_facts(machine, command), log)
+        return _run(study, arms, options, machine, log)
 
 
 def _run(

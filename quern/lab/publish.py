@@ -180,7 +180,7 @@ def _setup(study: Study) -> str:
         f"τ² {registered.tau2:g}, at most {registered.most_pairs} pairs, which find "
         f"{registered.detectable_sd:g} standard deviations of the pairs' differences with a probability of 80 %. "
         f"Noise of the baseline over seeds: {_noise(study)}. "
-        f"Machine: {machine['processor']}, {machine['dtype']}, torch {study.facts['torch']}."
+        f"Machine: {machine['processor']}, {machine['dtype']}, torch {machine['torch']}."
     )
 
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 import fcntl
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from quern import __version__
 from quern.lab.idea import with_verdict
+from quern.lab.names import compare_facts
 from quern.lab.trainer import Trial
-from quern.machine import Machine
-from quern.records import append_synced, drop_torn_end, git_hash, read_lines
+from quern.records import append_synced, drop_torn_end, read_lines
+from quern.stages.session import silent
 from quern.temporaries import write_whole
 
 AXES = ("steps", "flops", "seconds")
@@ -153,8 +150,16 @@ class Study:
         return (found[0][-1], found[1][-1]) if all(found) else (None, None)
 
 
-def register(folder: Path, registration: Registration, machine: Machine, command: str) -> Study:
-    """Opens a study; writes its registration if it is new. command: the command line, for the record.
+def register(
+    folder: Path, registration: Registration, facts: dict[str, Any], log: Callable[[str], None] = silent
+) -> Study:
+    """Opens a study; writes its registration if it is new.
+
+    Args:
+        folder: The study's folder.
+        registration: What the study fixes.
+        facts: Of this start (`names.start_facts`).
+        log: Takes a warning if a study continues with other software.
 
     Raises:
         ValueError: The folder holds a study with another registration; the message names the difference.
@@ -164,24 +169,16 @@ def register(folder: Path, registration: Registration, machine: Machine, command
         study = read_study(folder)
         ours, theirs = _identity(registration), _identity(study.registration)
         changed = [name for name in ours if ours[name] != theirs.get(name)]
-        before, now = study.facts["machine"], machine.describe()
-        changed += [f"--{name}" for name in ("device", "dtype", "compiled") if before[name] != now[name]]
         if changed:
             raise ValueError(
                 f"the study {folder.name} was registered with another {', '.join(changed)}, which must not change "
                 "after the first run: give the same arguments, or name another study with --study"
             )
+        if warning := compare_facts(folder.name, study.facts, facts):
+            log(warning)
         drop_torn_end(folder / TRIALS)
         return read_study(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "command": command,
-        "registered": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quern": __version__,
-        "commit": git_hash(Path(__file__).parent),
-        "torch": torch.__version__,
-        "machine": machine.describe(),
-    }
     write_whole(path, json.dumps({**registration.to_json(), "facts": facts}, indent=2) + "\n")
     return read_study(folder)
 

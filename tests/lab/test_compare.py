@@ -15,6 +15,7 @@ from quern.lab import compare as comparing
 from quern.lab.arms import Order
 from quern.lab.compare import Workers, compare
 from quern.lab.idea import read_idea, with_verdict
+from quern.lab.names import start_facts
 from quern.lab.publish import LogOptions, pages, run
 from quern.lab.results import all_results, steps_of
 from quern.lab.study import TRIALS, Registration, Study, locked, read_study, register
@@ -110,7 +111,9 @@ def registration(*ideas: str, **changes: Any) -> Registration:
 
 
 def opened(folder: Path, *ideas: str, **changes: Any) -> Study:
-    return register(folder / "lab" / "toy", registration(*ideas, **changes), CPU, f"quern lab compare --data {PRIVATE}")
+    return register(
+        folder / "lab" / "toy", registration(*ideas, **changes), start_facts(CPU, f"quern lab compare --data {PRIVATE}")
+    )
 
 
 def go(
@@ -263,10 +266,12 @@ def test_a_study_is_open_once_and_on_one_kind_of_machine(tmp_path: Path) -> None
     folder = tmp_path / "lab" / "toy"
     with locked(folder), pytest.raises(ValueError, match="another process works on the study toy"), locked(folder):
         raise AssertionError
-    with pytest.raises(ValueError, match="registered with another --dtype, which must not change"):
-        register(
-            tmp_path / "lab" / "toy", registration("dear"), replace(CPU, dtype=torch.bfloat16), "quern lab compare"
-        )
+    other = start_facts(replace(CPU, dtype=torch.bfloat16), "quern lab compare")
+    with pytest.raises(ValueError, match=r"started with another --dtype \(float32 then, bfloat16 now\)"):
+        register(folder, registration("dear"), other)
+    said: list[str] = []
+    register(folder, registration("dear"), start_facts(CPU, "") | {"commit": "other"}, said.append)
+    assert len(said) == 1 and "was started by other software: commit" in said[0]
 
 
 def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
