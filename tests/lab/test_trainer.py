@@ -133,4 +133,4 @@ def test_a_comparison_from_the_command_line(
     assert main.main(command) == 0, "a study that is complete trains nothing"
     assert read_study(Path("out/lab/cap")).entries == study.entries
     assert main.main(["lab", "log", "--study", "cap"]) == 0
-    assert "| idea | undecided" in Path("experiments/LOG.md").read_text(encoding="utf-8")
+    assert "| idea | no difference, " in Path("experiments/LOG.md").read_text(encoding="utf-8")
