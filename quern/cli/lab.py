@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import tyro
 
@@ -14,7 +14,7 @@ from quern import machine as machines
 from quern.cli.options import log
 from quern.cli.summaries import EXAMPLES
 from quern.flags import check_flags
-from quern.flags.recipe_flags import parse
+from quern.flags.recipe_flags import named, parse
 from quern.kernels.attention.autotune import select_attention
 from quern.lab import command, publish
 from quern.lab.board import server
@@ -25,8 +25,11 @@ from quern.lab.search import sweep
 from quern.lab.trainer import Trainer
 from quern.recipe import Recipe
 from quern.recipes import load_recipe
+from quern.stages.prepare_tokens import is_tokens
+from quern.unavailable import refuse_idle
 
 FLAT = tyro.conf.arg(name="")
+T = TypeVar("T", bound=sweep.SweepOptions | scaling.ScalingOptions)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,7 @@ def _compare(rest: list[str], help_text: str) -> int:
 
 
 def _sweep(rest: list[str], help_text: str) -> int:
-    recipe, source, flags = _recipe(rest)
-    options = parse(_SweepOptions, recipe, flags, verb="lab sweep", description=help_text)
+    options, source = _options(_SweepOptions, "lab sweep", rest, help_text)
     device = options.where.arguments(options.workers)
     machine = machines.detect(**device)
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(device["threads"])]
@@ -55,8 +57,7 @@ def _sweep(rest: list[str], help_text: str) -> int:
 
 
 def _scaling(rest: list[str], help_text: str) -> int:
-    recipe, source, flags = _recipe(rest)
-    options = parse(_ScalingOptions, recipe, flags, verb="lab scaling", description=help_text)
+    options, source = _options(_ScalingOptions, "lab scaling", rest, help_text)
     trainer = _trainer(options, options.where.arguments())
     facts = start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
     return scaling.run(options, trainer, log, source, facts=facts)
@@ -106,6 +107,14 @@ def _recipe(rest: Sequence[str]) -> tuple[Recipe, str | None, list[str]]:
     chosen = bool(rest) and not rest[0].startswith("-")
     recipe, source = load_recipe(rest[0] if chosen else "gpt")
     return recipe, source, list(rest[chosen:])
+
+
+def _options(kind: type[T], verb: str, rest: Sequence[str], help_text: str) -> tuple[T, str | None]:
+    """The options of a tool, and the source of the recipe's file."""
+    recipe, source, flags = _recipe(rest)
+    options = parse(kind, recipe, flags, verb=verb, description=help_text)
+    refuse_idle(options.recipe, verb, set(named(flags)), is_tokens(options.recipe.data))
+    return options, source
 
 
 def _trainer(options: _SweepOptions | _ScalingOptions, device: dict[str, object]) -> Trainer:

@@ -109,16 +109,21 @@ class Arms:
                     yield order, Trial.from_json(answer["trial"])
 
     def end(self) -> None:
-        """Ends all processes, as after the failure of one: the others may wait for a turn. They start on demand."""
+        """Kills all processes; a trial that is not finished is lost. They start again on demand."""
         while self._running:
-            self._running.popitem()[1][1].close()
+            self._stop(next(iter(self._running)))
+
+    def _stop(self, name: str) -> None:
+        child, stack = self._running.pop(name)
+        child.process.kill()
+        stack.close()
 
     def _child(self, name: str) -> Child:
         if name in self._running:
             self._running[name] = self._running.pop(name)
             return self._running[name][0]
         while len(self._running) >= self.most:
-            self._running.pop(next(iter(self._running)))[1].close()
+            self._stop(next(iter(self._running)))
         arm, stack = self.arms[name], ExitStack()
         order = {
             "name": name,
@@ -134,7 +139,7 @@ class Arms:
 
 
 def main() -> None:
-    """The process of an arm: trains each `Order` that it is sent, in turns if other arms train beside it."""
+    """The process of an arm: trains each `Order` that it receives. It alternates with arms that train beside it."""
     from quern.kernels.attention.autotune import select_attention
 
     with replying() as reply:

@@ -13,19 +13,20 @@ import tyro
 
 from quern import machine as machines
 from quern.flags.check_flags import UNSAID
-from quern.flags.recipe_flags import parse
+from quern.flags.recipe_flags import named, parse
 from quern.lab.arms import Arm
 from quern.lab.compare import Workers, compare
 from quern.lab.devices import DeviceOptions, variables
-from quern.lab.names import check_name, start_facts
+from quern.lab.names import check_name, locked, start_facts
 from quern.lab.power import detectable_effect
 from quern.lab.results import HEAD
-from quern.lab.study import AXES, Registration, Study, locked, register
+from quern.lab.study import AXES, Registration, Study, register
 from quern.recipe import Recipe, TrainRecipe
 from quern.recipes import load_recipe
 from quern.resolve import resolve
 from quern.stages.open_data import SHOWN
 from quern.stages.prepare import prepare
+from quern.stages.prepare_tokens import is_tokens
 from quern.terminal import grid
 from quern.unavailable import refuse_idle
 
@@ -56,8 +57,8 @@ class CompareOptions:
     """What differs between the pairs: the initial weights, the order of the data, or both."""
     first_seed: int = 0
     """The seed of the first pair; the next pairs count up."""
-    evaluations: int = 8
-    """Validations in a trial, for the curves."""
+    evaluations: int = 4
+    """Validations in a trial, for the curves. Each scores the whole validation text."""
     horizons: tuple[float, ...] = (0.75, 1.33)
     """The baseline is also trained for these shares of its steps: an effect is then told as steps saved."""
     horizon_pairs: int = 3
@@ -78,7 +79,7 @@ def run_compare(rest: list[str], log: Callable[[str], None], description: str) -
         recipe, source = load_recipe(name)
         parsed = parse(CompareOptions, recipe, flags, verb="lab compare", description=description)
         options = options or parsed
-        refuse_idle(parsed.recipe, "lab compare", (), tokens=parsed.recipe.data.endswith(".bin"))
+        refuse_idle(parsed.recipe, "lab compare", set(named(flags)), is_tokens(parsed.recipe.data))
         path = Path(name) if source is not None else None
         arms.append(Arm(path.stem if path else name, parsed.recipe, path, source))
     assert options is not None
@@ -94,6 +95,7 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
     train = resolve(base.recipe).train
     assert train.steps
     arms = [_same_length(arm, train) for arm in arms]
+    name = check_name(options.study or "-".join(arm.name for arm in arms)[:60])
     if not options.axes:
         raise ValueError("--axes is empty: name at least one of steps, flops, seconds")
     if train.steps < 2:
@@ -124,7 +126,6 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
         text=prepared.text[:SHOWN],
         detectable_sd=round(detectable, 2),
     )
-    name = check_name(options.study) if options.study else "-".join(arm.name for arm in arms)[:60]
     folder = options.out / "lab" / name
     with locked(folder):
         study = register(folder, registration, start_facts(machine, command), log)

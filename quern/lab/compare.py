@@ -52,7 +52,7 @@ def compare(
     Returns:
         The results of all ideas on all axes, and the ideas whose process failed.
     """
-    driver = _Driver(study, workers, log)
+    driver = _Driver(study, log)
     by_name = {arm.name: arm for arm in arms}
     ideas = iter(study.registration.ideas)
     lock = threading.Lock()
@@ -84,8 +84,8 @@ def compare(
 class _Driver:
     """Decides which trials come next, and keeps the records."""
 
-    def __init__(self, study: Study, workers: Workers, log: Callable[[str], None]) -> None:
-        self.study, self.workers, self.log = study, workers, log
+    def __init__(self, study: Study, log: Callable[[str], None]) -> None:
+        self.study, self.log = study, log
         self._writing = threading.Lock()
         self._base: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 

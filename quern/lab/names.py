@@ -1,8 +1,11 @@
-"""What identifies a study beside its plan: its name, and the facts of its first start."""
+"""What every study has beside its plan: its name, its lock, and the facts of its first start."""
 
 from __future__ import annotations
 
+import fcntl
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,3 +67,21 @@ def compare_facts(name: str, before: dict[str, Any] | None, now: dict[str, Any] 
     ]
     changed = [f"{key} {old} then, {new} now" for key, old, new in pairs if old != new]
     return f"warning: the study '{name}' was started by other software: {'; '.join(changed)}" if changed else None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a study's lock for the length of the block.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process works on the study {folder.name}: wait until it ends, or name another with --study"
+            ) from error
+        yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -60,13 +61,18 @@ def run(options: LogOptions, log: Callable[[str], None]) -> int:
 
 
 def _without_paths(study: dict[str, Any]) -> dict[str, Any]:
-    """A registration whose text is named without its folder: records are published, folders are private. What the text
-    was is told by its fingerprint."""
+    """A registration without the folders of absolute paths: records are published, folders are private. The
+    fingerprint identifies the text."""
     text = json.dumps(study)
     for recipe in study["recipes"].values():
         for name in filter(None, (recipe["data"], recipe["val"])):
             text = text.replace(json.dumps(name)[1:-1], Path(name).name)
-    return json.loads(text)
+    body = json.loads(text)
+    words = (word.rpartition("=") for word in shlex.split(body["facts"]["command"]))
+    body["facts"]["command"] = shlex.join(
+        f"{flag}{equals}{Path(value).name if value.startswith('/') else value}" for flag, equals, value in words
+    )
+    return body
 
 
 def pages(studies: Sequence[Study]) -> dict[str, str]:

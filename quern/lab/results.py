@@ -10,6 +10,7 @@ from typing import Any
 
 from quern.lab.evidence import Paired, Saved, compare_pairs, local_slope, share_saved, verdict, verdicts
 from quern.lab.study import Study
+from quern.records import strict
 from quern.temporaries import write_whole
 
 HEAD = (
@@ -95,7 +96,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; numbers that are not finite are None."""
-        return json.loads(json.dumps(asdict(self), default=str), parse_constant=lambda name: None)
+        return strict(asdict(self))
 
 
 def steps_of(study: Study, idea: str, axis: str) -> int:

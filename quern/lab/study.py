@@ -7,11 +7,9 @@ which is dropped when the folder is opened again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -187,22 +185,6 @@ def _identity(registration: Registration) -> dict[str, Any]:
     """What must not change. The verdicts in the ideas' docstrings may: `quern lab log` writes them."""
     body = registration.to_json()
     return body | {"sources": {name: with_verdict(source, "") for name, source in body["sources"].items()}}
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds a study's lock for the length of the block.
-
-    Raises:
-        ValueError: Another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process works on the study {folder.name}: wait until it ends") from error
-        yield
 
 
 def read_study(folder: Path) -> Study:

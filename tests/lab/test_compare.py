@@ -15,10 +15,10 @@ from quern.lab import compare as comparing
 from quern.lab.arms import Order
 from quern.lab.compare import Workers, compare
 from quern.lab.idea import read_idea, with_verdict
-from quern.lab.names import start_facts
+from quern.lab.names import locked, start_facts
 from quern.lab.publish import LogOptions, pages, run
 from quern.lab.results import all_results, steps_of
-from quern.lab.study import TRIALS, Registration, Study, locked, read_study, register
+from quern.lab.study import TRIALS, Registration, Study, read_study, register
 from quern.lab.trainer import Point, Trial
 from tests.support.toy_training import CPU
 

@@ -183,7 +183,7 @@ def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
     study(given)
     with (given.folder / ".lock").open(encoding="utf-8") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="in use by another process"):
+        with pytest.raises(ValueError, match="another process works on the study"):
             study(given)
 
 

@@ -7,12 +7,10 @@ continues: no finished run is trained again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -21,7 +19,7 @@ import numpy as np
 import tyro
 
 from quern.flags.check_flags import UNSAID
-from quern.lab.names import check_name, compare_facts
+from quern.lab.names import check_name, compare_facts, locked
 from quern.lab.scaling.fits import FEWEST_CELLS, Envelope, envelope
 from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, Stability, make_plan, most_stable
 from quern.lab.scaling.parametric import SurfaceFit, fit_surface
@@ -128,7 +126,7 @@ def run(
     if options.fit:
         _check_plan(options.folder, description)
     else:
-        with _locked(options.folder):
+        with locked(options.folder):
             _keep_plan(options.folder, description, facts, log)
             failed = _train(options, plan, trainer, log)
     body, lines = fit_study(plan, read_lines(options.folder / CELLS), options.resamples, options.level)
@@ -179,18 +177,6 @@ def _description(options: ScalingOptions, plan: Plan, source: str | None) -> dic
         "cells": [cell.to_json() for cell in plan.cells],
     }
     return strict(body)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the study's lock. Raises ValueError if another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{folder} is in use by another process: wait, or name another --study") from error
-        yield
 
 
 def _keep_plan(

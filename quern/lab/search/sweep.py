@@ -133,7 +133,7 @@ def run(
     plan = Plan(
         options.recipe.to_json(),
         space.texts(),
-        [[baseline.seed + pair, (baseline.data_seed or 0) + pair] for pair in range(options.seeds)],
+        [[baseline.seed + pair, baseline.seed + pair] for pair in range(options.seeds)],
         options.pruner,
         options.evaluations,
         options.sampler == "grid",
