@@ -176,6 +176,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "workers": FEW,
     "alpha": Bounds(1e-6, 0.5),
     "delta": RATE,
+    "same_time": SHARE,
     "tau2": POSITIVE,
     "most_pairs": _whole(1, 1000),
     "first_seed": SEED,

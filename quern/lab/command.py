@@ -57,6 +57,8 @@ class CompareOptions:
     """What differs between the pairs: the initial weights, the order of the data, or both."""
     first_seed: int = 0
     """The seed of the first pair; the next pairs count up."""
+    same_time: float = 0.02
+    """Arms whose times of a step differ by at most this share count as equally fast."""
     evaluations: int = 4
     """Validations in a trial, for the curves. Each scores the whole validation text."""
     horizons: tuple[float, ...] = (0.75, 1.33)
@@ -124,6 +126,7 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
         vary=options.vary,
         seed=options.first_seed,
         text=prepared.text[:SHOWN],
+        same_time=options.same_time,
         detectable_sd=round(detectable, 2),
     )
     folder = options.out / "lab" / name

@@ -27,9 +27,6 @@ HEAD = (
     "tokens/s",
     "memory",
 )
-SAME_TIME = 0.01
-"""Where the times of a step differ by less, the trial with equal steps also counts as equal in time: the clock of one
-pair is not more exact."""
 UNDECIDED = "undecided"
 
 
@@ -108,7 +105,7 @@ def steps_of(study: Study, idea: str, axis: str) -> int:
     if axis == "flops":
         return max(1, round(steps * base.flops / ours.flops))
     ratio = base.seconds / ours.seconds
-    return steps if abs(ratio - 1) <= SAME_TIME else max(1, round(steps * ratio))
+    return steps if abs(ratio - 1) <= study.registration.same_time else max(1, round(steps * ratio))
 
 
 def all_results(study: Study) -> list[Result]:

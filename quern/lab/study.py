@@ -47,6 +47,8 @@ class Registration:
         vary: What differs between the pairs: both seeds, init or data.
         seed: Of the first pair; pair k has seed + k.
         text: Fingerprint of the baseline's text.
+        same_time: Where the times of a step differ by at most this share, the trial with equal steps also counts as
+            equal in time: the clock of one pair is not more exact.
         detectable_sd: Smallest effect that is detected with a probability of 80 %, in standard deviations of the
             pairs' differences.
         metric: What is compared; lower is better.
@@ -68,6 +70,7 @@ class Registration:
     vary: str
     seed: int
     text: str
+    same_time: float
     detectable_sd: float
     metric: str = "validation bits per byte after the last step"
 

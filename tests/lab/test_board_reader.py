@@ -238,10 +238,11 @@ def test_a_study(tmp_path: Path) -> None:
     assert board.listing("night")["verdicts"] == []
 
 
-def test_a_thousand_long_runs_open_in_two_seconds(tmp_path: Path) -> None:
-    """1,000 runs × 10,000 points: list and curves in under 2 s of CPU time; it was 1.0 s on a slow core of 2026.
+def test_a_thousand_long_runs_open_without_reading_them_whole(tmp_path: Path) -> None:
+    """1,000 runs × 10,000 points: list and curves take less CPU time than parsing a twentieth of the lines.
 
-    CPU time, since the machine of the tests may be shared. The runs are hard links to ten files of 2 MB.
+    It is 1.8 s where parsing all lines takes about 60 s; a share holds on every machine. The runs are hard links to
+    ten files of 2 MB.
     """
     bodies = ["".join(lines(100_000, seed)) for seed in range(10)]
     done = [START, {"kind": "finish", "step": 100_000}]
@@ -251,6 +252,11 @@ def test_a_thousand_long_runs_open_in_two_seconds(tmp_path: Path) -> None:
             (folder / "metrics.jsonl").unlink()
             os.link(tmp_path / f"runs/run-{number % 10:04d}/pretrain/metrics.jsonl", folder / "metrics.jsonl")
     assert (tmp_path / "runs/run-0000/pretrain/metrics.jsonl").stat().st_size > 10_000 * 150
+    start = time.process_time()
+    for body in bodies:
+        for line in body.splitlines():
+            json.loads(line)
+    whole = 100 * (time.process_time() - start)
     board = Board(tmp_path)
     start = time.process_time()
     listing = board.listing()
@@ -260,8 +266,8 @@ def test_a_thousand_long_runs_open_in_two_seconds(tmp_path: Path) -> None:
     seconds = time.process_time() - start
     assert len(names) == len(found) == 1000 and len(content) < 4e6
     assert all(len(curve["x"]) >= 20 for curve in found.values())
-    assert seconds < 2.0, f"{seconds:.2f} s of CPU time"
+    assert seconds < whole / 20, f"{seconds:.2f} s of CPU time, parsing everything {whole:.0f} s"
     start = time.process_time()
     board.listing()
-    assert time.process_time() - start < 0.5, "a folder without changes must not be read again"
-    print(f"1,000 runs × 10,000 points: {seconds:.2f} s")
+    assert time.process_time() - start < seconds / 3, "a folder without changes must not be read again"
+    print(f"1,000 runs × 10,000 points: {seconds:.2f} s; parsing everything {whole:.0f} s")

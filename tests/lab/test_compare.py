@@ -105,6 +105,7 @@ def registration(*ideas: str, **changes: Any) -> Registration:
         "vary": "both",
         "seed": 5,
         "text": "c0ffee",
+        "same_time": 0.02,
         "detectable_sd": 1.5,
     }
     return Registration(**body | changes)
