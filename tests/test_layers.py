@@ -31,14 +31,16 @@ LAYERS = (
     ("stages.jax", "interop"),
     ("bench", "estimate", "lab"),
     ("bench.gpu", "lab.board", "lab.scaling", "lab.search"),
+    ("lab.log",),
     ("cli",),  # verbs over all of the above
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 LEAVES = {
     "report": {"stages.run_all"},
     "bench": {"bench.gpu"},
-    "lab": {"lab.board", "lab.scaling", "lab.search"},
-    **{room: set() for room in ("bench.gpu", "estimate", "lab.board", "lab.scaling", "lab.search")},
+    "lab": {"lab.board", "lab.log", "lab.scaling", "lab.search"},
+    "lab.scaling": {"lab.log"},
+    **{room: set() for room in ("bench.gpu", "estimate", "lab.board", "lab.log", "lab.search")},
 }
 """Rooms that the command line alone imports, and who else may."""
 MOST_FILES, MOST_LINES = 14, 400

@@ -16,9 +16,10 @@ from quern.cli.summaries import EXAMPLES
 from quern.flags import check_flags
 from quern.flags.recipe_flags import named, parse
 from quern.kernels.attention.autotune import select_attention
-from quern.lab import command, publish
+from quern.lab import command
 from quern.lab.board import server
 from quern.lab.devices import DeviceOptions, variables
+from quern.lab.log import publish
 from quern.lab.names import start_facts
 from quern.lab.scaling import study as scaling
 from quern.lab.search import sweep

@@ -15,10 +15,11 @@ from quern.lab import compare as comparing
 from quern.lab.arms import Order
 from quern.lab.compare import Workers, compare
 from quern.lab.idea import read_idea, with_verdict
+from quern.lab.log.comparison import read
+from quern.lab.log.publish import LogOptions, pages, run
 from quern.lab.names import locked, start_facts
-from quern.lab.publish import LogOptions, pages, run
 from quern.lab.results import all_results, steps_of
-from quern.lab.study import TRIALS, Registration, Study, read_study, register
+from quern.lab.study import TRIALS, Registration, Study, register
 from quern.lab.trainer import Point, Trial
 from tests.support.toy_training import CPU
 
@@ -297,7 +298,7 @@ def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     records = (project / "experiments" / "records" / "toy" / "study.json").read_text(encoding="utf-8")
     assert "private" not in records + page + log and '"data": "text"' in records
     assert "quern lab compare" in page and "](toy-dear.svg)" in page and "](toy-seconds.svg)" in page
-    for path, expected in pages([read_study(project / "experiments" / "records" / "toy")]).items():
+    for path, expected in pages([read(project / "experiments" / "records" / "toy")]).items():
         assert (project / path).read_text(encoding="utf-8") == expected, "made again, it is the same"
     run(LogOptions(folder=project), said.append)
     assert (project / "experiments" / "dear.py").read_text(encoding="utf-8") == text

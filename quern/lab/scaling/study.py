@@ -20,13 +20,14 @@ import tyro
 
 from quern.flags.check_flags import UNSAID
 from quern.lab.names import check_name, compare_facts, locked
-from quern.lab.scaling.fits import FEWEST_CELLS, Envelope, envelope
-from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, Stability, make_plan, most_stable
-from quern.lab.scaling.parametric import SurfaceFit, fit_surface
+from quern.lab.scaling.fits import FEWEST_CELLS, envelope
+from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, make_plan, most_stable
+from quern.lab.scaling.parametric import fit_surface
+from quern.lab.scaling.report import check_lines, convention_lines, heading, is_budget, plan_lines, stability_lines
 from quern.recipe import OPERATIONAL, Recipe
 from quern.records import append_synced, drop_torn_end, read_lines, strict
 from quern.temporaries import write_whole
-from quern.terminal import Meter, duration, grid
+from quern.terminal import Meter, duration
 
 CELLS, FITS, PLAN = "cells.jsonl", "fits.json", "plan.json"
 AHEAD = 10
@@ -59,6 +60,9 @@ class ScalingOptions:
     """Print the plan and stop."""
     fit: bool = False
     """Fit the finished runs without training, also while another process trains."""
+
+    check: Annotated[str | None, UNSAID] = None
+    """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts."""
 
     @property
     def folder(self) -> Path:
@@ -122,6 +126,7 @@ def run(
     if options.plan:
         return 0
     description = _description(options, plan, source)
+    predicted = _predictions(options)
     failed: list[Cell] = []
     if options.fit:
         _check_plan(options.folder, description)
@@ -131,35 +136,11 @@ def run(
             failed = _train(options, plan, trainer, log)
     body, lines = fit_study(plan, read_lines(options.folder / CELLS), options.resamples, options.level)
     write_whole(options.folder / FITS, json.dumps(body, indent=2, allow_nan=False) + "\n")
+    if options.check and predicted:
+        lines += ["", *check_lines(options.check, predicted, body)]
     for line in [*lines, f"record: {options.folder / FITS}"]:
         log(line)
     return 1 if failed else 0
-
-
-def plan_lines(plan: Plan) -> list[str]:
-    """The plan as a table."""
-    head = ("FLOPs", "size", "width", "seed", "parameters", "steps", "batch", "tokens", "time")
-    rows = [
-        (
-            f"{cell.budget:.3g}",
-            cell.size,
-            f"{cell.width:,}",
-            str(cell.seed),
-            f"{cell.parameters['chinchilla']:,}",
-            f"{cell.steps:,}",
-            f"{cell.batch_tokens:,}",
-            f"{cell.tokens:,}",
-            "-" if cell.seconds is None else duration(cell.seconds),
-        )
-        for cell in plan.cells
-    ]
-    seconds = [cell.seconds for cell in plan.cells if cell.seconds is not None]
-    total = f"{len(plan.cells)} runs of {plan.flops:.3g} FLOPs in all"
-    return [
-        *grid(head, rows),
-        *(f"not planned: {reason}" for reason in plan.refused),
-        f"{total}, about {duration(sum(seconds))}" if seconds else total,
-    ]
 
 
 # The study's folder -----------------------------------------------------------------------------------------
@@ -252,6 +233,20 @@ def _train(options: ScalingOptions, plan: Plan, trainer: Trains, log: Callable[[
     return failed
 
 
+def _predictions(options: ScalingOptions) -> dict[str, Any] | None:
+    """The fits of the study to check. Raises ValueError if there are none, or if no budget is the one predicted."""
+    if options.check is None:
+        return None
+    folder = options.out / "lab" / options.check
+    if not (folder / FITS).is_file():
+        raise ValueError(f"there is no fitted study in {folder}: `quern lab scaling --study {folder.name}` makes one")
+    fits = json.loads((folder / FITS).read_text(encoding="utf-8"))
+    flops = fits["predictions"]["flops"]
+    if not any(is_budget(one, flops) for one in options.budgets):
+        raise ValueError(f"the study {options.check} predicts {flops:g} FLOPs: give that with --budgets")
+    return fits
+
+
 # Fits -------------------------------------------------------------------------------------------------------
 
 
@@ -315,61 +310,12 @@ def fit_study(
         "stable": stable,
         "predictions": {"flops": ahead, **predictions},
     }
-    report = [f"{len(usable)} of {len(cells)} runs are used; intervals of {100 * level:g} %"]
-    report += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
-    for name in CONVENTIONS:
-        report += ["", f"{name}: {CONVENTIONS[name].meaning}", *_budget_rows(envelopes[name])]
-        report += [*_law_lines(envelopes[name]), *_surface_lines(surfaces[name])]
-        for method, predicted in predictions[name].items():
-            shown = ", ".join(f"{what} {one}" for what, one in predicted.items())
-            report += [f"  at {ahead:.3g} FLOPs by the {method}: {shown}"] if predicted else []
-    return _as_json(body), [*report, "", *_stability_lines(stable)]
-
-
-def _budget_rows(found: Envelope) -> list[str]:
-    head = ("FLOPs", "runs", "parameters", "tokens", "tokens per parameter", "bits per byte")
-    rows = [
-        (
-            f"{one.flops:.3g}",
-            str(one.cells),
-            *(str(value or "-") for value in (one.parameters, one.tokens, one.ratio, one.loss)),
-        )
-        for one in found.optima
-    ]
-    refusals = [f"  {one.flops:.3g} FLOPs: {one.refusal}" for one in found.optima if one.refusal]
-    return [*grid(head, rows), *refusals] if rows else []
-
-
-def _law_lines(found: Envelope) -> list[str]:
-    if found.refusal:
-        return [f"  no envelope: {found.refusal}"]
-    left = [f"  without {flops:.3g} FLOPs: N* ∝ C^{n:.3f}, D* ∝ C^{d:.3f}" for flops, n, d in found.leave_out]
-    law = f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens per parameter {found.ratio}"
-    return [law, *left]
-
-
-def _surface_lines(found: SurfaceFit) -> list[str]:
-    if found.surface is None:
-        return [f"  no parametric fit: {found.refusal}"]
-    names = {"alpha": "α", "beta": "β", "exponent": "a = β / (α + β)"}
-    shown = ", ".join(f"{names.get(name, name)} {one}" for name, one in found.intervals.items())
-    lines = [f"  E + A / N^α + B / D^β: {shown}; one run deviates by {100 * found.residual_sd:.2f} %"]
-    lines += [f"  {found.note}"] if found.note else []
-    for one in found.leave_out:
-        constants = f"E {one.E:.4g}, α {one.alpha:.3f}, β {one.beta:.3f}, a {one.exponent:.3f}"
-        lines.append(f"  without {one.label}: {constants}")
-    return lines
-
-
-def _stability_lines(stable: Stability) -> list[str]:
-    if stable.spreads is None or stable.support is None:
-        return [f"conventions are not compared: {stable.refusal}"]
-    spreads = ", ".join(f"{name} {100 * spread:.0f} %" for name, spread in stable.spreads.items())
-    support = 100 * stable.support[stable.name or ""]
-    return [
-        f"tokens per parameter vary least over the budgets by the convention {stable.name} "
-        f"(SD: {spreads}), in {support:.0f} % of the resamples"
-    ]
+    used = [f"{len(usable)} of {len(cells)} runs are used; intervals of {100 * level:g} %"]
+    used += [f"{kind.replace('_', ' ')}: {'; '.join(names)}" for kind, names in notes.items() if names]
+    report = {name: convention_lines(envelopes[name], surfaces[name], ahead, predictions[name]) for name in CONVENTIONS}
+    report["stability"] = stability_lines(stable)
+    printed = [*used, *(line for name in CONVENTIONS for line in ("", heading(name), *report[name])), ""]
+    return _as_json({**body, "report": report}), [*printed, *report["stability"]]
 
 
 def _as_json(value: Any) -> Any:

@@ -12,7 +12,7 @@ import optuna
 from optuna.exceptions import OptunaError, TrialPruned, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from quern.lab.evidence import WORST
+from quern.lab.evidence import WORST, score
 from quern.lab.search.queue import FAILURES, RUN, Queue
 from quern.lab.search.space import Space, apply
 from quern.recipe import Recipe
@@ -192,11 +192,6 @@ def _report_missing(trial: optuna.Trial, plan: Plan) -> None:
     for pair in range(len(plan.seeds)):
         if f"{RUN}{pair}" not in trial.user_attrs:
             _report(trial, plan, WORST, pair)
-
-
-def score(bpb: float | None) -> float:
-    """Bits per byte of a run, finite. One that diverged counts as `evidence.WORST`."""
-    return WORST if bpb is None or not bpb < WORST else bpb
 
 
 def _out_of_memory(error: Exception) -> bool:

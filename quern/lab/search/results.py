@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
-from quern.lab.evidence import WORST
-from quern.lab.search.measure import score
+from quern.lab.evidence import WORST, score
 from quern.lab.search.queue import ORIGIN, RUN
 from quern.lab.search.space import Dimension, Space
 from quern.records import strict

@@ -56,7 +56,7 @@ def curves(study: Study, idea: str) -> str:
             _band(axes, steps, np.array(rows))
         axes.set_xlabel("steps")
         axes.set_ylabel(f"{idea} − {registered.base}, bits per byte")
-        return _svg(figure)
+        return svg(figure)
 
 
 def _band(axes: Axes, steps: Sequence[int], rows: np.ndarray) -> None:
@@ -93,10 +93,11 @@ def intervals(results: Sequence[Result], delta: float, axis: str) -> str:
         axes.set_yticks(range(len(shown)), [one.idea for one in shown])
         axes.set_xlim(-spread, spread)
         axes.set_xlabel(f"difference in bits per byte at equal {axis}; left is better")
-        return _svg(figure)
+        return svg(figure)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """The text of a figure as SVG."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()

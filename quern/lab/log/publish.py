@@ -1,0 +1,133 @@
+"""`quern lab log`: the experiment log, one page per study and the ideas' verdicts, all from records.
+
+The records of a study are copied to `experiments/records/STUDY/`. `docs/experiments/STUDY.md` with its figures,
+`experiments/LOG.md` and the `Verdict:` in the docstring of each idea's file are generated from them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quern.lab.idea import with_verdict
+from quern.lab.log import comparison, scaling_page, sweep_page
+from quern.lab.log.page import HEADER, Page
+from quern.temporaries import write_whole
+
+KINDS = (comparison, sweep_page, scaling_page)
+INTRODUCTION = (
+    "# The experiment log\n",
+    "In a comparison, each row is an idea against the baseline of its study, over paired seeds. Differences are in "
+    "bits per byte of held-out text: below 0 the idea is better. [How a verdict is reached](../docs/statistics.md).\n",
+)
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Flags of `quern lab log`."""
+
+    study: tuple[str, ...] = ()
+    """Studies under out/lab to publish. Default: those that were published before, from their records."""
+    out: Path = Path("out")
+    """The output folder, which has the studies."""
+    folder: Path = Path(".")
+    """The folder with experiments/ and docs/."""
+
+
+def run(options: LogOptions, log: Callable[[str], None]) -> int:
+    """Publishes studies and renews every page. Returns the exit code."""
+    records = options.folder / "experiments" / "records"
+    for name in options.study:
+        source = options.out / "lab" / name
+        texts = _public(source, _kind(source), options.folder)
+        (records / name).mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            write_whole(records / name / file, text)
+    found = [_kind(path).read(path) for path in records.glob("*") if path.is_dir()]
+    studies = sorted(found, key=lambda page: (page.registered, page.name))
+    for path, text in pages(studies).items():
+        (options.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(options.folder / path, text)
+        log(f"wrote {path}")
+    for path, text in idea_files(studies, options.folder / "experiments").items():
+        write_whole(path, text)
+        log(f"wrote the verdicts in {path}")
+    return 0
+
+
+def _kind(folder: Path) -> ModuleType:
+    """The module of the kind of study that a folder holds."""
+    for kind in KINDS:
+        if all((folder / file).is_file() for file in kind.FILES):
+            return kind
+    raise FileNotFoundError(
+        f"there is no finished study in {folder}: `quern lab compare`, `quern lab sweep` and `quern lab scaling` make "
+        "one"
+    )
+
+
+def _public(source: Path, kind: ModuleType, project: Path) -> dict[str, str]:
+    """The records of a study by file, without the folders of the texts and of the recipe files: records are published,
+    folders are private. The fingerprint identifies the text."""
+    texts = {file: (source / file).read_text(encoding="utf-8") for file in kind.FILES}
+    for file, text in texts.items():
+        if not file.endswith(".json"):
+            continue
+        for name in set(_text_paths(json.loads(text))):
+            text = text.replace(json.dumps(name)[1:-1], Path(name).name)
+        body = json.loads(text)
+        if facts := body.get("facts"):
+            facts["command"] = _public_command(facts["command"], project)
+        texts[file] = json.dumps(body, indent=1) + "\n"
+    return texts
+
+
+def _text_paths(body: Any) -> Iterator[str]:
+    """The `data` and `val` of every recipe in a record that are paths."""
+    if isinstance(body, dict):
+        if "data" in body and "val" in body:
+            yield from (name for name in (body["data"], body["val"]) if isinstance(name, str) and "/" in name)
+        for value in body.values():
+            yield from _text_paths(value)
+
+
+def _public_command(command: str, project: Path) -> str:
+    """A command whose absolute paths have become paths in experiments/, or names."""
+    shown = []
+    for word in shlex.split(command):
+        flag, equals, value = word.rpartition("=")
+        if value.startswith("/"):
+            value = Path(value).name
+            value = f"experiments/{value}" if (project / "experiments" / value).exists() else value
+        shown.append(f"{flag}{equals}{value}")
+    return shlex.join(shown)
+
+
+def pages(studies: Sequence[Page]) -> dict[str, str]:
+    """The text of every generated page and figure, by its path in the project."""
+    lines = [*INTRODUCTION]
+    for study in studies:
+        lines += [f"## [{study.name}](../docs/experiments/{study.name}.md)\n", *study.section, ""]
+    found = {"experiments/LOG.md": HEADER + "\n".join(lines)}
+    return found | {f"docs/experiments/{name}": text for study in studies for name, text in study.files.items()}
+
+
+def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
+    """The files of ideas, and their index, whose verdicts change: path → new text. An idea's last study decides."""
+    index = folder / "README.md"
+    texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.glob("*.py")) if path.exists()}
+    changed = dict(texts)
+    for idea, (verdict, short) in {idea: told for study in studies for idea, told in study.verdicts.items()}.items():
+        path = folder / f"{idea}.py"
+        if path in texts:
+            changed[path] = with_verdict(texts[path], verdict)
+        if index in texts:
+            row = re.compile(rf"^(\| \[{idea}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
+            changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed[index])
+    return {path: text for path, text in changed.items() if text != texts[path]}

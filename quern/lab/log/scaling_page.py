@@ -1,0 +1,68 @@
+"""The page of a scaling study: its optima, laws, predictions, and a figure of its budgets, from its records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from quern.lab.log.figures import GREY, STYLE, svg
+from quern.lab.log.page import HEADER, Page, machine_line, repeat
+from quern.lab.scaling.isoflop import CONVENTIONS
+from quern.lab.scaling.study import CELLS, FITS, PLAN
+from quern.records import read_lines
+
+FILES = (PLAN, CELLS, FITS)
+
+
+def read(folder: Path) -> Page:
+    """The page of the scaling study in a folder of records."""
+    plan, fits = (json.loads((folder / file).read_text(encoding="utf-8")) for file in (PLAN, FITS))
+    cells = list(read_lines(folder / CELLS))
+    name, facts, recipe = folder.name, plan["facts"], plan["recipe"]
+    budgets = ", ".join(f"{budget:.3g}" for budget in plan["budgets"])
+    summary = (
+        f"An IsoFLOP study of `{recipe['name']}` on `{recipe['data']}`: budgets of {budgets} FLOPs, sizes "
+        f"{', '.join(plan['sizes'])}, {fits['runs']['used']} of {fits['runs']['planned']} runs used."
+    )
+    files = {f"{name}-{convention}.svg": _figure(convention, cells, fits) for convention in CONVENTIONS}
+    lines = [f"# {name}\n", f"{summary} {machine_line(facts)}\n"]
+    for convention, about in CONVENTIONS.items():
+        lines += [f"## {convention.capitalize()}: {about.meaning}\n"]
+        lines += [f"![Loss against parameters for each budget]({name}-{convention}.svg)\n"]
+        lines += ["```", *fits["report"][convention], "```", ""]
+    lines += ["## Which convention\n", *fits["report"]["stability"], "", *repeat(facts)]
+    files[f"{name}.md"] = HEADER + "\n".join(lines)
+    return Page(name, facts["registered"], [summary, *fits["report"]["stability"]], files)
+
+
+def _figure(convention: str, cells: list[dict[str, Any]], fits: dict[str, Any]) -> str:
+    """The loss of every run against its parameters, the parabola of each budget, and its minimum with its interval."""
+    optima = fits["conventions"][convention]["envelope"]["optima"]
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.85, max(1, len(optima))))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.add_subplot(xscale="log")
+        for optimum, colour in zip(optima, colours, strict=True):
+            runs = [cell for cell in cells if cell["budget"] == optimum["flops"] and cell["bpb"] is not None]
+            sizes = np.array([cell["parameters"][CONVENTIONS[convention].field] for cell in runs], float)
+            scores = np.array([cell["bpb"] for cell in runs], float)
+            axes.plot(sizes, scores, "o", color=colour, markersize=4, label=f"{optimum['flops']:.3g} FLOPs")
+            if optimum["refusal"]:
+                continue
+            x = np.geomspace(sizes.min(), sizes.max(), 100)
+            centre = np.log(sizes).mean()
+            axes.plot(x, np.polyval(np.polyfit(np.log(sizes) - centre, scores, 2), np.log(x) - centre), color=colour)
+            best = optimum["parameters"]
+            ends = [best[end] or best["value"] for end in ("low", "high")]
+            axes.plot(np.clip(ends, x[0], x[-1]), [optimum["loss"]["value"]] * 2, color=colour, linewidth=3, alpha=0.4)
+            axes.plot([best["value"]], [optimum["loss"]["value"]], "*", color="crimson", markersize=9)
+        axes.set_xlabel(f"parameters ({convention})")
+        axes.set_ylabel("bits per byte")
+        axes.grid(color=GREY, alpha=0.2)
+        axes.legend(frameon=False)
+        return svg(figure)

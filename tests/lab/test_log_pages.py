@@ -1,0 +1,77 @@
+"""The log's pages of sweeps and scaling studies, which are made from the records alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quern.lab.log.publish import LogOptions, run
+from quern.lab.names import start_facts
+from quern.lab.scaling.report import check_lines
+from quern.lab.scaling.study import run as run_scaling
+from quern.lab.search.sweep import run as run_sweep
+from tests.lab import test_scaling, test_sweep
+from tests.lab.sweep_worker import QUICK
+from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
+from tests.support.tiny_model import CPU
+
+
+def publish(out: Path, project: Path, name: str) -> tuple[str, dict[Path, str]]:
+    """Publishes a study; returns its page, and the text of all files of the project."""
+    (project / "experiments").mkdir(parents=True, exist_ok=True)
+    run(LogOptions(study=(name,), out=out, folder=project), lambda line: None)
+    files = {path: path.read_text(encoding="utf-8") for path in project.rglob("*") if path.is_file()}
+    run(LogOptions(folder=project), lambda line: None)
+    assert {path: path.read_text(encoding="utf-8") for path in files} == files, "made again, they are the same"
+    assert not any("/private/" in text for text in files.values())
+    return files[project / "docs" / "experiments" / f"{name}.md"], files
+
+
+def test_a_scaling_study_has_a_page_with_its_laws(tmp_path: Path) -> None:
+    given = test_scaling.options(tmp_path / "out", study="flops")
+    facts = start_facts(CPU, "quern lab scaling /private/folder/idea.py --data=/private/text.txt")
+    run_scaling(given, test_scaling.FakeTrainer(), lambda line: None, facts=facts)
+    page, files = publish(tmp_path / "out", tmp_path / "project", "flops")
+    assert "](flops-kaplan.svg)" in page and "envelope: N* ∝ C^" in page and "tokens per parameter vary least" in page
+    assert "quern lab scaling idea.py --data=text.txt" in page
+    figure = files[tmp_path / "project" / "docs" / "experiments" / "flops-kaplan.svg"]
+    assert "parameters (kaplan)" in figure and all(f"{budget:.3g} FLOPs" in figure for budget in test_scaling.BUDGETS)
+    assert "28 of 28 runs used" in files[tmp_path / "project" / "experiments" / "LOG.md"]
+
+
+def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
+    given = test_sweep.options(tmp_path / "out", trials=24)
+    facts = start_facts(CPU, "quern lab sweep")
+    run_sweep(given, lambda line: None, SweepTrainer(), patience=QUICK, facts=facts)
+    page, files = publish(tmp_path / "out", tmp_path / "project", "s")
+    results = json.loads((given.folder / "results.json").read_text(encoding="utf-8"))
+    best = results["best"]
+    rows = [line for line in page.splitlines() if line.startswith(f"| {best['trial']} |")]
+    assert len(rows) == 1 and f"| {best['bpb']:.4f} |" in rows[0]
+    assert "24 trials" in page and "](s-pairs.svg)" in page and "against the recipe's own values" in page
+    assert f"{best['bpb']:.4f} bits per byte" in files[tmp_path / "project" / "experiments" / "LOG.md"]
+
+
+def test_a_folder_without_a_finished_study_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out" / "lab" / "begun").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="no finished study in .*begun"):
+        publish(tmp_path / "out", tmp_path, "begun")
+
+
+def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Path) -> None:
+    first = test_scaling.options(tmp_path, study="first")
+    test_scaling.study(first)
+    with pytest.raises(ValueError, match=r"first predicts 3e\+15 FLOPs: give that with --budgets"):
+        test_scaling.study(test_scaling.options(tmp_path, study="other", check="first"))
+    with pytest.raises(ValueError, match="no fitted study in .*/lab/none"):
+        test_scaling.study(test_scaling.options(tmp_path, study="other", check="none"))
+    sizes = ("5", "6", "7", "6x512", "7x640")
+    later = test_scaling.options(tmp_path, study="later", check="first", budgets=(3e15,), sizes=sizes)
+    measured, lines = test_scaling.study(later)
+    kaplan = [line for line in lines if line.strip().startswith("kaplan") and "surface" in line]
+    assert any("predictions of first for 3e+15 FLOPs" in line for line in lines)
+    assert kaplan and any("loss" in line and line.rstrip().endswith("yes") for line in kaplan)
+    predicted = test_scaling.fits(first)
+    far = predicted["predictions"]["kaplan"]["surface"]["loss"]
+    far |= {"value": 9.0, "low": 8.9, "high": 9.1}
+    assert any("loss" in line and line.rstrip().endswith("no") for line in check_lines("first", predicted, measured))
