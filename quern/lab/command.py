@@ -57,7 +57,7 @@ class CompareOptions:
     """What differs between the pairs: the initial weights, the order of the data, or both."""
     first_seed: int = 0
     """The seed of the first pair; the next pairs count up."""
-    same_time: float = 0.02
+    same_time: float = 0.05
     """Arms whose times of a step differ by at most this share count as equally fast."""
     evaluations: int = 4
     """Validations in a trial, for the curves. Each scores the whole validation text."""

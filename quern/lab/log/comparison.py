@@ -100,6 +100,7 @@ def _setup(study: Study) -> str:
         f"margin ±{registered.delta:g}, α {registered.alpha:g} over {len(registered.ideas)} ideas, "
         f"τ² {registered.tau2:g}, at most {registered.most_pairs} pairs, which find "
         f"{registered.detectable_sd:g} standard deviations of the pairs' differences with a probability of 80 %. "
+        f"Times of a step that differ by at most {registered.same_time:.0%} count as equal. "
         f"Noise of the baseline over seeds: {_noise(study)}. "
         f"{machine_line(study.facts)}"
     )
