@@ -15,6 +15,7 @@ from quern import machine as machines
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import named, parse
 from quern.lab.arms import Arm
+from quern.lab.cluster import connect
 from quern.lab.compare import Workers, compare
 from quern.lab.devices import DeviceOptions, variables
 from quern.lab.names import check_name, locked, start_facts
@@ -43,6 +44,8 @@ class CompareOptions:
     """The study's name; an existing study continues. Default: from the names of the arms."""
     workers: int = 1
     """Ideas that are compared at the same time: on GPUs each worker has one, on a CPU they share its threads."""
+    ray: Annotated[str | None, UNSAID] = None
+    """A Ray cluster whose machines train the arms: auto, HOST:PORT or ray://HOST:PORT. Default: this machine."""
     axes: tuple[Literal["steps", "flops", "seconds"], ...] = AXES
     """What the arms have equal; each axis has a verdict of its own."""
     delta: float = 0.002
@@ -92,7 +95,7 @@ def run_compare(rest: list[str], log: Callable[[str], None], description: str) -
 
 
 def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callable[[str], None]) -> int:
-    base, device = arms[0], options.where.arguments(options.workers)
+    base, device = arms[0], options.where.arguments(1 if options.ray else options.workers)
     machine = machines.detect(**device)
     train = resolve(base.recipe).train
     assert train.steps
@@ -108,6 +111,8 @@ def _compare(arms: list[Arm], options: CompareOptions, command: str, log: Callab
             f"{options.most_pairs} pairs cannot decide at --alpha {options.alpha:g} over {len(arms) - 1} ideas: give "
             "more with --most-pairs"
         )
+    if options.ray:
+        connect(options.ray)
     prepared = prepare(resolve(base.recipe), options.out, log)
     registration = Registration(
         base=base.name,
@@ -145,7 +150,9 @@ def _run(
         f"{registered.detectable_sd:g} standard deviations of the pairs' differences with a probability of 80 %; "
         f"{len(study.entries)} trials are there already"
     )
-    workers = Workers(options.workers, options.out, options.where.arguments(options.workers), variables(machine))
+    own = 1 if options.ray else options.workers  # workers that share this machine
+    device = options.where.arguments(own) | {"device": machine.device.type}
+    workers = Workers(options.workers, options.out, device, variables(machine), cluster=options.ray is not None)
     results, failed = compare(study, arms, workers, log)
     for line in grid(("equal", *HEAD), [[one.axis, *one.cells()] for one in results]):
         log(line)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quern.lab.arms import Arm, Arms, Order
+from quern.lab.cluster import RayArms
 from quern.lab.results import Result, all_results, result, steps_of, write_results
 from quern.lab.study import Study
 
@@ -29,13 +30,21 @@ class Workers:
         count: Ideas that are compared at the same time.
         out: The folder of tokenizers and token shards.
         machine: Arguments of `machine.detect` for each worker.
-        variables: Environment variables of each worker's processes.
+        variables: Environment variables of each worker's processes on this machine.
+        cluster: Whether the workers run on the machines of a connected Ray cluster.
     """
 
     count: int
     out: Path
     machine: dict[str, Any]
     variables: Callable[[int], dict[str, str]] = lambda worker: {}
+    cluster: bool = False
+
+    def arms(self, number: int, arms: Mapping[str, Arm]) -> Arms | RayArms:
+        """The processes of a worker."""
+        if self.cluster:
+            return RayArms(arms, self.out, self.machine)
+        return Arms(arms, self.out, self.machine, self.variables(number))
 
 
 def compare(
@@ -59,7 +68,7 @@ def compare(
     failed: list[str] = []
 
     def work(number: int) -> None:
-        with Arms(by_name, workers.out, workers.machine, workers.variables(number)) as processes:
+        with workers.arms(number, by_name) as processes:
             while True:
                 with lock:
                     idea = next(ideas, None)
@@ -89,7 +98,7 @@ class _Driver:
         self._writing = threading.Lock()
         self._base: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
-    def compare(self, idea: str, processes: Arms) -> None:
+    def compare(self, idea: str, processes: Arms | RayArms) -> None:
         """Trains pairs of an idea until it is decided on every axis."""
         registered = self.study.registration
         for pair in range(registered.most_pairs):
@@ -116,14 +125,14 @@ class _Driver:
             found = [result(self.study, idea, axis) for axis in self.study.registration.axes]
             return [one for one in found if one is not None]
 
-    def _first_pair(self, idea: str, processes: Arms) -> None:
+    def _first_pair(self, idea: str, processes: Arms | RayArms) -> None:
         """The baseline and the idea alternate, also where the baseline was trained before: their times are compared."""
         registered = self.study.registration
         if self.study.alternated(idea)[0] is None:
             orders = [self._order(name, 0, registered.steps) for name in (registered.base, idea)]
             self._train(orders, processes)
 
-    def _pair(self, idea: str, pair: int, lengths: set[int], processes: Arms) -> None:
+    def _pair(self, idea: str, pair: int, lengths: set[int], processes: Arms | RayArms) -> None:
         """The baseline, unless it is trained, with the idea beside it if that needs as many steps."""
         registered = self.study.registration
         with self._base[pair]:
@@ -133,7 +142,7 @@ class _Driver:
             names = [registered.base, idea] if wanted else [registered.base]
             self._train([self._order(name, pair, registered.steps) for name in names], processes)
 
-    def _alone(self, arm: str, pair: int, steps: int, processes: Arms) -> None:
+    def _alone(self, arm: str, pair: int, steps: int, processes: Arms | RayArms) -> None:
         if self.study.find(arm, pair, steps) is None:
             self._train([self._order(arm, pair, steps)], processes)
 
@@ -141,7 +150,7 @@ class _Driver:
         seed, data_seed = self.study.registration.seeds(pair)
         return Order(arm, pair, steps, seed, data_seed, evaluations=self.study.registration.evaluations)
 
-    def _train(self, orders: list[Order], processes: Arms) -> None:
+    def _train(self, orders: list[Order], processes: Arms | RayArms) -> None:
         names = tuple(order.arm for order in orders)
         for order, trial in processes.train(orders):
             beside = tuple(name for name in names if name != order.arm)

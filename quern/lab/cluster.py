@@ -1,0 +1,113 @@
+"""Arms of a comparison on the machines of a Ray cluster: each worker's processes run where Ray finds room for them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from quern.lab.arms import Arm, Arms, Order
+from quern.lab.trainer import Trial
+from quern.recipe import Recipe
+from quern.recipe_file import read_recipe_file
+from quern.validate import install
+
+SECONDS_TO_CONNECT = 10
+
+
+def _ray() -> Any:
+    return importlib.import_module("ray")
+
+
+def connect(address: str) -> None:
+    """Connects this process to a cluster.
+
+    Args:
+        address: "auto", HOST:PORT or ray://HOST:PORT.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: There is no cluster at the address.
+    """
+    try:
+        ray = _ray()
+    except ImportError as error:
+        raise ImportError(f"--ray needs an extra package ({error}): {install('ray')}") from error
+    try:
+        if address != "auto":  # Ray itself would wait for minutes
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"there is no Ray cluster at {address} ({error}): start one with `ray start --head`, and give its address"
+        ) from error
+
+
+class RayArms:
+    """`arms.Arms` in a Ray actor. Use it in a `with` block, after `connect`.
+
+    All trials of an actor run on one machine, so that the times of alternating arms can be compared. A machine of the
+    cluster needs quern, and the text of the recipes at the same path.
+
+    Args:
+        arms, out, machine: As for `arms.Arms`.
+    """
+
+    def __init__(self, arms: Mapping[str, Arm], out: Path, machine: Mapping[str, Any]) -> None:
+        bodies = {name: {"recipe": arm.recipe.to_json(), "source": arm.source} for name, arm in arms.items()}
+        self._arguments = bodies, str(out.resolve()), dict(machine)
+        self._actor: Any = None
+
+    def __enter__(self) -> RayArms:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def train(self, trials: Sequence[Order]) -> Iterator[tuple[Order, Trial]]:
+        """As `arms.Arms.train`. Raises RuntimeError also if the actor's machine is lost."""
+        ray = _ray()
+        if self._actor is None:
+            machine = self._arguments[2]
+            gpus = 1 if machine["device"] == "cuda" else 0
+            self._actor = ray.remote(_Host).options(num_cpus=machine["threads"], num_gpus=gpus).remote(*self._arguments)
+        by_arm = {order.arm: order for order in trials}
+        try:
+            answers = self._actor.train.options(num_returns="streaming").remote([asdict(order) for order in trials])
+            for answer in answers:
+                body = ray.get(answer)
+                yield by_arm[body["recipe"]], Trial.from_json(body)
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+
+    def end(self) -> None:
+        """Ends the actor and its processes; the next trial starts another one."""
+        if self._actor is not None:
+            _ray().kill(self._actor)
+            self._actor = None
+
+
+class _Host:
+    """The actor: writes the recipes' files to a folder of its own, and trains arms in processes."""
+
+    def __init__(self, bodies: dict[str, Any], out: str, machine: dict[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="quern-arms-")
+        arms = {}
+        for name, body in bodies.items():
+            path, callables = None, {}
+            if body["source"] is not None:
+                path = Path(self._folder.name) / f"{name}.py"
+                path.write_text(body["source"], encoding="utf-8")
+                callables = read_recipe_file(path)[0].callables()
+            arms[name] = Arm(name, Recipe.from_json(body["recipe"], **callables), path, body["source"])
+        self._arms = Arms(arms, Path(out), machine)
+
+    def train(self, orders: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for order, trial in self._arms.train([Order(**order) for order in orders]):
+            yield replace(trial, recipe=order.arm).to_json()
