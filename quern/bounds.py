@@ -139,6 +139,7 @@ BOUNDS: Mapping[str, Bounds] = {
     # Flags that are not recipe fields.
     "threads": THREADS,
     "questions": FEW,
+    "limit": _whole(1, 10**7),
     "ranks": FEW,
     "tp": FEW,
     "nodes": FEW,

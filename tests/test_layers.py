@@ -26,7 +26,7 @@ LAYERS = (
     ("text.tinyworld", "model"),
     ("parallel", "generate", "recipes"),
     ("train", "eval", "grug"),
-    ("runs", "eval.tasks", "report"),
+    ("runs", "eval.core", "eval.tasks", "report"),
     ("stages", "serve"),
     ("stages.jax", "interop"),
     ("bench", "estimate", "lab"),

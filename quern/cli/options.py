@@ -138,8 +138,12 @@ class EvaluateOptions(_ModelOptions):
     questions: int = 200
     """Held-out questions of each kind."""
     tasks: tuple[str, ...] = ()
-    """Built-in tasks by name, or task files (.py). Default: the built-in tasks that suit the run's data. The base model
-    answers questions only with --tasks or --stage pretrain."""
+    """Built-in tasks by name, task files (.py), or core and core/TASK. Default: the built-in tasks that suit the run's
+    data. The base model answers questions only with --tasks or --stage pretrain."""
+    bundle: Annotated[Path | None, UNSAID] = None
+    """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz)."""
+    limit: Annotated[int | None, UNSAID] = None
+    """The most questions of each of CORE's tasks. Default: all."""
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
     """Evaluate only this stage. Default: the untrained model and every stage of the run."""
 

@@ -145,6 +145,8 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
         log=log,
         tasks=options.tasks,
         stage=options.stage,
+        bundle=options.bundle,
+        limit=options.limit,
     )
     return 0
 

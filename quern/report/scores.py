@@ -112,7 +112,8 @@ def _score(line: dict[str, Any], metric: str, usual_count: float | None, chance:
     if value is None:
         return None
     interval = (low, high) if low is not None and high is not None else None
-    details = [f"{100 * interval[0]:.0f}–{100 * interval[1]:.0f}"] if interval else []
+    ends = [f"{100 * end:.0f}" if metric == "accuracy" else f"{end:.3g}" for end in interval or ()]
+    details = [f"{ends[0]} to {ends[1]}" if metric != "accuracy" else "–".join(ends)] if ends else []
     details += [f"of {count:,.0f}"] if count not in (None, usual_count) else []
     text = percent(value) if metric == "accuracy" else f"{value:.4g}"
     return Score(value, text, " ".join(details), interval, chance)

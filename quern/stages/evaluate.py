@@ -10,6 +10,7 @@ from typing import Any
 
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
+from quern.eval.core.run import Subject, run_core
 from quern.eval.run_task import run_task
 from quern.eval.score import Score
 from quern.eval.task import Task
@@ -28,6 +29,7 @@ from quern.train import checkpoint
 from quern.train.state import build_model
 
 UNTRAINED_QUESTIONS = 60
+CORE = "core"
 
 OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "Question:")
 
@@ -50,14 +52,19 @@ def run(
     callables: Mapping[str, Callable[..., Any]] | None = None,
     tasks: Sequence[str] = (),
     stage: str | None = None,
+    bundle: Path | None = None,
+    limit: int | None = None,
 ) -> list[dict[str, Any]]:
     """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
 
     Args:
         questions: The number of questions of each kind.
         callables: The callables of the recipe, if the user named the recipe's file.
-        tasks: Names of built-in tasks, or paths of task files. Empty: the built-in tasks that suit the recipe.
+        tasks: Names of built-in tasks, paths of task files, core or core/TASK. Empty: the built-in tasks that suit the
+            recipe.
         stage: The only stage to evaluate. None: the untrained model and every stage of the run.
+        bundle: The folder with the files of CORE's tasks.
+        limit: The most questions of each of CORE's tasks.
 
     The base model (stage pretrain) answers questions only if `tasks` or `stage` names a task or the stage.
 
@@ -71,7 +78,10 @@ def run(
     stages = [name for name in STAGES if checkpoint.steps(run_dir.checkpoints(name))]
     if not stages:
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
-    chosen = [load_task(name) for name in tasks]
+    core = [name for name in tasks if name.partition("/")[0] == CORE]
+    chosen = [load_task(name) for name in tasks if name not in core]
+    if core and bundle is None:
+        raise ValueError("CORE's tasks need their files: name their folder with --bundle")
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
     for name in [stage] if stage else ["untrained", *stages]:
@@ -81,9 +91,11 @@ def run(
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
         asked = chosen or [task for task in map(load_task, task_names()) if task.suits(loaded.recipe)]
-        if name == "pretrain" and not chosen and not stage:
+        if core and not chosen or name == "pretrain" and not chosen and not stage:
             asked = []  # a run should not take longer for scores of a model that was never taught to answer
         lines += _score(loaded, prepared, machine, run_dir, name, asked, questions, log)
+        if core and bundle is not None and name != "untrained":
+            lines += _core(loaded, machine, run_dir, name, bundle, core, limit, log)
     run_dir.append("evaluate.jsonl", lines)
     return lines
 
@@ -120,6 +132,24 @@ def _score(
     run_dir.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
     for score in scores:
         log(f"  {score.task:28} {_shown(score, context)}")
+    return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
+
+
+def _core(
+    loaded: LoadedModel,
+    machine: Machine,
+    run_dir: RunDir,
+    name: str,
+    bundle: Path,
+    tasks: Sequence[str],
+    limit: int | None,
+    log: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    log(f"CORE: {name}")
+    identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step}
+    subject = Subject(loaded.model, loaded.tokenizer, machine, identity)
+    names = [] if CORE in tasks else [task.partition("/")[2] for task in tasks]
+    scores = run_core(subject, bundle, run_dir.folder / CORE / name, log, names=names, limit=limit)
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
 
 

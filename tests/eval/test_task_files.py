@@ -79,3 +79,21 @@ def test_a_task_that_cannot_be_read_is_named(tmp_path: Path, tasks: str, message
     (tmp_path / "empty.py").write_text("x = 1\n", encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         load_task(tasks.format(tmp_path))
+
+
+def test_core_is_asked_from_a_folder_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, llama_recipe(context=128))
+    assert main.main(["evaluate", "--out", str(tmp_path), *PLAIN, "--tasks", "core"]) == 1
+    assert "CORE's tasks need their files: name their folder with --bundle" in capsys.readouterr().err
+    rows = [{"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2} for n in range(9)]
+    (tmp_path / "copa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = evaluate(tmp_path, "--tasks", "core", "--bundle", str(tmp_path), "--limit", "7")
+    assert [(line["stage"], line["task"], line["count"]) for line in lines if "copa" in line["task"]] == [
+        ("pretrain", "core/copa", 7)
+    ]
+    assert [line["task"] for line in lines][-1] == "mean of 1 of CORE's 22 tasks, v2, 7 questions each"
+    answers = tmp_path / "runs/first/core/pretrain/copa.jsonl"
+    assert len(answers.read_text("utf-8").splitlines()) == 8
+    assert main.main(["report", "--out", str(tmp_path)]) == 0
+    report = (tmp_path / "runs/first/report.md").read_text("utf-8")
+    assert "core/copa" in report and "centred accuracy" in report

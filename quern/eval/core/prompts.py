@@ -1,0 +1,115 @@
+"""CORE's prompts: solved examples, then the question, as rows of token ids with the span that is scored.
+
+The shots of item i are drawn from all other rows by `random.Random(1234 + i)`, where i is the item's number in the
+order of `random.Random(1337)`. Every row begins with BOS. Where the longest row of an item does not fit, the same
+number of tokens is cut from the left of all its rows, so that its options are compared under one context; nanochat cuts
+each row by itself.
+
+Source: the evaluation code of DCLM (arXiv 2406.11794) and of nanochat, which define delimiters, seeds and spans.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quern.eval.core.tasks import CoreTask
+from quern.text.tokenizer import Tokenizer
+
+ORDER_SEED, SHOTS_SEED = 1337, 1234
+
+
+@dataclass(frozen=True)
+class Example:
+    """One item.
+
+    Args:
+        item: Its number in the shuffled order.
+        rows: Token ids of each option, from BOS on; one row in language modelling.
+        starts: For each row, the index of the first token that is scored; the span ends with the row.
+        gold: The right option; 0 in language modelling.
+        cropped: Whether tokens were cut from the left.
+    """
+
+    item: int
+    rows: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    gold: int
+    cropped: bool = False
+
+    @property
+    def shared(self) -> int:
+        """Leading tokens that all rows share and no row scores; the last of them is predicted from, so it is left
+        out."""
+        return min(_common(self.rows), min(self.starts) - 1) if len(self.rows) > 1 else 0
+
+
+def shuffled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows in the order in which they are numbered and asked."""
+    order = list(rows)
+    random.Random(ORDER_SEED).shuffle(order)
+    return order
+
+
+def make_example(
+    task: CoreTask, rows: Sequence[dict[str, Any]], item: int, tokenizer: Tokenizer, context: int
+) -> Example | None:
+    """Builds one item.
+
+    Args:
+        task: The task.
+        rows: All rows, shuffled.
+        item: Index of the item.
+        tokenizer: Of the model.
+        context: The most tokens that the model reads.
+
+    Returns:
+        The example; None if a scored span, with one token before it, does not fit the context.
+    """
+    others = [row for row in range(len(rows)) if row != item]
+    shots = [rows[row] for row in random.Random(SHOTS_SEED + item).sample(others, task.shots)]
+    before = "".join(f"{_solved(task, shot)}\n\n" for shot in shots)
+    asked, gold = rows[item], int(rows[item].get("gold", 0))
+    if task.kind == "language":
+        question = (before + asked["context"].strip() + task.delimiter).strip()
+        answered = before + asked["context"].strip() + task.delimiter + asked["continuation"]
+        prompt, whole = _ids(tokenizer, question), _ids(tokenizer, answered)
+        return _fit(item, [whole], [_common([prompt, whole])], 0, context)
+    if task.kind == "choice":
+        texts = [f"{before}{asked['query']}{task.delimiter}{choice}" for choice in asked["choices"]]
+        ids = [_ids(tokenizer, text) for text in texts]
+        return _fit(item, ids, [_common(ids)] * len(ids), gold, context)
+    texts = [f"{before}{option}{task.delimiter}{asked['continuation']}" for option in asked["context_options"]]
+    ids = [_ids(tokenizer, text) for text in texts]
+    ending = _common([row[::-1] for row in ids])
+    return _fit(item, ids, [len(row) - ending for row in ids], gold, context)
+
+
+def _solved(task: CoreTask, row: dict[str, Any]) -> str:
+    if task.kind == "choice":
+        return f"{row['query']}{task.delimiter}{row['choices'][row['gold']]}"
+    if task.kind == "schema":
+        return f"{row['context_options'][row['gold']]}{task.delimiter}{row['continuation']}"
+    return f"{row['context'].strip()}{task.delimiter}{row['continuation']}"
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return (tokenizer.bos, *tokenizer.encode(text))
+
+
+def _common(rows: Sequence[Sequence[int]]) -> int:
+    """The length of the longest beginning that all rows share."""
+    shortest = min(len(row) for row in rows)
+    return next((at for at in range(shortest) if len({row[at] for row in rows}) > 1), shortest)
+
+
+def _fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold: int, context: int) -> Example | None:
+    """The last token of a row is predicted and not read, so a row may have context + 1 tokens."""
+    # Of two options that begin alike, one may end where the other goes on: its last token is scored.
+    starts = [min(start, len(row) - 1) for start, row in zip(starts, rows, strict=True)]
+    cut = max(0, max(map(len, rows)) - (context + 1))
+    if min(starts) - cut < 1:
+        return None
+    return Example(item, tuple(row[cut:] for row in rows), tuple(start - cut for start in starts), gold, cut > 0)

@@ -1,0 +1,145 @@
+"""Scores examples in batches. What the rows of an example share is read once.
+
+The shared beginning of each example goes through the model once and fills a key-value cache (generate/cache.py); its
+rows continue from copies of it. Rows are padded on the right, which changes no prediction. Logits are computed for the
+scored tokens only. Units: nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quern.eval.core.prompts import Example
+from quern.generate.cache import KVCache, PrefillContext
+from quern.machine import Machine
+from quern.model.base import LanguageModel
+
+BATCH_TOKENS = 8192
+"""Tokens in one forward pass, padding included."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model answers to an example.
+
+    Args:
+        item: The example's number.
+        losses: Mean loss of the scored tokens of each row, in nats.
+        pick: The row with the lowest loss, the first of equal ones.
+        correct: Whether that is the right one; in language modelling, whether every scored token is the likeliest.
+    """
+
+    item: int
+    losses: tuple[float, ...]
+    pick: int
+    correct: bool
+
+
+def score_examples(
+    model: LanguageModel,
+    examples: Sequence[Example],
+    machine: Machine,
+    vocab_size: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Answer]:
+    """Scores examples.
+
+    Args:
+        model: In evaluation mode.
+        examples: In any order.
+        machine: The machine that computes.
+        vocab_size: Tokens of the tokenizer; the model's vocabulary may be padded.
+        progress: Called with the number of examples that are scored.
+
+    Returns:
+        The answers, in the order of the examples.
+    """
+    answers: dict[int, Answer] = {}
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        for batch in _batches(examples):
+            losses, right = _score(model, [examples[at] for at in batch], machine, vocab_size)
+            first = 0
+            for at in batch:
+                example, last = examples[at], first + len(examples[at].rows)
+                own = losses[first:last]
+                pick = int(np.argmin(own))
+                correct = pick == example.gold if len(example.rows) > 1 else bool(right[first])
+                answers[at] = Answer(example.item, tuple(map(float, own)), pick, correct)
+                first = last
+            progress(len(answers))
+    return [answers[at] for at in range(len(examples))]
+
+
+def _batches(examples: Sequence[Example]) -> Iterator[list[int]]:
+    """Groups of examples of similar length, the longest first, each of at most `BATCH_TOKENS` tokens."""
+    shared = [example.shared for example in examples]
+    rest = [max(map(len, example.rows)) - own for example, own in zip(examples, shared, strict=True)]
+    batch: list[int] = []
+    widest = longest = rows = 0
+    for at in sorted(range(len(examples)), key=lambda at: (shared[at] == 0, -shared[at], -rest[at])):
+        widest, longest = max(widest, shared[at]), max(longest, rest[at])
+        rows += len(examples[at].rows)
+        kind_changes = batch and (shared[batch[0]] == 0) != (shared[at] == 0)
+        if batch and (kind_changes or max((len(batch) + 1) * widest, rows * longest) > BATCH_TOKENS):
+            yield batch
+            batch, widest, longest, rows = [], shared[at], rest[at], len(examples[at].rows)
+        batch.append(at)
+    if batch:
+        yield batch
+
+
+def _score(
+    model: LanguageModel, examples: Sequence[Example], machine: Machine, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean loss of each row's span, and whether every token of it is the likeliest one."""
+    device = model.embedding.weight.device
+    shared = [example.shared for example in examples]
+    rows = [row[own:] for example, own in zip(examples, shared, strict=True) for row in example.rows]
+    starts = [start - own for example, own in zip(examples, shared, strict=True) for start in example.starts]
+    tokens_BT, lengths_B = _padded([row[:-1] for row in rows], device)
+    if not max(shared):
+        context = model.context(tokens_BT).with_backend(machine.attention, tokens_BT, model.windows)
+        x_BTD = model(tokens_BT, context)
+    else:
+        prefixes, prefix_lengths = _padded(
+            [example.rows[0][:own] for example, own in zip(examples, shared, strict=True)], device
+        )
+        cache = KVCache.for_model(model, len(examples), prefixes.size(1) + tokens_BT.size(1))
+        cache.prefill(model, prefixes, prefix_lengths, machine.attention)
+        owner = [at for at, example in enumerate(examples) for _ in example.rows]
+        cache = cache.take(torch.tensor(owner, device=device))
+        x_BTD = model(tokens_BT, PrefillContext(cache, lengths_B))
+    spans = [len(row) - start for row, start in zip(rows, starts, strict=True)]
+    row_N = torch.arange(len(rows), device=device).repeat_interleave(torch.tensor(spans, device=device))
+    place_N = torch.cat([torch.arange(start - 1, len(row) - 1) for row, start in zip(rows, starts, strict=True)])
+    targets_N = torch.tensor([id for row, start in zip(rows, starts, strict=True) for id in row[start:]], device=device)
+    nats_N, likeliest_N = _token_scores(model, x_BTD[row_N, place_N.to(device)], targets_N, vocab_size)
+    cuts = np.cumsum(spans)[:-1]
+    losses = np.array([part.mean() for part in np.split(nats_N, cuts)])
+    return losses, np.array([part.all() for part in np.split(likeliest_N, cuts)])
+
+
+def _token_scores(
+    model: LanguageModel, x_ND: Tensor, targets_N: Tensor, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The loss of each target (float64), and whether it is the likeliest token."""
+    nats, likeliest = [], []
+    for x_MD, targets_M in zip(x_ND.split(BATCH_TOKENS // 8), targets_N.split(BATCH_TOKENS // 8), strict=True):
+        logits_MV = model.logits(x_MD)[:, :vocab_size]
+        nats.append(torch.nn.functional.cross_entropy(logits_MV, targets_M, reduction="none"))
+        likeliest.append(logits_MV.argmax(-1) == targets_M)
+    return torch.cat(nats).double().cpu().numpy(), torch.cat(likeliest).cpu().numpy()
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows padded on the right with token 0, (B, T), and their lengths (B,)."""
+    lengths = [len(row) for row in rows]
+    tokens = np.zeros((len(rows), max(lengths)), dtype=np.int64)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row)] = row
+    return torch.from_numpy(tokens).to(device), torch.tensor(lengths, device=device)

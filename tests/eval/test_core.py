@@ -1,0 +1,253 @@
+"""CORE against a scorer that reads one example at a time, uncached; its prompts, baselines, files and records."""
+
+import gzip
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quern.eval.core import run as core_run
+from quern.eval.core.prompts import Example, make_example, shuffled
+from quern.eval.core.run import Subject, run_core
+from quern.eval.core.scoring import score_examples
+from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, read_rows
+from quern.model.gpt import GPT
+from quern.text.tokenizer import Tokenizer
+from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
+
+TIES = 1e-6
+CONTEXT = 160
+ONE_OF_EACH = ("arc_easy", "winograd", "bigbench_operators", "copa", "lambada_openai")
+WORDS = "miller ground corn baker baked bread valley stone river garden night wheel".split()
+
+
+def words(draw: random.Random, low: int, high: int) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+
+def rows_of(kind: str, count: int, draw: random.Random) -> list[dict[str, Any]]:
+    """Rows of a task: options of unlike lengths, some of which begin alike."""
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        ending = words(draw, 1, 4)
+        options = [ending, f"{ending} {words(draw, 1, 2)}", words(draw, 1, 5), f"{number} {words(draw, 1, 2)}"]
+        draw.shuffle(options)
+        if kind == "choice":
+            rows.append({"query": f"Q{number}: {words(draw, 2, 9)}?", "choices": options, "gold": draw.randrange(4)})
+        elif kind == "schema":
+            begin = words(draw, 2, 6)
+            contexts = [f"{begin} {words(draw, 1, 3)}", f"{begin} the {words(draw, 1, 3)}"]
+            rows.append({"context_options": contexts, "continuation": f"{ending}.", "gold": draw.randrange(2)})
+        else:
+            rows.append({"context": f" {words(draw, 3, 9)} ", "continuation": ending})
+    return rows
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """All 22 tasks with 14 rows each, some of them gzipped, in two folders."""
+    folder = tmp_path / "bundle"
+    for task in TASKS:
+        path = folder / task.kind / f"{task.file}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in rows_of(task.kind, 14, random.Random(task.file)))
+        if task.file.startswith("b"):
+            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(text.encode("utf-8")))
+        else:
+            path.write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+def model_of(tokenizer: Tokenizer, seed: int = 0, context: int = CONTEXT) -> GPT:
+    return tiny_model(tokenizer.vocab_size, context=context, seed=seed).eval()
+
+
+def subject_of(model: GPT, tokenizer: Tokenizer, **identity: Any) -> Subject:
+    return Subject(model, tokenizer, CPU, identity)
+
+
+def alone(model: GPT, example: Example, vocab_size: int) -> tuple[list[float], bool]:
+    """One row after the other through the whole model, with logits of every position: mean losses, and whether the
+    first row is what the model would say."""
+    losses, says = [], []
+    for row, start in zip(example.rows, example.starts, strict=True):
+        tokens = torch.tensor([row[:-1]])
+        with torch.no_grad():
+            logits = model.logits(model(tokens, model.context(tokens)))[0, :, :vocab_size].double()
+        span = range(start, len(row))
+        logs = torch.log_softmax(logits, -1)
+        losses.append(-sum(logs[at - 1, row[at]].item() for at in span) / len(span))
+        says.append(all(int(logits[at - 1].argmax()) == row[at] for at in span))
+    return losses, says[0]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_batches_and_the_cache_change_no_score(bundle: Path, tokenizer: Tokenizer, name: str) -> None:
+    task, model = BY_NAME[name], model_of(tokenizer)
+    path = next(bundle.rglob(f"{task.file}.jsonl*"))
+    rows = shuffled(read_rows(path, task))
+    made = [make_example(task, rows, item, tokenizer, CONTEXT) for item in range(len(rows))]
+    examples = [example for example in made if example]
+    assert len(examples) == 14
+    if task.shots == 10:
+        assert any(example.cropped for example in examples)
+    if task.kind == "choice":
+        assert any(example.shared > 5 for example in examples)
+    answers = score_examples(model, examples, CPU, tokenizer.vocab_size)
+    for example, answer in zip(examples, answers, strict=True):
+        losses, says = alone(model, example, tokenizer.vocab_size)
+        assert answer.losses == pytest.approx(losses, abs=1e-4)
+        close = sorted(losses)[1:2] and sorted(losses)[1] - min(losses) < TIES
+        expected = says if task.kind == "language" else int(np.argmin(losses)) == example.gold
+        assert answer.correct == expected or close
+
+
+def test_a_prompt_is_the_shots_and_the_question(tokenizer: Tokenizer) -> None:
+    task, rows = BY_NAME["arc_easy"], rows_of("choice", 14, random.Random(1))
+    example = make_example(task, rows, 3, tokenizer, 10_000)
+    assert example and not example.cropped
+    shots = random.Random(1234 + 3).sample([row for row in range(14) if row != 3], 10)
+    expected = "".join(f"{rows[s]['query']}\nAnswer: {rows[s]['choices'][rows[s]['gold']]}\n\n" for s in shots)
+    for row, choice in zip(example.rows, rows[3]["choices"], strict=True):
+        assert row[0] == tokenizer.bos
+        assert tokenizer.decode(list(row[1:])) == f"{expected}{rows[3]['query']}\nAnswer: {choice}"
+    assert {row[: example.starts[0]] for row in example.rows} == {example.rows[0][: example.starts[0]]}
+    schema, options = BY_NAME["winograd"], rows_of("schema", 3, random.Random(2))
+    found = make_example(schema, options, 1, tokenizer, 10_000)
+    assert found and len({row[start:] for row, start in zip(found.rows, found.starts, strict=True)}) == 1
+    language, texts = BY_NAME["lambada_openai"], [{"context": "the miller ground the ", "continuation": "corn"}]
+    asked = make_example(language, texts, 0, tokenizer, 10_000)
+    assert asked and tokenizer.decode(list(asked.rows[0][asked.starts[0] :])) == " corn"
+
+
+def test_all_options_of_an_item_lose_the_same_tokens(tokenizer: Tokenizer) -> None:
+    rows = rows_of("choice", 14, random.Random(3))
+    whole = make_example(BY_NAME["arc_easy"], rows, 0, tokenizer, 10_000)
+    cut = make_example(BY_NAME["arc_easy"], rows, 0, tokenizer, 64)
+    assert whole and cut and cut.cropped and max(map(len, cut.rows)) == 65
+    lost = {len(a) - len(b) for a, b in zip(whole.rows, cut.rows, strict=True)}
+    assert len(lost) == 1 and all(a[-len(b) :] == b for a, b in zip(whole.rows, cut.rows, strict=True))
+    long = [{"context": "a", "continuation": "the miller ground the corn " * 20}]
+    assert make_example(BY_NAME["lambada_openai"], long, 0, tokenizer, 16) is None
+
+
+def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    subject, records, said = subject_of(model_of(tokenizer), tokenizer, step=3), tmp_path / "records", list[str]()
+    scores = run_core(subject, bundle, records, said.append)
+    assert [score.task for score in scores[-2:]] == ["CORE v1", "CORE v2"]
+    for version, mean in zip(VERSIONS, scores[-2:], strict=True):
+        centred = [
+            (s.value - t.baseline(version)) / (1 - t.baseline(version)) for s, t in zip(scores, TASKS, strict=False)
+        ]
+        assert mean.value == pytest.approx(sum(centred) / 22)
+    assert scores[-1].value != scores[-2].value
+    lines = [json.loads(line) for line in (records / "boolq.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 15 and lines[0]["step"] == 3 and {"item", "prompt", "pick", "gold"} <= set(lines[1])
+    (next(bundle.rglob("coqa.jsonl"))).unlink()
+    scores = run_core(subject, bundle, records, said.append)
+    assert [score.task for score in scores[-2:]] == [f"mean of 21 of CORE's 22 tasks, {v}" for v in VERSIONS]
+    assert "not asked: coqa" in said
+
+
+def test_a_finished_task_is_not_asked_again(
+    bundle: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(model: Any, examples: Sequence[Example], *arguments: Any, **options: Any) -> Any:
+        asked.append(len(examples))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return score_examples(model, examples, *arguments, **options)
+
+    monkeypatch.setattr(core_run, "score_examples", counted)
+    records, names, model = tmp_path / "records", ["copa", "winograd", "openbook_qa"], model_of(tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        run_core(subject_of(model, tokenizer, step=1), bundle, records, print, names=names)
+    assert not (records / "openbook_qa.jsonl").exists()
+    again = run_core(subject_of(model, tokenizer, step=1), bundle, records, print, names=names)
+    assert len(asked) == 4
+    assert run_core(subject_of(model, tokenizer, step=1), bundle, records, print, names=names) == again
+    run_core(subject_of(model, tokenizer, step=2), bundle, records, print, names=names, limit=5)
+    assert asked[4:] == [5, 5, 5], "another step or another limit is another evaluation"
+
+
+def test_random_weights_score_chance(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    subject = subject_of(model_of(tokenizer, 4), tokenizer)
+    scores = run_core(subject, bundle, tmp_path, lambda line: None)[:-2]
+    for kind, chance in (("choice", 0.25), ("schema", 0.5), ("language", 0.0)):
+        own = [s for s, task in zip(scores, TASKS, strict=True) if task.kind == kind]
+        assert {score.chance for score in own} == {chance}
+        count = sum(score.count for score in own)
+        share = sum((score.value or 0) * score.count for score in own) / count
+        assert abs(share - chance) <= 2 * math.sqrt(chance * (1 - chance) / count), kind
+
+
+def test_a_model_that_knows_the_answers_scores_one_on_every_task(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The model says "yes" after a colon, a dot and a d; the right answers do."""
+    for task in TASKS:
+        rows: list[dict[str, Any]] = []
+        for number in range(14):
+            gold = number % 2
+            text = f"{number} {WORDS[number % 12]}."
+            rows.append(
+                {"query": text, "choices": ["yes", "no"] if not gold else ["no", "yes"], "gold": gold}
+                if task.kind == "choice"
+                else {"context_options": [f"{number} wil", f"{number} rid"][:: 1 if gold else -1], "gold": gold}
+                | {"continuation": "yes"}
+                if task.kind == "schema"
+                else {"context": text, "continuation": "yes"}
+            )
+        (tmp_path / f"{task.file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    model = model_of(tokenizer)
+    model.initialize(0)  # the blocks add nothing yet: the head sees the current token
+    yes = tokenizer.encode("d yes")
+    pairs = [pair for lead in ".:d" for pair in zip(tokenizer.encode(lead) + yes[1:], yes[1:], strict=False)]
+    tokens, targets = torch.tensor([pair[:1] for pair in pairs]), torch.tensor([pair[1] for pair in pairs])
+    x_ND = model(tokens, model.context(tokens))[:, 0].detach()
+    optimizer = torch.optim.Adam([model.head.weight], lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model.logits(x_ND), targets).backward()
+        optimizer.step()
+    scores = run_core(subject_of(model, tokenizer), tmp_path, tmp_path / "records", lambda line: None)
+    assert {score.task: score.value for score in scores if score.value != 1.0} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{}", "it has no query, choices, gold"),
+        ('{"query": "q", "choices": ["a"], "gold": 0}', "gold 0 is none of its 1 options"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "gold 2 is none of its 2 options"),
+        ("{", "no row of copa"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "copa.jsonl"
+    path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"copa.jsonl, line 2 .*{message}"):
+        read_rows(path, BY_NAME["copa"])
+
+
+def test_too_few_rows_for_the_shots_and_missing_files_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "piqa.jsonl"
+    path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' * 10, encoding="utf-8")
+    with pytest.raises(ValueError, match="has 10 rows, and piqa needs more than its 10 shots"):
+        read_rows(path, BY_NAME["piqa"])
+    subject = subject_of(model_of(tokenizer), tokenizer)
+    with pytest.raises(ValueError, match="has no file for copa: give its folder"):
+        run_core(subject, tmp_path, tmp_path / "r", print, names=["copa"])
+    with pytest.raises(ValueError, match="CORE has no task 'x': use hellaswag_zeroshot"):
+        run_core(subject, tmp_path, tmp_path / "r", print, names=["x"])
