@@ -4,7 +4,8 @@ Hypothesis: row norms, Polar Express, variance reduction and cautious decay toge
 Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10, added the
 improvements one by one.
 Expected effect: worse.
-Verdict: not yet measured.
+Verdict: undecided at equal steps (+0.0014 bits per byte, 8 pairs); undecided at equal flops (+0.0014 bits per byte, 8
+pairs); undecided at equal seconds (+0.0014 bits per byte, 8 pairs). Study optimizer.
 """
 
 from dataclasses import replace

@@ -4,7 +4,8 @@ Hypothesis: triples hold patterns that pairs do not.
 Source: nanochat's experiment log, 2026-01-27: no improvement over bigrams alone; triples dilute the capacity for
 frequent pairs.
 Expected effect: no better than bigram.py.
-Verdict: not yet measured.
+Verdict: undecided at equal steps (+0.0007 bits per byte, 8 pairs); undecided at equal flops (+0.0007 bits per byte, 8
+pairs); undecided at equal seconds (+0.0007 bits per byte, 8 pairs). Study embeddings.
 """
 
 from dataclasses import replace
