@@ -7,6 +7,7 @@ import logging
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
 from quern.validate import install
 
-SECONDS_TO_CONNECT = 10
+SECONDS_TO_CONNECT, SECONDS_TO_START, SECONDS_TO_CLOSE = 10, 120, 10
 
 
 def _ray() -> Any:
@@ -28,7 +29,7 @@ def connect(address: str) -> None:
     """Connects this process to a cluster.
 
     Args:
-        address: "auto", HOST:PORT or ray://HOST:PORT.
+        address: "auto" or HOST:PORT.
 
     Raises:
         ImportError: Ray is not installed.
@@ -40,7 +41,9 @@ def connect(address: str) -> None:
         raise ImportError(f"--ray needs an extra package ({error}): {install('ray')}") from error
     try:
         if address != "auto":  # Ray itself would wait for minutes
-            host, _, port = address.removeprefix("ray://").rpartition(":")
+            host, _, port = address.rpartition(":")
+            if not (host and port.isdecimal()) or "/" in address:
+                raise ValueError("it is neither auto nor HOST:PORT")
             socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
         ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError) as error:
@@ -57,14 +60,18 @@ class RayArms:
 
     Args:
         arms, out, machine: As for `arms.Arms`.
+
+    Raises:
+        RuntimeError: On entry, the cluster has no room for the actor.
     """
 
     def __init__(self, arms: Mapping[str, Arm], out: Path, machine: Mapping[str, Any]) -> None:
-        bodies = {name: {"recipe": arm.recipe.to_json(), "source": arm.source} for name, arm in arms.items()}
+        bodies = {name: {"recipe": _anywhere(arm.recipe).to_json(), "source": arm.source} for name, arm in arms.items()}
         self._arguments = bodies, str(out.resolve()), dict(machine)
         self._actor: Any = None
 
     def __enter__(self) -> RayArms:
+        self._start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -73,10 +80,7 @@ class RayArms:
     def train(self, trials: Sequence[Order]) -> Iterator[tuple[Order, Trial]]:
         """As `arms.Arms.train`. Raises RuntimeError also if the actor's machine is lost."""
         ray = _ray()
-        if self._actor is None:
-            machine = self._arguments[2]
-            gpus = 1 if machine["device"] == "cuda" else 0
-            self._actor = ray.remote(_Host).options(num_cpus=machine["threads"], num_gpus=gpus).remote(*self._arguments)
+        self._start()
         by_arm = {order.arm: order for order in trials}
         try:
             answers = self._actor.train.options(num_returns="streaming").remote([asdict(order) for order in trials])
@@ -84,13 +88,44 @@ class RayArms:
                 body = ray.get(answer)
                 yield by_arm[body["recipe"]], Trial.from_json(body)
         except ray.exceptions.RayError as error:
-            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+            raise RuntimeError(_last_line(error)) from error
 
     def end(self) -> None:
         """Ends the actor and its processes; the next trial starts another one."""
         if self._actor is not None:
-            _ray().kill(self._actor)
-            self._actor = None
+            ray, actor, self._actor = _ray(), self._actor, None
+            with suppress(ray.exceptions.RayError):
+                ray.get(actor.close.remote(), timeout=SECONDS_TO_CLOSE)
+            ray.kill(actor)
+
+    def _start(self) -> None:
+        """Starts the actor and waits for it: a worker that holds a lock of the study must not wait for room."""
+        if self._actor is not None:
+            return
+        ray, machine = _ray(), self._arguments[2]
+        threads, gpus = machine["threads"], 1 if machine["device"] == "cuda" else 0
+        actor = ray.remote(_Host).options(num_cpus=threads, num_gpus=gpus).remote(*self._arguments)
+        try:
+            ray.get(actor.ready.remote(), timeout=SECONDS_TO_START)
+        except ray.exceptions.GetTimeoutError as error:
+            ray.kill(actor)
+            raise RuntimeError(
+                f"the cluster has had no room for a worker with {threads} CPU threads and {gpus} GPUs for "
+                f"{SECONDS_TO_START} s: give fewer --workers or fewer --threads"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(_last_line(error)) from error
+        self._actor = actor
+
+
+def _anywhere(recipe: Recipe) -> Recipe:
+    """The recipe with absolute paths: a worker of the cluster runs in another folder."""
+    found = {name: getattr(recipe, name) for name in ("data", "val")}
+    return replace(recipe, **{n: str(Path(v).resolve()) for n, v in found.items() if v and Path(v).exists()})
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]
 
 
 class _Host:
@@ -107,6 +142,13 @@ class _Host:
                 callables = read_recipe_file(path)[0].callables()
             arms[name] = Arm(name, Recipe.from_json(body["recipe"], **callables), path, body["source"])
         self._arms = Arms(arms, Path(out), machine)
+
+    def ready(self) -> None:
+        """Returns when the actor runs."""
+
+    def close(self) -> None:
+        self._arms.end()
+        self._folder.cleanup()
 
     def train(self, orders: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for order, trial in self._arms.train([Order(**order) for order in orders]):

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from quern import machine as machines
+from quern.child import machine_flags
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import named, parse
 from quern.lab.arms import Arm
@@ -45,7 +46,7 @@ class CompareOptions:
     workers: int = 1
     """Ideas that are compared at the same time: on GPUs each worker has one, on a CPU they share its threads."""
     ray: Annotated[str | None, UNSAID] = None
-    """A Ray cluster whose machines train the arms: auto, HOST:PORT or ray://HOST:PORT. Default: this machine."""
+    """A Ray cluster whose machines train the arms: auto or HOST:PORT. Default: this machine."""
     axes: tuple[Literal["steps", "flops", "seconds"], ...] = AXES
     """What the arms have equal; each axis has a verdict of its own."""
     delta: float = 0.002
@@ -151,7 +152,7 @@ def _run(
         f"{len(study.entries)} trials are there already"
     )
     own = 1 if options.ray else options.workers  # workers that share this machine
-    device = options.where.arguments(own) | {"device": machine.device.type}
+    device = machine_flags(machine) | {"threads": options.where.arguments(own)["threads"]}
     workers = Workers(options.workers, options.out, device, variables(machine), cluster=options.ray is not None)
     results, failed = compare(study, arms, workers, log)
     for line in grid(("equal", *HEAD), [[one.axis, *one.cells()] for one in results]):

@@ -11,6 +11,7 @@ from typing import Any
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.eval.core.run import Subject, run_core
+from quern.eval.core.tasks import CoreTask, find_tasks
 from quern.eval.run_task import run_task
 from quern.eval.score import Score
 from quern.eval.task import Task
@@ -78,10 +79,13 @@ def run(
     stages = [name for name in STAGES if checkpoint.steps(run_dir.checkpoints(name))]
     if not stages:
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
-    core = [name for name in tasks if name.partition("/")[0] == CORE]
-    chosen = [load_task(name) for name in tasks if name not in core]
-    if core and bundle is None:
+    names = [name for name in tasks if name.partition("/")[0] == CORE and not name.endswith(".py")]
+    chosen = [load_task(name) for name in tasks if name not in names]
+    if names and bundle is None:
         raise ValueError("CORE's tasks need their files: name their folder with --bundle")
+    if not names and (bundle is not None or limit is not None):
+        raise ValueError("--bundle and --limit are for CORE: add --tasks core")
+    core = find_tasks(bundle, [] if CORE in names else [name.partition("/")[2] for name in names]) if bundle else []
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
     for name in [stage] if stage else ["untrained", *stages]:
@@ -93,10 +97,11 @@ def run(
         asked = chosen or [task for task in map(load_task, task_names()) if task.suits(loaded.recipe)]
         if core and not chosen or name == "pretrain" and not chosen and not stage:
             asked = []  # a run should not take longer for scores of a model that was never taught to answer
-        lines += _score(loaded, prepared, machine, run_dir, name, asked, questions, log)
-        if core and bundle is not None and name != "untrained":
-            lines += _core(loaded, machine, run_dir, name, bundle, core, limit, log)
-    run_dir.append("evaluate.jsonl", lines)
+        of_stage = _score(loaded, prepared, machine, run_dir, name, asked, questions, log)
+        if core and name != "untrained":
+            of_stage += _core(loaded, machine, run_dir, name, core, limit, log)
+        run_dir.append("evaluate.jsonl", of_stage)
+        lines += of_stage
     return lines
 
 
@@ -140,16 +145,14 @@ def _core(
     machine: Machine,
     run_dir: RunDir,
     name: str,
-    bundle: Path,
-    tasks: Sequence[str],
+    tasks: Sequence[tuple[CoreTask, Path]],
     limit: int | None,
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     log(f"CORE: {name}")
     identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step}
     subject = Subject(loaded.model, loaded.tokenizer, machine, identity)
-    names = [] if CORE in tasks else [task.partition("/")[2] for task in tasks]
-    scores = run_core(subject, bundle, run_dir.folder / CORE / name, log, names=names, limit=limit)
+    scores = run_core(subject, tasks, run_dir.folder / CORE / name, log, limit=limit)
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
 
 

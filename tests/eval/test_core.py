@@ -16,7 +16,7 @@ from quern.eval.core import run as core_run
 from quern.eval.core.prompts import Example, make_example, shuffled
 from quern.eval.core.run import Subject, run_core
 from quern.eval.core.scoring import score_examples
-from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, read_rows
+from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, find_tasks, read_rows
 from quern.model.gpt import GPT
 from quern.text.tokenizer import Tokenizer
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
@@ -131,6 +131,12 @@ def test_a_prompt_is_the_shots_and_the_question(tokenizer: Tokenizer) -> None:
     assert asked and tokenizer.decode(list(asked.rows[0][asked.starts[0] :])) == " corn"
 
 
+def test_options_that_begin_alike_are_scored_from_one_token_on(tokenizer: Tokenizer) -> None:
+    rows = [{"query": "the baker said", "choices": ["corn", "corn and bread"], "gold": 0}]
+    example = make_example(BY_NAME["copa"], rows, 0, tokenizer, 100)
+    assert example and example.starts[0] == example.starts[1] == len(example.rows[0]) - 1
+
+
 def test_all_options_of_an_item_lose_the_same_tokens(tokenizer: Tokenizer) -> None:
     rows = rows_of("choice", 14, random.Random(3))
     whole = make_example(BY_NAME["arc_easy"], rows, 0, tokenizer, 10_000)
@@ -144,18 +150,19 @@ def test_all_options_of_an_item_lose_the_same_tokens(tokenizer: Tokenizer) -> No
 
 def test_the_mean_of_all_tasks_has_a_name_and_a_version(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     subject, records, said = subject_of(model_of(tokenizer), tokenizer, step=3), tmp_path / "records", list[str]()
-    scores = run_core(subject, bundle, records, said.append)
+    scores = run_core(subject, find_tasks(bundle), records, said.append)
     assert [score.task for score in scores[-2:]] == ["CORE v1", "CORE v2"]
     for version, mean in zip(VERSIONS, scores[-2:], strict=True):
         centred = [
-            (s.value - t.baseline(version)) / (1 - t.baseline(version)) for s, t in zip(scores, TASKS, strict=False)
+            ((s.value or 0.0) - t.baseline(version)) / (1 - t.baseline(version))
+            for s, t in zip(scores, TASKS, strict=False)
         ]
         assert mean.value == pytest.approx(sum(centred) / 22)
     assert scores[-1].value != scores[-2].value
-    lines = [json.loads(line) for line in (records / "boolq.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (records / "boolq.answers.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 15 and lines[0]["step"] == 3 and {"item", "prompt", "pick", "gold"} <= set(lines[1])
     (next(bundle.rglob("coqa.jsonl"))).unlink()
-    scores = run_core(subject, bundle, records, said.append)
+    scores = run_core(subject, find_tasks(bundle), records, said.append)
     assert [score.task for score in scores[-2:]] == [f"mean of 21 of CORE's 22 tasks, {v}" for v in VERSIONS]
     assert "not asked: coqa" in said
 
@@ -174,18 +181,18 @@ def test_a_finished_task_is_not_asked_again(
     monkeypatch.setattr(core_run, "score_examples", counted)
     records, names, model = tmp_path / "records", ["copa", "winograd", "openbook_qa"], model_of(tokenizer)
     with pytest.raises(KeyboardInterrupt):
-        run_core(subject_of(model, tokenizer, step=1), bundle, records, print, names=names)
-    assert not (records / "openbook_qa.jsonl").exists()
-    again = run_core(subject_of(model, tokenizer, step=1), bundle, records, print, names=names)
+        run_core(subject_of(model, tokenizer, step=1), find_tasks(bundle, names), records, print)
+    assert not (records / "openbook_qa.answers.jsonl").exists()
+    again = run_core(subject_of(model, tokenizer, step=1), find_tasks(bundle, names), records, print)
     assert len(asked) == 4
-    assert run_core(subject_of(model, tokenizer, step=1), bundle, records, print, names=names) == again
-    run_core(subject_of(model, tokenizer, step=2), bundle, records, print, names=names, limit=5)
+    assert run_core(subject_of(model, tokenizer, step=1), find_tasks(bundle, names), records, print) == again
+    run_core(subject_of(model, tokenizer, step=2), find_tasks(bundle, names), records, print, limit=5)
     assert asked[4:] == [5, 5, 5], "another step or another limit is another evaluation"
 
 
 def test_random_weights_score_chance(bundle: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     subject = subject_of(model_of(tokenizer, 4), tokenizer)
-    scores = run_core(subject, bundle, tmp_path, lambda line: None)[:-2]
+    scores = run_core(subject, find_tasks(bundle), tmp_path, lambda line: None)[:-2]
     for kind, chance in (("choice", 0.25), ("schema", 0.5), ("language", 0.0)):
         own = [s for s, task in zip(scores, TASKS, strict=True) if task.kind == kind]
         assert {score.chance for score in own} == {chance}
@@ -221,7 +228,7 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(tokenizer: Toke
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model.logits(x_ND), targets).backward()
         optimizer.step()
-    scores = run_core(subject_of(model, tokenizer), tmp_path, tmp_path / "records", lambda line: None)
+    scores = run_core(subject_of(model, tokenizer), find_tasks(tmp_path), tmp_path / "records", lambda line: None)
     assert {score.task: score.value for score in scores if score.value != 1.0} == {}
 
 
@@ -229,6 +236,10 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(tokenizer: Toke
     ("line", "message"),
     [
         ("{}", "it has no query, choices, gold"),
+        ("[1]", "it is no object"),
+        ('{"query": "q", "choices": "ab", "gold": 1}', "its options are no list of texts"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": "1"}', "gold '1' is none of its 2 options"),
+        ('{"query": 7, "choices": ["a", "b"], "gold": 1}', "a text of it is empty, or no text"),
         ('{"query": "q", "choices": ["a"], "gold": 0}', "gold 0 is none of its 1 options"),
         ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "gold 2 is none of its 2 options"),
         ("{", "no row of copa"),
@@ -246,8 +257,15 @@ def test_too_few_rows_for_the_shots_and_missing_files_are_refused(tmp_path: Path
     path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' * 10, encoding="utf-8")
     with pytest.raises(ValueError, match="has 10 rows, and piqa needs more than its 10 shots"):
         read_rows(path, BY_NAME["piqa"])
-    subject = subject_of(model_of(tokenizer), tokenizer)
     with pytest.raises(ValueError, match="has no file for copa: give its folder"):
-        run_core(subject, tmp_path, tmp_path / "r", print, names=["copa"])
+        find_tasks(tmp_path, ["copa", "piqa"])
     with pytest.raises(ValueError, match="CORE has no task 'x': use hellaswag_zeroshot"):
-        run_core(subject, tmp_path, tmp_path / "r", print, names=["x"])
+        find_tasks(tmp_path, ["x"])
+    with pytest.raises(ValueError, match="has no file for any task of CORE"):
+        find_tasks(tmp_path / "none")
+    assert find_tasks(tmp_path, ["piqa", "piqa"]) == [(BY_NAME["piqa"], path)]
+    for folder in ("api_compatible_gauntlet", "copy"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "piqa.jsonl").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match="piqa has several files, leave one: .*copy/piqa.jsonl, [^,]*piqa.jsonl$"):
+        find_tasks(tmp_path)

@@ -1,6 +1,5 @@
 """Comparisons whose arms train on the machines of a Ray cluster; here its only machine is this one."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,11 @@ IDEA = Path(__file__).parents[2] / "experiments" / "leaky_relu.py"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield
+        ray.shutdown()
 
 
 def arms(data: Path) -> dict[str, Arm]:
@@ -60,5 +60,6 @@ def test_arms_on_a_cluster_are_the_arms_of_this_machine(cluster: None, tmp_path:
 @pytest.mark.campaign
 def test_an_address_without_a_cluster_is_refused() -> None:
     ray.shutdown()
-    with pytest.raises(ValueError, match="no Ray cluster at 127.0.0.1:1 .*ray start --head"):
-        connect("127.0.0.1:1")
+    for address in ("127.0.0.1:1", "localhost", "ray://127.0.0.1:10001"):
+        with pytest.raises(ValueError, match=f"no Ray cluster at {address} .*ray start --head"):
+            connect(address)

@@ -68,10 +68,10 @@ def make_example(
     Returns:
         The example; None if a scored span, with one token before it, does not fit the context.
     """
-    others = [row for row in range(len(rows)) if row != item]
-    shots = [rows[row] for row in random.Random(SHOTS_SEED + item).sample(others, task.shots)]
+    drawn = random.Random(SHOTS_SEED + item).sample(range(len(rows) - 1), task.shots)
+    shots = [rows[at + (at >= item)] for at in drawn]  # of all rows but this one
     before = "".join(f"{_solved(task, shot)}\n\n" for shot in shots)
-    asked, gold = rows[item], int(rows[item].get("gold", 0))
+    asked = rows[item]
     if task.kind == "language":
         question = (before + asked["context"].strip() + task.delimiter).strip()
         answered = before + asked["context"].strip() + task.delimiter + asked["continuation"]
@@ -80,11 +80,13 @@ def make_example(
     if task.kind == "choice":
         texts = [f"{before}{asked['query']}{task.delimiter}{choice}" for choice in asked["choices"]]
         ids = [_ids(tokenizer, text) for text in texts]
-        return _fit(item, ids, [_common(ids)] * len(ids), gold, context)
+        # Of two options that begin alike, one may end where the other goes on: its last token is still scored.
+        start = min(_common(ids), min(map(len, ids)) - 1)
+        return _fit(item, ids, [start] * len(ids), asked["gold"], context)
     texts = [f"{before}{option}{task.delimiter}{asked['continuation']}" for option in asked["context_options"]]
     ids = [_ids(tokenizer, text) for text in texts]
     ending = _common([row[::-1] for row in ids])
-    return _fit(item, ids, [len(row) - ending for row in ids], gold, context)
+    return _fit(item, ids, [len(row) - ending for row in ids], asked["gold"], context)
 
 
 def _solved(task: CoreTask, row: dict[str, Any]) -> str:
@@ -107,8 +109,7 @@ def _common(rows: Sequence[Sequence[int]]) -> int:
 
 def _fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold: int, context: int) -> Example | None:
     """The last token of a row is predicted and not read, so a row may have context + 1 tokens."""
-    # Of two options that begin alike, one may end where the other goes on: its last token is scored.
-    starts = [min(start, len(row) - 1) for start, row in zip(starts, rows, strict=True)]
+    starts = [max(1, min(start, len(row) - 1)) for start, row in zip(starts, rows, strict=True)]
     cut = max(0, max(map(len, rows)) - (context + 1))
     if min(starts) - cut < 1:
         return None

@@ -6,6 +6,7 @@ next task: the answers of a finished task are kept in a file, with the settings 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from quern.eval.core.prompts import Example, make_example, shuffled
 from quern.eval.core.scoring import Answer, score_examples
-from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, CoreTask, find_file, read_rows
+from quern.eval.core.tasks import TASKS, VERSIONS, CoreTask, read_rows
 from quern.eval.score import Score, accuracy, prompt_hash
 from quern.machine import Machine
 from quern.model.base import LanguageModel
@@ -24,6 +25,10 @@ from quern.temporaries import sha256_of, write_whole
 from quern.terminal import Meter, duration
 from quern.text.tokenizer import Tokenizer
 
+CHUNK = 256
+"""Items whose prompts are in memory at a time."""
+FORMAT = 1
+"""Of the answers. Higher numbers for other prompts or spans: answers of an old format are not reused."""
 CONFIDENT = 1.96
 """Standard errors on each side of a mean."""
 
@@ -47,12 +52,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task's score. seconds: of scoring; tokens: read by the model, shared ones once."""
+    """One task's score. seconds: of scoring; tokens: read by the model, shared ones once; whole: all questions were
+    asked."""
 
     task: CoreTask
     score: Score
     seconds: float
     tokens: int
+    whole: bool = False
 
     def error(self, version: str) -> float:
         """The standard error of the centred accuracy."""
@@ -66,91 +73,87 @@ class TaskResult:
 
 def run_core(
     subject: Subject,
-    bundle: Path,
+    tasks: Sequence[tuple[CoreTask, Path]],
     records: Path,
     log: Callable[[str], None],
     *,
-    names: Sequence[str] = (),
     limit: int | None = None,
 ) -> list[Score]:
     """Asks CORE's tasks.
 
     Args:
         subject: The model.
-        bundle: A folder with the tasks' files.
+        tasks: With their files, as from `find_tasks`.
         records: A folder for the answers, one file per task.
         log: Takes lines for the user.
-        names: Tasks by name; none are all whose file the bundle has.
         limit: The most items of each task.
 
     Returns:
         A score for each task, then the means by version.
 
     Raises:
-        ValueError: A task does not exist, or its file is missing or damaged.
+        ValueError: A file is damaged.
     """
-    tasks = [_named(name) for name in names] or [task for task in TASKS if find_file(bundle, task)]
-    absent = [task.name for task in tasks if find_file(bundle, task) is None]
-    if absent or not tasks:
-        raise ValueError(f"{bundle} has no file for {', '.join(absent) or 'any task of CORE'}: give its folder")
-    missing = [task.name for task in TASKS if task not in tasks]
+    asked = {task for task, _ in tasks}
+    missing = [task.name for task in TASKS if task not in asked]
     if missing:
         log(f"not asked: {', '.join(missing)}")
     results = []
-    for number, task in enumerate(tasks, start=1):
-        result = _run_task(subject, task, bundle, records, limit, f"{task.name} ({number} of {len(tasks)})")
-        results.append(result)
-        log(f"  {_line(result)}")
-    means = [_mean(results, version, missing, limit) for version in VERSIONS]
+    for number, (task, path) in enumerate(tasks, start=1):
+        label = f"{task.name} ({number} of {len(tasks)})"
+        results.append(_run_task(subject, task, path, records / f"{task.name}.answers.jsonl", limit, label))
+        log(f"  {_line(results[-1])}")
+    means = [_mean(results, version, limit) for version in VERSIONS]
     for score in means:
         if score.value is not None:
             log(f"  {score.task}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
     return [*(result.score for result in results), *means]
 
 
-def _named(name: str) -> CoreTask:
-    if name not in BY_NAME:
-        raise ValueError(f"CORE has no task '{name}': use {', '.join(BY_NAME)}")
-    return BY_NAME[name]
-
-
-def _run_task(
-    subject: Subject, task: CoreTask, bundle: Path, records: Path, limit: int | None, label: str
-) -> TaskResult:
-    path = find_file(bundle, task)
-    assert path is not None
-    context = int(subject.model.shape.context or 0)
+def _run_task(subject: Subject, task: CoreTask, path: Path, target: Path, limit: int | None, label: str) -> TaskResult:
+    model, tokenizer, machine = subject.model, subject.tokenizer, subject.machine
+    context = int(model.shape.context or 0)
     header = {
         **subject.identity,
+        "format": FORMAT,
         "task": task.name,
         "data": sha256_of(path)[:16],
-        "tokenizer": subject.tokenizer.fingerprint[:16],
+        "tokenizer": tokenizer.fingerprint[:16],
         "context": context,
         "limit": limit,
+        "device": machine.device.type,
+        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
     }
-    target = records / f"{task.name}.jsonl"
     if kept := _kept(target, header):
         return _result(task, kept)
     rows = shuffled(read_rows(path, task))
     asked = range(len(rows) if limit is None else min(limit, len(rows)))
-    made = [make_example(task, rows, item, subject.tokenizer, context) for item in asked]
-    examples = [example for example in made if example is not None]
-    start = time.monotonic()
-    with Meter(label, len(examples), "questions") as meter:
-        answers = score_examples(
-            subject.model, examples, subject.machine, subject.tokenizer.vocab_size, progress=meter.at
-        )
+    lines: list[dict[str, Any]] = []
+    skipped = cropped = tokens = 0
+    begins_with_bos, start = True, time.monotonic()
+    with Meter(label, len(asked), "questions") as meter:
+        for first in range(0, len(asked), CHUNK):
+            items = asked[first : first + CHUNK]
+            made = [make_example(task, rows, item, tokenizer, context) for item in items]
+            examples = [example for example in made if example is not None]
+            answers = score_examples(
+                model, examples, machine, tokenizer.vocab_size, lambda done, first=first: meter.at(first + done)
+            )
+            lines += [_item(example, answer) for example, answer in zip(examples, answers, strict=True)]
+            skipped += len(made) - len(examples)
+            cropped += sum(example.cropped for example in examples)
+            tokens += sum(_tokens(example) for example in examples)
+            begins_with_bos &= all(row[0] == tokenizer.bos for example in examples for row in example.rows)
     summary = {
-        "skipped": len(made) - len(examples),
-        "cropped": sum(example.cropped for example in examples),
+        "rows": len(rows),
+        "skipped": skipped,
+        "cropped": cropped,
         "seconds": round(time.monotonic() - start, 3),
-        "tokens": sum(_tokens(example) for example in examples),
-        "prompts": prompt_hash([row for example in examples for row in example.rows]),
-        "bos": all(row[0] == subject.tokenizer.bos for example in examples for row in example.rows),
-        "chance": _chance(examples),
+        "tokens": tokens,
+        "bos": begins_with_bos,
     }
-    lines = [header | summary, *(_item(one, answer) for one, answer in zip(examples, answers, strict=True))]
-    records.mkdir(parents=True, exist_ok=True)
+    lines = [header | summary, *lines]
+    target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, "".join(json.dumps(line) + "\n" for line in lines))
     return _result(task, lines)
 
@@ -170,12 +173,6 @@ def _tokens(example: Example) -> int:
     return example.shared + sum(len(row) - 1 - example.shared for row in example.rows)
 
 
-def _chance(examples: Sequence[Example]) -> float:
-    """The accuracy of a blind guess; 0 for a task without options."""
-    shares = [1 / len(example.rows) if len(example.rows) > 1 else 0.0 for example in examples]
-    return sum(shares) / len(shares) if shares else 0.0
-
-
 def _kept(path: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The lines of a finished task, if they are of the same model, data and settings."""
     if not path.is_file():
@@ -190,16 +187,17 @@ def _result(task: CoreTask, lines: list[dict[str, Any]]) -> TaskResult:
     if not items:
         score = Score(name, "accuracy", None, None, None, 0, None, shots=task.shots, skipped=summary["skipped"])
         return TaskResult(task, score, summary["seconds"], 0)
-    score = accuracy(name, [one["correct"] for one in items], [summary["chance"]] * len(items), [], bos=0)
+    chances = [1 / len(one["losses"]) if len(one["losses"]) > 1 else 0.0 for one in items]
+    score = accuracy(name, [one["correct"] for one in items], chances, [], bos=0)
     score = replace(
         score,
-        prompt_hash=summary["prompts"],
+        prompt_hash=hashlib.sha256("".join(one["prompt"] for one in items).encode("ascii")).hexdigest()[:16],
         bos=summary["bos"],
         shots=task.shots,
         cropped=summary["cropped"],
         skipped=summary["skipped"],
     )
-    return TaskResult(task, score, summary["seconds"], summary["tokens"])
+    return TaskResult(task, score, summary["seconds"], summary["tokens"], len(items) == summary["rows"])
 
 
 def _line(result: TaskResult) -> str:
@@ -216,12 +214,18 @@ def _line(result: TaskResult) -> str:
     )
 
 
-def _mean(results: Sequence[TaskResult], version: str, missing: Sequence[str], limit: int | None) -> Score:
-    """The mean of the centred accuracies. It is CORE only if nothing is missing."""
+def _mean(results: Sequence[TaskResult], version: str, limit: int | None) -> Score:
+    """The mean of the centred accuracies. It is CORE only if all questions of all tasks were asked.
+
+    The interval takes the tasks as independent, although two of them ask the same questions, with and without shots.
+    """
     measured = [result for result in results if result.score.value is not None]
-    whole = not missing and limit is None and not any(result.score.skipped for result in results)
-    name = f"CORE {version}" if whole else f"mean of {len(measured)} of CORE's {len(TASKS)} tasks, {version}"
-    name += "" if limit is None else f", {limit} questions each"
+    name = f"CORE {version}"
+    if len(measured) < len(TASKS) or not all(result.whole for result in results):
+        skipped = sum(result.score.skipped for result in results)
+        name = f"mean of {len(measured)} of CORE's {len(TASKS)} tasks, {version}"
+        name += "" if limit is None else f", {limit} questions each"
+        name += f", {skipped:,} questions left out" if skipped else ""
     if not measured:
         return Score(name, "centred accuracy", None, None, None, 0, None)
     value = sum(result.centred(version) for result in measured) / len(measured)

@@ -21,6 +21,8 @@ from quern.model.base import LanguageModel
 
 BATCH_TOKENS = 8192
 """Tokens in one forward pass, padding included."""
+CACHED_TOKENS = 4 * BATCH_TOKENS
+"""Tokens in the caches of all rows of a batch: each row has a copy of what its example shares."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,18 @@ def _batches(examples: Sequence[Example]) -> Iterator[list[int]]:
         widest, longest = max(widest, shared[at]), max(longest, rest[at])
         rows += len(examples[at].rows)
         kind_changes = batch and (shared[batch[0]] == 0) != (shared[at] == 0)
-        if batch and (kind_changes or max((len(batch) + 1) * widest, rows * longest) > BATCH_TOKENS):
+        if batch and (kind_changes or _too_large(len(batch) + 1, rows, widest, longest)):
             yield batch
             batch, widest, longest, rows = [], shared[at], rest[at], len(examples[at].rows)
         batch.append(at)
     if batch:
         yield batch
+
+
+def _too_large(examples: int, rows: int, widest: int, longest: int) -> bool:
+    """Whether a batch has too many tokens in a forward pass, or in the caches of its rows."""
+    passes = max(examples * widest, rows * longest)
+    return passes > BATCH_TOKENS or widest * rows > CACHED_TOKENS
 
 
 def _score(
@@ -133,7 +141,7 @@ def _token_scores(
         logits_MV = model.logits(x_MD)[:, :vocab_size]
         nats.append(torch.nn.functional.cross_entropy(logits_MV, targets_M, reduction="none"))
         likeliest.append(logits_MV.argmax(-1) == targets_M)
-    return torch.cat(nats).double().cpu().numpy(), torch.cat(likeliest).cpu().numpy()
+    return torch.cat(nats).cpu().double().numpy(), torch.cat(likeliest).cpu().numpy()
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

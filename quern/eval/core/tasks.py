@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,9 @@ FIELDS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The keys of a row, by the kind of its task."""
+OPTIONS = ("choices", "context_options")
+OTHER_PROMPTS = "api_compatible_gauntlet"
+"""A folder of LLM Foundry whose files have the same names and other rows."""
 ANSWER = "\nAnswer: "
 VERSIONS = ("v1", "v2")
 
@@ -91,11 +94,38 @@ BY_NAME: Mapping[str, CoreTask] = MappingProxyType({task.name: task for task in 
 
 
 def find_file(folder: Path, task: CoreTask) -> Path | None:
-    """The file of a task anywhere in a folder: .jsonl, also gzipped; None if it is missing."""
-    for name in (f"{task.file}.jsonl", f"{task.file}.jsonl.gz"):
-        if found := sorted(folder.rglob(name)):
-            return found[0]
-    return None
+    """The file of a task anywhere in a folder: .jsonl, also gzipped; None if it is missing.
+
+    Raises:
+        ValueError: Several files have the name.
+    """
+    names = (f"{task.file}.jsonl", f"{task.file}.jsonl.gz")
+    found = sorted(path for name in names for path in folder.rglob(name) if OTHER_PROMPTS not in path.parts)
+    if len(found) > 1:
+        raise ValueError(f"{task.name} has several files, leave one: {', '.join(map(str, found))}")
+    return found[0] if found else None
+
+
+def find_tasks(folder: Path, names: Sequence[str] = ()) -> list[tuple[CoreTask, Path]]:
+    """Tasks with their files.
+
+    Args:
+        folder: The files are in it or in its subfolders.
+        names: Tasks by name; none are all that the folder has.
+
+    Raises:
+        ValueError: A task does not exist, or has no file or several.
+    """
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        raise ValueError(f"CORE has no task '{unknown[0]}': use {', '.join(BY_NAME)}")
+    wanted = [BY_NAME[name] for name in dict.fromkeys(names)] or list(TASKS)
+    found = [(task, find_file(folder, task)) for task in wanted]
+    there = [(task, path) for task, path in found if path is not None]
+    if not there or (names and len(there) < len(found)):
+        absent = [task.name for task, path in found if path is None] if names else ["any task of CORE"]
+        raise ValueError(f"{folder} has no file for {', '.join(absent)}: give its folder")
+    return there
 
 
 def read_rows(path: Path, task: CoreTask) -> list[dict[str, Any]]:
@@ -124,17 +154,25 @@ def _open(path: Path) -> Any:
 def _row(line: str, task: CoreTask, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        missing = [field for field in FIELDS[task.kind] if field not in row]
-        options = row.get("choices", row.get("context_options", ()))
-        if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
-        if task.kind != "language" and not (len(options) > 1 and 0 <= int(row["gold"]) < len(options)):
-            raise ValueError(f"gold {row['gold']!r} is none of its {len(options)} options")
-    except (ValueError, TypeError) as error:
+        if problem := _problem(row, task):
+            raise ValueError(problem)
+    except ValueError as error:
         raise ValueError(f"{where} is no row of {task.name}: {error}") from error
     return row
 
 
-def missing_tasks(folder: Path) -> Iterator[CoreTask]:
-    """The tasks whose file a folder lacks."""
-    return (task for task in TASKS if find_file(folder, task) is None)
+def _problem(row: Any, task: CoreTask) -> str | None:
+    if not isinstance(row, dict):
+        return "it is no object"
+    if missing := [field for field in FIELDS[task.kind] if field not in row]:
+        return f"it has no {', '.join(missing)}"
+    options = [row[field] for field in FIELDS[task.kind] if field in OPTIONS]
+    texts = [row[field] for field in FIELDS[task.kind] if field not in (*OPTIONS, "gold")]
+    if not all(isinstance(text, str) for text in texts) or row.get("continuation") == "":
+        return "a text of it is empty, or no text"
+    for texts in options:
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            return "its options are no list of texts"
+        if type(row["gold"]) is not int or not (len(texts) > 1 and 0 <= row["gold"] < len(texts)):
+            return f"gold {row['gold']!r} is none of its {len(texts)} options"
+    return None

@@ -242,6 +242,8 @@ def _predictions(options: ScalingOptions) -> dict[str, Any] | None:
         raise ValueError(f"there is no fitted study in {folder}: `quern lab scaling --study {folder.name}` makes one")
     fits = json.loads((folder / FITS).read_text(encoding="utf-8"))
     flops = fits["predictions"]["flops"]
+    if not any(method for name in CONVENTIONS for method in fits["predictions"][name].values()):
+        raise ValueError(f"the study {options.check} has no fit, so it predicts nothing: look at its {FITS}")
     if not any(is_budget(one, flops) for one in options.budgets):
         raise ValueError(f"the study {options.check} predicts {flops:g} FLOPs: give that with --budgets")
     return fits
