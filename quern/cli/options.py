@@ -141,7 +141,7 @@ class EvaluateOptions(_ModelOptions):
     """Built-in tasks by name, task files (.py), or core and core/TASK. Default: the built-in tasks that suit the run's
     data. The base model answers questions only with --tasks or --stage pretrain."""
     bundle: Annotated[Path | None, UNSAID] = None
-    """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz)."""
+    """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: none."""
     limit: Annotated[int | None, UNSAID] = None
     """The most questions of each of CORE's tasks. Default: all."""
     stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None

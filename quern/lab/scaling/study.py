@@ -62,7 +62,8 @@ class ScalingOptions:
     """Fit the finished runs without training, also while another process trains."""
 
     check: Annotated[str | None, UNSAID] = None
-    """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts."""
+    """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts.
+    Default: no comparison."""
 
     @property
     def folder(self) -> Path:
