@@ -151,5 +151,5 @@ class _Host:
         self._folder.cleanup()
 
     def train(self, orders: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for order, trial in self._arms.train([Order(**order) for order in orders]):
-            yield replace(trial, recipe=order.arm).to_json()
+        for _, trial in self._arms.train([Order(**order) for order in orders]):
+            yield trial.to_json()

@@ -29,17 +29,15 @@ TAU2 = 1.0
 """Variance of the effect under the alternative: about a third of the effects exceed 1 SD of the differences."""
 WORST = 8.0
 """Score of a diverged run: 8 bits per byte, what a uniform guess scores."""
+OUTLYING = 3.5
+"""Modified z-score above which a difference is flagged (Iglewicz & Hoaglin 1993)."""
+FEWEST_FOR_OUTLIERS = 5
+MOST_EXPONENT = 700.0  # exp of more overflows fp64
 
 
 def score(bpb: float | None) -> float:
     """Bits per byte of a run, finite. One that diverged, with None, counts as `WORST`."""
     return WORST if bpb is None or not bpb < WORST else bpb
-
-
-OUTLYING = 3.5
-"""Modified z-score above which a difference is flagged (Iglewicz & Hoaglin 1993)."""
-FEWEST_FOR_OUTLIERS = 5
-MOST_EXPONENT = 700.0  # exp of more overflows fp64
 
 
 def log_bayes_factor(t: ArrayLike, n: ArrayLike, tau2: float = TAU2) -> Floats:

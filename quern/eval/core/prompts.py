@@ -10,6 +10,7 @@ Source: the evaluation code of DCLM (arXiv 2406.11794) and of nanochat, which de
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Example:
         rows: Token ids of each option, from BOS on; one row in language modelling.
         starts: For each row, the index of the first token that is scored; the span ends with the row.
         gold: The right option; 0 in language modelling.
+        shared: Leading tokens that all rows share, which are read once; 0 for a single row. The token before the first
+            scored one is not among them, because that one is predicted from it.
         cropped: Whether tokens were cut from the left.
     """
 
@@ -37,13 +40,8 @@ class Example:
     rows: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
     gold: int
-    cropped: bool = False
-
-    @property
-    def shared(self) -> int:
-        """Leading tokens that all rows share and no row scores; the last of them is predicted from, so it is left
-        out."""
-        return min(_common(self.rows), min(self.starts) - 1) if len(self.rows) > 1 else 0
+    shared: int
+    cropped: bool
 
 
 def shuffled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,10 +99,9 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return (tokenizer.bos, *tokenizer.encode(text))
 
 
-def _common(rows: Sequence[Sequence[int]]) -> int:
+def _common(rows: Sequence[tuple[int, ...]]) -> int:
     """The length of the longest beginning that all rows share."""
-    shortest = min(len(row) for row in rows)
-    return next((at for at in range(shortest) if len({row[at] for row in rows}) > 1), shortest)
+    return len(os.path.commonprefix(rows))
 
 
 def _fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold: int, context: int) -> Example | None:
@@ -113,4 +110,6 @@ def _fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold
     cut = max(0, max(map(len, rows)) - (context + 1))
     if min(starts) - cut < 1:
         return None
-    return Example(item, tuple(row[cut:] for row in rows), tuple(start - cut for start in starts), gold, cut > 0)
+    kept, first = tuple(row[cut:] for row in rows), tuple(start - cut for start in starts)
+    shared = min(_common(kept), min(first) - 1) if len(kept) > 1 else 0
+    return Example(item, kept, first, gold, shared, cut > 0)

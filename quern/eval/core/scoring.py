@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quern.eval.core.prompts import Example
 from quern.generate.cache import KVCache, PrefillContext
+from quern.generate.engine import pad
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 
@@ -109,13 +110,13 @@ def _score(
     shared = [example.shared for example in examples]
     rows = [row[own:] for example, own in zip(examples, shared, strict=True) for row in example.rows]
     starts = [start - own for example, own in zip(examples, shared, strict=True) for start in example.starts]
-    tokens_BT, lengths_B = _padded([row[:-1] for row in rows], device)
+    tokens_BT, lengths_B = pad([row[:-1] for row in rows], 0, device)
     if not max(shared):
         context = model.context(tokens_BT).with_backend(machine.attention, tokens_BT, model.windows)
         x_BTD = model(tokens_BT, context)
     else:
-        prefixes, prefix_lengths = _padded(
-            [example.rows[0][:own] for example, own in zip(examples, shared, strict=True)], device
+        prefixes, prefix_lengths = pad(
+            [example.rows[0][:own] for example, own in zip(examples, shared, strict=True)], 0, device
         )
         cache = KVCache.for_model(model, len(examples), prefixes.size(1) + tokens_BT.size(1))
         cache.prefill(model, prefixes, prefix_lengths, machine.attention)
@@ -142,12 +143,3 @@ def _token_scores(
         nats.append(torch.nn.functional.cross_entropy(logits_MV, targets_M, reduction="none"))
         likeliest.append(logits_MV.argmax(-1) == targets_M)
     return torch.cat(nats).cpu().double().numpy(), torch.cat(likeliest).cpu().numpy()
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows padded on the right with token 0, (B, T), and their lengths (B,)."""
-    lengths = [len(row) for row in rows]
-    tokens = np.zeros((len(rows), max(lengths)), dtype=np.int64)
-    for at, row in enumerate(rows):
-        tokens[at, : len(row)] = row
-    return torch.from_numpy(tokens).to(device), torch.tensor(lengths, device=device)
