@@ -39,6 +39,7 @@ class PeersLostError(RuntimeError):
 
 
 TRAINING, FIRST_STEP, FOR_MAIN = "training", "compiling in the first step", "waiting for rank 0"
+SAMPLING = "sampling replies"
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Progress:
     @property
     def timed(self) -> bool:
         """Whether a rank that makes no progress here may be reported as failed."""
-        return self.phase == FOR_MAIN or (self.step is not None and self.phase != FIRST_STEP)
+        return self.phase == FOR_MAIN or (self.step is not None and self.phase not in (FIRST_STEP, SAMPLING))
 
     def __str__(self) -> str:
         if self.step is None:

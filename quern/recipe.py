@@ -167,7 +167,8 @@ OPERATIONAL = frozenset(
 )
 """Fields that say how training goes, not what is learned: they may change when a run is resumed."""
 FOR_FINE_TUNING = ("sft", "conversations", "text.tinyworld_conversations")
-"""Parts and fields that pretraining does not use."""
+FOR_RL = ("rl",)
+"""Parts and fields that pretraining does not use; `FOR_RL`: that fine-tuning does not use either."""
 IN_FINE_TUNING = OPERATIONAL | {"train.clip_norm", "train.fp8"}
 """Fields that fine-tuning has of its own; the base model's recipe decides the others of `train`."""
 
@@ -188,6 +189,44 @@ class SftRecipe:
     """The rate falls over this share of the steps, the last ones, to nothing."""
     too_long: str = "crop"
     """What happens to a conversation longer than the context: crop or drop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlRecipe:
+    """Reinforcement learning on rewards that a function computes."""
+
+    rewards: tuple[str, ...] = ("counting",)
+    """What is practised: sums, word_problems, counting, spelling, gsm8k, or files (.py) with an ENVIRONMENT."""
+    steps: int = 60
+    """Optimizer steps."""
+    groups: int = 16
+    """Questions in one step."""
+    samples: int = 8
+    """Replies to each question; their mean reward is the baseline of its group."""
+    max_tokens: int = 96
+    """The most tokens in a reply."""
+    lr_share: float = 0.1
+    """Rate of the first step as a share of what pretraining would use at its batch."""
+    warmdown_share: float = 1.0
+    """The rate falls over this share of the steps, the last ones, to nothing."""
+    resample: int = 2
+    """How often a question whose replies all got the same reward is replaced by another one."""
+    normalize: bool = False
+    """Divide the advantages of a question by the standard deviation of its rewards."""
+    kl: float = 0.0
+    """Weight of the divergence from the model that the stage began with, per token, in units of the reward."""
+    overlong_tokens: int = 0
+    """The reward falls by up to 1 over the last tokens before max_tokens, this many of them."""
+    updates: int = 1
+    """Optimizer steps on the replies of one model; above 1 the ratio of the probabilities is clipped."""
+    clip_low: float = 0.2
+    """With several updates: a reply's token counts while its ratio is above 1 - clip_low, or its advantage above 0."""
+    clip_high: float = 0.28
+    """With several updates: a reply's token counts while its ratio is below 1 + clip_high, or its advantage below 0."""
+    val_questions: int = 64
+    """Held-out questions of each kind in a validation."""
+    val_samples: int = 4
+    """Replies to each of them; pass@k is given for 1 and for this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +264,7 @@ class Recipe:
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     train: TrainRecipe = field(default_factory=TrainRecipe)
     sft: SftRecipe = field(default_factory=SftRecipe)
+    rl: RlRecipe = field(default_factory=RlRecipe)
 
     @property
     def micro_batch_rows(self) -> int:
@@ -244,7 +284,7 @@ class Recipe:
             if callable(value):
                 body[name] = f"{value.__module__}:{value.__qualname__}"
             elif hasattr(value, "__dataclass_fields__"):
-                body[name] = asdict(value)
+                body[name] = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(value).items()}
             elif isinstance(value, tuple):
                 body[name] = list(value)
         return {"schema": SCHEMA, **body}
@@ -264,10 +304,12 @@ class Recipe:
             "optim": OptimRecipe,
             "train": TrainRecipe,
             "sft": SftRecipe,
+            "rl": RlRecipe,
         }
         try:
             for name, part in parts.items():
-                body[name] = part(**body[name])
+                values = body.get(name, {}) if name == "rl" else body[name]  # runs of earlier versions have no rl
+                body[name] = part(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
             for name, value in body.items():
                 if name.startswith("make_") and isinstance(value, str):
                     if callables and name not in callables and not value.startswith("quern."):

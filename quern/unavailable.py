@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import NamedTuple
 
-from quern.recipe import FOR_FINE_TUNING, IN_FINE_TUNING, Recipe
+from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
 
 ALL = ""
 """Every field of the recipe, or every verb."""
@@ -51,6 +51,7 @@ _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
 _TOKENIZED = "does nothing with data that is tokens already: their tokenizer is --text.tokenizer"
 
 RULES = (
+    Rule("pretrain,sft,run,grug train," + _TRIALS, "rl", "is for reinforcement learning: give it to `quern rl`"),
     Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
     Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val seed text"),
     Rule(_TRIALS, FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
@@ -63,13 +64,19 @@ RULES = (
     Rule(_TRAIN, "model.vocab_size", "follows from the tokenizer: set --text.vocab-size"),
     Rule(_TRAIN, "model.bos", "follows from the tokenizer"),
     Rule("pretrain", FINE_TUNING, "is for fine-tuning: give it to `quern sft` or `quern run`"),
-    Rule("pretrain,sft", "questions", "is for `quern evaluate` and `quern run`"),
+    Rule("pretrain,sft,rl", "questions", "is for `quern evaluate` and `quern run`"),
     Rule(
         "sft",
         ALL,
         "is decided by the base run, whose model, text and seed `quern sft` takes over: leave it out, "
         "or pretrain another run with it (`quern pretrain --run NAME`) and fine-tune that one",
         but=" ".join((*FOR_FINE_TUNING, *IN_FINE_TUNING)),
+    ),
+    Rule(
+        "rl",
+        ALL,
+        "is decided by the run, whose model, text and seed `quern rl` takes over: leave it out",
+        but=" ".join((*FOR_RL, *IN_FINE_TUNING)),
     ),
     Rule(
         "run",

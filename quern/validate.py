@@ -12,7 +12,7 @@ from quern.bounds import BOUNDS, refuse_outside
 from quern.recipe import ModelRecipe, Recipe, SftRecipe, TrainRecipe
 from quern.unavailable import flag, refuse_unused
 
-PARTS = ("text", "model", "optim", "train", "sft")
+PARTS = ("text", "model", "optim", "train", "sft", "rl")
 KINDS: dict[str, tuple[type, str]] = {"str": (str, "a text"), "bool": (bool, "true or false")}
 """For a field's annotation: the type of its values and its name in messages; bounds.py has the ranges of numbers."""
 CHOICES = {

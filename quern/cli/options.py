@@ -94,13 +94,13 @@ class RunAllOptions(_RecipeOptions):
 
 @dataclass
 class TrainOptions(_RecipeOptions):
-    """Flags of `quern pretrain` and `quern sft`."""
+    """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
 
     resume: bool = False
     """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer."""
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
     """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
-    Default: random weights, or the run's base model."""
+    Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""
     from_step: str = NEWEST
     """The checkpoint for --from: newest, before-warmdown (saved before the learning rates fell), or a step."""
     ranks: int = 1
@@ -144,7 +144,7 @@ class EvaluateOptions(_ModelOptions):
     """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: none."""
     limit: Annotated[int | None, UNSAID] = None
     """The most questions of each of CORE's tasks. Default: all."""
-    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
+    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """Evaluate only this stage. Default: the untrained model and every stage of the run."""
 
 
@@ -166,7 +166,7 @@ class CompleteOptions(_GenerateOptions):
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
     """The beginning of the text, printed before its continuation; "" for the beginning of a document. Default, and
     with -: standard input."""
-    stage: Literal["pretrain", "sft"] = "pretrain"
+    stage: Literal["pretrain", "sft", "rl"] = "pretrain"
     """The stage whose model continues the text."""
     samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Completions of the prompt, separated by a line ---."""
@@ -186,7 +186,7 @@ class ChatOptions(_GenerateOptions):
     """Ask this one question and exit; a base model continues it. Default: a conversation."""
     complete: bool = False
     """Continue texts instead of answering questions, by default with the base model."""
-    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
+    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """The stage whose model replies. Default: the run's last stage; with --complete, pretrain."""
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ class ChatOptions(_GenerateOptions):
 class ServeOptions(_ModelOptions):
     """Flags of `quern serve`."""
 
-    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
+    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """The stage whose model replies. Default: the run's last stage."""
     host: str = "127.0.0.1"
     """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""

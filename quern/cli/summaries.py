@@ -10,6 +10,7 @@ EXAMPLES = {
     "tokenizer": "quern tokenizer --data book.txt --text.vocab-size 4096",
     "pretrain": "quern pretrain gpt --depth 6 --data texts/ --run mine",
     "sft": "quern sft --run mine",
+    "rl": "quern rl --run mine --rl.rewards counting spelling",
     "evaluate": "quern evaluate --run mine",
     "complete": 'quern complete --run mine -p "Once upon"',
     "chat": 'quern chat --run mine -p "Who are you?"',
@@ -21,7 +22,7 @@ EXAMPLES = {
     "grug": "quern grug train --data tinyworld --run twin",
     "lab": "quern lab compare experiments/baseline.py experiments/swiglu.py --depth 2 --train.steps 300",
 }
-OF_A_RUN = ("sft", "evaluate", "complete", "chat", "serve")
+OF_A_RUN = ("sft", "rl", "evaluate", "complete", "chat", "serve")
 """Verbs that take the recipe, and its Python file, from the run."""
 SUMMARIES = {
     "run": "all stages: prepare, pretrain, fine-tune, evaluate, report; continues a run that was stopped",
@@ -29,6 +30,7 @@ SUMMARIES = {
     "tokenizer": "train a tokenizer and report how well it compresses",
     "pretrain": "train a base model",
     "sft": "fine-tune a run's base model on conversations",
+    "rl": "let a run's chat model practise questions whose answers a program checks",
     "evaluate": "score a run's models on held-out text and questions",
     "complete": "continue a text with a run's base model",
     "chat": "talk to a run's model in the terminal",

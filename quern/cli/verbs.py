@@ -84,12 +84,12 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
 
 
 def verb_train(verb: str, rest: list[str]) -> int:
-    """Runs pretraining or fine-tuning in this process, starts its ranks, or is one of them."""
+    """Runs a training stage in this process, starts its ranks, or is one of them."""
     from quern.flags.recipe_flags import named
     from quern.resolve import resolve
     from quern.runs import saved
     from quern.runs.run_dir import RunDir
-    from quern.stages import pretrain, sft
+    from quern.stages import pretrain, rl, sft
     from quern.stages.session import Session
     from quern.train import launch
 
@@ -105,13 +105,14 @@ def verb_train(verb: str, rest: list[str]) -> int:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
     run_dir = where.run_dir
     rank_log = log if here.main else lambda line: None
-    stage = pretrain.run if verb == "pretrain" else sft.run
+    stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
     def begin(resume: bool) -> saved.Start | None:
         """The checkpoint of another run to start from, unless this run already has its own."""
         if options.start is None or (resume and run_dir.has_trained(verb)):
             return None
-        other, stages = RunDir(where.out, options.start), ("pretrain",) if verb == "pretrain" else ("pretrain", "sft")
+        other = RunDir(where.out, options.start)
+        stages = {"pretrain": ("pretrain",), "sft": ("pretrain", "sft"), "rl": ("sft", "rl")}[verb]
         code = recipe.callables() if source else None
         return saved.read_start(other, stages, options.from_step, rank_log, code)
 
@@ -295,6 +296,7 @@ VERBS: dict[str, Callable[[str, list[str]], int]] = {
     "tokenizer": verb_prepare,
     "pretrain": verb_train,
     "sft": verb_train,
+    "rl": verb_train,
     "evaluate": verb_evaluate,
     "complete": verb_complete,
     "chat": verb_chat,

@@ -9,6 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -50,6 +51,21 @@ class Batch:
             yield Batch(self.tokens[part], self.targets[part], self.mask[part], weight)
 
 
+class BatchSource(Protocol):
+    """What the training loop reads batches from.
+
+    Attributes:
+        ahead: Whether batches may be read before their step. False where a batch depends on the model.
+    """
+
+    @property
+    def ahead(self) -> bool: ...
+
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        """This rank's rows of the global batch of `step`."""
+        ...
+
+
 class Batches(ABC):
     """Batches by step, from 0.
 
@@ -63,6 +79,8 @@ class Batches(ABC):
     Raises:
         ValueError: A value is out of range, or the corpus has another BOS.
     """
+
+    ahead = True
 
     def __init__(self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, bos: int | None = None) -> None:
         if context < 1 or batch_rows < 1:

@@ -29,7 +29,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from quern.data.batch import Batch, Batches
+from quern.data.batch import Batch, Batches, BatchSource
 from quern.data.packing import Packer, Packing, pack, packer
 from quern.data.prefetch import prefetch_items
 from quern.data.shards import Corpus
@@ -263,7 +263,7 @@ def _narrow(indices: np.ndarray) -> np.ndarray:
 
 
 def prefetch(
-    loader: Batches, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
+    loader: BatchSource, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
 ) -> Generator[Batch, None, None]:
     """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
 

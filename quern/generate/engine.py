@@ -101,6 +101,7 @@ class Engine:
         seed: int = 0,
         stop: Sequence[str] = (),
         plain: bool = False,
+        logprobs: bool = False,
     ) -> Iterator[Event]:
         """Streams generation. The call checks the arguments; closing the iterator stops the work.
 
@@ -112,6 +113,7 @@ class Engine:
             seed: Seed of the random choice.
             stop: A completion ends before any of these strings.
             plain: Continue each prompt as text. Any special token ends it, and no tool is called.
+            logprobs: Also compute the log-probability of every token (`Completion.logprobs`).
 
         Returns:
             The final pieces of every sample; the last event of a sample is its `Completion`.
@@ -133,14 +135,18 @@ class Engine:
             for s in range(samples):
                 reply = Reply(self.tokenizer, len(prompt), room, stop, plain=plain)
                 rows.append(Row(p, s, reply, generator(seed, prompt, s)))
-        return self._batches(prompts, rows, sampling or Sampling())
+        return self._batches(prompts, rows, sampling or Sampling(), logprobs)
 
-    def _batches(self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling) -> Iterator[Event]:
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, logprobs: bool
+    ) -> Iterator[Event]:
         for first in range(0, len(rows), self.max_rows):
-            yield from self._batch(prompts, rows[first : first + self.max_rows], sampling)
+            yield from self._batch(prompts, rows[first : first + self.max_rows], sampling, logprobs)
 
     @torch.inference_mode()
-    def _batch(self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling) -> Iterator[Event]:
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, logprobs: bool
+    ) -> Iterator[Event]:
         if self._compiled is not None:
             self._compiled.refresh()
         device = self.model.embedding.weight.device
@@ -150,15 +156,18 @@ class Engine:
             if sampling.temperature > 0:
                 uniform_BN = draw([row.random for row in rows], logits_BV.size(-1)).to(device)
             picked = sample(logits_BV, sampling, uniform_BN).tolist()
-            tokens = []
-            for row, token in zip(rows, picked, strict=True):
-                if row.reply.finish_reason is None:
-                    token = row.reply.choose(token)
-                    for delta in row.reply.push(token):
+            live = [row.reply.finish_reason is None for row in rows]
+            tokens = [
+                row.reply.choose(token) if on else token for row, token, on in zip(rows, picked, live, strict=True)
+            ]
+            told = _logprobs(logits_BV, tokens) if logprobs else []
+            for number, row in enumerate(rows):
+                if live[number]:
+                    row.reply.logprobs += told[number : number + 1]
+                    for delta in row.reply.push(tokens[number]):
                         yield Event(row.prompt, row.sample, delta)
                     if row.reply.finish_reason is not None:
                         yield Event(row.prompt, row.sample, row.reply.completion())
-                tokens.append(token)
             left = [i for i, row in enumerate(rows) if row.reply.finish_reason is None]
             if not left:
                 return
@@ -216,6 +225,12 @@ class Engine:
     def _own(self, logits_BV: Tensor) -> Tensor:
         """The logits of the tokenizer's tokens; the model's vocabulary may be padded."""
         return logits_BV[:, : self.tokenizer.vocab_size]
+
+
+def _logprobs(logits_BV: Tensor, tokens: Sequence[int]) -> list[float]:
+    """The log-probability of each row's token at temperature 1."""
+    tokens_B1 = torch.tensor(tokens, device=logits_BV.device).unsqueeze(-1)
+    return logits_BV.float().log_softmax(-1).gather(-1, tokens_B1).squeeze(-1).tolist()
 
 
 def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:

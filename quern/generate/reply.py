@@ -11,7 +11,7 @@ ends it, and no tool is called.
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from quern.generate.tools import MAX_CALLS, Kind, NoTools, ToolState
@@ -35,7 +35,8 @@ class Completion:
 
     ids: all tokens of the reply, including forced tokens and the end token. text: the assistant's text, without tool
     calls and outputs; `parts` has them too. finish_reason: "stop" for an end token or a stop string, "length" for
-    max_tokens or the end of the context.
+    max_tokens or the end of the context. sampled: for each token, whether the model chose it (a tool's output is
+    forced). logprobs: for each token, the log of its probability at temperature 1; empty unless asked for.
     """
 
     ids: list[int]
@@ -43,6 +44,8 @@ class Completion:
     finish_reason: FinishReason
     parts: list[ContentPart]
     prompt_tokens: int
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 class Reply:
@@ -73,6 +76,8 @@ class Reply:
         if any(not text for text in stop):
             raise ValueError("a stop string is empty: leave it out")
         self.ids: list[int] = []
+        self.sampled: list[bool] = []
+        self.logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self.prompt_tokens = prompt_tokens
@@ -88,6 +93,7 @@ class Reply:
 
     def choose(self, sampled: int) -> int:
         """The row's next token: the next token of a tool's answer, or the sampled token."""
+        self.sampled.append(not self._forced)
         return self._forced.popleft() if self._forced else sampled
 
     def push(self, token: int) -> list[Delta]:
@@ -120,7 +126,7 @@ class Reply:
             else:
                 parts.append({"type": kind, "text": text})
         text = "".join(part["text"] for part in parts if part["type"] == "text")
-        return Completion(self.ids, text, self.finish_reason, parts, self.prompt_tokens)
+        return Completion(self.ids, text, self.finish_reason, parts, self.prompt_tokens, self.sampled, self.logprobs)
 
     def _add(self, text: str) -> list[Delta]:
         """Takes decoded characters of the current part; returns the final pieces."""

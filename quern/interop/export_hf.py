@@ -44,7 +44,7 @@ class ExportOptions:
     """The run's name."""
     out: Path = Path("out")
     """The output folder that holds the run."""
-    stage: Annotated[Literal["pretrain", "sft"] | None, UNSAID] = None
+    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """Default: the run's last stage."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """fp32 is exact; bf16 has half the size."""

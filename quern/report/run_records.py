@@ -1,9 +1,9 @@
 """Reads the records of a run folder for the report: JSON files and JSON-lines files. No model, no checkpoint.
 
-The folder holds run.json, evaluate.jsonl and samples.jsonl, and one folder per stage (pretrain, sft) with recipe.json,
-metrics.jsonl and events.jsonl. Every file is optional, because a run can stop at any time. A line torn by a kill is
-skipped and reported in `RunRecords.notes`. `seconds` counts time in training steps; `seconds`, `flops` and `tokens`
-start at zero with the stage.
+The folder holds run.json, evaluate.jsonl and samples.jsonl, and one folder per stage (pretrain, sft, rl) with
+recipe.json, metrics.jsonl and events.jsonl. Every file is optional, because a run can stop at any time. A line torn by
+a kill is skipped and reported in `RunRecords.notes`. `seconds` counts time in training steps; `seconds`, `flops` and
+`tokens` start at zero with the stage.
 """
 
 import json
@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-STAGE_TITLES = {"untrained": "Untrained", "pretrain": "Pretraining", "sft": "Fine-tuning"}
+STAGE_TITLES = {
+    "untrained": "Untrained",
+    "pretrain": "Pretraining",
+    "sft": "Fine-tuning",
+    "rl": "Reinforcement learning",
+}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/
 out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html
-out/runs/<run>/{pretrain,sft}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
+out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.validate import check_body
 
-STAGES = ("pretrain", "sft")
+STAGES = ("pretrain", "sft", "rl")
 SHOWN_RUNS = 5
 
 

@@ -32,6 +32,9 @@ CHANGEABLE = OPERATIONAL | {
     "sft.epochs",
     "sft.lr_share",
     "sft.warmdown_share",
+    "rl.steps",
+    "rl.lr_share",
+    "rl.warmdown_share",
 }
 """Fields that may change when a run is resumed, besides every field of `optim`."""
 BY_CONTENT = ("data", "val", "conversations", "text.tokenizer")
@@ -126,15 +129,15 @@ def find_saved(
     begins_with = value_of(arguments, "from") if verb != "run" else None
     resume = "--resume" in arguments
     own = RunDir(Path(value_of(arguments, "out") or "out"), value_of(arguments, "run") or "first")
-    if resume and own.has_trained("sft" if verb == "sft" else "pretrain"):
+    stage = verb if verb in STAGES else "pretrain"
+    if resume and own.has_trained(stage):
         begins_with = None  # the new run has already begun
     run_dir = RunDir(own.out, begins_with) if begins_with else own
-    stage = "sft" if verb == "sft" else "pretrain"
-    if verb not in ("pretrain", "sft", "run"):
+    if verb not in (*STAGES, "run"):
         return None
     run_dir.refuse_damaged_recipes()
-    if verb == "sft" and not resume:
-        return None  # the stage reads the base model's recipe (stages/sft.py)
+    if verb in ("sft", "rl") and not resume:
+        return None  # the stage reads the recipe of the model that it begins with (stages/sft.py, stages/rl.py)
     if not (resume or begins_with or (verb == "run" and run_dir.has_trained(stage))):
         return None
     body = read_saved(run_dir, stage, recipe.callables() if chosen and source else None)

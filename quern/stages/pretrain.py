@@ -21,20 +21,26 @@ from quern.mesh import Mesh
 from quern.model.count import count
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import FOR_FINE_TUNING, Recipe
+from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
 from quern.resolve import batch_rule, resolve
 from quern.runs.origin import read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
 from quern.runs.saved import Start, changes, warmdown_start
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
-from quern.stages.overview import overview
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.session import Session, lower_precision, main_first
+from quern.terminal import duration
 from quern.train import loop
 from quern.train.state import TrainState, build_model, build_state, compile_model
 from quern.train.step import accumulate
 
 CALIBRATION_STEPS = 8
+
+MANY_EPOCHS = 4
+"""Up to about so many passes, repeated text is worth nearly as much as new text (Muennighoff et al., 2023, "Scaling
+data-constrained language models")."""
+TYPICAL_MFU = 0.5
+"""Share of the measured matrix-product peak that training reaches, for a first estimate of the time."""
 
 
 def run(recipe: Recipe, session: Session) -> int:
@@ -81,7 +87,7 @@ def _run(asked: Recipe, session: Session) -> int:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
         model.initialize(recipe.seed)
-    changed = changes(recipe, session.folder, besides=FOR_FINE_TUNING) if session.resume else []
+    changed = changes(recipe, session.folder, besides=(*FOR_FINE_TUNING, *FOR_RL)) if session.resume else []
     _refuse_other_length(recipe, changed, run_dir.run)
     batches = make_batches(recipe, prepared.train)
     state = build_state(recipe, machine, model, mesh)
@@ -238,3 +244,50 @@ def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, me
         updates.append(time.perf_counter() - middle)
     state.optimizer.close()
     return float(np.median(passes[2:])), float(np.median(updates[2:]))
+
+
+def overview(
+    recipe: Recipe, total: int, plan: loop.TrainingPlan, data: Prepared, memory: tuple[float, float] | None, mesh: Mesh
+) -> list[str]:
+    """Describes a pretraining run before its first step.
+
+    Args:
+        recipe: Resolved, with the tokenizer's vocabulary.
+        total: Parameters of the model.
+        plan: What the loop will do.
+        data: The prepared text.
+        memory: Bytes that a rank needs and may take, where they are known.
+        mesh: The ranks.
+
+    Returns:
+        Lines for the user; the last one is a warning where the text is repeated often.
+    """
+    assert recipe.train.batch_tokens
+    tokens = plan.steps * recipe.train.batch_tokens
+    epochs = tokens / max(1, data.train.num_tokens)
+    lines = [
+        f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, {data.val.num_tokens:,} to "
+        "validate on",
+        f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens for each "
+        "parameter",
+        f"time: about {duration(tokens * plan.flops_per_token / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
+        f"machine's speed in matrix products{_room(memory, mesh)}",
+    ]
+    if epochs > MANY_EPOCHS:
+        fewer = max(1, int(MANY_EPOCHS * data.train.num_tokens / recipe.train.batch_tokens))
+        lines.append(
+            f"warning: the text is read {_digits(epochs)} times. After about {MANY_EPOCHS}, reading it again adds "
+            f"little: give more text, or --train.steps {fewer}"
+        )
+    return lines
+
+
+def _room(memory: tuple[float, float] | None, mesh: Mesh) -> str:
+    if memory is None:
+        return ""
+    each = " for each rank" if mesh.world.size > 1 else ""
+    return f"; memory: about {memory[0] / 1e9:.1f} of {memory[1] / 1e9:.1f} GB{each}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"

@@ -1,7 +1,7 @@
 """`Session`: what every training stage shares, from the checks before it to its exit code.
 
 A stage prepares its data, model and plan, and hands them to `Session.train`. Batches, schedule and evaluators are the
-stage's own (pretrain.py, sft.py).
+stage's own (pretrain.py, sft.py, rl.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quern.data.batch import Batches
+from quern.data.batch import BatchSource
 from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
 from quern.model.count import Counts
@@ -48,7 +48,7 @@ class Session:
     """One call of a training stage.
 
     Args:
-        stage: Its name, pretrain or sft.
+        stage: Its name: pretrain, sft or rl.
         machine: The machine that computes.
         run_dir: The run.
         command: The command line, for the records.
@@ -158,7 +158,7 @@ class Session:
         self,
         recipe: Recipe,
         state: TrainState,
-        batches: Batches,
+        batches: BatchSource,
         plan: loop.TrainingPlan,
         origin: Origin,
         *,
@@ -170,6 +170,7 @@ class Session:
         source: str | None,
         changed: Sequence[str],
         data: dict[str, Any] | None = None,
+        shown: Callable[[dict[str, Any]], str] | None = None,
     ) -> int:
         """Resumes or begins the stage, runs the loop, and logs the result.
 
@@ -187,6 +188,7 @@ class Session:
             source: The recipe's own Python file, saved with the stage.
             changed: What the user changed in the recipe of a stage that is resumed, as lines.
             data: Facts on the data, for the stage's events.
+            shown: Takes a step's loss and speed, and returns what the progress line says. Default: both.
 
         Returns:
             An exit code of `train.guard`.
@@ -211,7 +213,7 @@ class Session:
             for line in (*changed, *lines):
                 self.log(line)
             with Meter(words[0], plan.steps, "steps", silent=not self.mesh.main) as meter:
-                code = loop.train(state, batches, plan, self.machine, folder, meter.log, show_training(meter))
+                code = loop.train(state, batches, plan, self.machine, folder, meter.log, show_training(meter, shown))
         if code == EXIT_DONE:
             self.log(f"{words[1]} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
@@ -268,9 +270,11 @@ def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> d
     return {"fp8": report.to_json()}
 
 
-def show_training(meter: Meter) -> Callable[[TrainState, dict[str, Any]], None]:
+def show_training(
+    meter: Meter, shown: Callable[[dict[str, Any]], str] | None = None
+) -> Callable[[TrainState, dict[str, Any]], None]:
     """A progress function for the loop."""
-    return lambda state, line: meter.at(state.step, loss_and_speed(line))
+    return lambda state, line: meter.at(state.step, (shown or loss_and_speed)(line))
 
 
 def loss_and_speed(line: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from quern.machine import Machine
 from quern.model.count import count
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe
+from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.runs.origin import (
     Origin,
@@ -100,7 +100,7 @@ def _run(asked: Recipe, session: Session) -> int:
         train_corpus, val_corpus = conversations(recipe, tokenizer, run_dir.out, log)
     batches = _loader(recipe, train_corpus)
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
-    changed = changes(recipe, path) if session.resume else []
+    changed = changes(recipe, path, FOR_RL) if session.resume else []
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
@@ -115,7 +115,7 @@ def _run(asked: Recipe, session: Session) -> int:
         counts,
         origin,
         steps=recipe.sft.steps,
-        schedule=_schedule(recipe.sft),
+        schedule=rates_fall(recipe.sft.steps, recipe.sft.warmdown_share),
         evaluator=held_out_loss(val_corpus, recipe, machine),
         lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
     )
@@ -202,9 +202,8 @@ def _with_steps(recipe: Recipe, asked: Recipe, steps_per_epoch: int) -> Recipe:
     return replace(recipe, sft=replace(recipe.sft, steps=steps), train=train)
 
 
-def _schedule(sft: SftRecipe) -> Callable[[int], Multipliers]:
-    """Rates fall to zero; what grows in pretraining (`progress`) has grown."""
-    steps, share = sft.steps, sft.warmdown_share
+def rates_fall(steps: int | None, share: float) -> Callable[[int], Multipliers]:
+    """Rates that fall to zero over this share of the steps; what grows in pretraining (`progress`) has grown."""
     assert steps
 
     def schedule(step: int) -> Multipliers:

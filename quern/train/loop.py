@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quern.data.batch import Batch, Batches
+from quern.data.batch import Batch, BatchSource
 from quern.data.loader import prefetch
 from quern.machine import Machine
-from quern.mesh import FIRST_STEP, TRAINING, Mesh
+from quern.mesh import FIRST_STEP, SAMPLING, TRAINING, Mesh
 from quern.optim.schedule import Multipliers
 from quern.records import Records
 from quern.train import checkpoint
@@ -41,6 +41,7 @@ class TrainingPlan:
     steps: int
     schedule: Callable[[int], Multipliers]
     micro_batch_rows: int
+    """Rows in one forward pass."""
     clip_norm: float | None
     log_every: int
     save_every: int | None
@@ -50,6 +51,8 @@ class TrainingPlan:
     peak_flops: float
     evaluators: Sequence[tuple[int, Evaluator]] = ()
     save_in_background: bool = False
+    row_tokens: int | None = None
+    """Tokens of the rows that micro_batch_rows counts; a forward pass has more of shorter ones. None: all are equal."""
     keep_step: int | None = None
     """A step that is saved and whose checkpoint is never removed: the last one before the rates fall."""
     go_on: str = "--resume"
@@ -62,7 +65,7 @@ class TrainingPlan:
 
 def train(
     state: TrainState,
-    loader: Batches,
+    loader: BatchSource,
     plan: TrainingPlan,
     machine: Machine,
     folder: Records,
@@ -91,7 +94,7 @@ def train(
                 batch,
                 plan.schedule(state.step),
                 machine,
-                micro_batch_rows=plan.micro_batch_rows,
+                micro_batch_rows=plan.micro_batch_rows * max(1, (plan.row_tokens or 0) // batch.tokens.shape[1]),
                 clip_norm=plan.clip_norm,
             )
             seconds = time.perf_counter() - start
@@ -139,10 +142,21 @@ def _exchange(
     return any(signals), stragglers.observe(times)
 
 
-def _batches(state: TrainState, loader: Batches, plan: TrainingPlan) -> Generator[Batch, None, None]:
+def _batches(state: TrainState, loader: BatchSource, plan: TrainingPlan) -> Generator[Batch, None, None]:
     """This replica's rows of the batches to come."""
     data = state.optimizer.mesh.data
-    return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
+    if loader.ahead:
+        return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
+    return _sample(state, loader, plan)
+
+
+def _sample(state: TrainState, loader: BatchSource, plan: TrainingPlan) -> Generator[Batch, None, None]:
+    """Batches that depend on the model: each is made when its step begins, outside the time in steps."""
+    mesh = state.optimizer.mesh
+    for step in range(state.step, plan.steps):
+        with mesh.progress.during(SAMPLING):
+            batch = loader.batch(step, mesh.data.rank, mesh.data.size)
+        yield batch
 
 
 def _seed_draws(state: TrainState, plan: TrainingPlan) -> None:
@@ -164,6 +178,8 @@ def _count(
     if result.verdict == "step":
         state.unlogged_nats += result.loss * result.tokens
         state.unlogged_tokens += result.tokens
+    elif result.verdict == "empty":
+        folder.event("empty", step=state.step)
     else:
         folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
 

@@ -51,10 +51,11 @@ def train_step(
         clip_norm: Global gradient norm to clip to.
 
     Returns:
-        The result. Its verdict ("step", "skip" or "stop") is the same on all ranks.
+        The result. Its verdict ("step", "skip", "stop", or "empty" for weighted targets of which there are none) is the
+        same on all ranks.
 
     Raises:
-        ValueError: No token of the global batch is a target.
+        ValueError: No token of the global batch is a target, and the targets have no weights.
     """
     part, tokens = accumulate(state, batch, machine, micro_batch_rows, multipliers.progress)
     totals = torch.stack([part.float(), part.new_tensor(batch.tokens.size, dtype=torch.float32)])
@@ -63,7 +64,10 @@ def train_step(
     loss, positions, norm_value = torch.stack([*totals, norm]).tolist()  # the step's wait for the device
     targets = int(tokens)  # ready by now
     if targets == 0:
-        raise ValueError("a batch without a single target cannot train: check the data's masks")
+        if batch.weight is None:
+            raise ValueError("a batch without a single target cannot train: check the data's masks")
+        state.step += 1  # no reply of these rollouts was better than another of its question
+        return StepResult(0.0, 0.0, 0, int(positions), "empty")
     verdict = state.guard.observe(bool(np.isfinite(loss) and np.isfinite(norm_value)))
     if verdict == "step":
         if clip_norm is not None:

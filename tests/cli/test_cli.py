@@ -93,7 +93,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("pretrian", "^quern: there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, evaluate"),
+        ("pretrian", "^quern: there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, rl, evaluate"),
         ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, llama, unet, or the path of a .py file"),
         ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, llama, unet, or the path of a .py file"),
         (

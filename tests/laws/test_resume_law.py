@@ -1,7 +1,7 @@
 """Law: a run that is killed, anywhere and as often as one likes, and resumed = the run that nobody touched.
 
-Real commands (`quern pretrain`, `quern sft`) in real processes that die by SIGKILL, some in the middle of a save,
-some while resuming. Bit for bit: every logged line but for what a clock says, and every tensor, counter and file
+Real commands (`quern pretrain`, `quern sft`, `quern rl`) in real processes that die by SIGKILL, some in the middle of a
+save, some while resuming. Bit for bit: every logged line but for what a clock says, and every tensor, counter and file
 name of what is left. Over more than two epochs, so that some runs resume past one, some twice within one.
 """
 
@@ -17,7 +17,7 @@ import pytest
 
 from quern.records import read_events, read_metrics
 from quern.train.guard import EXIT_STOPPED
-from tests.support.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences, logged
+from tests.support.run_bench import ENVIRONMENT, PRETRAIN, RL, SFT, Bench, differences, logged
 
 Law = Callable[[str, float | int | str, str], None]
 
@@ -59,8 +59,8 @@ def killed_and_resumed(
 
 @pytest.mark.parametrize(
     ("command", "dtype", "chains", "kills"),
-    [(PRETRAIN, "fp32", 4, 2), (PRETRAIN, "bf16", 2, 2), (SFT, "fp32", 3, 2)],
-    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32"],
+    [(PRETRAIN, "fp32", 4, 2), (PRETRAIN, "bf16", 2, 2), (SFT, "fp32", 3, 2), (RL, "fp32", 3, 2)],
+    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32", "rl-fp32"],
 )
 def test_killed_and_resumed_is_uninterrupted(
     command: Sequence[str], dtype: str, chains: int, kills: int, bench: Bench, law: Law
@@ -80,8 +80,8 @@ def test_killed_and_resumed_is_uninterrupted(
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("command", "dtype", "chains"),
-    [(PRETRAIN, "fp32", 40), (PRETRAIN, "bf16", 20), (SFT, "fp32", 20)],
-    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32"],
+    [(PRETRAIN, "fp32", 40), (PRETRAIN, "bf16", 20), (SFT, "fp32", 20), (RL, "fp32", 20)],
+    ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32", "rl-fp32"],
 )
 def test_killed_and_resumed_200_times(command: Sequence[str], dtype: str, chains: int, bench: Bench, law: Law) -> None:
     differing, places = killed_and_resumed(bench, command, dtype, chains, 3, seed=0)

@@ -27,7 +27,16 @@ PRETRAIN = """pretrain --data text.jsonl --depth 2 --text.vocab-size 320 --model
  --model.kv-heads 1 --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 144 --train.steps 23
  --optim.lr-scale 0.3 --train.log-every 3 --train.eval-every 8 --train.save-every 5""".split()
 SFT = "sft --conversations talks.jsonl --sft.steps 19 --sft.batch-tokens 192 --train.log-every 2".split()
+RL = """rl --rl.rewards vowels.py --rl.steps 8 --rl.groups 3 --rl.samples 3 --rl.max-tokens 10 --rl.updates 2
+ --rl.kl 0.1 --rl.lr-share 2 --rl.val-questions 2 --rl.val-samples 2 --train.log-every 2 --train.save-every 3""".split()
 BASE = "base"  # the run that is fine-tuned
+TUNED = "tuned"  # the run for reinforcement learning
+VOWELS = """
+from quern.eval.task import question
+from quern.rl.environment import Environment
+
+ENVIRONMENT = Environment("vowels", lambda seed: question(seed[-3:], "e"), lambda item, reply: reply.count("e") / 4)
+"""
 
 
 class Bench:
@@ -75,12 +84,18 @@ class Bench:
 
     def fresh(self, command: Sequence[str], dtype: str) -> str:
         """The name of a run that can be begun: for fine-tuning, one with a base model."""
-        name = f"{next(self.names)}-{command[0]}-{dtype}"
+        name, runs = f"{next(self.names)}-{command[0]}-{dtype}", self.folder / "out" / "runs"
         if command[0] == "sft":
-            base = self.folder / "out" / "runs" / BASE
-            if not base.exists():
+            if not (runs / BASE).exists():
                 self.run(PRETRAIN, BASE, dtype)
-            shutil.copytree(base, self.folder / "out" / "runs" / name)
+            shutil.copytree(runs / BASE, runs / name)
+        if command[0] == "rl":
+            if not (runs / TUNED).exists():
+                (self.folder / "vowels.py").write_text(VOWELS, encoding="utf-8")
+                tuned = self.fresh(SFT, dtype)
+                self.run(SFT, tuned, dtype)
+                (runs / tuned).rename(runs / TUNED)
+            shutil.copytree(runs / TUNED, runs / name)
         return name
 
     def reference(self, command: Sequence[str], dtype: str) -> tuple[Path, dict[str, int]]:

@@ -1,0 +1,48 @@
+"""An environment: where questions come from, and what a reply is worth."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quern.eval.task import Item
+
+HELD_OUT_SHARE = 10
+"""One question in this many belongs to the split that decides, and is never practised."""
+TRIES = 1000
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Questions that a program can grade.
+
+    Args:
+        name: Of its scores.
+        ask: (seed) → a question. Equal seeds give equal questions; a seed is any text.
+        reward: (item, text of the reply without tool calls) → its reward, a finite number; usually 0 or 1.
+    """
+
+    name: str
+    ask: Callable[[str], Item]
+    reward: Callable[[Item, str], float]
+
+
+def is_held_out(item: Item) -> bool:
+    """Whether a question belongs to the split that decides. Only its text counts, so no seed can mix the splits."""
+    digest = hashlib.blake2b(item.question.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+
+
+def draw_item(environment: Environment, seed: str, held_out: bool = False) -> Item:
+    """The question of a seed, from one of the two splits.
+
+    Raises:
+        ValueError: The environment has no question in that split.
+    """
+    for attempt in range(TRIES):
+        item = environment.ask(f"{seed}:{attempt}")
+        if is_held_out(item) == held_out:
+            return item
+    part = "held out" if held_out else "to practise"
+    raise ValueError(f"environment '{environment.name}': none of {TRIES} questions is {part}: it needs more questions")

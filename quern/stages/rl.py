@@ -1,0 +1,230 @@
+"""Reinforcement learning: a fine-tuned model practises questions whose answers a program checks.
+
+The loop, the optimizer and the checkpoints are those of the other stages. Only the batches differ: the model's own
+replies, weighted by their advantages (quern/rl/). The model is not compiled: replies are short and of many lengths, and
+compiling each shape, or padding all to the context, takes longer than it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quern.generate.engine import Engine
+from quern.machine import Machine
+from quern.mesh import Mesh
+from quern.model.count import count
+from quern.parallel.plan import shard_model
+from quern.recipe import IN_FINE_TUNING, Recipe
+from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
+from quern.rl.advantages import pass_at_k
+from quern.rl.environment import draw_item
+from quern.rl.environments import load_environment
+from quern.rl.rollouts import Rollout, Rollouts, Tally, divergence
+from quern.runs.origin import Origin, read_origin, refuse_second_tokenizer, require_tokenizer
+from quern.runs.saved import NEWEST, Start, changes, open_checkpoint, read_saved, read_start
+from quern.stages.session import Session, lower_precision
+from quern.stages.sft import rates_fall
+from quern.text.tokenizer import Tokenizer
+from quern.train import checkpoint, loop
+from quern.train.state import TrainState, build_model, build_state, weights_of
+
+VALIDATIONS = 4
+VAL_SEED = "validation"
+
+
+def run(recipe: Recipe, session: Session) -> int:
+    """Trains a fine-tuned model on rewards. On a mesh every rank calls this.
+
+    Args:
+        recipe: What the user asked for; of it count `rl` and the fields `IN_FINE_TUNING`.
+        session: Where, and how the command was given. Its start is the model to begin with, by default the fine-tuned
+            model of the run.
+
+    Returns:
+        An exit code of `train.guard`.
+
+    Raises:
+        FileNotFoundError: There is no fine-tuned model.
+        CheckpointError: No good checkpoint of it.
+        ValueError: An environment does not exist, the model is sharded, or the run practised before and `resume` was
+            not asked for.
+        RunInUseError: Another process trains in the run.
+    """
+    run_dir = session.run_dir
+    if session.mesh.tp > 1:
+        raise ValueError("--tp shards the model, and replies are sampled from whole replicas: leave it out")
+    if session.start is None and not run_dir.folder.exists():
+        raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
+    with session.opened(
+        "through reinforcement learning already: continue with --resume, or start again under another name with "
+        f"`quern rl --from {run_dir.run} --run NAME`"
+    ):
+        return _run(recipe, session)
+
+
+def _run(asked: Recipe, session: Session) -> int:
+    machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
+    callables = asked.callables() if session.source else None
+    saved = read_saved(run_dir, "rl", callables) if run_dir.has_trained("rl") else None
+    origin = None if saved is None else read_origin(session.folder)
+    start, own = session.start, session.start is None
+    if saved is None:
+        start = start or read_start(run_dir, ("sft",), NEWEST, log, callables)
+        model_recipe, tokenizer = start.recipe, start.run_dir.tokenizer()
+        refuse_second_tokenizer(run_dir, tokenizer)
+        origin = _origin(start, own, tokenizer)
+    else:
+        assert origin is not None
+        model_recipe, tokenizer = saved, run_dir.tokenizer()
+        require_tokenizer(run_dir, tokenizer, origin)
+    recipe = rl_recipe(asked, model_recipe)
+    environments = [load_environment(name) for name in recipe.rl.rewards]
+    model = build_model(recipe, machine, None)
+    counts = count(model)
+    weights = weights_of(start.tensors if start is not None else _first(session, origin).tensors)
+    model.load_state_dict(weights)
+    reference = build_model(recipe, machine, None)
+    reference.load_state_dict(weights)
+    shard_model(model, mesh)
+    changed = changes(recipe, session.folder) if session.resume else []
+    precision = lower_precision(recipe, model, log)
+    state = build_state(recipe, machine, model, mesh)
+    rollouts = Rollouts(
+        Engine(state.model, tokenizer, machine),
+        environments,
+        recipe.rl,
+        recipe.seed,
+        micro_batch_rows=recipe.micro_batch_rows,
+        reference=reference.eval(),
+        folder=session.folder / "rollouts",
+    )
+    plan = session.plan(
+        recipe,
+        counts,
+        origin,
+        steps=recipe.rl.steps,
+        schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),
+        evaluator=validation(rollouts, mesh),
+        lower_rates=f"--rl.lr-share {recipe.rl.lr_share / 2:.3g}",
+    )
+    recorded = (1, lambda state: _added_up(rollouts.tally, mesh, machine))
+    plan = replace(plan, evaluators=[recorded, *plan.evaluators], row_tokens=recipe.model.context)
+    replies = recipe.rl.groups * recipe.rl.samples
+    lines = [
+        f"reinforcement learning: {plan.steps:,} steps of {replies} replies to {recipe.rl.groups} questions "
+        f"({', '.join(recipe.rl.rewards)})"
+    ]
+    if start is not None and not own:
+        lines.insert(0, f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
+    return session.train(
+        recipe,
+        state,
+        rollouts,
+        plan,
+        origin,
+        words=("reinforcement learning", "trained by reinforcement"),
+        lines=lines,
+        counts=counts,
+        facts=start.facts() | precision if start is not None and not own else None,
+        tokenizer=tokenizer,
+        source=session.source,
+        changed=changed,
+        data={"environments": list(recipe.rl.rewards)} | precision,
+        shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}",
+    )
+
+
+def _origin(start: Start, own: bool, tokenizer: Tokenizer) -> Origin:
+    base = start.base | ({"run": None} if own else {})
+    return replace(start.origin, tokenizer=tokenizer.fingerprint, base=base)
+
+
+def _first(session: Session, origin: Origin) -> Start:
+    """The model that a resumed stage began with: of the run's fine-tuning, or kept as the stage's step 0."""
+    base, run_dir = origin.base, session.run_dir
+    assert base is not None
+    stage, step = (base["stage"], base["step"]) if base["run"] is None else ("rl", 0)
+    folder = run_dir.checkpoints(stage)
+    if step not in checkpoint.steps(folder):
+        raise FileNotFoundError(
+            f"the model that reinforcement learning began with is gone: {folder} has no step {step}"
+        )
+    return open_checkpoint(run_dir, stage, checkpoint.path_of(folder, step))
+
+
+def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
+    """The fine-tuned model's recipe with what is asked for reinforcement learning; resolved.
+
+    The rate is `rl.lr_share` of what pretraining uses at its own batch, without weight decay. Validations and
+    checkpoints follow every quarter, unless their number was asked for.
+    """
+    own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
+    quarter = max(1, asked.rl.steps // VALIDATIONS)
+    own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
+    files = tuple(str(Path(name).absolute()) if name.endswith(".py") else name for name in asked.rl.rewards)
+    recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files)))
+    assert recipe.train.batch_tokens
+    scale = recipe.rl.lr_share * math.sqrt(recipe.train.batch_tokens / REFERENCE_BATCH_TOKENS)
+    return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0))
+
+
+def validation(rollouts: Rollouts, mesh: Mesh) -> loop.Evaluator:
+    """Scores held-out questions of every environment, sampled at temperature 1 as in training.
+
+    Records pass@1 and pass@k over all of them and for each environment, the divergence from the model that the stage
+    began with in nats per token, and the largest difference between a token's log-probability in sampling and in
+    training.
+    """
+    settings = rollouts.settings
+    rank, ranks, samples = mesh.data.rank, mesh.data.size, settings.val_samples
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        found: list[tuple[int, list[Rollout]]] = []
+        for number, environment in enumerate(rollouts.environments):
+            items = [
+                (environment, draw_item(environment, f"{VAL_SEED}:{index}", held_out=True))
+                for index in range(rank, settings.val_questions, ranks)
+            ]
+            found += [(number, group) for group in rollouts.ask(items, samples, VAL_SEED) if group]
+        rows = [one for _, group in found for one in group]
+        own = np.array([flag for one in rows for flag in one.sampled], dtype=bool)
+        sampled = np.array([value for one in rows for value in one.logprobs])
+        now = np.concatenate([*rollouts.logprobs(rows), np.zeros(0)])[: len(own)]
+        first = np.concatenate([*rollouts.logprobs(rows, rollouts.reference), np.zeros(0)])[: len(own)]
+        sums = np.zeros((len(rollouts.environments), 3))
+        for number, group in found:
+            right = sum(one.right for one in group)
+            sums[number] += 1, pass_at_k(right, samples, 1), pass_at_k(right, samples, samples)
+        device = rollouts.engine.machine.device
+        facts = [float(divergence(now, first)[own].sum()), float(own.sum())]
+        total = torch.tensor([*sums.ravel(), *facts], dtype=torch.float64, device=device)
+        gap = torch.tensor(np.abs(now - sampled)[own].max(initial=0.0), device=device)
+        mesh.data.all_reduce(total).wait()
+        mesh.data.all_reduce(gap, "max").wait()
+        *flat, nats, tokens = total.tolist()
+        sums = np.array(flat).reshape(-1, 3)
+        asked, one, many = sums.sum(axis=0) / max(1.0, sums[:, 0].sum())
+        told = {
+            "val_pass_1": one,
+            f"val_pass_{samples}": many,
+            "kl": nats / max(1.0, tokens),
+            "logprob_gap": float(gap),
+        }
+        if len(sums) > 1:
+            for environment, (count, one, _) in zip(rollouts.environments, sums, strict=True):
+                told[f"val_pass_1/{environment.name}"] = one / max(1.0, count)
+        return told
+
+    return evaluate
+
+
+def _added_up(tally: Tally, mesh: Mesh, machine: Machine) -> dict[str, float]:
+    """The means over the replies of all ranks."""
+    total = torch.tensor(list(tally.sums.values()), dtype=torch.float64, device=machine.device)
+    mesh.data.all_reduce(total).wait()
+    return tally.means(total.tolist())

@@ -1,0 +1,63 @@
+"""Laws of reinforcement learning: the update does not depend on micro-batches or ranks, and what is sampled is what is
+trained: a token's log-probability in sampling = in training."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from quern.mesh import alone
+from quern.rl.rollouts import Rollouts
+from tests.rl.ranks import LETTERS, advanced, rl_state, rollouts_of, updated
+from tests.support.ranks import Ranks
+from tests.support.toy_training import eager
+
+__all__ = ["eager"]
+
+BAR = 1e-5
+Law = Callable[[str, float | int | str, str], None]
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+@pytest.mark.parametrize(("count", "updates"), [(2, 1), (3, 1), (2, 2)])
+def test_n_ranks_are_one(count: int, updates: int, ranks: Ranks, law: Law) -> None:
+    worst = max(ranks(count, "tests.rl.ranks:updated", updates=updates))
+    law(f"RL, {count} ranks and other micro-batches = 1, {updates} updates a round: state", worst, "≤ 1e-5")
+    assert worst <= BAR
+
+
+def test_the_law_of_ranks_can_fail(ranks: Ranks) -> None:
+    assert max(ranks(2, "tests.rl.ranks:updated", local_mean=True)) > 100 * BAR
+
+
+def test_micro_batches_do_not_change_the_update(law: Law) -> None:
+    worst = updated(alone())
+    law("RL, other micro-batches: state after four updates", worst, "≤ 1e-5")
+    assert worst <= BAR
+
+
+def gap(rollouts: Rollouts) -> float:
+    items = [(LETTERS, LETTERS.ask(f"{number:06}")) for number in range(12)]
+    rows = [one for group in rollouts.ask(items, 4, "law") for one in group]
+    trained = np.concatenate(rollouts.logprobs(rows))
+    return float(np.abs(trained - np.concatenate([one.logprobs for one in rows])).max())
+
+
+def test_log_probabilities_in_sampling_are_those_of_training(law: Law) -> None:
+    state = rl_state(alone())
+    rollouts = rollouts_of(state)
+    worst = gap(rollouts)
+    advanced(state, rollouts, alone(), 3)
+    worst = max(worst, gap(rollouts))
+    law("RL: log-probability of a token in sampling = in training, fp32", worst, "≤ 1e-5 nats")
+    assert worst <= BAR
+    with torch.no_grad():
+        before = [p.clone() for p in state.model.parameters()]
+        items = [(LETTERS, LETTERS.ask("000001"))]
+        rows = rollouts.ask(items, 4, "law")[0]
+        for parameter, old in zip(state.model.parameters(), before, strict=True):
+            parameter.copy_(old * 1.01)
+    other = np.concatenate(rollouts.logprobs(rows)) - np.concatenate([one.logprobs for one in rows])
+    assert np.abs(other).max() > 100 * BAR  # of another model, they differ

@@ -1,0 +1,83 @@
+"""What ranks run for the laws of reinforcement learning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quern.eval.task import Item, question
+from quern.generate.engine import Engine
+from quern.mesh import Mesh, alone
+from quern.parallel.plan import shard_model
+from quern.recipe import OptimRecipe, Recipe, RlRecipe
+from quern.rl.environment import Environment
+from quern.rl.rollouts import Rollouts
+from quern.train.state import TrainState, build_model, build_state
+from quern.train.step import train_step
+from tests.parallel.compared import small_cuts, state_apart
+from tests.support.toy_engine import toy_tokenizer
+from tests.support.toy_training import CPU, toy_recipe, toy_schedule
+
+SETTINGS = RlRecipe(groups=5, samples=3, max_tokens=10, steps=4, resample=1)
+
+
+def ask(seed: str) -> Item:
+    return question(f"mill {seed[-6:]}", "e")
+
+
+LETTERS = Environment("letters", ask, lambda item, reply: min(1.0, reply.count("e") / 2))
+NEVER = Environment("never", ask, lambda item, reply: 0.0)
+
+
+def rl_recipe() -> Recipe:
+    recipe = toy_recipe({"context": 48, "vocab_size": toy_tokenizer().vocab_size})
+    return replace(recipe, optim=OptimRecipe(lr_scale=0.01, decay_scale=0.1, width_scale=1.0, eps=1e-4))
+
+
+def rl_state(mesh: Mesh, seed: int = 1) -> TrainState:
+    recipe = rl_recipe()
+    model = build_model(recipe, CPU, 0)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return build_state(recipe, CPU, shard_model(model, mesh), mesh)
+
+
+def rollouts_of(state: TrainState, settings: RlRecipe = SETTINGS, *environments: Environment, **more: Any) -> Rollouts:
+    engine = Engine(state.model, toy_tokenizer(), CPU)
+    return Rollouts(engine, environments or (LETTERS,), settings, 0, micro_batch_rows=2, **more)
+
+
+def advanced(state: TrainState, rollouts: Rollouts, mesh: Mesh, micro_batch_rows: int, steps: int = 4) -> Any:
+    result = None
+    for step in range(steps):
+        batch = rollouts.batch(step, mesh.data.rank, mesh.data.size)
+        result = train_step(state, batch, toy_schedule(steps)(step), CPU, micro_batch_rows=micro_batch_rows)
+    return result
+
+
+def updated(mesh: Mesh, updates: int = 1, local_mean: bool = False) -> float:
+    """Trains on the mesh and on one process, with other micro-batches → the largest deviation of the state.
+
+    local_mean: the mistake of dividing by a rank's own tokens, made by scaling its weights.
+    """
+    torch.compiler.set_stance("force_eager")
+    small_cuts()
+    settings = replace(SETTINGS, updates=updates)
+    one, ours = rl_state(alone()), rl_state(mesh)
+    advanced(one, rollouts_of(one, settings), alone(), 100)
+    rollouts = rollouts_of(ours, settings)
+    if local_mean:
+        whole = rollouts.batch
+
+        def scaled(step: int, rank: int = 0, ranks: int = 1) -> Any:
+            batch = whole(step, rank, ranks)
+            assert batch.weight is not None
+            return replace(batch, weight=batch.weight * (1 + rank))
+
+        rollouts.batch = scaled
+    advanced(ours, rollouts, mesh, 2)
+    return state_apart(ours, one)

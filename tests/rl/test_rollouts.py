@@ -1,0 +1,144 @@
+"""Rollouts as batches: masks, weights, dropped groups, ranks, tools, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quern.eval.task import Item, question
+from quern.mesh import alone
+from quern.rl.environment import Environment, draw_item, is_held_out
+from quern.rl.environments import built_in, load_environment
+from quern.rl.rollouts import Rollout
+from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_state, rollouts_of
+from tests.support.toy_training import eager
+
+__all__ = ["eager"]
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def test_a_batch_holds_weighted_replies() -> None:
+    rollouts = rollouts_of(rl_state(alone()))
+    batch = rollouts.batch(0)
+    assert batch.weight is not None and batch.mask.any(axis=1).all()
+    assert batch.rows % SETTINGS.samples == 0 and batch.tokens.shape[1] <= 48
+    for row in range(batch.rows):
+        weights = set(batch.weight[row][batch.mask[row]].tolist())
+        assert len(weights) == 1  # one advantage for all tokens of a reply
+    per_reply = [batch.weight[row][batch.mask[row]][0] for row in range(batch.rows)]
+    assert np.array(per_reply).reshape(-1, SETTINGS.samples).sum(axis=1) == pytest.approx(0, abs=1e-6)
+    again = rollouts_of(rl_state(alone())).batch(0)
+    assert (again.tokens == batch.tokens).all() and (again.weight == batch.weight).all()
+    other = rollouts_of(rl_state(alone())).batch(1)
+    assert other.tokens.shape != batch.tokens.shape or (other.tokens != batch.tokens).any()
+
+
+def test_ranks_share_the_batch_of_one_process() -> None:
+    whole = rollouts_of(rl_state(alone())).batch(2)
+    parts = [rollouts_of(rl_state(alone())).batch(2, rank, 2) for rank in range(2)]
+    texts = sorted(row[row != row[0]].tobytes() for part in parts for row in part.tokens)
+    assert texts == sorted(row[row != row[0]].tobytes() for row in whole.tokens)
+    assert sum(int(part.mask.sum()) for part in parts) == int(whole.mask.sum())
+
+
+def test_questions_without_a_difference_are_counted_replaced_and_left_out() -> None:
+    asked: list[str] = []
+
+    def reward(item: Item, reply: str) -> float:
+        asked.append(item.question)
+        return 0.0 if int(item.question[-1]) % 2 else float(len(reply))
+
+    environment = Environment("odd", lambda seed: question(f"mill {sum(map(ord, seed)) % 10}", ""), reward)
+    rollouts = rollouts_of(rl_state(alone()), replace(SETTINGS, resample=3), environment)
+    batch = rollouts.batch(0)
+    facts = rollouts.tally.means()
+    assert 0 < facts["dropped"] < 1
+    assert len(asked) > SETTINGS.groups * SETTINGS.samples
+    assert len(asked) == rollouts.tally.sums["replies"]
+    assert batch.rows <= SETTINGS.groups * SETTINGS.samples
+    assert (np.abs(batch.weight).sum(axis=1) > 0).any()
+
+
+def test_a_round_without_any_difference_changes_nothing() -> None:
+    state = rl_state(alone())
+    before = [parameter.clone() for parameter in state.model.parameters()]
+    rollouts = rollouts_of(state, SETTINGS, NEVER)
+    assert not rollouts.batch(0).mask.any()
+    result = advanced(state, rollouts, alone(), 3, steps=2)
+    assert result.verdict == "empty" and state.step == 2
+    assert all((old == new).all() for old, new in zip(before, state.model.parameters(), strict=True))
+    assert rollouts.tally.means()["dropped"] == 1
+
+
+def test_what_a_tool_said_is_read_and_not_learned() -> None:
+    rollouts = rollouts_of(rl_state(alone()))
+    one = Rollout(0, [1, 2, 3], [4, 5, 6, 7], [True, False, False, True], [0.0] * 4, 1.0, True, False, [0.5] * 4)
+    batch = rollouts._batch([one])
+    assert batch.tokens[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and batch.targets[0, 2:6].tolist() == [4, 5, 6, 7]
+    assert batch.mask[0, :8].tolist() == [False, False, True, False, False, True, False, False]
+
+
+def test_the_pull_to_the_reference_is_the_gradient_of_the_divergence() -> None:
+    state, reference = rl_state(alone()), rl_state(alone(), seed=2)
+    near = rollouts_of(state, replace(SETTINGS, kl=0.5), reference=state.model).batch(0)
+    far = rollouts_of(state, replace(SETTINGS, kl=0.5), reference=reference.model).batch(0)
+    none = rollouts_of(state).batch(0)
+    assert near.weight == pytest.approx(none.weight, abs=1e-6)
+    assert np.abs(far.weight - none.weight).max() > 0.01
+    with pytest.raises(ValueError, match="needs the model"):
+        rollouts_of(state, replace(SETTINGS, kl=0.5))
+
+
+def test_a_round_that_is_not_kept_cannot_go_on(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, updates=2)
+    state = rl_state(alone())
+    rollouts = rollouts_of(state, settings, folder=tmp_path)
+    first, second = rollouts.batch(0), rollouts.batch(1)
+    assert sum(batch.mask.any(axis=1).sum() for batch in (first, second)) % SETTINGS.samples == 0
+    resumed = rollouts_of(state, settings, folder=tmp_path).batch(1)
+    assert (resumed.tokens == second.tokens).all() and (resumed.weight == second.weight).all()
+    with pytest.raises(ValueError, match="as many ranks as before"):
+        rollouts_of(state, settings, folder=tmp_path).batch(1, 0, 2)
+
+
+def test_prompts_that_do_not_fit_are_left_out() -> None:
+    long = Environment("long", lambda seed: question(f"{'mill ' * 90}{seed[-3:]}", ""), lambda item, reply: 1.0)
+    rollouts = rollouts_of(rl_state(alone()), SETTINGS, long)
+    assert not rollouts.batch(0).mask.any() and rollouts.tally.sums["replies"] == 0
+
+
+def test_a_reward_that_is_no_number_is_refused() -> None:
+    broken = Environment("broken", ask, lambda item, reply: float("nan"))
+    with pytest.raises(ValueError, match="environment 'broken' gave the reward nan: give a finite number"):
+        rollouts_of(rl_state(alone()), SETTINGS, broken).batch(0)
+
+
+BUILT_IN = built_in()
+
+
+@pytest.mark.parametrize("name", list(BUILT_IN))
+def test_built_in_questions_are_split_and_graded(name: str) -> None:
+    environment = BUILT_IN[name]
+    practised = [draw_item(environment, str(seed)) for seed in range(50)]
+    held_out = [draw_item(environment, str(seed), held_out=True) for seed in range(20)]
+    assert not {item.question for item in practised} & {item.question for item in held_out}
+    assert not any(map(is_held_out, practised)) and all(map(is_held_out, held_out))
+    assert draw_item(environment, "7") == draw_item(environment, "7") != draw_item(environment, "8")
+    for item in practised:
+        right = "-".join(item.answer) if name == "spelling" else f"It is {item.answer}."
+        assert environment.reward(item, right) == 1 and environment.reward(item, "I do not know") == 0
+
+
+def test_an_environment_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "short.py"
+    path.write_text(
+        "from quern.eval.task import question\nfrom quern.rl.environment import Environment\n"
+        "ENVIRONMENT = Environment('short', lambda seed: question(seed, ''), lambda item, reply: -len(reply))\n"
+    )
+    assert load_environment(str(path)).name == "short"
+    with pytest.raises(ValueError, match="there is no 'sorting': use sums, word_problems, spelling, counting, or the"):
+        load_environment("sorting")
+    single = Environment("single", lambda seed: question("always the same", ""), LETTERS.reward)
+    with pytest.raises(ValueError, match="none of 1000 questions is"):
+        [draw_item(single, "0", held_out=part) for part in (True, False)]
