@@ -153,6 +153,8 @@ def _training(run: RunRecords) -> Iterable[Group]:
 
 def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pairs:
     """Tokens per parameter (of the matrices and the head), or epochs of conversations."""
+    if stage.name == "rl":
+        return []
     if stage.name != "sft":
         tokens, counted = stage.last("tokens"), run.parameters("kaplan")
         return [("tokens per parameter of matrices and head", number(tokens / counted))] if tokens and counted else []

@@ -86,12 +86,22 @@ CURVES = (
     Curve("Learning rate", "relative to the peak", "lr", "step"),
     Curve("Gradient norm", "global", "grad_norm", "step", smooth=True, log=True),
 )
+RL_CURVES = (
+    Curve("Reward", "mean of a step's replies", "reward", "step", smooth=True),
+    Curve("Held-out questions", "pass@1", "val_pass_1", "step", points=True, share=True),
+    Curve("Divergence from the first model", "nats per token", "kl", "step", points=True),
+    Curve("Entropy", "nats per token", "entropy", "step", smooth=True),
+    Curve("Length of replies", "tokens", "reply_tokens", "step", smooth=True),
+    Curve("Questions without a difference in reward", "of all", "dropped", "step", smooth=True, share=True),
+    Curve("Replies cut at the limit", "of all", "truncated", "step", smooth=True, share=True),
+    Curve("Gradient norm", "global", "grad_norm", "step", smooth=True, log=True),
+)
 
 
 def panels(stage: StageRecords) -> list[Panel]:
     """The curves for which a stage has at least two measurements."""
     found = []
-    for index, curve in enumerate(CURVES):
+    for index, curve in enumerate(RL_CURVES if stage.name == "rl" else CURVES):
         xs, ys = stage.column(curve.key, curve.against)
         if len(xs) < 2 or max(xs) <= 0:
             continue

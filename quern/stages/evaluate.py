@@ -29,6 +29,7 @@ from quern.text.documents import read_conversations
 from quern.train import checkpoint
 from quern.train.state import build_model
 
+CHAT_STAGES = ("sft", "rl")
 UNTRAINED_QUESTIONS = 60
 CORE = "core"
 
@@ -119,7 +120,7 @@ def _score(
     assert context
     log(f"evaluating: {name}")
     scores = []
-    if name != "sft":  # bits per byte of plain text say little about a chat model
+    if name not in CHAT_STAGES:  # bits per byte of plain text say little about a chat model
         batches = windows(prepared.val, context, rows=rows)
         measured = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
         scores.append(measured.score("validation", loaded.tokenizer.vocab_size))
@@ -129,7 +130,7 @@ def _score(
     for task in tasks:
         graded = run_task(engine, task, count=count, base=name == "pretrain")
         scores += graded.scores
-        if name == "sft":
+        if name in CHAT_STAGES:
             shown = {reply.item.kind: reply for reply in graded.replies}
             samples += [
                 _chat(name, [*r.item.messages, {"role": "assistant", "content": r.parts}]) for r in shown.values()
@@ -176,7 +177,7 @@ def _shown(score: Score, context: int) -> str:
 
 def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
     """Completions of a base model, or conversations with a chat model, for prompts that fit the context."""
-    if name != "sft":
+    if name not in CHAT_STAGES:
         ids = {text: render_text(engine.tokenizer, text) for text in OPENINGS}
         prompts = {text: prompt for text, prompt in ids.items() if len(prompt) < engine.context}
         done = engine.generate(

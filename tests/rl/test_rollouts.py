@@ -56,7 +56,7 @@ def test_questions_without_a_difference_are_counted_replaced_and_left_out() -> N
     assert 0 < facts["dropped"] < 1
     assert len(asked) > SETTINGS.groups * SETTINGS.samples
     assert len(asked) == rollouts.tally.sums["replies"]
-    assert batch.rows <= SETTINGS.groups * SETTINGS.samples
+    assert batch.rows <= SETTINGS.groups * SETTINGS.samples and batch.weight is not None
     assert (np.abs(batch.weight).sum(axis=1) > 0).any()
 
 
@@ -84,6 +84,7 @@ def test_the_pull_to_the_reference_is_the_gradient_of_the_divergence() -> None:
     near = rollouts_of(state, replace(SETTINGS, kl=0.5), reference=state.model).batch(0)
     far = rollouts_of(state, replace(SETTINGS, kl=0.5), reference=reference.model).batch(0)
     none = rollouts_of(state).batch(0)
+    assert far.weight is not None and none.weight is not None
     assert near.weight == pytest.approx(none.weight, abs=1e-6)
     assert np.abs(far.weight - none.weight).max() > 0.01
     with pytest.raises(ValueError, match="needs the model"):

@@ -86,5 +86,5 @@ def test_one_conversation_is_too_few(tmp_path: Path) -> None:
 
 def test_what_grows_in_pretraining_has_grown() -> None:
     """Windows and annealed losses follow `progress`, which fine-tuning does not begin again."""
-    schedule = sft._schedule(SftRecipe(steps=5))
+    schedule = sft.rates_fall(5, 1.0)
     assert [schedule(step).progress for step in range(5)] == [1.0] * 5 and schedule(4).lr < schedule(0).lr
