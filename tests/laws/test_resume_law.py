@@ -191,3 +191,14 @@ def test_resuming_with_another_recipe_is_refused_and_harms_nothing(bench: Bench)
     bench.run([*PRETRAIN, "--resume", "--seed", "1"], name, "fp32", refused=True)
     assert "seed 0 → 1 would make it another run" in bench.log()[known:]
     assert logged(bench.stage(name, PRETRAIN)) == before
+
+
+def test_reinforcement_learning_from_another_run_keeps_its_first_model(bench: Bench) -> None:
+    """Its divergence is measured from that model, also after a resume and without the other run."""
+    (reference, events), other = bench.reference(RL, "fp32"), bench.copied(RL, "fp32")
+    command, begun = [*RL, "--train.keep", "1"], f"{other}-begun"
+    bench.run([*command, "--from", other], begun, "fp32", kill=["train", int(0.8 * events["train"])])
+    (reference.parent.parent / other).rename(reference.parent.parent / f"{other}-away")
+    bench.run([*command, "--resume"], begun, "fp32")
+    found = [line["kl"] for line in read_metrics(bench.stage(begun, RL)) if "kl" in line]
+    assert len(found) >= 3 and min(found) >= 0 and max(found) > 0
