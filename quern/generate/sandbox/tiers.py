@@ -49,11 +49,15 @@ def bubblewrap() -> list[str]:
     # The guest mounts each program's /tmp. Root needs no user namespace for that; each program then gets its own.
     command += ["--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     command += [] if os.geteuid() == 0 else ["--unshare-user"]
-    for path in (*libraries(), str(PYTHON)):
-        command += ["--ro-bind", path, path]
-    command += ["--ro-bind", str(GUEST), "/sandbox/guest", "--tmpfs", "/tmp"]
+    bound = {path: path for path in (*libraries(), str(PYTHON))} | {"/sandbox/guest": str(GUEST)}
+    parents = {parent for path in (*bound, "/dev/null") for parent in Path(path).parents}
+    for parent in sorted(parents):  # by itself, bwrap makes them for root alone
+        command += ["--perms", "0755", "--dir", str(parent)]
+    for path, source in bound.items():
+        command += ["--ro-bind", source, path]
     for device in ("/dev/null", "/dev/urandom"):
         command += ["--dev-bind", device, device]
+    command += ["--tmpfs", "/tmp"]
     return [*command, "--remount-ro", "/", "--chdir", "/", "--", *_python("bubblewrap", "/sandbox")]
 
 

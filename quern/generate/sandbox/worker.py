@@ -68,11 +68,12 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
+        command = self._command()
         self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()
         with guest:
             self._process = subprocess.Popen(
-                self._command(),
+                command,
                 stdin=guest,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -82,18 +83,20 @@ class Worker:
             )
         self._host.settimeout(PATIENCE)
         try:
-            if self._host.recv(16) != b"ready":
-                raise SandboxError(self._last_error())
-            probed = self._attempt(PROBE, Limits())
-        except OSError:
-            self.close()
-            raise SandboxError(self._last_error()) from None
-        except SandboxError:
+            self._probe()
+        except BaseException:
             self.close()
             raise
-        if not probed.passed:
-            self.close()
-            raise SandboxError(f"a program is not confined: {probed.stderr.strip().splitlines()[-1:]}")
+
+    def _probe(self) -> None:
+        try:
+            if self._host.recv(16) != b"ready":
+                raise ConnectionError
+            outcome = self._attempt(PROBE, Limits())
+        except OSError:
+            raise SandboxError(self._last_error()) from None
+        if not outcome.passed:
+            raise SandboxError(f"a program is not confined: {outcome.reason} {outcome.stderr[-200:]!r}")
 
     def _last_error(self) -> str:
         self._errors.seek(0)
@@ -102,9 +105,10 @@ class Worker:
 
     def close(self) -> None:
         """Kills the guest and all that runs in it."""
-        self._host.close()
         self._process.kill()
         self._process.wait()
+        self._host.close()
+        self._errors.close()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
         """Runs a program. A guest that is lost is started again, once for each program.
@@ -136,15 +140,15 @@ class Worker:
                 os.close(writer)
             data, in_time = _read(reader, started + limits.seconds)
             seconds = time.monotonic() - started
-            self._host.send(b"end")
+            confined, _, verdict = data.partition(b"\n")
+            found = json.loads(verdict) if verdict and in_time else None
+            self._host.send(b"gone" if found and found["reason"] == "gone" else b"end")
             answer = self._host.recv(1 << 16)
             if not answer:
                 raise ConnectionError("the guest ended")
             ended = [_Ended(**status) for status in json.loads(answer)]
-            confined, _, verdict = data.partition(b"\n")
             if in_time and confined != b"confined":
                 raise SandboxError(f"the sandbox failed: {self._last_error()}")
-            found = json.loads(verdict) if verdict and in_time else None
             most = limits.output_kilobytes * 1024
             printed = max(os.fstat(file).st_size for file in (stdout, stderr))
             reason = "output" if printed > most else _reason(found, ended, limits, in_time)

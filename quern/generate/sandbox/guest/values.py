@@ -63,7 +63,7 @@ class Channel:
             data = data[os.write(self.writer, data) :]
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError if the other side is gone, ValueError for a message that is too long."""
+        """The next message. Raises EOFError at the end, ValueError for a message that is too long."""
         length = int.from_bytes(self._read(4), "big")
         if length > MOST_BYTES:
             raise ValueError(f"a value has {length} bytes; the most is {MOST_BYTES}")
@@ -74,6 +74,6 @@ class Channel:
         while len(parts) < length:
             part = os.read(self.reader, min(length - len(parts), 1 << 16))
             if not part:
-                raise EOFError("the other side is gone")
+                raise EOFError("the process at the other end is gone")
             parts += part
         return bytes(parts)

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,8 @@ threading time traceback types typing unittest uuid"""
 """Modules that programs often import: a fork has them already."""
 CONFINED = "confined"
 """The first message of each process. Without it, the host reports that the sandbox failed."""
+DYING = 2.0
+"""Seconds that a process may take to end after it closed its files."""
 _ABOVE = 32  # of the numbers that the zygote's files have
 
 
@@ -58,7 +61,10 @@ def main(tier: str, readable: str) -> None:
 
 
 def _run(limits: dict[str, Any], files: list[int], null: int, confinement: confine.Confinement, host: socket.socket):
-    """Forks both processes, waits for the host's word, ends them; returns their exit statuses."""
+    """Forks both processes, waits for the host's word, ends them, and returns how they ended.
+
+    The word is "end", or "gone" if the program's process seems to end by itself.
+    """
     source, stdout, stderr, check, result = files
     (call_reader, call_writer), (answer_reader, answer_writer) = os.pipe(), os.pipe()
 
@@ -95,8 +101,8 @@ def _run(limits: dict[str, Any], files: list[int], null: int, confinement: confi
     ]
     for file in (*files, call_reader, call_writer, answer_reader, answer_writer):
         os.close(file)
-    host.recv(16)
-    return [_end(pid) for pid in pids]
+    gone = host.recv(16) == b"gone"
+    return [_end(pid, DYING if gone else 0) for pid in pids]
 
 
 def _keep(*files: int) -> None:
@@ -106,10 +112,11 @@ def _keep(*files: int) -> None:
     os.closerange(len(files), confine.MOST_FILES)
 
 
-def _end(pid: int) -> dict[str, Any]:
-    """Kills a process and waits for it. "code" is None if it still ran, negative for a signal."""
-    before = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+def _end(pid: int, seconds: float) -> dict[str, Any]:
+    """Kills a process and waits for it. "code" is None if it still ran after some seconds, negative for a signal."""
+    deadline = time.monotonic() + seconds
+    while not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and time.monotonic() < deadline:
+        time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    code = os.waitstatus_to_exitcode(status) if before else None
-    return {"code": code, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+    return {"code": os.waitstatus_to_exitcode(status) if ended else None, "cpu_seconds": usage.ru_utime + usage.ru_stime}
