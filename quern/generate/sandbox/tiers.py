@@ -19,7 +19,7 @@ from quern.generate.sandbox.program import SandboxError
 GUEST = Path(__file__).parent / "guest"
 PYTHON = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""All that the guest gets of an environment: sets have the same order in every run, so outcomes repeat."""
+"""The environment of the guest, and none of its programs: with it, sets have the same order in every run."""
 HOW = "install bubblewrap (Debian: apt install bubblewrap), on Linux 5.13 or later"
 
 
@@ -31,7 +31,13 @@ def libraries() -> list[str]:
     return sorted({str(folder) for folder in folders if folder.is_dir()})
 
 
-START = "import sys; sys.path.append(sys.argv[1]); from guest.zygote import main; main(*sys.argv[2:])"
+START = """
+import os, sys
+os.environ.clear()
+sys.path.append(sys.argv[1])
+from guest.zygote import main
+main(*sys.argv[2:])
+"""
 
 
 def _python(tier: str, path: str) -> list[str]:

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,17 +29,22 @@ MOST_VERDICT = 1 << 20
 PROBE = Program(
     """
 import os, socket
+doors = {
+    "process": os.fork,
+    "socket": socket.socket,
+    "signal": lambda: os.kill(os.getppid(), 0),
+    "file": lambda: open("/etc/passwd"),
+    "new file": lambda: open("/quern-sandbox", "w"),
+    "/proc": lambda: os.listdir("/proc"),
+}
+def is_open(door):
+    try:
+        doors[door]()
+        return True
+    except OSError:
+        return False
 def open_doors():
-    doors = {"process": os.fork, "socket": socket.socket, "parent": lambda: os.kill(os.getppid(), 0),
-             "file": lambda: open("/etc/passwd"), "root": lambda: open("/quern-sandbox", "w"), "/proc": lambda: os.listdir("/proc")}
-    found = []
-    for name, door in doors.items():
-        try:
-            door()
-            found.append(name)
-        except OSError:
-            pass
-    return found
+    return [door for door in doors if is_open(door)]
 """,
     "assert program.open_doors() == []",
 )
@@ -69,19 +73,23 @@ class Worker:
 
     def _start(self) -> None:
         command = self._command()
+        self._resources = ExitStack()
         self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = tempfile.TemporaryFile()
+        self._host.settimeout(PATIENCE)
+        self._resources.callback(self._host.close)
+        self._errors = self._resources.enter_context(_memory_file())
         with guest:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
-                stdin=guest,
+                stdin=guest.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 env=ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
             )
-        self._host.settimeout(PATIENCE)
+        self._resources.callback(process.wait)
+        self._resources.callback(process.kill)
         try:
             self._probe()
         except BaseException:
@@ -99,16 +107,12 @@ class Worker:
             raise SandboxError(f"a program is not confined: {outcome.reason} {outcome.stderr[-200:]!r}")
 
     def _last_error(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        lines = os.pread(self._errors, 1 << 20, 0).decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "the guest does not answer"
 
     def close(self) -> None:
         """Kills the guest and all that runs in it."""
-        self._process.kill()
-        self._process.wait()
-        self._host.close()
-        self._errors.close()
+        self._resources.close()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
         """Runs a program. A guest that is lost is started again, once for each program.
@@ -141,20 +145,24 @@ class Worker:
             data, in_time = _read(reader, started + limits.seconds)
             seconds = time.monotonic() - started
             confined, _, verdict = data.partition(b"\n")
-            found = json.loads(verdict) if verdict and in_time else None
-            self._host.send(b"gone" if found and found["reason"] == "gone" else b"end")
-            answer = self._host.recv(1 << 16)
-            if not answer:
-                raise ConnectionError("the guest ended")
-            ended = [_Ended(**status) for status in json.loads(answer)]
+            found = json.loads(verdict) if verdict.endswith(b"}") and in_time else None
+            ended = self._end("gone" if found and found["reason"] == "gone" else "end")
             if in_time and confined != b"confined":
                 raise SandboxError(f"the sandbox failed: {self._last_error()}")
             most = limits.output_kilobytes * 1024
             printed = max(os.fstat(file).st_size for file in (stdout, stderr))
-            reason = "output" if printed > most else _reason(found, ended, limits, in_time)
             texts = [os.pread(file, most, 0).decode(errors="replace") for file in (stdout, stderr)]
+        reason = "output" if printed > most else _reason(found, ended, limits, in_time)
         texts[1] += found["text"] if found else ""
         return Outcome(reason == "passed", reason, texts[0], texts[1], seconds, self.tier)
+
+    def _end(self, word: str) -> list[_Ended]:
+        """Ends the processes of the program and of the check. `word`: see `guest/zygote.py`."""
+        self._host.send(word.encode())
+        answer = self._host.recv(1 << 16)
+        if not answer:
+            raise ConnectionError("the guest ended")
+        return [_Ended(**status) for status in json.loads(answer)]
 
 
 def _reason(found: dict[str, Any] | None, ended: list[_Ended], limits: Limits, in_time: bool) -> Reason:
@@ -166,7 +174,7 @@ def _reason(found: dict[str, Any] | None, ended: list[_Ended], limits: Limits, i
         return "timeout"
     if found is None:  # the check's process ended without a verdict
         return "failed"
-    if program.code is None:  # it sent something else than an answer
+    if program.code is None:  # it closed its files, and runs on
         return "exception"
     return "killed" if program.code < 0 else "exit"
 

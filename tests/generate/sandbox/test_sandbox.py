@@ -6,6 +6,7 @@ The oracle of escapes is the host: a secret file, an environment variable, a ser
 import gzip
 import json
 import os
+import signal
 import socket
 import struct
 import time
@@ -17,9 +18,10 @@ import pytest
 
 from quern.generate.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, pool, tiers
 from quern.generate.sandbox.guest import seccomp, values
-from tests.generate.sandbox.hostile import CHECK, FORGERIES, LIES, PLAIN, SECRET
+from tests.generate.sandbox.forgeries import CHECK, FORGERIES, LIES, MESSAGE
+from tests.generate.sandbox.hostile import PLAIN, SECRET
 
-SHORT = Limits(seconds=3, cpu_seconds=1, memory_megabytes=256, file_megabytes=4)
+SHORT = Limits(seconds=2, cpu_seconds=1, memory_megabytes=256, file_megabytes=4)
 HONEST = Program("def answer():\n    print('counted')\n    return 42", CHECK)
 
 
@@ -103,6 +105,15 @@ def test_a_forgery_does_not_pass(attacked: Attacked, name: str) -> None:
     assert name != "the check in memory" or "OWN_SECRET" in outcome.stdout  # the search finds what is there
 
 
+def test_the_forgeries_speak_the_protocol(sandbox: Sandbox) -> None:
+    """Proof that those who fail do not fail for a wrong reason: a right answer passes, whoever writes the message."""
+    passed, claimed = sandbox.run(
+        [Program(MESSAGE + "say(end(), {'value': 42})\ntime.sleep(60)", CHECK), MESSAGE + "say(end())\nos._exit(0)"]
+    )
+    assert passed.passed, passed
+    assert claimed.passed, "docs/sandbox.md: without a check, the end is the program's own word"
+
+
 def test_nothing_escapes_and_honest_programs_pass_in_between(attacked: Attacked, tier: str) -> None:
     assert [outcome.reason for outcome in attacked.honest] == ["passed"] * len(attacked.honest)
     assert all(outcome.tier == tier for outcome in attacked.outcomes.values())
@@ -162,14 +173,15 @@ def found():
 
 
 def test_a_guest_that_is_killed_starts_again(tier: str) -> None:
+    before = children(os.getpid())
     with Sandbox(1, tier=tier) as made:
-        made._workers[0]._process.kill()
+        os.kill(min(children(os.getpid()) - before), signal.SIGKILL)
         assert [outcome.passed for outcome in made.run([HONEST, HONEST])] == [True, True]
 
 
 def test_a_guest_without_protection_is_refused(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     """The probe of a start finds each protection that is missing."""
-    unconfined = "import guest.confine as c; c.Confinement.apply = lambda self, limits: None; "
+    unconfined = "import guest.confine as c; c.Confinement.apply = lambda self, limits: None\n"
     start = tiers.START.replace("from guest", unconfined + "from guest")
     monkeypatch.setattr(tiers, "START", start)
     with pytest.raises(SandboxError, match="a program is not confined"):
@@ -177,10 +189,19 @@ def test_a_guest_without_protection_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_confinement_that_fails_is_an_error_and_not_an_outcome(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
-    start = tiers.START.replace("from guest", "import guest.confine as c; c.MOST_FILES = -2; from guest")
+    start = tiers.START.replace("from guest", "import guest.confine as c; c.MOST_FILES = -2\nfrom guest")
     monkeypatch.setattr(tiers, "START", start)
     with pytest.raises(SandboxError):
         Sandbox(1, tier=tier)
+
+
+def test_threads_are_bounded_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = tiers.START.replace("from guest", "import guest.confine as c; c.CLONE_NEWUSER = 1\nfrom guest")
+    monkeypatch.setattr(tiers, "START", start)
+    with Sandbox(1, Limits(threads=5), "landlock") as made:
+        bomb = "n = 0\ntry:\n    while True: threading.Thread(target=time.sleep, args=(60,)).start(); n += 1\n"
+        (outcome,) = made.run([f"import threading, time\n{bomb}except RuntimeError: print(n)"])
+    assert outcome.passed and int(outcome.stdout) == 5, outcome
 
 
 def test_without_a_tier_the_way_to_install_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,40 +213,83 @@ def test_without_a_tier_the_way_to_install_one_is_named(monkeypatch: pytest.Monk
         Sandbox(1)
 
 
-HONEST_PROGRAMS: dict[str, tuple[str, str]] = {
+HONEST_PROGRAMS = {
     "values": (
         "def same(*a, **k): return a, k",
-        "values = (None, True, 1, -2.5, float('inf'), 'ä\\n', b'\\0', [1, [2]], {'a': (1,), 2: {3}}, frozenset({4}), 2j)\n"
-        "assert program.same(*values, x=[]) == (values, {'x': []})\n"
-        "assert [type(v) for v in program.same(*values)[0]] == [type(v) for v in values]",
+        """
+values = (None, True, 1, -2.5, float("inf"), "ä\\n", b"\\0", [1, [2]], {"a": (1,), 2: {3}}, frozenset({4}), 2j)
+assert program.same(*values, x=[]) == (values, {"x": []})
+assert [type(v) for v in program.same(*values)[0]] == [type(v) for v in values]
+""",
     ),
     "subclasses": (
-        "from collections import *\nclass N(int): pass\n"
-        "def f(): return OrderedDict(a=1), Counter('aa'), defaultdict(list), N(3)",
+        """
+from collections import *
+class N(int): pass
+def f(): return OrderedDict(a=1), Counter("aa"), defaultdict(list), N(3)
+""",
         "assert program.f() == ({'a': 1}, {'a': 2}, {}, 3)",
     ),
     "exceptions": (
-        "class Own(ValueError): pass\ndef f(n): raise [ValueError, KeyError, Own][n]('text')",
-        "for n, kind in enumerate([ValueError, KeyError, ValueError]):\n"
-        "    try:\n        program.f(n)\n    except kind as error:\n        assert 'text' in str(error)\n"
-        "    else:\n        raise AssertionError",
+        """
+class Own(ValueError): pass
+def f(n): raise [ValueError, KeyError, Own][n]("text")
+""",
+        """
+for n, kind in enumerate([ValueError, KeyError, ValueError]):
+    try:
+        program.f(n)
+    except kind as error:
+        assert "text" in str(error)
+    else:
+        raise AssertionError
+""",
     ),
-    "state": ("n = 0\ndef f():\n    global n\n    n += 1\n    return n", "assert [program.f() for _ in range(3)] == [1, 2, 3]"),
-    "main": ("if __name__ == '__main__':\n    x = 5\ndef f(): return x", "assert program.f() == 5"),
+    "state": (
+        """
+n = 0
+def f():
+    global n
+    n += 1
+    return n
+""",
+        "assert [program.f() for _ in range(3)] == [1, 2, 3]",
+    ),
+    "main": ("if __name__ == '__main__': x = 5\ndef f(): return x", "assert program.f() == 5"),
     "threads": (
-        "from concurrent.futures import ThreadPoolExecutor as P\ndef f():\n    with P(4) as p: return list(p.map(abs, [-1, 2]))",
+        """
+from concurrent.futures import ThreadPoolExecutor
+def f():
+    with ThreadPoolExecutor(4) as pool: return list(pool.map(abs, [-1, 2]))
+""",
         "assert program.f() == [1, 2]",
     ),
     "asyncio": (
-        "import asyncio\nasync def g():\n    await asyncio.sleep(0.01)\n    return 7\ndef f(): return asyncio.run(g())",
+        """
+import asyncio
+async def g():
+    await asyncio.sleep(0.01)
+    return 7
+def f(): return asyncio.run(g())
+""",
         "assert program.f() == 7",
     ),
     "dataclasses": (
-        "from dataclasses import dataclass, astuple\n@dataclass\nclass A:\n    x: int = 1\ndef f(): return astuple(A())",
+        """
+from dataclasses import dataclass, astuple
+@dataclass
+class A:
+    x: int = 1
+def f(): return astuple(A())
+""",
         "assert program.f() == (1,)",
     ),
     "late imports": (
-        "def f():\n    import csv, sqlite3, xml.dom, zoneinfo, unittest.mock, decimal\n    return str(decimal.Decimal(1) / 7)",
+        """
+def f():
+    import csv, decimal, sqlite3, unittest.mock, xml.dom, zoneinfo
+    return str(decimal.Decimal(1) / 7)
+""",
         "assert program.f().startswith('0.142857')",
     ),
 }
@@ -259,7 +323,9 @@ def test_twenty_programs_a_second(sandbox: Sandbox) -> None:
     before = time.monotonic()
     assert all(outcome.passed for outcome in sandbox.run([HONEST] * count))
     seconds = time.monotonic() - before
-    print(f"{sandbox.tier}: {count / seconds:.0f} programs/s, host {(time.process_time() - started) / count:.4f} s each")
+    print(
+        f"{sandbox.tier}: {count / seconds:.0f} programs/s, host {(time.process_time() - started) / count:.4f} s each"
+    )
     assert seconds < count / 20 or os.getloadavg()[0] > 2, f"{count / seconds:.1f} programs/s"
 
 
@@ -279,10 +345,10 @@ def test_the_164_canonical_solutions_pass_and_empty_ones_do_not(sandbox: Sandbox
         "{prompt}\n{entry_point} = program.{entry_point}\n{test}\ncheck({entry_point})".format(**row) for row in rows
     ]
     prompts, solutions = ([row[key] for row in rows] for key in ("prompt", "canonical_solution"))
-    sources = [*map(str.__add__, prompts, solutions), *(prompt + "    return None\n" for prompt in prompts)]
-    outcomes = sandbox.run(map(Program, sources, checks * 2))
-    assert [o for o in outcomes[:164] if not o.passed] == [] and len(outcomes) == 328
-    assert [row["task_id"] for row, o in zip(rows, outcomes[164:], strict=True) if o.passed] == []
+    sources = [*map(str.__add__, prompts, solutions), *(prompt + "    return None\n" for prompt in prompts[::4])]
+    outcomes = sandbox.run(map(Program, sources, checks + checks[::4]))
+    assert [o for o in outcomes[:164] if not o.passed] == [] and len(outcomes) == 164 + 41
+    assert [o for o in outcomes[164:] if o.passed] == []
 
 
 def test_the_system_call_numbers_are_those_of_the_headers() -> None:
@@ -304,7 +370,9 @@ def test_every_step_of_the_filter_leads_to_another() -> None:
     assert steps[-1][0] == seccomp.RETURN
 
 
-@pytest.mark.parametrize("value", [{}, ["eval", 1], ["dict", 1], ["set", ["list"]], ["bytes", "x"], ["complex", "1", "2"], []])
+@pytest.mark.parametrize(
+    "value", [{}, ["eval", 1], ["dict", 1], ["set", ["list"]], ["bytes", "x"], ["complex", "1", "2"], []]
+)
 def test_what_is_not_a_packed_value_is_refused(value: object) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
         values.unpack(value)

@@ -15,7 +15,14 @@ REASONS = {"MemoryError": "memory", "SystemExit": "exit"}
 
 
 class _Lost(BaseException):
-    """The program's process is gone, or it does not answer as it should. No `except Exception` catches it."""
+    """The program's process is gone, or does not answer as it should. No `except Exception` catches it.
+
+    Args:
+        verdict: The verdict that follows.
+    """
+
+    def __init__(self, verdict: dict[str, str]) -> None:
+        self.verdict = verdict
 
 
 class Functions:
@@ -53,8 +60,11 @@ class Functions:
             if "value" in answer:
                 return {"value": unpack(answer["value"])}
             return {key: str(answer[key]) for key in (("end",) if "end" in answer else ("error", "message", "text"))}
+        except (EOFError, BrokenPipeError):
+            self._lost = _Lost({"reason": "gone", "text": ""})
         except Exception as error:
-            self._lost = _Lost(f"{type(error).__name__}: {error}")
+            text = f"the program's answer cannot be read: {type(error).__name__}: {error}"
+            self._lost = _Lost({"reason": "exception", "text": text[:MOST_TEXT]})
         raise self._lost
 
 
@@ -73,15 +83,13 @@ def verdict(check: str, end: str, channel: Channel) -> dict[str, str]:
         if answer != {"end": end}:
             return _of_program(answer)
         run_text(check, "check.py", {"__name__": "__main__", "program": program})
-        if program._lost is None:
-            return {"reason": "passed", "text": ""}
-    except _Lost:
-        pass
+        return {"reason": "passed", "text": ""} if program._lost is None else program._lost.verdict
+    except _Lost as lost:
+        return lost.verdict
     except BaseException as error:
         answer = getattr(error, "of_program", None)
         return _of_program(answer) if answer else {"reason": "failed", "text": describe(error)["text"]}
-    return {"reason": "gone", "text": str(program._lost)[:MOST_TEXT]}
 
 
 def _of_program(answer: dict[str, Any]) -> dict[str, str]:
-    return {"reason": REASONS.get(answer.get("error"), "exception"), "text": answer.get("text", "")[:MOST_TEXT]}
+    return {"reason": REASONS.get(answer.get("error", ""), "exception"), "text": answer.get("text", "")[:MOST_TEXT]}

@@ -48,7 +48,6 @@ def main(tier: str, readable: str) -> None:
     host = socket.socket(fileno=os.dup(0))
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
-    os.environ.clear()
     confinement = confine.prepare(tier, json.loads(readable))
     host.send(b"ready")
     gc.collect()
@@ -119,4 +118,7 @@ def _end(pid: int, seconds: float) -> dict[str, Any]:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    return {"code": os.waitstatus_to_exitcode(status) if ended else None, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+    return {
+        "code": os.waitstatus_to_exitcode(status) if ended else None,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+    }
