@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Self
 
+from quern.bounds import refuse_outside
 from quern.generate.sandbox.program import Limits, Outcome, Program, SandboxError
 from quern.generate.sandbox.tiers import HOW, TIERS, check_machine
 from quern.generate.sandbox.worker import Worker
@@ -25,12 +26,11 @@ class Sandbox:
 
     Raises:
         SandboxError: No tier works. The message says why, and what to install.
-        ValueError: An unknown tier, or no worker.
+        ValueError: An unknown tier, or a number of workers outside its range.
     """
 
     def __init__(self, workers: int = 2, limits: Limits | None = None, tier: str | None = None) -> None:
-        if workers < 1:
-            raise ValueError(f"workers is {workers}; a sandbox has at least 1")
+        refuse_outside("workers", workers, "workers")
         if tier is not None and tier not in TIERS:
             raise ValueError(f"no tier {tier!r}: the tiers are {', '.join(TIERS)}")
         self.limits = limits or Limits()

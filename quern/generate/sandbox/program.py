@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from quern.bounds import refuse_outside
+
 Reason = Literal["passed", "failed", "exception", "exit", "timeout", "memory", "output", "killed"]
 
 
@@ -41,13 +43,13 @@ class Limits:
     Args:
         seconds: Wall clock, from the order to the verdict.
         cpu_seconds: CPU time, rounded up to whole seconds.
-        memory_megabytes: Address space. The interpreter itself has about 40 MB.
+        memory_megabytes: Address space, of which the interpreter has about 30 MB and each thread 8 MB or more.
         file_megabytes: The largest file, and the size of the program's own /tmp.
         output_kilobytes: The most that a program may print to each of stdout and stderr.
         threads: Threads, besides the first. A program cannot start processes.
 
     Raises:
-        ValueError: A limit is not positive.
+        ValueError: A limit is outside its range.
     """
 
     seconds: float = 10.0
@@ -59,8 +61,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; a limit is more than 0")
+            refuse_outside(f"sandbox.{field.name}", getattr(self, field.name), field.name)
 
 
 @dataclass(frozen=True)

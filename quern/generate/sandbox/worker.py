@@ -30,11 +30,11 @@ PROBE = Program(
     """
 import os, socket
 doors = {
-    "process": os.fork,
+    "process": lambda: os.fork() or os._exit(0),
     "socket": socket.socket,
     "signal": lambda: os.kill(os.getppid(), 0),
     "file": lambda: open("/etc/passwd"),
-    "new file": lambda: open("/quern-sandbox", "w"),
+    "new file": lambda: os.open("/", os.O_TMPFILE | os.O_WRONLY),
     "/proc": lambda: os.listdir("/proc"),
 }
 def is_open(door):
@@ -46,7 +46,7 @@ def is_open(door):
 def open_doors():
     return [door for door in doors if is_open(door)]
 """,
-    "assert program.open_doors() == []",
+    "doors = program.open_doors()\nassert not doors, doors",
 )
 """A program that finds every door closed in a sandbox that works."""
 
@@ -104,7 +104,9 @@ class Worker:
         except OSError:
             raise SandboxError(self._last_error()) from None
         if not outcome.passed:
-            raise SandboxError(f"a program is not confined: {outcome.reason} {outcome.stderr[-200:]!r}")
+            raise SandboxError(
+                f"a program is not confined: {' '.join(outcome.stderr.splitlines()[-1:]) or outcome.reason}"
+            )
 
     def _last_error(self) -> str:
         lines = os.pread(self._errors, 1 << 20, 0).decode(errors="replace").strip().splitlines()

@@ -184,7 +184,7 @@ def test_a_guest_without_protection_is_refused(monkeypatch: pytest.MonkeyPatch, 
     unconfined = "import guest.confine as c; c.Confinement.apply = lambda self, limits: None\n"
     start = tiers.START.replace("from guest", unconfined + "from guest")
     monkeypatch.setattr(tiers, "START", start)
-    with pytest.raises(SandboxError, match="a program is not confined"):
+    with pytest.raises(SandboxError, match=r"a program is not confined: AssertionError: \['process'"):
         Sandbox(1, tier=tier)
 
 
@@ -378,7 +378,15 @@ def test_what_is_not_a_packed_value_is_refused(value: object) -> None:
         values.unpack(value)
 
 
-@pytest.mark.parametrize("make", [lambda: Limits(seconds=0), lambda: Sandbox(0), lambda: Sandbox(1, tier="docker")])
-def test_a_bad_argument_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError):
-        make()
+WRONG: dict[str, Callable[[], object]] = {
+    "seconds must be a number above 0": lambda: Limits(seconds=0),
+    "memory_megabytes must be a whole number between 32": lambda: Limits(memory_megabytes=16),
+    "workers must be a whole number between 1": lambda: Sandbox(0),
+    "no tier 'docker': the tiers are bubblewrap, landlock": lambda: Sandbox(1, tier="docker"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_bad_argument_is_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()

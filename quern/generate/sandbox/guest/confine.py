@@ -50,7 +50,10 @@ def _landlock(readable: list[str]) -> int:
     Raises:
         OSError: The kernel has no Landlock, or it is off.
     """
-    version = _call("syscall", CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    try:
+        version = _call("syscall", CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    except OSError as error:
+        raise OSError("this kernel has no Landlock, or it is off") from error
     handled = (1 << LANDLOCK_RIGHTS[min(version, 5)]) - 1
     # From version 4: no TCP (two rights). From version 6: no abstract sockets and no signals to the outside.
     attributes = struct.pack("QQQ", handled, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
