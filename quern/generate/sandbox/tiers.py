@@ -20,7 +20,7 @@ GUEST = Path(__file__).parent / "guest"
 PYTHON = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """The environment of the guest, and none of its programs: with it, sets have the same order in every run."""
-HOW = "install bubblewrap (Debian: apt install bubblewrap), on Linux 5.13 or later"
+HOW = "install bubblewrap (Debian: apt install bubblewrap), on Linux 5.13 or later; root without capabilities cannot"
 
 
 def libraries() -> list[str]:

@@ -28,7 +28,11 @@ MOST_VERDICT = 1 << 20
 
 PROBE = Program(
     """
-import os, socket
+import os, socket, threading, time
+def start_threads():
+    threading.stack_size(1 << 16)
+    for _ in range(MOST + 1):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 doors = {
     "process": lambda: os.fork() or os._exit(0),
     "socket": socket.socket,
@@ -36,16 +40,17 @@ doors = {
     "file": lambda: open("/etc/passwd"),
     "new file": lambda: os.open("/", os.O_TMPFILE | os.O_WRONLY),
     "/proc": lambda: os.listdir("/proc"),
+    "threads": start_threads,
 }
 def is_open(door):
     try:
         doors[door]()
         return True
-    except OSError:
+    except (OSError, RuntimeError):
         return False
 def open_doors():
     return [door for door in doors if is_open(door)]
-""",
+""".replace("MOST", str(Limits.threads)),
     "doors = program.open_doors()\nassert not doors, doors",
 )
 """A program that finds every door closed in a sandbox that works."""

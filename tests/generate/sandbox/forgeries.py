@@ -111,6 +111,10 @@ def f():
     while True:
         os.write(4, b'{}')
 threading.Thread(target=f).start()
+### closed files
+import os
+os.closerange(3, 64)
+while True: pass
 ### early end
 MESSAGE
 say(end())

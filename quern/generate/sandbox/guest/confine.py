@@ -7,6 +7,7 @@ Source: Documentation/userspace-api/landlock.rst of the kernel, man 2 for the re
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -96,11 +97,7 @@ class Confinement:
         if self.ruleset is None:
             self._private_tmp(size)
         if is_root:
-            os.setgroups([])
-            # Under Landlock, the files of Python may be root's alone: only the real user changes, which is counted.
-            kept = 0 if self.ruleset is not None else user
-            os.setresgid(kept, kept, kept)
-            os.setresuid(user, kept, kept)
+            is_root = self._own_user(user)
         others = self._own_user_namespace(is_root)
         for kind, most in (
             (resource.RLIMIT_AS, limits["memory_megabytes"] * MEGABYTE),
@@ -131,6 +128,20 @@ class Confinement:
         _call("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
         os.chdir("/tmp")
 
+    def _own_user(self, user: int) -> bool:
+        """Makes root another user. Returns False if this user namespace has none: then root is one outside it."""
+        # Under Landlock, the files of Python may be root's alone: only the real user changes, whose threads count.
+        kept = 0 if self.ruleset is not None else user
+        try:
+            os.setresgid(user, kept, kept)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        os.setgroups([])
+        os.setresuid(user, kept, kept)
+        return True
+
     def _own_user_namespace(self, is_root: bool) -> int:
         """Enters a user namespace, where threads are counted for this process alone. Returns how many others count."""
         try:
@@ -138,7 +149,7 @@ class Confinement:
         except OSError:
             if self.ruleset is None:
                 raise
-            return 0 if is_root else _tasks_of_user()
+            return 0 if is_root else _tasks_of_user() - 1
         return 0
 
 
