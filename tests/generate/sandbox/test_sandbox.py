@@ -284,6 +284,10 @@ def f(): return astuple(A())
 """,
         "assert program.f() == (1,)",
     ),
+    "annotations": (
+        "def f(x: int = 1): return f.__annotations__['x'] is int",
+        "assert program.f()",
+    ),
     "late imports": (
         """
 def f():

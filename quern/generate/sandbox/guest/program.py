@@ -20,7 +20,7 @@ MOST_TEXT = 10_000
 
 def run_text(text: str, name: str, namespace: dict[str, Any]) -> None:
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)  # tracebacks show its lines
-    exec(compile(text, name, "exec"), namespace)
+    exec(compile(text, name, "exec", dont_inherit=True), namespace)
 
 
 def describe(error: BaseException) -> dict[str, str]:
