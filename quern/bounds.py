@@ -150,6 +150,12 @@ BOUNDS: Mapping[str, Bounds] = {
     "rl.clip_high": RATE,
     "rl.val_questions": FEW,
     "rl.val_samples": FEW,
+    "sandbox.seconds": Bounds(0, 1e6, above=True),
+    "sandbox.cpu_seconds": Bounds(0, 1e6, above=True),
+    "sandbox.memory_megabytes": _whole(32, 10**6),  # the interpreter has about 30
+    "sandbox.file_megabytes": _whole(1, 1000),
+    "sandbox.output_kilobytes": _whole(1, 1000),
+    "sandbox.threads": _whole(0, 1000),
     # Flags that are not recipe fields.
     "threads": THREADS,
     "questions": FEW,

@@ -1,0 +1,87 @@
+"""The sandbox's data: a program with its check, the limits, and the outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from quern.bounds import refuse_outside
+
+Reason = Literal["passed", "failed", "exception", "exit", "timeout", "memory", "output", "killed"]
+
+
+class SandboxError(RuntimeError):
+    """No tier works on this machine, or the sandbox itself failed. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and the check that decides whether it passes.
+
+    The check runs in another process than the program. There, `program.name(arguments)` calls the program's function
+    `name`. Arguments and results cross as plain data (None, numbers, strings, bytes, and lists, tuples, sets and
+    dictionaries of these; subclasses become the plain type), so no object of the program ever reaches the check, and
+    the program never sees the check's text. A change that the function makes to an argument does not come back. An
+    exception of the function is raised in the check, as the built-in exception of the same name or a RuntimeError.
+
+    Args:
+        source: Python source. Nobody needs to trust it.
+        check: Python source that raises an exception if the program is wrong: `assert program.add(1, 2) == 3`. An
+            empty check accepts every program that reaches its end. That is the program's own word: a program that
+            looks for the sandbox's code in its own memory can claim its end early. Only a check's verdict is out of
+            its reach.
+    """
+
+    source: str
+    check: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of each program. The check runs under the same limits, in its own process.
+
+    Args:
+        seconds: Wall clock, from the order to the verdict.
+        cpu_seconds: CPU time, rounded up to whole seconds.
+        memory_megabytes: Address space, of which the interpreter has about 30 MB and each thread 8 MB or more.
+        file_megabytes: The largest file, and the size of the program's own /tmp.
+        output_kilobytes: The most that a program may print to each of stdout and stderr.
+        threads: Threads, besides the first. A program cannot start processes.
+
+    Raises:
+        ValueError: A limit is outside its range.
+    """
+
+    seconds: float = 10.0
+    cpu_seconds: float = 5.0
+    memory_megabytes: int = 512
+    file_megabytes: int = 16
+    output_kilobytes: int = 64
+    threads: int = 16
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            refuse_outside(f"sandbox.{field.name}", getattr(self, field.name), field.name)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one program.
+
+    Args:
+        passed: The program ran to its end without an exception, and its check raised none.
+        reason: "passed"; "failed": the check raised an exception of its own; "exception": the program raised one;
+            "exit": the program ended itself before its end; "timeout": too much wall clock or CPU time; "memory";
+            "output": it printed too much; "killed": a signal ended it.
+        stdout: The program's output, cut at the limit. The check's is discarded.
+        stderr: The program's output, then the traceback of the program or of its check.
+        seconds: Wall clock.
+        tier: The tier that confined the program.
+    """
+
+    passed: bool
+    reason: Reason
+    stdout: str
+    stderr: str
+    seconds: float
+    tier: str

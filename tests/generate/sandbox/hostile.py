@@ -1,0 +1,334 @@
+"""Hostile programs, as a table: a heading with the name and the expected reason (or several), then the source.
+
+SECRET_FILE has the text of `SECRET`; HOME_FOLDER is its folder; PORT is a server on 127.0.0.1; HOST_PID is the process
+of the tests. An attack that fails raises an exception, so "exception" means that it was refused.
+"""
+
+SECRET = "the-secret-of-the-host"
+
+_PLAIN = r"""
+### fork bomb: exception
+import os
+while True: os.fork()
+### fork of the C library: exception
+import ctypes
+if ctypes.CDLL(None).fork() < 0: raise OSError('refused')
+### vfork: exception
+import os
+os.posix_spawn('/bin/sh', ['sh', '-c', 'true'], {})
+### subprocess: exception
+import subprocess
+subprocess.run(['true'])
+### shell: exception
+import os
+assert os.system('true') == 0
+### exec: exception
+import os, sys
+os.execv(sys.executable, ['python', '-c', 'print(1)'])
+### multiprocessing: exception
+import multiprocessing as m
+m.get_context('fork').Process(target=print).start()
+### thread bomb: exception
+import threading, time
+threading.stack_size(32768)
+while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+### clone with a namespace: exception
+import ctypes, os
+if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) < 0: raise OSError(ctypes.get_errno())
+### threads left behind: passed
+import threading
+def loop():
+    while True: pass
+for _ in range(4): threading.Thread(target=loop).start()
+### list that grows: memory
+a = [0]
+while True: a += a
+### bytes: memory
+bytearray(1 << 40)
+### many bytes: memory
+a = []
+while True: a.append(bytearray(1 << 20))
+### mapped: exception memory
+import mmap
+a = [mmap.mmap(-1, 1 << 26) for _ in range(100)]
+### text: memory
+'x' * (1 << 33)
+### recursion: exception
+def f(): f()
+f()
+### endless recursion: memory killed timeout exception
+import sys
+sys.setrecursionlimit(10**9)
+def f(): f()
+f()
+### recursion in C: killed memory exception timeout
+import sys
+sys.setrecursionlimit(10**9)
+a = []
+for _ in range(10**6): a = [a]
+repr(a)
+### nested source: exception memory killed
+eval('(' * 100000 + ')' * 100000)
+### disk: exception
+with open('/tmp/a', 'wb') as file:
+    while True: file.write(bytes(1 << 20))
+### disk, many files: exception
+for n in range(10**6):
+    with open(f'/tmp/{n}', 'wb') as file: file.write(bytes(1 << 20))
+### inodes: exception
+import os
+for n in range(10**6): os.mkdir(f'/tmp/{n}')
+### sparse file: exception
+open('/tmp/a', 'wb').truncate(1 << 40)
+### memory file: exception
+import os
+os.memfd_create('a')
+### shared memory: exception
+from multiprocessing import shared_memory as s
+s.SharedMemory(create=True, size=1 << 30)
+### open files: exception
+a = []
+while True: a.append(open('/dev/null'))
+### pipes: exception
+import os, fcntl
+r, w = os.pipe()
+fcntl.fcntl(w, 1031, 1 << 20)
+### connect: exception
+import socket
+socket.create_connection(('127.0.0.1', PORT), 1)
+### http: exception
+import urllib.request as u
+u.urlopen('http://127.0.0.1:PORT/', timeout=1)
+### datagram: exception
+import socket
+socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))
+### listen: exception
+import socket
+socket.create_server(('127.0.0.1', 0))
+### abstract socket: exception
+import socket
+socket.socket(socket.AF_UNIX).connect('\0quern')
+### datagram pair: exception
+import socket
+socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+### netlink: exception
+import socket
+socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+### asyncio: exception
+import asyncio
+asyncio.run(asyncio.open_connection('127.0.0.1', PORT))
+### secret: exception
+print(open('SECRET_FILE').read())
+### home: exception
+import os
+print(os.listdir('HOME_FOLDER'))
+### passwords: exception
+print(open('/etc/passwd').read())
+### relative: exception
+print(open('../../../../../../../..' + 'SECRET_FILE').read())
+### symlink: exception
+import os
+os.symlink('SECRET_FILE', '/tmp/a')
+print(open('/tmp/a').read())
+### hard link: exception
+import os
+os.link('SECRET_FILE', '/tmp/a')
+print(open('/tmp/a').read())
+### remove: exception
+import os
+os.unlink('SECRET_FILE')
+### rename: exception
+import os
+os.rename('SECRET_FILE', 'SECRET_FILE2')
+### overwrite: exception
+open('SECRET_FILE', 'w')
+### mode: exception
+import os
+os.chmod('SECRET_FILE', 0o777)
+### dates: exception
+import os
+os.utime('SECRET_FILE', (0, 0))
+### truncate: exception
+import os
+os.truncate('SECRET_FILE', 0)
+### standard library: exception
+import os
+open(os.__file__, 'a')
+### root folder: exception
+open('/new', 'w')
+### chroot: exception
+import os
+os.chroot('/tmp')
+### mount: exception
+import ctypes
+if ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) < 0: raise OSError('refused')
+### device: exception
+import os
+os.mknod('/tmp/a', 0o60666, os.makedev(8, 0))
+open('/tmp/a', 'rb').read(1)
+### environment: exception
+import os
+print(os.environ['CANARY'], os.getenvb(b'CANARY'))
+### environment in memory: passed
+import ctypes
+p = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), 'environ')
+n = 0
+while p and p[n]: print(p[n]); n += 1
+### proc: environment: exception
+print(open('/proc/1/environ').read(), open('/proc/HOST_PID/environ').read())
+### proc: root: exception
+print(open('/proc/self/root' + 'SECRET_FILE').read())
+### proc: memory: exception
+open('/proc/self/mem', 'r+b')
+### proc: memory of the parent: exception
+import os
+open(f'/proc/{os.getppid()}/mem', 'r+b')
+### proc: files: exception
+import os
+print(os.listdir('/proc/self/fd'))
+### proc: kernel: exception
+open('/proc/sysrq-trigger', 'w').write('b')
+### open files of others: passed
+import os
+for file in range(64):
+    try: print(file, os.pread(file, 1 << 20, 0))
+    except OSError: pass
+### kill the parent: exception
+import os
+os.kill(os.getppid(), 9)
+### kill the host: exception
+import os
+os.kill(HOST_PID, 9)
+### kill all: exception
+import os
+os.kill(-1, 9)
+### kill the group: exception
+import os
+os.killpg(0, 9)
+### signal by a file's owner: exception
+import fcntl, os
+r, w = os.pipe()
+fcntl.fcntl(r, 10, 9)
+fcntl.fcntl(r, 8, os.getppid())
+### process file: exception
+import os, signal
+signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)
+### limits of the parent: exception
+import os, resource as r
+r.prlimit(os.getppid(), r.RLIMIT_NOFILE, (0, 0))
+### own limits: exception
+import resource as r
+r.setrlimit(r.RLIMIT_AS, (-1, -1))
+### trace the parent: exception
+import ctypes, os
+if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) < 0: raise OSError('refused')
+### outlive the parent: exception
+import ctypes
+if ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) < 0: raise OSError('refused')
+### kill itself: killed
+import os
+os.kill(os.getpid(), 9)
+### crash: killed
+import ctypes
+ctypes.string_at(0)
+### abort: killed
+import os
+os.abort()
+### alarm: killed
+import signal, time
+signal.alarm(1)
+time.sleep(60)
+### stop itself: timeout
+import os, signal
+os.kill(os.getpid(), signal.SIGSTOP)
+### loop: timeout
+while True: pass
+### loop that ignores signals: timeout
+import signal
+for n in set(signal.Signals) - {9, 19}: signal.signal(n, signal.SIG_IGN)
+while True: pass
+### loop that catches all: timeout
+while True:
+    try:
+        while True: pass
+    except BaseException: pass
+### sleep: timeout
+import time
+time.sleep(10**6)
+### power: timeout memory
+9**9**9
+### regular expression: timeout
+import re
+re.match('(a+)+$', 'a' * 64 + 'b')
+### deadlock: timeout
+import threading
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+### input: exception
+input()
+### flood: output
+while True: print('x' * 10000)
+### flood that goes on: output
+while True:
+    try: print('x' * 100000)
+    except OSError: pass
+### flood of errors: output
+import sys
+while True: sys.stderr.write('x' * 10000)
+### long output: output
+print('x' * 100000)
+### long exception: exception
+raise ValueError('x' * 10**7)
+### exception that lies: exception exit
+class E(Exception):
+    def __str__(self): raise SystemExit(0)
+raise E
+### no output: passed
+import sys
+sys.stdout.close()
+sys.stderr = None
+### not text: passed
+import os
+os.write(1, bytes(range(256)))
+### exit: exit
+import sys
+sys.exit(0)
+### exit at once: exit
+import os
+os._exit(0)
+### exit of a thread: exit
+import threading, os, time
+threading.Thread(target=os._exit, args=(0,)).start()
+time.sleep(9)
+### syntax: exception
+def f(:
+### null: exception
+a = 1NULL
+### half a letter: exception
+a = 'HALF'
+### no builtins: exit
+import builtins
+vars(builtins).clear()
+### no modules: passed exit
+import sys
+sys.modules.clear()
+### no frames: exit exception
+import sys
+sys.setrecursionlimit(10)
+def f(n): f(n + 1)
+f(0)
+"""
+
+
+def sections(table: str) -> dict[str, str]:
+    """Texts by heading."""
+    parts = (part.split("\n", 1) for part in table.split("### ")[1:])
+    return {heading: source for heading, source in parts}
+
+
+PLAIN = {
+    heading.rpartition(": ")[0]: (heading.rpartition(": ")[2], source.replace("HALF", "\ud800").replace("NULL", "\0"))
+    for heading, source in sections(_PLAIN).items()
+}
+"""Expected reasons and source by name."""

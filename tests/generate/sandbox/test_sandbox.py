@@ -1,0 +1,396 @@
+"""The sandbox on every tier of this machine: hostile programs have their expected outcomes, honest ones pass.
+
+The oracle of escapes is the host: a secret file, an environment variable, a server on 127.0.0.1 and the processes.
+"""
+
+import gzip
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from quern.generate.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, pool, tiers
+from quern.generate.sandbox.guest import seccomp, values
+from tests.generate.sandbox.forgeries import CHECK, FORGERIES, LIES, MESSAGE
+from tests.generate.sandbox.hostile import PLAIN, SECRET
+
+SHORT = Limits(seconds=2, cpu_seconds=1, memory_megabytes=256, file_megabytes=4)
+HONEST = Program("def answer():\n    print('counted')\n    return 42", CHECK)
+
+
+@pytest.fixture(scope="module", params=list(tiers.TIERS))
+def tier(request: pytest.FixtureRequest) -> str:
+    try:
+        Sandbox(1, tier=request.param).close()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def sandbox(tier: str) -> Iterator[Sandbox]:
+    with Sandbox(2, tier=tier) as made:
+        yield made
+
+
+class Attacked(NamedTuple):
+    """Outcomes by name, honest programs that ran between them, and what the host saw."""
+
+    outcomes: dict[str, Outcome]
+    honest: list[Outcome]
+    connections: int
+    files: dict[str, tuple[int, float]]
+    text: str
+
+
+@pytest.fixture(scope="module")
+def attacked(tier: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    home = tmp_path_factory.mktemp("home")
+    secret = home / "secret.txt"
+    secret.write_text(SECRET, encoding="utf-8")
+    os.chmod(secret, 0o644)
+    os.utime(secret, (10**9, 10**9))
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CANARY", SECRET)
+        tokens = {
+            "SECRET_FILE": str(secret),
+            "HOME_FOLDER": str(home),
+            "PORT": str(server.getsockname()[1]),
+            "HOST_PID": str(os.getpid()),
+        }
+        programs: dict[str, Program] = {}
+        for name, (_, source) in PLAIN.items():
+            for token, value in tokens.items():
+                source = source.replace(token, value)
+            programs[name] = Program(source)
+        programs |= {f"forgery: {name}": Program(source, CHECK) for name, source in FORGERIES.items()}
+        with Sandbox(2, SHORT, tier) as hostile:
+            outcomes = hostile.run([each for program in programs.values() for each in (program, HONEST)])
+        server.setblocking(False)
+        connections = 0
+        try:
+            server.accept()
+            connections = 1
+        except BlockingIOError:
+            pass
+    status = {file.name: (file.stat().st_mode & 0o777, file.stat().st_mtime) for file in home.iterdir()}
+    yield Attacked(
+        dict(zip(programs, outcomes[::2], strict=True)),
+        outcomes[1::2],
+        connections,
+        status,
+        secret.read_text(encoding="utf-8"),
+    )
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_hostile_program_has_its_outcome(attacked: Attacked, name: str) -> None:
+    outcome = attacked.outcomes[name]
+    assert outcome.reason in PLAIN[name][0].split(), outcome
+    assert outcome.passed == (outcome.reason == "passed")
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forgery_does_not_pass(attacked: Attacked, name: str) -> None:
+    outcome = attacked.outcomes[f"forgery: {name}"]
+    assert not outcome.passed and outcome.reason in LIES.split(), outcome
+    assert "CHECK_SECRET" not in outcome.stdout
+    assert name != "the check in memory" or "OWN_SECRET" in outcome.stdout  # the search finds what is there
+
+
+def test_the_forgeries_speak_the_protocol(sandbox: Sandbox) -> None:
+    """Proof that those who fail do not fail for a wrong reason: a right answer passes, whoever writes the message."""
+    passed, claimed = sandbox.run(
+        [Program(MESSAGE + "say(end(), {'value': 42})\ntime.sleep(60)", CHECK), MESSAGE + "say(end())\nos._exit(0)"]
+    )
+    assert passed.passed, passed
+    assert claimed.passed, "docs/sandbox.md: without a check, the end is the program's own word"
+
+
+def test_nothing_escapes_and_honest_programs_pass_in_between(attacked: Attacked, tier: str) -> None:
+    assert [outcome.reason for outcome in attacked.honest] == ["passed"] * len(attacked.honest)
+    assert all(outcome.tier == tier for outcome in attacked.outcomes.values())
+    assert not any(SECRET in outcome.stdout + outcome.stderr for outcome in attacked.outcomes.values())
+    assert attacked.connections == 0
+    assert attacked.files == {"secret.txt": (0o644, 10**9)} and attacked.text == SECRET
+
+
+def test_output_is_cut_and_time_is_bounded(attacked: Attacked) -> None:
+    most = SHORT.output_kilobytes * 1024
+    assert max(len(outcome.stdout) for outcome in attacked.outcomes.values()) <= most
+    assert max(len(outcome.stderr) for outcome in attacked.outcomes.values()) <= most + 10_000
+    assert max(outcome.seconds for outcome in attacked.outcomes.values()) < SHORT.seconds + 1
+    assert attacked.outcomes["flood"].stdout.startswith("xxx")
+
+
+def children(pid: int) -> set[int]:
+    """Process ids of the descendants of a process."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text(encoding="utf-8").split()):
+            found |= {child} | children(child)
+    return found
+
+
+def test_no_process_outlives_its_program_or_its_sandbox(tier: str) -> None:
+    before = children(os.getpid())
+    with Sandbox(1, Limits(seconds=1), tier) as made:
+        idle = children(os.getpid())
+        made.run(["import time; time.sleep(60)", Program("def answer(): pass", "while True: pass"), *["1"] * 3])
+        assert children(os.getpid()) == idle
+    assert children(os.getpid()) == before
+
+
+def test_a_program_finds_nothing_of_the_one_before(tier: str) -> None:
+    leave = """
+import builtins, math, os, random, sys
+math.pi, builtins.left, sys.left = 3, 1, 1
+os.environ["LEFT"] = "1"
+sys.modules["left"] = sys
+random.seed(1)
+try:
+    open("/tmp/left", "w").close()
+except PermissionError:
+    pass
+"""
+    find = """
+import builtins, math, os, random, sys
+def found():
+    random_number = random.random()
+    return [math.pi == 3, hasattr(builtins, "left"), hasattr(sys, "left"), "LEFT" in os.environ, "left" in sys.modules,
+            os.path.exists("/tmp/left"), random_number == random.Random(1).random()]
+"""
+    with Sandbox(1, tier=tier) as made:
+        left, found = made.run([leave, Program(find, "assert program.found() == [False] * 7")])
+    assert left.passed and found.passed, (left, found)
+
+
+def test_a_guest_that_is_killed_starts_again(tier: str) -> None:
+    before = children(os.getpid())
+    with Sandbox(1, tier=tier) as made:
+        os.kill(min(children(os.getpid()) - before), signal.SIGKILL)
+        assert [outcome.passed for outcome in made.run([HONEST, HONEST])] == [True, True]
+
+
+def test_a_guest_without_protection_is_refused(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    """The probe of a start finds each protection that is missing."""
+    unconfined = "import guest.confine as c; c.Confinement.apply = lambda self, limits: None\n"
+    start = tiers.START.replace("from guest", unconfined + "from guest")
+    monkeypatch.setattr(tiers, "START", start)
+    with pytest.raises(SandboxError, match=r"a program is not confined: AssertionError: \['process'"):
+        Sandbox(1, tier=tier)
+
+
+def test_a_confinement_that_fails_is_an_error_and_not_an_outcome(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    start = tiers.START.replace("from guest", "import guest.confine as c; c.MOST_FILES = -2\nfrom guest")
+    monkeypatch.setattr(tiers, "START", start)
+    with pytest.raises(SandboxError):
+        Sandbox(1, tier=tier)
+
+
+def test_threads_are_bounded_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = tiers.START.replace("from guest", "import guest.confine as c; c.CLONE_NEWUSER = 1\nfrom guest")
+    monkeypatch.setattr(tiers, "START", start)
+    with Sandbox(1, Limits(threads=5), "landlock") as made:
+        bomb = "n = 0\ntry:\n    while True: threading.Thread(target=time.sleep, args=(60,)).start(); n += 1\n"
+        (outcome,) = made.run([f"import threading, time\n{bomb}except RuntimeError: print(n)"])
+    assert outcome.passed and int(outcome.stdout) == 5, outcome
+
+
+def test_without_a_tier_the_way_to_install_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> list[str]:
+        raise SandboxError("it is not here")
+
+    monkeypatch.setattr(pool, "TIERS", {"bubblewrap": missing, "landlock": missing})
+    with pytest.raises(SandboxError, match=r"bubblewrap: it is not here; landlock: .*apt install bubblewrap"):
+        Sandbox(1)
+
+
+HONEST_PROGRAMS = {
+    "values": (
+        "def same(*a, **k): return a, k",
+        """
+values = (None, True, 1, -2.5, float("inf"), "ä\\n", b"\\0", [1, [2]], {"a": (1,), 2: {3}}, frozenset({4}), 2j)
+assert program.same(*values, x=[]) == (values, {"x": []})
+assert [type(v) for v in program.same(*values)[0]] == [type(v) for v in values]
+""",
+    ),
+    "subclasses": (
+        """
+from collections import *
+class N(int): pass
+def f(): return OrderedDict(a=1), Counter("aa"), defaultdict(list), N(3)
+""",
+        "assert program.f() == ({'a': 1}, {'a': 2}, {}, 3)",
+    ),
+    "exceptions": (
+        """
+class Own(ValueError): pass
+def f(n): raise [ValueError, KeyError, Own][n]("text")
+""",
+        """
+for n, kind in enumerate([ValueError, KeyError, ValueError]):
+    try:
+        program.f(n)
+    except kind as error:
+        assert "text" in str(error)
+    else:
+        raise AssertionError
+""",
+    ),
+    "state": (
+        """
+n = 0
+def f():
+    global n
+    n += 1
+    return n
+""",
+        "assert [program.f() for _ in range(3)] == [1, 2, 3]",
+    ),
+    "main": ("if __name__ == '__main__': x = 5\ndef f(): return x", "assert program.f() == 5"),
+    "threads": (
+        """
+from concurrent.futures import ThreadPoolExecutor
+def f():
+    with ThreadPoolExecutor(4) as pool: return list(pool.map(abs, [-1, 2]))
+""",
+        "assert program.f() == [1, 2]",
+    ),
+    "asyncio": (
+        """
+import asyncio
+async def g():
+    await asyncio.sleep(0.01)
+    return 7
+def f(): return asyncio.run(g())
+""",
+        "assert program.f() == 7",
+    ),
+    "dataclasses": (
+        """
+from dataclasses import dataclass, astuple
+@dataclass
+class A:
+    x: int = 1
+def f(): return astuple(A())
+""",
+        "assert program.f() == (1,)",
+    ),
+    "annotations": (
+        "def f(x: int = 1): return f.__annotations__['x'] is int",
+        "assert program.f()",
+    ),
+    "late imports": (
+        """
+def f():
+    import csv, decimal, sqlite3, unittest.mock, xml.dom, zoneinfo
+    return str(decimal.Decimal(1) / 7)
+""",
+        "assert program.f().startswith('0.142857')",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST_PROGRAMS)
+def test_an_honest_program_passes(sandbox: Sandbox, name: str) -> None:
+    source, check = HONEST_PROGRAMS[name]
+    passed, broken = sandbox.run([Program(source, check), Program(source, check + "\nassert False")])
+    assert passed.passed and passed.reason == "passed", passed
+    assert not broken.passed and broken.reason == "failed"
+
+
+def test_a_private_folder_for_files(sandbox: Sandbox) -> None:
+    """Only namespaces can make one; under Landlock there is nowhere to write."""
+    source = "open('a.txt', 'w').write('x')\nassert open('/tmp/a.txt').read() == 'x'"
+    expected = {"bubblewrap": "passed", "landlock": "exception"}
+    assert sandbox.run([source])[0].reason == expected[sandbox.tier]
+
+
+def test_outcomes_keep_the_order_and_have_the_output(sandbox: Sandbox) -> None:
+    outcomes = sandbox.run(f"import time; time.sleep(0.02 * ({n} % 3)); print({n})" for n in range(12))
+    assert [outcome.stdout for outcome in outcomes] == [f"{n}\n" for n in range(12)]
+    (failed,) = sandbox.run(["import sys\nprint('a')\nprint('b', file=sys.stderr)\nraise ValueError('ü')"])
+    assert (failed.stdout, failed.reason) == ("a\n", "exception")
+    assert failed.stderr.startswith("b\n") and failed.stderr.endswith("raise ValueError('ü')\nValueError: ü\n")
+
+
+def test_twenty_programs_a_second(sandbox: Sandbox) -> None:
+    count, started = 40, time.process_time()
+    before = time.monotonic()
+    assert all(outcome.passed for outcome in sandbox.run([HONEST] * count))
+    seconds = time.monotonic() - before
+    print(
+        f"{sandbox.tier}: {count / seconds:.0f} programs/s, host {(time.process_time() - started) / count:.4f} s each"
+    )
+    assert seconds < count / 20 or os.getloadavg()[0] > 2, f"{count / seconds:.1f} programs/s"
+
+
+def human_eval() -> Path | None:
+    folders = (parent / "shared" / "data" / "humaneval" for parent in Path(__file__).resolve().parents)
+    return next((path for folder in folders for path in folder.glob("HumanEval.jsonl.gz")), None)
+
+
+def test_the_164_canonical_solutions_pass_and_empty_ones_do_not(sandbox: Sandbox) -> None:
+    path = human_eval()
+    if path is None:
+        pytest.skip("no HumanEval.jsonl.gz in a folder shared/data/humaneval above this one")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    # The prompt defines functions that some tests use; one test calls the solution by its own name.
+    checks = [
+        "{prompt}\n{entry_point} = program.{entry_point}\n{test}\ncheck({entry_point})".format(**row) for row in rows
+    ]
+    prompts, solutions = ([row[key] for row in rows] for key in ("prompt", "canonical_solution"))
+    sources = [*map(str.__add__, prompts, solutions), *(prompt + "    return None\n" for prompt in prompts[::4])]
+    outcomes = sandbox.run(map(Program, sources, checks + checks[::4]))
+    assert [o for o in outcomes[:164] if not o.passed] == [] and len(outcomes) == 164 + 41
+    assert [o for o in outcomes[164:] if o.passed] == []
+
+
+def test_the_system_call_numbers_are_those_of_the_headers() -> None:
+    """Oracle: the kernel's header of this machine, where it is installed."""
+    header = next(Path("/usr/include").glob("*/asm/unistd_64.h"), None)
+    if header is None:
+        pytest.skip("no kernel headers")
+    lines = (line.split() for line in header.read_text(encoding="utf-8").splitlines())
+    known = {words[1].removeprefix("__NR_"): int(words[2]) for words in lines if len(words) == 3 and words[2].isdigit()}
+    ours = seccomp.numbers(seccomp.TABLE) | seccomp.numbers(seccomp.CHECKED)
+    assert {name: known[name] for name in ours} == ours and known["clone3"] == seccomp.CLONE3
+
+
+def test_every_step_of_the_filter_leads_to_another() -> None:
+    steps = list(struct.iter_unpack("HBBI", seccomp.program_filter(1)))
+    for place, (code, true, false, _) in enumerate(steps):
+        jumps = (true, false) if code == seccomp.EQUAL else ()
+        assert all(place + 1 + jump < len(steps) for jump in jumps)
+    assert steps[-1][0] == seccomp.RETURN
+
+
+@pytest.mark.parametrize(
+    "value", [{}, ["eval", 1], ["dict", 1], ["set", ["list"]], ["bytes", "x"], ["complex", "1", "2"], []]
+)
+def test_what_is_not_a_packed_value_is_refused(value: object) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        values.unpack(value)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "seconds must be a number above 0": lambda: Limits(seconds=0),
+    "memory_megabytes must be a whole number between 32": lambda: Limits(memory_megabytes=16),
+    "workers must be a whole number between 1": lambda: Sandbox(0),
+    "no tier 'docker': the tiers are bubblewrap, landlock": lambda: Sandbox(1, tier="docker"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_bad_argument_is_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()
