@@ -196,7 +196,9 @@ class RlRecipe:
     """Reinforcement learning on rewards that a function computes."""
 
     rewards: tuple[str, ...] = ("counting",)
-    """What is practised: sums, word_problems, counting, spelling, gsm8k, or files (.py) with an ENVIRONMENT."""
+    """What is practised: sums, word_problems, counting, spelling, programs, or files (.py) with an ENVIRONMENT."""
+    data: str | None = None
+    """The folder with the files of programs (programs.jsonl)."""
     steps: int = 60
     """Optimizer steps."""
     groups: int = 16

@@ -1,9 +1,9 @@
 """Which questions of a task share a long passage with the training text.
 
-A question is contaminated if any run of 13 words in it is also in a training document: GPT-3's rule (Brown et al., 2020,
-https://arxiv.org/abs/2005.14165, appendix C). Words are compared in lower case without punctuation. A question with
-fewer words counts if all of them, in order, are in a document. The training text is read once, document by document;
-memory grows with the questions only.
+A question is contaminated if any run of 13 words in it is also in a training document: the rule of GPT-3 (Brown et
+al., 2020, https://arxiv.org/abs/2005.14165, appendix C). Words are compared in lower case without punctuation. A
+question with fewer words counts if all of them, in order, are in a document. The training text is read once, document
+by document; memory grows with the questions only.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def _run(asked: Recipe, session: Session) -> int:
         model_recipe, tokenizer = saved, run_dir.tokenizer()
         require_tokenizer(run_dir, tokenizer, origin)
     recipe = rl_recipe(asked, model_recipe)
-    environments = [load_environment(name) for name in recipe.rl.rewards]
+    folder = Path(recipe.rl.data) if recipe.rl.data else None
+    environments = [load_environment(name, folder) for name in recipe.rl.rewards]
     model = build_model(recipe, machine, None)
     counts = count(model)
     weights = weights_of(start.tensors if start is not None else _first(session, origin).tensors)
@@ -167,7 +168,8 @@ def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
     quarter = max(1, asked.rl.steps // VALIDATIONS)
     own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
     files = tuple(str(Path(name).absolute()) if name.endswith(".py") else name for name in asked.rl.rewards)
-    recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files)))
+    data = str(Path(asked.rl.data).absolute()) if asked.rl.data else None
+    recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files, data=data)))
     assert recipe.train.batch_tokens
     scale = recipe.rl.lr_share * math.sqrt(recipe.train.batch_tokens / REFERENCE_BATCH_TOKENS)
     return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0))

@@ -7,6 +7,7 @@ are in no environment.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from quern.eval.task import Item
 from quern.rl.environment import Environment
@@ -14,7 +15,7 @@ from quern.text.tinyworld.corpus import Question, check
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import EXERCISES
 
-KINDS = ("sums", "word_problems", "spelling", "counting")
+NAMES = ("sums", "word_problems", "spelling", "counting")
 
 
 def ask(kind: str, seed: str) -> Item:
@@ -26,4 +27,5 @@ def reward(item: Item, reply: str) -> float:
     return float(check(Question(item.kind, item.messages, item.answer, None, item.chance), reply))
 
 
-ENVIRONMENTS = [Environment(kind, partial(ask, kind), reward) for kind in KINDS]
+def environment(name: str, folder: Path | None) -> Environment:
+    return Environment(name, partial(ask, name), reward)

@@ -1,0 +1,60 @@
+"""Programs to write in Python. The reward is 1 if the program in the reply passes its check in the sandbox, else 0.
+
+The file programs.jsonl of `rl.data` has a line for each exercise: {"prompt": "Write a function add(a, b) …", "check":
+"assert program.add(2, 3) == 5"}. The check runs in another process than the program (docs/sandbox.md).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache, partial
+from pathlib import Path
+
+from quern.eval.task import Item, question
+from quern.generate.sandbox import Limits, Program, Sandbox
+from quern.rl.environment import Environment
+
+NAMES = ("programs",)
+FILE = "programs.jsonl"
+LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
+
+_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def environment(name: str, folder: Path | None) -> Environment:
+    """Raises ValueError if the file is missing, or a line of it is not an exercise."""
+    path = folder / FILE if folder is not None else None
+    if path is None or not path.is_file():
+        raise ValueError(f"rl.rewards {name}: name the folder with {FILE} by --rl.data")
+    exercises = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            body = json.loads(line)
+            exercises.append((str(body["prompt"]), str(body["check"])))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{path}, line {number}: each line is {{"prompt": …, "check": …}}') from None
+    if not exercises:
+        raise ValueError(f"{path} has no exercises")
+    return Environment(name, partial(_ask, exercises), _reward)
+
+
+def program_in(reply: str) -> str:
+    """The program of a reply: its first block between ``` lines, or all of it."""
+    block = _BLOCK.search(reply)
+    return block.group(1) if block else reply
+
+
+def _ask(exercises: list[tuple[str, str]], seed: str) -> Item:
+    prompt, check = random.Random(seed).choice(exercises)
+    return question(prompt, check, kind="programs")
+
+
+def _reward(item: Item, reply: str) -> float:
+    return float(_sandbox().run([Program(program_in(reply), item.answer)])[0].passed)
+
+
+@cache
+def _sandbox() -> Sandbox:
+    return Sandbox(workers=1, limits=LIMITS)
