@@ -135,9 +135,7 @@ def test_an_environment_in_a_file(tmp_path: Path) -> None:
         "ENVIRONMENT = Environment('short', lambda seed: question(seed, ''), lambda item, reply: -len(reply))\n"
     )
     assert load_environment(str(path)).name == "short"
-    with pytest.raises(
-        ValueError, match="there is no 'sorting': use .*, or the path of a .py file"
-    ):
+    with pytest.raises(ValueError, match="there is no 'sorting': use .*, or the path of a .py file"):
         load_environment("sorting")
     single = Environment("single", lambda seed: question("always the same", ""), LETTERS.reward)
     with pytest.raises(ValueError, match="none of 1000 questions is"):
