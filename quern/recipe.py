@@ -34,7 +34,7 @@ class TextRecipe:
     tinyworld_conversations: int = 12000
     """Conversations of the built-in world to fine-tune on."""
     val_megabytes: float = 0.5
-    """Text held out for validation when no validation source is given."""
+    """Text for validation: the first of the validation source, or held out from the data. Training scores it often."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,8 @@ from quern.text.documents import read
 from quern.text.tokenizer import well_formed
 
 WINDOW_TOKENS = 512
+ALL_MEGABYTES = 1e6
+"""More than any validation text has: all of it is scored."""
 
 
 def quality(setup: Setup) -> Iterator[Figure]:
@@ -33,7 +35,8 @@ def quality(setup: Setup) -> Iterator[Figure]:
     machine, log, given = setup.machine, setup.log, setup.options
     assert given.train and given.val
     run_dir = RunDir(given.out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-    recipe = replace(RECIPE, depth=given.depth, data=str(given.train), val=str(given.val), seed=setup.seed)
+    text = replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
+    recipe = replace(RECIPE, depth=given.depth, data=str(given.train), val=str(given.val), text=text, seed=setup.seed)
     recipe = replace(recipe, train=TrainRecipe(minutes=given.minutes))
     command = f"quern bench quality --train {given.train} --val {given.val}"
     command += f" --minutes {given.minutes:g} --depth {given.depth} --seed {setup.seed}"

@@ -1,4 +1,4 @@
-"""Which text validates when no validation source is given.
+"""Which text validates: of a validation source its first documents; without one, a part of the training text.
 
 A large corpus holds out every twentieth document until that is enough, so that validation does not depend on how much
 text follows. Where this would give too little or too much, as in a few documents, the end of the text is held out.
@@ -59,6 +59,16 @@ def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> HoldOut:
     wanted = max(TAIL_SHARE * total, min(LEAST_BYTES, MOST_TAIL_SHARE * total))
     wanted = math.ceil(min(wanted, megabytes * 1e6))
     return HoldOut(texts, megabytes, (total - wanted, wanted))
+
+
+def first(texts: Iterator[str], megabytes: float) -> Iterator[str]:
+    """The first documents of a validation text, up to the one that makes it this large."""
+    left = megabytes * 1e6
+    for text in texts:
+        yield text
+        left -= _size(text)
+        if left <= 0:
+            return
 
 
 def _by_number(texts: Iterator[str], megabytes: float) -> Iterator[tuple[bool, str]]:

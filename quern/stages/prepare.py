@@ -18,7 +18,7 @@ from typing import Any
 from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
 from quern.recipe import Recipe
 from quern.runs.run_dir import naming, refuse_unwritable
-from quern.stages.hold_out import HoldOut, hold_out
+from quern.stages.hold_out import HoldOut, first, hold_out
 from quern.stages.prepare_tokens import is_tokens, list_tokens, open_tokens, sample
 from quern.temporaries import remove_abandoned
 from quern.terminal import Meter
@@ -115,7 +115,7 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     def documents(split: str) -> Iterator[str]:
         nonlocal held_out
         if val is not None:
-            return texts(path if split == "train" else val)
+            return texts(path) if split == "train" else first(texts(val), recipe.text.val_megabytes)
         held_out = held_out or hold_out(lambda: texts(path), recipe.text.val_megabytes)
         return held_out.read(split)
 
@@ -123,6 +123,7 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     filtered, filter_marks = _filter(recipe, documents)
     _check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
+    marks += ["the first of it"] if val is not None else []
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
     return Source(name, fingerprint(*marks, *filter_marks), filtered)

@@ -141,6 +141,12 @@ def test_validation_of_its_own_takes_nothing_from_training(tmp_path: Path) -> No
     prepared, _ = made(replace(recipe_for(data), val=str(val)), tmp_path / "out")
     assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
     assert texts_of(prepared.val, prepared.tokenizer) == texts[50:]
+    half = sum(len(text.encode()) for text in texts[50:55]) / 1e6
+    capped = replace(recipe_for(data), val=str(val))
+    capped = replace(capped, text=replace(capped.text, val_megabytes=half))
+    prepared, _ = made(capped, tmp_path / "out")
+    assert texts_of(prepared.val, prepared.tokenizer) == texts[50:55]
+    assert texts_of(prepared.train, prepared.tokenizer) == texts[:50]
 
 
 def test_a_folder_of_mixed_files_is_the_text_of_all(tmp_path: Path) -> None:
