@@ -4,7 +4,8 @@ Hypothesis: small batches are enough early, so a growing batch takes more steps 
 Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489). nanochat's experiment log, 2026-01-17
 (8 → 16 → 24 with scaled rates) and 2026-02-05 (a ramp): small gains, given up for their complexity.
 Expected effect: lower loss at equal tokens.
-Verdict: not yet measured.
+Verdict: worse at equal steps (+0.0639 bits per byte, 7 pairs); worse at equal flops (+0.0639 bits per byte, 7 pairs);
+worse at equal seconds (+0.0639 bits per byte, 7 pairs). Study schedules.
 
 Shows the seam `make_batches`: a batch stays a pure function of (seed, step).
 """

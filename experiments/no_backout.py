@@ -3,7 +3,8 @@
 Hypothesis: the head needs what the second half adds, not what the first half prepared for attention.
 Source: nanochat's experiment log, 2026-01-16: no improvement, with the tap at about 60% of the layers.
 Expected effect: no difference.
-Verdict: not yet measured.
+Verdict: undecided at equal steps (-0.0025 bits per byte, 8 pairs); undecided at equal flops (-0.0025 bits per byte, 8
+pairs); undecided at equal seconds (-0.0025 bits per byte, 8 pairs). Study stream.
 """
 
 from dataclasses import replace

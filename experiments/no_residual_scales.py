@@ -3,7 +3,8 @@
 Hypothesis: a factor per layer lets the model weigh early layers up or down.
 Source: nanochat's experiment log, 2026-01-11: a small additional improvement over x0 alone.
 Expected effect: slightly worse, or no difference.
-Verdict: not yet measured.
+Verdict: undecided at equal steps (+0.0007 bits per byte, 8 pairs); undecided at equal flops (+0.0007 bits per byte, 8
+pairs); undecided at equal seconds (+0.0007 bits per byte, 8 pairs). Study stream.
 """
 
 from dataclasses import replace
