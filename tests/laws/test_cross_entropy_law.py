@@ -161,6 +161,8 @@ def test_the_cross_entropy_check_catches_a_poor_exponential(
     cap: str, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five terms of the series instead of eight, which no eye would see in a loss curve."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # takes the series without the compiler too
+    assert loss_deviation(cross_entropy, cap, (7,), (37,)) <= FP32_BAR
     series = module._polynomial
     monkeypatch.setattr(module, "_polynomial", lambda x, c: series(x, c[-5:] if len(c) == 8 else c))
     assert loss_deviation(cross_entropy, cap, (7,), (37,)) > 2 * FP32_BAR
