@@ -141,7 +141,8 @@ class EvaluateOptions(_ModelOptions):
     """Built-in tasks by name, task files (.py), or core and core/TASK. Default: the built-in tasks that suit the run's
     data. The base model answers questions only with --tasks or --stage pretrain."""
     bundle: Annotated[Path | None, UNSAID] = None
-    """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: none."""
+    """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: core, the public
+    bundle, which is downloaded."""
     limit: Annotated[int | None, UNSAID] = None
     """The most questions of each of CORE's tasks. Default: all."""
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
+from quern.eval.core.bundle import core_bundle
 from quern.eval.core.run import Subject, run_core
 from quern.eval.core.tasks import CoreTask, find_tasks
 from quern.eval.run_task import run_task
@@ -65,7 +66,7 @@ def run(
         tasks: Names of built-in tasks, paths of task files, core or core/TASK. Empty: the built-in tasks that suit the
             recipe.
         stage: The only stage to evaluate. None: the untrained model and every stage of the run.
-        bundle: The folder with the files of CORE's tasks.
+        bundle: The folder with the files of CORE's tasks. None, or core: the public bundle, which is downloaded.
         limit: The most questions of each of CORE's tasks.
 
     The base model (stage pretrain) answers questions only if `tasks` or `stage` names a task or the stage.
@@ -82,10 +83,10 @@ def run(
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
     names = [name for name in tasks if name.partition("/")[0] == CORE and not name.endswith(".py")]
     chosen = [load_task(name) for name in tasks if name not in names]
-    if names and bundle is None:
-        raise ValueError("CORE's tasks need their files: name their folder with --bundle")
     if not names and (bundle is not None or limit is not None):
         raise ValueError("--bundle and --limit are for CORE: add --tasks core")
+    if names and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
+        bundle = core_bundle(run_dir.out, log)
     core = find_tasks(bundle, [] if CORE in names else [name.partition("/")[2] for name in names]) if bundle else []
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None

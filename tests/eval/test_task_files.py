@@ -83,8 +83,6 @@ def test_a_task_that_cannot_be_read_is_named(tmp_path: Path, tasks: str, message
 
 def test_core_is_asked_from_a_folder_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, llama_recipe(context=128))
-    assert main.main(["evaluate", "--out", str(tmp_path), *PLAIN, "--tasks", "core"]) == 1
-    assert "CORE's tasks need their files: name their folder with --bundle" in capsys.readouterr().err
     assert main.main(["evaluate", "--out", str(tmp_path), *PLAIN, "--limit", "3"]) == 1
     assert "--bundle and --limit are for CORE: add --tasks core" in capsys.readouterr().err
     rows = [{"query": f"{n} and", "choices": ["one", "two"], "gold": n % 2} for n in range(9)]
@@ -94,6 +92,10 @@ def test_core_is_asked_from_a_folder_of_files(tmp_path: Path, capsys: pytest.Cap
         ("pretrain", "core/copa", 7)
     ]
     assert [line["task"] for line in lines][-1] == "mean of 1 of CORE's 22 tasks, v2, 7 questions each"
+    (tmp_path / "downloads/core/eval_data").mkdir(parents=True)
+    (tmp_path / "copa.jsonl").rename(tmp_path / "downloads/core/eval_data/copa.jsonl")
+    for bundle in ((), ("--bundle", "core")):
+        assert evaluate(tmp_path, "--tasks", "core", *bundle, "--limit", "7")[-1]["count"] == 7
     answers = tmp_path / "runs/first/core/pretrain/copa.answers.jsonl"
     assert len(answers.read_text("utf-8").splitlines()) == 8
     assert main.main(["report", "--out", str(tmp_path)]) == 0

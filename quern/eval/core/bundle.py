@@ -1,0 +1,96 @@
+"""CORE's files by name: downloads the public evaluation bundle of nanochat and unpacks the files of the 22 tasks.
+
+The bundle is a zip with core.yaml, whose `dataset_uri` of each task is a path in the bundle's data folder. Without that
+file, tasks are found by the names of their files. Nothing else of the zip is unpacked.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from quern.eval.core.tasks import TASKS
+from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
+from quern.terminal import Meter
+from quern.text import hub
+from quern.text.data_sets import DataSet
+
+ARCHIVE, CONFIG = "eval_bundle.zip", "core.yaml"
+BUNDLE = DataSet(
+    "The files of CORE's 22 tasks",
+    "https://karpathy-public.s3.us-west-2.amazonaws.com",
+    train=(),
+    val=(ARCHIVE,),
+    kind="questions",
+    sha256={ARCHIVE: "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"},
+)
+
+
+def core_bundle(out: Path, log: Callable[[str], None], bundle: DataSet = BUNDLE) -> Path:
+    """The folder with the files of CORE's tasks; downloads and unpacks the bundle if the folder is not there.
+
+    Args:
+        out: The output folder.
+        log: Called with a line when this process waits for another one's download.
+        bundle: What is downloaded.
+
+    Raises:
+        OSError: The bundle cannot be downloaded; the message says what to do.
+        ValueError: The bundle is damaged, or has no task of CORE.
+    """
+    folder = out / "downloads" / "core"
+    unpacked = folder / "eval_data"
+    if unpacked.is_dir():
+        return unpacked
+    try:
+        with Meter("fetching the evaluation bundle", None, "MB of this file") as meter:
+            hub.fetch(bundle, folder, lambda file, done, total: meter.at(done / 1e6, file), log=log)
+    except OSError as error:
+        raise OSError(f"{error}; or name a folder with CORE's files with --bundle") from error
+    _unpack(folder / "val" / ARCHIVE, unpacked)
+    return unpacked
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    """Writes the files of the tasks to a temporary folder; whole, it gets its name."""
+    remove_abandoned(target.parent, target.name)
+    temporary = TemporaryFolder(target)
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            for name in _wanted(opened, archive):
+                path = temporary.path / target.name / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with opened.open(name) as source, path.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
+                sync_path(path)
+        (temporary.path / target.name).rename(target)
+        sync_path(target.parent)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{archive} is damaged ({error}): remove it and run this again") from error
+    except OSError:
+        if not target.is_dir():  # another process may have unpacked the same files first
+            raise
+    finally:
+        temporary.remove()
+
+
+def _wanted(opened: zipfile.ZipFile, archive: Path) -> list[str]:
+    """The names of the tasks' files in the bundle."""
+    names = [name for name in opened.namelist() if not name.endswith("/")]
+    for name in names:
+        if name.startswith("/") or "\\" in name or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"{archive} has the entry '{name}', which leaves its folder: get the bundle elsewhere")
+    configs = [name for name in names if PurePosixPath(name).name == CONFIG]
+    listed = (
+        re.findall(r"dataset_uri:\s*[\"']?([^\s\"'#]+)", opened.read(configs[0]).decode("utf-8")) if configs else []
+    )
+    files = {f"{task.file}{suffix}" for task in TASKS for suffix in (".jsonl", ".jsonl.gz")}
+    own = [name for name in names if PurePosixPath(name).name in files]
+    if listed:  # a file that the configuration does not name may have the same name and other rows
+        own = [name for name in own if any(f"/{name}".endswith(f"/{uri}") for uri in listed)]
+    if not own:
+        raise ValueError(f"{archive} has no file of CORE's tasks: get the bundle elsewhere")
+    return own
