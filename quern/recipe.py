@@ -196,9 +196,9 @@ class RlRecipe:
     """Reinforcement learning on rewards that a function computes."""
 
     rewards: tuple[str, ...] = ("counting",)
-    """What is practised: sums, word_problems, counting, spelling, programs, or files (.py) with an ENVIRONMENT."""
+    """What is practised: sums, word_problems, counting, spelling, gsm8k, programs, or files (.py)."""
     data: str | None = None
-    """The folder with the files of programs (programs.jsonl)."""
+    """The folder with the files of gsm8k (train.jsonl) and programs (programs.jsonl)."""
     steps: int = 60
     """Optimizer steps."""
     groups: int = 16

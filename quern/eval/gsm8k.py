@@ -1,0 +1,63 @@
+"""GSM8K: grade-school word problems whose answers are numbers.
+
+A line of its files is {"question": …, "answer": …}; the answer ends in "#### 1,080". Numbers are compared by value:
+"10", "10." and "$10.00" are equal, and so are "1,080" and "1080".
+Source: Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+
+from quern.eval.task import Item, question
+
+_NUMBER = re.compile(r"(?<![\d.])-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The value of the last number in a text, or None. A minus is a sign only if no digit is before it: 9-4 has a 4."""
+    found = None
+    for match in _NUMBER.finditer(text):
+        digits = match.group().replace(",", "").replace("$", "")
+        before = text[match.start() - 1] if match.start() else ""
+        found = Decimal(digits.removeprefix("-") if before.isalnum() or before == ")" else digits)
+    return found
+
+
+def is_right(item: Item, reply: str) -> bool:
+    """Whether the last number of a reply is the answer."""
+    number = last_number(reply)
+    return number is not None and number == last_number(item.answer)
+
+
+def read_gsm8k(folder: Path, split: str) -> list[Item]:
+    """The problems of a split, "train" or "test": <split>.jsonl or <split>.jsonl.gz, anywhere below the folder.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: There are several, or a line is no problem.
+    """
+    names = {f"{split}.jsonl", f"{split}.jsonl.gz"}
+    paths = sorted(path for path in folder.rglob(f"{split}.jsonl*") if path.name in names)
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no GSM8K file {split}.jsonl or {split}.jsonl.gz: name its folder")
+    if len(paths) > 1:
+        raise ValueError(f"{folder} has several files {split}.jsonl: {', '.join(map(str, paths))}; name one's folder")
+    opened = gzip.open if paths[0].suffix == ".gz" else open
+    items = []
+    try:
+        with opened(paths[0], "rt", encoding="utf-8") as file:
+            for line in file:
+                body = json.loads(line)
+                answer = body["answer"].rpartition("####")[2].strip()
+                if last_number(answer) is None:
+                    raise ValueError("no number after ####")
+                items.append(question(body["question"], answer, kind="gsm8k"))
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+        line = f", line {len(items) + 1}"
+        raise ValueError(f'{paths[0]}{line}: each line is {{"question": …, "answer": "… #### 12"}} ({error})') from None
+    return items

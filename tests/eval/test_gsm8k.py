@@ -1,0 +1,81 @@
+"""GSM8K's files and the reading of numbers, and its problems as an environment."""
+
+import gzip
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from quern.eval.gsm8k import is_right, last_number, read_gsm8k
+from quern.eval.task import question
+from quern.rl.environment import draw_item
+from quern.rl.environments import load_environment
+
+REAL = Path(__file__).parents[3] / "shared/data/gsm8k"
+ROWS = [
+    {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"} for n in range(40)
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10.", "10"),
+        ("It is $1,080.00!", "1080"),
+        ("#### 18", "18"),
+        ("9-4", "4"),
+        ("x = -5.5.", "-5.5"),
+        ("-$3 or $-4", "-4"),
+        (".5", "0.5"),
+        ("12,345,678 people", "12345678"),
+        ("1, 2 and 3", "3"),
+        ("(2)-1", "1"),
+    ],
+)
+def test_numbers_are_read_by_value(text: str, value: str) -> None:
+    assert last_number(text) == Decimal(value)
+    assert is_right(question("?", value), text) and not is_right(question("?", "77"), text)
+
+
+def test_a_text_without_a_number_is_wrong() -> None:
+    assert last_number("I do not know.") is None and not is_right(question("?", "1"), "none")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_files_are_found_and_practised(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "deep").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / "deep" / f"train.jsonl{suffix}").write_bytes(gzip.compress(text) if suffix else text)
+    items = read_gsm8k(tmp_path, "train")
+    assert [item.answer for item in items] == [str(n + 1) for n in range(40)]
+    environment = load_environment("gsm8k", tmp_path)
+    item = draw_item(environment, "3")
+    assert item in items and item == draw_item(environment, "3")
+    assert environment.reward(item, f"so ${item.answer}.00.") == 1 and environment.reward(item, "99") == 0
+    with pytest.raises(FileNotFoundError, match="has no GSM8K file test.jsonl"):
+        read_gsm8k(tmp_path, "test")
+    (tmp_path / "train.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match="has several files"):
+        read_gsm8k(tmp_path, "train")
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"question": "a"}', '{"question": "a", "answer": "#### many"}'])
+def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + line)
+    with pytest.raises(ValueError, match="line 2: each line is"):
+        read_gsm8k(tmp_path, "train")
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROWS[0]).encode())[:-9])
+    with pytest.raises(ValueError, match="line [12]: each line is"):
+        read_gsm8k(tmp_path, "train")
+
+
+def test_the_folder_must_be_named() -> None:
+    with pytest.raises(ValueError, match="name the folder with its train.jsonl by --rl.data"):
+        load_environment("gsm8k")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="GSM8K's files are not here")
+def test_the_real_files_are_read_whole() -> None:
+    assert (len(read_gsm8k(REAL, "train")), len(read_gsm8k(REAL, "test"))) == (7473, 1319)
