@@ -25,7 +25,7 @@ LAYERS = (
     ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "model"),
     ("parallel", "generate", "recipes"),
-    ("train", "eval", "grug"),
+    ("train", "eval", "grug", "mixture"),
     ("runs", "eval.core", "eval.tasks", "report"),
     ("stages", "serve"),
     ("stages.jax", "interop"),

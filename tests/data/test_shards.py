@@ -314,7 +314,9 @@ def test_foreign_files(tmp_path):
 def test_arrays_in_memory():
     corpus = Corpus.from_arrays([[9, 1], [9], [9, 2, 3]], [[False, True], [False], [False, True, False]])
     assert contents(corpus) == [[9, 1], [9], [9, 2, 3]]
-    assert corpus.masks is not None and corpus.masks.tolist() == [False, True, False, False, True, False]
+    mask = np.empty(6, dtype=bool)
+    corpus.copy_mask(mask, np.array([0]), np.array([0]), np.array([6]))
+    assert corpus.masked and mask.tolist() == [False, True, False, False, True, False]
     for ids, masks, message in (
         ([], None, "at least one"),
         ([[9], []], None, "at least its BOS"),
