@@ -34,7 +34,7 @@ from quern.data.packing import Packer, Packing, pack, packer
 from quern.data.prefetch import prefetch_items
 from quern.data.shards import Corpus
 
-MASK_TOKENS = 1 << 20  # of masks that are read at a time
+MASK_TOKENS = 1 << 18  # of masks that are read at a time
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
 TOO_LONG = ("split", "crop", "drop")
 
