@@ -39,7 +39,7 @@ class Mixture:
     Args:
         train: With repeats.
         val: Held out, without repeats.
-        sources: For each source its name, repeats and limit, the `conversations` and `tokens` of an epoch, the
+        sources: For each source its name and repeats, the `conversations` and `tokens` of an epoch, the
             conversations that are `held_out`, and the test rows of tasks that are `left_out`.
     """
 
@@ -114,7 +114,6 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
             {
                 "source": source.asked.source,
                 "repeats": source.asked.repeats,
-                "limit": source.asked.limit,
                 "conversations": own.num_documents,
                 "tokens": own.num_tokens,
                 "held_out": held_out.num_documents,
