@@ -42,7 +42,9 @@ class ConversationSource:
             try:
                 values[name] = SOURCE_OPTIONS[name](value)
             except ValueError as error:
-                raise ValueError(f"{text!r}: {name} must be a number, not {value!r}") from error
+                raise ValueError(
+                    f"{text!r}: {name} must be {'a whole number' if name == 'limit' else 'a number'}, not {value!r}"
+                ) from error
         return ConversationSource(rest, **values)
 
     def __str__(self) -> str:

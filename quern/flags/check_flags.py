@@ -56,7 +56,7 @@ def _parsed_text(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=kind.__name__.upper(),
+        metavar="TEXT",
         instance_from_str=lambda given: kind.parse(given[0]),
         is_instance=lambda value: isinstance(value, kind),
         str_from_instance=lambda value: [str(value)],

@@ -60,7 +60,8 @@ def word_problem(answer: str) -> list[ContentPart]:
             parts += [{"type": "text", "text": text}] if text else []
             parts += [{"type": "tool", "text": mark[1].strip()}, {"type": "output", "text": output}]
             text = ""
-    return [*parts, {"type": "text", "text": text + answer[end:]}]
+    parts.append({"type": "text", "text": text + answer[end:]})
+    return parts
 
 
 def _output(expression: str, stated: str) -> str | None:

@@ -2,8 +2,8 @@
 
 A text is compared as its words and arithmetic signs, in lower case, without other punctuation and spacing. A question
 of at least `SHORTEST` words is found anywhere in a message, also in the middle of other text; a shorter one only as a
-whole message of the user. So copies are found, and copies within a template. Paraphrases, translations and questions
-that are cut or have another number are not.
+whole message of the user, or with its lettered options. So copies are found, and copies within a template. Paraphrases,
+translations and questions that are cut or have another number are not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quern.mixture.questions import multiple_choice
 from quern.text.chat import Message, parts
 from quern.text.documents import CONVERSATION_FORMATS
 from quern.text.formats import MissingColumns, place, records
@@ -69,7 +70,7 @@ class TaskRows:
             if "train" in path.name:
                 continue
             try:
-                for value, record in records(path, 0, QUESTION_KEYS):
+                for value, record in records(path, 0, (*QUESTION_KEYS, "choices")):
                     for question in _questions(value, place(path, record)):
                         self.add(question, f"{place(path, record)} ({task})")
             except MissingColumns as error:
@@ -100,6 +101,8 @@ def _questions(value: Any, where: str) -> Iterator[str]:
     found = next((value[key] for key in QUESTION_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
     if isinstance(found, str):
         yield found
+        if isinstance(value.get("choices"), list):  # a short question is found by its options
+            yield multiple_choice(found, value["choices"])
     elif isinstance(found, list) and found:
         for one in found:
             content = one.get("content") if isinstance(one, Mapping) and one.get("role") == "user" else one
