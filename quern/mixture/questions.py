@@ -57,7 +57,8 @@ def word_problem(answer: str) -> list[ContentPart]:
         text, end = text + answer[end : mark.start()], mark.end()
         output = _output(mark[1], mark[2])
         if output is not None:
-            parts += [{"type": "text", "text": text}] if text else []
+            if text:
+                parts.append({"type": "text", "text": text})
             parts += [{"type": "tool", "text": mark[1].strip()}, {"type": "output", "text": output}]
             text = ""
     parts.append({"type": "text", "text": text + answer[end:]})
