@@ -88,6 +88,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "text.tokenizer_megabytes": MEGABYTES,
     "text.tinyworld_megabytes": MEGABYTES,
     "text.tinyworld_conversations": _whole(1, 10**8),
+    "conversations.repeats": Bounds(0, 10_000, above=True),
+    "conversations.limit": COUNT,
     "text.val_megabytes": MEGABYTES,
     "model.depth": _whole(1, 1000),
     "model.width": _whole(12, 2**17),  # the gates of `gpt` and `unet` read 12 channels

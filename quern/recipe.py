@@ -8,11 +8,53 @@ A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field tha
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class ConversationSource:
+    """A source of conversations, and how many of them an epoch has. As text: NAME, NAME,repeats=4 or NAME,limit=1000.
+
+    Args:
+        source: One of `BUILT_IN_CONVERSATIONS`, a public data set, or a file or a folder.
+        repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
+        limit: Only the first so many conversations are read; None reads all.
+    """
+
+    source: str
+    repeats: float = 1.0
+    limit: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> ConversationSource:
+        """Raises ValueError for an unknown or repeated option, or a value that is no number."""
+        values: dict[str, Any] = {}
+        rest = text
+        while match := re.fullmatch(r"(.*),(\w+)=([^,=]*)", rest, re.DOTALL):
+            rest, name, value = match.groups()
+            if name not in SOURCE_OPTIONS or name in values:
+                raise ValueError(f"{text!r} sets {name}: give repeats=NUMBER and limit=NUMBER, each at most once")
+            try:
+                values[name] = SOURCE_OPTIONS[name](value)
+            except ValueError as error:
+                raise ValueError(
+                    f"{text!r}: {name} must be {'a whole number' if name == 'limit' else 'a number'}, not {value!r}"
+                ) from error
+        return ConversationSource(rest, **values)
+
+    def __str__(self) -> str:
+        repeats = "" if self.repeats == 1 else f",repeats={self.repeats:g}"
+        return f"{self.source}{repeats}{'' if self.limit is None else f',limit={self.limit}'}"
+
+
+SOURCE_OPTIONS: Mapping[str, Callable[[str], float]] = {"repeats": float, "limit": int}
+BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
+"""Sources that are made of the built-in world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +74,7 @@ class TextRecipe:
     tinyworld_megabytes: float = 24.0
     """Size of the built-in corpus when it is the data."""
     tinyworld_conversations: int = 12000
-    """Conversations of the built-in world to fine-tune on."""
+    """Conversations of the built-in world to fine-tune on, and of the source "spelling"."""
     val_megabytes: float = 0.5
     """Text for validation: the first of the validation source, or held out from the data. Training scores it often."""
 
@@ -189,6 +231,9 @@ class SftRecipe:
     """The rate falls over this share of the steps, the last ones, to nothing."""
     too_long: str = "crop"
     """What happens to a conversation longer than the context: crop or drop."""
+    tests: str | None = None
+    """A folder of test files (.jsonl, .json, .parquet) of tasks: a conversation with one of their questions is refused.
+    Files with "train" in their name are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +298,9 @@ class Recipe:
     public data set's name."""
     val: str | None = None
     """Where validation text comes from; by default it is held out from the data."""
-    conversations: str | None = None
-    """Conversations to fine-tune on (.jsonl, .json, .parquet); by default the built-in world's."""
+    conversations: tuple[ConversationSource, ...] | None = None
+    """Conversations to fine-tune on: files or folders (.jsonl, .json, .parquet), smoltalk, smol-smoltalk, gsm8k, mmlu,
+    tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default the built-in world's."""
     seed: int = 0
     """Of the first weights, the order of the batches and the built-in world."""
     data_seed: int | None = None
@@ -267,6 +313,23 @@ class Recipe:
     train: TrainRecipe = field(default_factory=TrainRecipe)
     sft: SftRecipe = field(default_factory=SftRecipe)
     rl: RlRecipe = field(default_factory=RlRecipe)
+
+    def __post_init__(self) -> None:
+        given: Any = self.conversations  # a recipe file may name one source, or sources as text
+        if given is not None:
+            several = (given,) if isinstance(given, str | ConversationSource) else given
+            parsed = tuple(ConversationSource.parse(one) if isinstance(one, str) else one for one in several)
+            object.__setattr__(self, "conversations", parsed)
+
+    @property
+    def conversation_sources(self) -> tuple[ConversationSource, ...]:
+        """The sources to fine-tune on, the default included."""
+        return self.conversations or (ConversationSource("tinyworld"),)
+
+    @property
+    def has_built_in_conversations(self) -> bool:
+        """Whether the model is fine-tuned on conversations of the built-in world."""
+        return any(one.source in BUILT_IN_CONVERSATIONS for one in self.conversation_sources)
 
     @property
     def micro_batch_rows(self) -> int:
@@ -288,7 +351,7 @@ class Recipe:
             elif hasattr(value, "__dataclass_fields__"):
                 body[name] = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(value).items()}
             elif isinstance(value, tuple):
-                body[name] = list(value)
+                body[name] = [asdict(one) if isinstance(one, ConversationSource) else one for one in value]
         return {"schema": SCHEMA, **body}
 
     @staticmethod
@@ -312,6 +375,8 @@ class Recipe:
             for name, part in parts.items():
                 values = body.get(name, {}) if name == "rl" else body[name]  # runs of earlier versions have no rl
                 body[name] = part(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+            if isinstance(body.get("conversations"), list):  # older runs have the name of one file or data set
+                body["conversations"] = tuple(ConversationSource(**one) for one in body["conversations"])
             for name, value in body.items():
                 if name.startswith("make_") and isinstance(value, str):
                     if callables and name not in callables and not value.startswith("quern."):

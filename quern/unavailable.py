@@ -118,7 +118,7 @@ RULES = (
         ALL,
         "text.tinyworld_conversations",
         "is for the built-in conversations, and --conversations names others: leave one of them out",
-        when=lambda recipe, tokens: recipe.conversations is not None,
+        when=lambda recipe, tokens: not recipe.has_built_in_conversations,
     ),
     Rule(
         ALL,

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from quern.bounds import BOUNDS, refuse_outside
-from quern.recipe import ModelRecipe, Recipe, SftRecipe, TrainRecipe
+from quern.recipe import ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
 from quern.unavailable import flag, refuse_unused
 
 PARTS = ("text", "model", "optim", "train", "sft", "rl")
@@ -41,9 +41,9 @@ def check(recipe: Recipe) -> None:
         )
     for part in (None, *PARTS):
         _check_fields(getattr(recipe, part) if part else recipe, f"{part}." if part else "")
-    for name in ("data", "val", "conversations"):
-        value = getattr(recipe, name)
+    for name, value in (("data", recipe.data), ("val", recipe.val), ("sft.tests", recipe.sft.tests)):
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
+    _check_sources(recipe)
     _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
     for name, choices in CHOICES.items():
         part, _, field = name.partition(".")
@@ -74,6 +74,16 @@ def _check_fields(part: Any, prefix: str) -> None:
         elif kind in KINDS:
             of, called = KINDS[kind]
             _refuse(not isinstance(value, of), f"{flag(name)} must be {called}, not {value!r}")
+
+
+def _check_sources(recipe: Recipe) -> None:
+    _refuse(recipe.conversations == (), "conversations is empty: name a file, a folder or a data set")
+    for one in recipe.conversations or ():
+        _refuse(not isinstance(one, ConversationSource), f"conversations holds {one!r}: name sources")
+        _refuse(not one.source.strip(), "conversations is empty: name a file, a folder or a data set")
+        refuse_outside("conversations.repeats", one.repeats, f"repeats of {one.source}")
+        if one.limit is not None:
+            refuse_outside("conversations.limit", one.limit, f"limit of {one.source}")
 
 
 def check_shape(model: ModelRecipe) -> None:

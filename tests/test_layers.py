@@ -25,7 +25,7 @@ LAYERS = (
     ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "model"),
     ("parallel", "generate", "generate.sandbox", "recipes"),
-    ("train", "eval", "grug"),
+    ("train", "eval", "grug", "mixture"),
     ("rl",),
     ("runs", "eval.core", "eval.tasks", "report", "rl.environments"),
     ("stages", "serve"),

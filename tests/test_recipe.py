@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quern.bounds import BOUNDS
 from quern.model.count import flops_per_token, parameters
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
+from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import MINIMUM_BATCH_TOKENS, REFERENCE_BATCH_TOKENS, batch_rule, resolve
 from tests.support.toy_training import toy_recipe
@@ -92,12 +92,35 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         Recipe.from_json(BASE.to_json() | {"make_model": "os:system"})
 
 
+@pytest.mark.parametrize("text", ["gsm8k", "gsm8k,repeats=4", "a,b.jsonl,repeats=0.5,limit=3", "talks/,limit=10"])
+def test_a_source_of_conversations_as_text(text: str) -> None:
+    assert str(ConversationSource.parse(text)) == text
+    assert ConversationSource.parse("x,limit=3,repeats=.5") == ConversationSource("x", 0.5, 3)
+
+
+def test_conversations_in_a_recipe_file_and_of_older_runs() -> None:
+    sources = ("gsm8k,repeats=4", ConversationSource("talks.jsonl", limit=9))
+    recipe = replace(BASE, conversations=sources)
+    assert recipe.conversations == (ConversationSource("gsm8k", 4.0), ConversationSource("talks.jsonl", limit=9))
+    assert through_json(recipe) == recipe
+    old = Recipe.from_json(BASE.to_json() | {"conversations": "talks.jsonl"})
+    assert old.conversations == (ConversationSource("talks.jsonl"),)
+    assert BASE.conversations is None and BASE.has_built_in_conversations and not old.has_built_in_conversations
+    assert BASE.conversation_sources == (ConversationSource("tinyworld"),)
+
+
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
+        ("", "conversations", (), "conversations is empty: name a file, a folder or a data set"),
+        ("", "conversations", " ", "conversations is empty: name a file, a folder or a data set"),
+        ("", "conversations", "a,repeats=0", "repeats of a must be a number above 0 and at most 10,000, not 0.0"),
+        ("", "conversations", ConversationSource("a", limit=0), "limit of a must be a whole number between 1 and"),
+        ("", "conversations", (7,), "conversations holds 7: name sources"),
+        ("sft", "tests", "", "sft.tests is empty: name a file, a folder or a data set"),
         ("", "depth", 0, "^depth must be a whole number between 1 and 1,000, not 0$"),
         ("", "seed", -1, "seed must be a whole number between 0 and 1,000,000,000,000,000,000, not -1"),
         ("text", "digits", 4, "text.digits must be a whole number between 1 and 3, not 4"),
@@ -185,6 +208,7 @@ OPEN = {
     "train.minutes",
     "train.clip_norm",
     "sft.steps",
+    "sft.tests",
 }
 """What stays None: not asked for, or known only once the data is."""
 
@@ -202,7 +226,8 @@ def test_what_is_set_is_kept() -> None:
     for part, kind in PARTS.items():
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
-                own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1, "tokenizer": "t.json"}
+                own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1}
+                own |= {"tokenizer": "t.json", "tests": "tests/"}
                 value = own.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))
                 assert getattr(getattr(resolved, part), field.name) == value, f"{part}.{field.name}"

@@ -34,6 +34,7 @@ from quern.data.packing import Packer, Packing, pack, packer
 from quern.data.prefetch import prefetch_items
 from quern.data.shards import Corpus
 
+MASK_TOKENS = 1 << 18  # of masks that are read at a time
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
 TOO_LONG = ("split", "crop", "drop")
 
@@ -95,7 +96,7 @@ class Loader(Batches):
             raise ValueError(f"unknown too_long {too_long!r}; use one of: {', '.join(TOO_LONG)}")
         self.packing, self.too_long, self.buffer = packing, too_long, buffer
         self._row_tokens = context + 1
-        self._keeps_tails = too_long == "split" and corpus.masks is None
+        self._keeps_tails = too_long == "split" and not corpus.masked
         long = corpus.lengths > self._row_tokens
         document, offset = _cut(corpus, context, whole=too_long != "split")
         learns = _learns(corpus, document, offset, self._row_tokens)
@@ -227,11 +228,10 @@ class Loader(Batches):
         flat_tokens, flat_mask = tokens.reshape(-1), mask.reshape(-1)
         self.corpus.copy(flat_tokens, at, source, length)
         flat_tokens[at] = self.corpus.bos
-        if self.corpus.masks is None:
+        if not self.corpus.masked:
             mask[:] = np.arange(self._row_tokens) < np.add.reduceat(length, before)[:, None]
         else:
-            for frm, to, count in zip(source.tolist(), at.tolist(), length.tolist(), strict=True):
-                flat_mask[to : to + count] = self.corpus.masks[frm : frm + count]
+            self.corpus.copy_mask(flat_mask, at, source, length)
             flat_mask[at[chunk.resumed[segment]]] = False  # it has the mask of the token that BOS replaced
         following = (at + length)[chunk.broken[segment]]
         flat_mask[following[following % self._row_tokens > 0]] = False
@@ -249,12 +249,20 @@ def _cut(corpus: Corpus, context: int, whole: bool = False) -> tuple[np.ndarray,
 
 def _learns(corpus: Corpus, document: np.ndarray, offset: np.ndarray, row_tokens: int) -> np.ndarray:
     """(pieces,) bool: whether the first row_tokens tokens of a piece have a target. BOS is no target."""
-    length = np.minimum(corpus.lengths[document] - offset, row_tokens)
-    if corpus.masks is None:
-        return length > 1
-    source = corpus.starts[document] + offset
-    targets = np.flatnonzero(corpus.masks)
-    return np.searchsorted(targets, source + 1) < np.searchsorted(targets, source + length)
+    targets = np.minimum(corpus.lengths[document] - offset, row_tokens) - 1
+    learns = targets > 0
+    if not corpus.masked:
+        return learns
+    first = corpus.starts[document] + offset + 1
+    longer = np.flatnonzero(learns)
+    for some in np.split(longer, np.flatnonzero(np.diff(np.cumsum(targets[longer]) // MASK_TOKENS)) + 1):
+        if not some.size:
+            continue
+        ends = np.cumsum(targets[some])
+        mask = np.empty(int(ends[-1]), dtype=bool)
+        corpus.copy_mask(mask, ends - targets[some], first[some], targets[some])
+        learns[some] = np.logical_or.reduceat(mask, ends - targets[some])
+    return learns
 
 
 def _narrow(indices: np.ndarray) -> np.ndarray:
@@ -311,7 +319,6 @@ def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) ->
         mask[: len(chosen)] = np.arange(width) < length[chosen][:, None]
         source = corpus.starts[document[chosen]] + 1 + offset[chosen]
         corpus.copy(tokens.reshape(-1), np.arange(len(chosen)) * (width + 1) + 1, source, length[chosen])
-        if corpus.masks is not None:
-            for row, (frm, count) in enumerate(zip(source.tolist(), length[chosen].tolist(), strict=True)):
-                mask[row, :count] = corpus.masks[frm : frm + count]
+        if corpus.masked:
+            corpus.copy_mask(mask.reshape(-1), np.arange(len(chosen)) * width, source, length[chosen])
         yield Batch.of_rows(tokens, mask)

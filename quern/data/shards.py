@@ -3,7 +3,8 @@
 A folder has, for each split, `<split>-00000.bin`, `<split>-00000.starts.npy`, …, and one `manifest.json` for all. A
 .bin file is 256 int32 (magic 20240520, version, token count), then the tokens: uint16 (version 1, the format of
 llm.c and modded-nanogpt) or uint32 (version 2, for vocabularies above 65,536). The .starts.npy file has the index
-of the first token of each document, int64. A document starts with BOS and is in one file.
+of the first token of each document, int64. A document starts with BOS and is in one file. Where not every token is to
+be learned, .mask has a byte for each token: 1 to learn it, else 0.
 
 The writer makes files in a temporary folder, syncs and renames them, and writes the manifest last; temporaries.py
 removes what a killed writer leaves. The manifest has the size and SHA-256 of each file, and a fingerprint of the
@@ -32,6 +33,7 @@ from quern.data.token_file import (
     check,
     describe,
     find,
+    map_mask,
     map_tokens,
     read_manifest,
     split_files,
@@ -111,6 +113,7 @@ class ShardWriter:
         self._work = self._temporary.path
         self._files: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
+        self._mask: BinaryIO | None = None
         self._starts: list[int] = []
         self._tokens = self._documents = 0
         self._closed = False
@@ -125,8 +128,11 @@ class ShardWriter:
         finally:
             self.abandon()
 
-    def add(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Appends one document, BOS first. Raises ValueError if an id is not in the vocabulary."""
+    def add(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Appends one document, BOS first. Raises ValueError if an id is not in the vocabulary.
+
+        mask: (T,) bool, True where a token is to be learned. All documents have one, or none has.
+        """
         wide = np.asarray(ids, dtype=np.int64)
         if wide.ndim != 1 or not wide.size or wide[0] != self.bos:
             raise ValueError(f"document {self._documents} of {self.split} must start with BOS (id {self.bos})")
@@ -137,12 +143,18 @@ class ShardWriter:
                 f"{self.vocab_size:,}: was it encoded with another tokenizer?"
             )
         if self._file is None:
-            self._file = open(self._work / f"{self.split}-{len(self._files):05d}.bin", "wb")  # noqa: SIM115
+            path = self._work / f"{self.split}-{len(self._files):05d}.bin"
+            self._file = open(path, "wb")  # noqa: SIM115
             self._file.write(bytes(HEADER_BYTES))
+            self._mask = None if mask is None else open(path.with_suffix(".mask"), "wb")  # noqa: SIM115
+        if (mask is None) != (self._mask is None) or (mask is not None and mask.shape != wide.shape):
+            raise ValueError(f"document {self._documents} of {self.split} needs a mask as long as its ids, as all have")
         if self._tokens + wide.size >= 1 << 31:
             raise ValueError("a shard holds fewer than 2**31 tokens; split the document or lower shard_tokens")
         self._starts.append(self._tokens)
         self._file.write(wide.astype(self.dtype).tobytes())
+        if self._mask is not None and mask is not None:
+            self._mask.write(mask.astype(bool).tobytes())
         self._tokens += wide.size
         self._documents += 1
         if self._tokens >= self.shard_tokens:
@@ -163,8 +175,13 @@ class ShardWriter:
         sync_path(path)
         sync_path(starts)
         entry = describe(path) | {"tokens": self._tokens, "documents": len(self._starts)}
-        self._files.append(entry | {"starts": describe(starts)})
-        self._file, self._starts, self._tokens = None, [], 0
+        entry["starts"] = describe(starts)
+        if self._mask is not None:
+            self._mask.close()
+            sync_path(path.with_suffix(".mask"))
+            entry["mask"] = describe(path.with_suffix(".mask"))
+        self._files.append(entry)
+        self._file, self._mask, self._starts, self._tokens = None, None, [], 0
 
     def close(self) -> None:
         """Moves the files into the folder and lists them in the manifest. Raises ValueError without documents."""
@@ -184,9 +201,8 @@ class ShardWriter:
         write_manifest(self.folder, self.fingerprint, splits)
         for old in self.folder.glob(f"{self.split}-[0-9]*.*"):
             old.unlink()
-        for entry in self._files:
-            for name in (entry["name"], entry["starts"]["name"]):
-                os.replace(self._work / name, self.folder / name)
+        for file in split_files({"files": self._files}):
+            os.replace(self._work / file["name"], self.folder / file["name"])
         splits[self.split] = {
             "dtype": self.dtype.name,
             "vocab_size": self.vocab_size,
@@ -203,8 +219,9 @@ class ShardWriter:
         """Removes the files written so far and leaves the folder unchanged."""
         self._closed = True
         try:
-            if self._file is not None:
-                self._file.close()  # flushes the buffer, which fails again on a full disk
+            for file in (self._file, self._mask):
+                if file is not None:
+                    file.close()  # flushes the buffer, which fails again on a full disk
         finally:
             self._temporary.remove()
 
@@ -217,7 +234,6 @@ class Corpus:
         starts: (documents,) int64, index of the first token of each document.
         lengths: (documents,) int64, tokens of each document with BOS.
         bos: The id that every document starts with.
-        masks: (tokens,) bool, True where a token is to be learned, or None if all are.
         fingerprint: Of the shards; None for other sources.
         skipped_tokens: Leading tokens of foreign files that belong to no document.
         resident_bytes: Most bytes of the files that stay mapped in memory (an upper estimate).
@@ -229,18 +245,18 @@ class Corpus:
         starts: np.ndarray,
         lengths: np.ndarray,
         bos: int,
-        masks: np.ndarray | None = None,
         fingerprint: str | None = None,
         skipped_tokens: int = 0,
         resident_bytes: int = 1 << 30,
     ) -> None:
         self._parts = list(parts)
         self._bases = np.cumsum([0] + [len(part.tokens) for part in self._parts])
-        self.starts, self.lengths, self.bos, self.masks = starts, lengths, bos, masks
+        self.starts, self.lengths, self.bos = starts, lengths, bos
+        self.masked = all(part.mask is not None for part in self._parts)
         self.fingerprint, self.skipped_tokens = fingerprint, skipped_tokens
         self.resident_bytes = resident_bytes
         self._touched_bytes = 0
-        self._mapped_bytes = sum(part.tokens.nbytes for part in self._parts if part.mapped is not None)
+        self._mapped_bytes = sum(part.mapped_bytes for part in self._parts)
 
     @property
     def num_documents(self) -> int:
@@ -281,7 +297,7 @@ class Corpus:
             rises = np.diff(first, append=len(part.tokens)) > 0
             if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or not rises.all():
                 raise ValueError(f"{folder / file['name']} does not match its document starts; prepare it again")
-            parts.append(part)
+            parts.append(map_mask(part, folder / file["mask"]["name"]) if "mask" in file else part)
             firsts.append(first)
         return cls(parts, *_flat(parts, firsts), bos=entry["bos"], fingerprint=manifest["fingerprint"])
 
@@ -315,12 +331,21 @@ class Corpus:
         lengths = np.array([len(document) for document in ids], dtype=np.int64)
         tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
         flat_masks = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
-        return cls([TokenFile(tokens)], np.cumsum(lengths) - lengths, lengths, bos, masks=flat_masks)
+        return cls([TokenFile(tokens, mask=flat_masks)], np.cumsum(lengths) - lengths, lengths, bos)
+
+    @classmethod
+    def join(cls, corpora: Sequence[Corpus]) -> Corpus:
+        """The documents of several corpora of one tokenizer, in order. It shares the tokens."""
+        bases = np.cumsum([0] + [int(corpus._bases[-1]) for corpus in corpora])
+        starts = [corpus.starts + base for corpus, base in zip(corpora, bases, strict=False)]
+        lengths = [corpus.lengths for corpus in corpora]
+        parts = [part for corpus in corpora for part in corpus._parts]
+        return cls(parts, np.concatenate(starts), np.concatenate(lengths), corpora[0].bos)
 
     def part(self, documents: np.ndarray) -> Corpus:
-        """A corpus of the documents with these indices. It shares the tokens."""
+        """A corpus of the documents with these indices, each as often as it is named. It shares the tokens."""
         starts, lengths = self.starts[documents], self.lengths[documents]
-        return Corpus(self._parts, starts, lengths, self.bos, self.masks, self.fingerprint, 0, self.resident_bytes)
+        return Corpus(self._parts, starts, lengths, self.bos, self.fingerprint, 0, self.resident_bytes)
 
     def gather(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of one document from `start` on, int32; to its end without a length."""
@@ -339,9 +364,18 @@ class Corpus:
             out: Flat int32.
             at, source, length: (slices,) int64. `source` is an index over all files; a slice is in one file.
         """
+        self._copy([part.tokens for part in self._parts], out, at, source, length)
+
+    def copy_mask(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
+        """As `copy`, of the mask: True where a token is to be learned. out: flat bool; the corpus has masks."""
+        masks = [part.mask for part in self._parts if part.mask is not None]
+        self._copy(masks, out, at, source, length)
+
+    def _copy(
+        self, arrays: Sequence[np.ndarray], out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray
+    ) -> None:
         part = np.searchsorted(self._bases, source, side="right") - 1
         local = source - self._bases[part]
-        arrays = [p.tokens for p in self._parts]
         for which, frm, to, count in zip(part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True):
             out[to : to + count] = arrays[which][frm : frm + count]
         self._touched_bytes += len(source) * FAULT_BYTES
@@ -352,8 +386,8 @@ class Corpus:
         """Frees the mapped pages, so that a large corpus does not fill the memory. The corpus stays readable."""
         self._touched_bytes = 0
         for part in self._parts:
-            if part.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-                part.mapped.madvise(mmap.MADV_DONTNEED)
+            for mapped in part.maps if hasattr(mmap, "MADV_DONTNEED") else ():
+                mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _flat(parts: Sequence[TokenFile], firsts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ class StreamLoader(Batches):
 
     def __init__(self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, *, bos: int | None = None) -> None:
         super().__init__(corpus, context, batch_rows, seed, bos)
-        if corpus.masks is not None:
+        if corpus.masked:
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
         self._epoch_tokens = corpus.num_tokens
         self._epoch = lru_cache(EPOCHS_KEPT)(self._make_epoch)

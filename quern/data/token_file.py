@@ -24,10 +24,21 @@ MANIFEST = "manifest.json"
 
 @dataclass
 class TokenFile:
-    """Consecutive tokens: part of a memory-mapped file, or an array in memory (then `mapped` is None)."""
+    """Consecutive tokens of one file, or an array in memory.
+
+    Args:
+        tokens: (tokens,) ids.
+        maps: The memory-mapped files that hold them; none for arrays in memory.
+        mask: (tokens,) bool, True where a token is to be learned; None if all are.
+    """
 
     tokens: np.ndarray
-    mapped: mmap.mmap | None = None
+    maps: tuple[mmap.mmap, ...] = ()
+    mask: np.ndarray | None = None
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(map(len, self.maps))
 
 
 def map_tokens(path: Path, headerless: bool) -> TokenFile:
@@ -55,12 +66,21 @@ def map_tokens(path: Path, headerless: bool) -> TokenFile:
         dtype = VERSIONS[version]
         if count < 1 or size != HEADER_BYTES + count * dtype.itemsize:
             raise ValueError(f"{path} is damaged: its header says {count:,} tokens, its size is {size:,} bytes")
-        return TokenFile(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), mapped)
+        return TokenFile(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), (mapped,))
     if not headerless:
         raise ValueError(f"{path} is damaged: it does not begin with the magic number {MAGIC}")
     if size % 2:
         raise ValueError(f"{path} is neither a token file with a header nor bare uint16: {size:,} bytes is odd")
-    return TokenFile(np.frombuffer(mapped, dtype="<u2"), mapped)
+    return TokenFile(np.frombuffer(mapped, dtype="<u2"), (mapped,))
+
+
+def map_mask(part: TokenFile, path: Path) -> TokenFile:
+    """The file with its mask, one byte for each token. Raises ValueError if their numbers differ."""
+    if path.stat().st_size != len(part.tokens):
+        raise ValueError(f"{path} has not one byte for each token; prepare the data again")
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return TokenFile(part.tokens, (*part.maps, mapped), np.frombuffer(mapped, dtype=bool))
 
 
 def find(tokens: np.ndarray, bos: int, step: int = 1 << 24) -> np.ndarray:
@@ -71,7 +91,7 @@ def find(tokens: np.ndarray, bos: int, step: int = 1 << 24) -> np.ndarray:
 
 def split_files(entry: dict[str, Any]) -> list[dict[str, Any]]:
     """All files of one split of a manifest."""
-    return [file for shard in entry["files"] for file in (shard, shard["starts"])]
+    return [file for shard in entry["files"] for file in (shard, shard["starts"], shard.get("mask")) if file]
 
 
 def describe(path: Path) -> dict[str, Any]:

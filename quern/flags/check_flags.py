@@ -48,6 +48,21 @@ def _shown_without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | N
     )
 
 
+@WITHOUT_NONE.primitive_rule
+def _parsed_text(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """A class with a function `parse` is one value, not a group of flags."""
+    kind: Any = info.type
+    if not (isinstance(kind, type) and hasattr(kind, "parse")):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TEXT",
+        instance_from_str=lambda given: kind.parse(given[0]),
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 @dataclass(frozen=True)
 class Flag:
     """name: with dashes, such as --train.log-every; kind: the type of its value; required: it has no default."""
@@ -160,6 +175,8 @@ def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
         if _is(hint, SUPPRESSED) or _is(hint, POSITIONAL):
             continue
         bare, marks = _bare(hint), getattr(hint, "__metadata__", ())
+        if get_origin(bare) in UNIONS:  # several values, or None
+            bare = next((kind for kind in get_args(bare) if get_origin(kind) is tuple), bare)
         own = next((mark.name for mark in marks if getattr(mark, "name", None) is not None), f.name)
         if is_dataclass(bare):
             assert isinstance(bare, type)
@@ -211,6 +228,11 @@ def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
             raise ValueError(f"{typed} takes {takes}, not '{value}'")
         if flag.number is not None:
             refuse_outside(flag.field, flag.number(value), flag.name)
+        if hasattr(kind, "parse"):
+            try:
+                kind.parse(value)
+            except ValueError as error:
+                raise ValueError(f"{typed} {error}") from error
 
 
 def _reads(kind: type, value: str) -> bool:

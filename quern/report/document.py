@@ -158,7 +158,7 @@ def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pair
     if stage.name != "sft":
         tokens, counted = stage.last("tokens"), run.parameters("kaplan")
         return [("tokens per parameter of matrices and head", number(tokens / counted))] if tokens and counted else []
-    data = next((event for event in reversed(stage.events) if event.get("kind") == "data"), {})
+    data = _data_event(stage)
     known = {**asked, **as_object(stage.recipe.get("model")), **data}
     names = ("batch_tokens", "context", "pieces", "rows", "documents", "documents_without_target", "documents_too_long")
     batch, context, pieces, rows, documents, empty, long = (finite(known.get(name)) or 0.0 for name in names)
@@ -170,6 +170,10 @@ def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pair
     return [("conversations, about", f"{seen:,.0f}"), ("epochs", f"{seen / usable:.2g}")]
 
 
+def _data_event(stage: StageRecords) -> dict[str, Any]:
+    return next((event for event in reversed(stage.events) if event.get("kind") == "data"), {})
+
+
 def _data(run: RunRecords) -> Iterable[Group]:
     data, tokenizer = run.part("data"), run.part("tokenizer")
     elsewhere = ("command", "git", "machine", "versions", "model", "data", "tokenizer")
@@ -177,6 +181,10 @@ def _data(run: RunRecords) -> Iterable[Group]:
     yield from _facts("", [*flatten(data), *flatten(others), *flatten(tokenizer, "tokenizer")])
     for title, table in (*tables(data), *tables(tokenizer, "tokenizer")):
         yield Group(title, [table])
+    for stage in run.stages:
+        sources = _data_event(stage).get("sources")
+        for _, table in tables({"sources": sources}):
+            yield Group(f"{stage.title}: conversations of an epoch", [table])
 
 
 def _curves(run: RunRecords) -> Iterable[Group]:

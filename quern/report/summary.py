@@ -2,6 +2,7 @@
 
 import statistics
 
+from quern.recipe import BUILT_IN_CONVERSATIONS
 from quern.report.numbers import duration, human, percent
 from quern.report.run_records import RunRecords, as_object, finite
 from quern.report.scores import score_rows, score_stages
@@ -28,10 +29,14 @@ def summary(run: RunRecords) -> str:
 
 def _trained_on_tinyworld(run: RunRecords) -> bool:
     """Whether the run learned from the built-in world. Its questions measure nothing otherwise."""
+    if run.recipe.get("data", "tinyworld") == "tinyworld":
+        return True
     sft = run.stage("sft")
-    return run.recipe.get("data", "tinyworld") == "tinyworld" or (
-        sft is not None and sft.recipe.get("conversations") is None
-    )
+    if sft is None:
+        return False
+    talks = sft.recipe.get("conversations")
+    sources = [as_object(one).get("source") for one in talks] if isinstance(talks, list) else [talks]
+    return talks is None or any(source in BUILT_IN_CONVERSATIONS for source in sources)
 
 
 def _bits_per_byte(run: RunRecords) -> str:

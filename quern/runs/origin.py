@@ -14,14 +14,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quern.data.shards import Corpus
-from quern.recipe import Recipe
+from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError, read_manifest
 
 FILE = "origin.json"
+HASHED_DOCUMENTS = 256
 SHOWN = 16
 """Number of digits of a fingerprint in messages."""
 
@@ -93,8 +96,13 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return name if name is None or name == "tinyworld" or not Path(name).exists() else str(Path(name).absolute())
 
     text = replace(recipe.text, tokenizer=full(recipe.text.tokenizer))
-    data, val, talks = full(recipe.data) or recipe.data, full(recipe.val), full(recipe.conversations)
-    return replace(recipe, data=data, val=val, conversations=talks, text=text)
+    tuning = replace(recipe.sft, tests=full(recipe.sft.tests))
+    talks = recipe.conversations and tuple(
+        one if one.source in BUILT_IN_CONVERSATIONS else replace(one, source=full(one.source) or one.source)
+        for one in recipe.conversations
+    )
+    data, val = full(recipe.data) or recipe.data, full(recipe.val)
+    return replace(recipe, data=data, val=val, conversations=talks, text=text, sft=tuning)
 
 
 def require_tokenizer(run_dir: RunDir, tokenizer: Tokenizer, origin: Origin) -> None:
@@ -150,12 +158,14 @@ def refuse_other_conversations(run_dir: RunDir, origin: Origin, found: str) -> N
 
 
 def corpus_fingerprint(*corpora: Corpus) -> str:
-    """SHA-256 (hex) of documents in memory: token ids, lengths and masks."""
+    """SHA-256 (hex) of documents: lengths, token ids and masks. It reads some documents at a time."""
     digest = hashlib.sha256()
     for corpus in corpora:
         digest.update(corpus.lengths.tobytes())
-        for document in range(corpus.num_documents):
-            digest.update(corpus.gather(document).tobytes())
-        if corpus.masks is not None:
-            digest.update(corpus.masks.tobytes())
+        for copy, dtype in ((corpus.copy, np.int32), *([(corpus.copy_mask, np.bool_)] if corpus.masked else [])):
+            for at in range(0, corpus.num_documents, HASHED_DOCUMENTS):
+                starts, lengths = (values[at : at + HASHED_DOCUMENTS] for values in (corpus.starts, corpus.lengths))
+                out = np.empty(int(lengths.sum()), dtype)
+                copy(out, np.cumsum(lengths) - lengths, starts, lengths)
+                digest.update(out.tobytes())
     return digest.hexdigest()

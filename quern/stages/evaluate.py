@@ -20,13 +20,13 @@ from quern.eval.tasks import load_task, task_names
 from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY, Sampling
 from quern.machine import Machine
+from quern.mixture.sources import read_rows
 from quern.recipe import Recipe
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
 from quern.text.chat import Message, render_prompt, render_text
-from quern.text.documents import read_conversations
 from quern.train import checkpoint
 from quern.train.state import build_model
 
@@ -194,10 +194,11 @@ def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
 
 def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
     """The user's turns of the shown conversations: of the built-in world, or first turns of held-out conversations."""
-    if recipe.conversations is None or not Path(recipe.conversations).exists():
+    own = next((one.source for one in recipe.conversations or () if Path(one.source).exists()), None)
+    if own is None or recipe.has_built_in_conversations:
         return CHATS
-    first = islice(read_conversations(recipe.conversations), SHOWN_CHATS)  # stages/sft.py holds these out
-    asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in first]
+    first = islice(read_rows(Path(own)), SHOWN_CHATS)  # mixture/ holds these out
+    asked = [next((m["content"] for m in row.messages if m["role"] == "user"), None) for row in first]
     return [(text,) for text in asked if isinstance(text, str)]
 
 

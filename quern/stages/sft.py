@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
+from quern.mixture.prepare import prepare_mixture
 from quern.model.count import count
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
@@ -37,15 +38,9 @@ from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST, Start, changes, read_saved, read_start
 from quern.stages.prepare import fetch
 from quern.stages.session import Session, lower_precision, main_first
-from quern.text import hub
-from quern.text.chat import Message, render
-from quern.text.documents import read_conversations
-from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, compile_model, weights_of
-
-HELD_OUT_EVERY = 50
 
 
 def run(recipe: Recipe, session: Session) -> int:
@@ -97,14 +92,14 @@ def _run(asked: Recipe, session: Session) -> int:
         model.load_state_dict(weights_of(start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
-        train_corpus, val_corpus = conversations(recipe, tokenizer, run_dir.out, log)
-    batches = _loader(recipe, train_corpus)
+        talks = prepare_mixture(recipe, tokenizer, run_dir.out, partial(fetch, out=run_dir.out), log)
+    batches = _loader(recipe, talks.train)
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
     changed = changes(recipe, path, FOR_RL) if session.resume else []
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
-    found = corpus_fingerprint(train_corpus, val_corpus)
+    found = corpus_fingerprint(talks.train, talks.val)
     if origin is not None:
         refuse_other_conversations(run_dir, origin, found)
         _mention_later_base(origin, run_dir, log)
@@ -116,10 +111,10 @@ def _run(asked: Recipe, session: Session) -> int:
         origin,
         steps=recipe.sft.steps,
         schedule=rates_fall(recipe.sft.steps, recipe.sft.warmdown_share),
-        evaluator=held_out_loss(val_corpus, recipe, machine),
+        evaluator=held_out_loss(talks.val, recipe, machine),
         lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
     )
-    lines = [f"fine-tuning: {plan.steps:,} steps on {train_corpus.num_documents:,} conversations"]
+    lines = [f"fine-tuning: {plan.steps:,} steps on {talks.train.num_documents:,} conversations", *talks.lines()]
     if start is not None and not own:
         lines.insert(0, f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
     return session.train(
@@ -135,7 +130,9 @@ def _run(asked: Recipe, session: Session) -> int:
         tokenizer=tokenizer,
         source=_source_text(source, start),
         changed=changed,
-        data={name: round(value, 5) for name, value in batches.report().items()} | precision,
+        data={name: round(value, 5) for name, value in batches.report().items()}
+        | precision
+        | {"sources": talks.sources},
     )
 
 
@@ -213,46 +210,14 @@ def rates_fall(steps: int | None, share: float) -> Callable[[int], Multipliers]:
     return schedule
 
 
-def conversations(
-    recipe: Recipe, tokenizer: Tokenizer, out: Path, log: Callable[[str], None] = lambda line: None
-) -> tuple[Corpus, Corpus]:
-    """Training and held-out conversations as masked token ids. Raises ValueError when there are too few."""
-    train, val = read_conversation_splits(recipe, out, log)
-    return _corpus(tokenizer, train), _corpus(tokenizer, val)
-
-
 def require_same_conversations(recipe: Recipe, run_dir: RunDir) -> None:
     """Raises ValueError where the conversations are others than those that fine-tuning began with."""
     origin = read_origin(run_dir.stage("sft"))
     if origin is not None:
-        found = corpus_fingerprint(*conversations(recipe, run_dir.tokenizer(), run_dir.out))
+        fetched = partial(fetch, out=run_dir.out)
+        talks = prepare_mixture(recipe, run_dir.tokenizer(), run_dir.out, fetched, lambda line: None)
+        found = corpus_fingerprint(talks.train, talks.val)
         refuse_other_conversations(run_dir, origin, found)
-
-
-def read_conversation_splits(
-    recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None
-) -> tuple[list[list[Message]], list[list[Message]]]:
-    """Training and held-out conversations, each checked. Raises ValueError when there are too few, or one is wrong."""
-    if recipe.conversations is None:
-        count = recipe.text.tinyworld_conversations
-        train = list(tinyworld_corpus.conversations(recipe.seed, count, "train"))
-        val = list(tinyworld_corpus.conversations(recipe.seed, max(8, count // HELD_OUT_EVERY), "val"))
-    else:
-        source = recipe.conversations
-        if source in hub.DATASETS and not Path(source).exists():
-            source = str(fetch(source, out) / "train")
-        every = list(read_conversations(source, log))
-        if len(every) < 2:
-            count = f"{len(every)} conversation" + ("s" if len(every) != 1 else "")
-            raise ValueError(f"{source} holds {count}: fine-tuning needs at least 2")
-        held_out = max(1, len(every) // HELD_OUT_EVERY)
-        train, val = every[held_out:], every[:held_out]
-    return train, val
-
-
-def _corpus(tokenizer: Tokenizer, every: list[list[Message]]) -> Corpus:
-    pairs = [render(tokenizer, messages) for messages in every]
-    return Corpus.from_arrays([ids for ids, _ in pairs], [mask for _, mask in pairs])
 
 
 def held_out_loss(corpus: Corpus, recipe: Recipe, machine: Machine) -> loop.Evaluator:

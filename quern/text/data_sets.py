@@ -90,5 +90,12 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
             ("test-00000-of-00001.parquet",),
             kind="questions",
         ),
+        "mmlu": DataSet(
+            "Multiple-choice questions of school and university (columns question, choices, answer); 47 MB",
+            f"{HUB}/cais/mmlu/resolve/main/all",
+            ("auxiliary_train-00000-of-00001.parquet",),
+            ("test-00000-of-00001.parquet",),
+            kind="questions",
+        ),
     }
 )

@@ -24,6 +24,13 @@ CONVERSATION_FORMATS = (".jsonl", ".json", ".parquet")
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
 
 
+class Conversation(NamedTuple):
+    """place: its file and record, for messages."""
+
+    messages: list[Message]
+    place: str
+
+
 class Position(NamedTuple):
     """The next document to read: the file's index in `files(source)`, and the record in it.
 
@@ -95,14 +102,23 @@ def _refuse_surrogates(text: str, path: Path, record: int) -> None:
 
 
 def read_conversations(source: str | Path, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
+    """The messages alone of `conversation_rows`."""
+    return (row.messages for row in conversation_rows(source, log))
+
+
+def conversation_rows(
+    source: str | Path,
+    log: Callable[[str], None] | None = None,
+    convert: Callable[[Any], list[Message]] = to_messages,
+    keys: Sequence[str] = KEYS,
+) -> Iterator[Conversation]:
     """Reads conversations in quern's format, validated. Skips those without an assistant turn.
 
     Args:
         source: A file or a folder of .jsonl, .json and .parquet files.
         log: Called with lines about read, ignored and skipped files and records.
-
-    Yields:
-        The messages of a conversation.
+        convert: Converts a record to messages.
+        keys: The keys of a record that `convert` reads.
 
     Raises:
         ValueError: A record is not a conversation, or no conversation has an assistant turn; the message names the file
@@ -113,34 +129,33 @@ def read_conversations(source: str | Path, log: Callable[[str], None] | None = N
     if log is not None:
         for line in found.lines("conversations"):
             log(line)
-    skipped: list[str] = []
-    count = 0
+    skipped, count, first = 0, 0, ""
     for path in found.files:
-        for messages, where in _conversations(path):
-            if any(message["role"] == "assistant" for message in messages):
+        for conversation in _conversations(path, convert, keys):
+            if any(message["role"] == "assistant" for message in conversation.messages):
                 count += 1
-                yield messages
+                yield conversation
             else:
-                skipped.append(where)
+                skipped += 1
+                first = first or conversation.place
     if skipped and not count:
         raise ValueError(
-            f"{skipped[0]}: there is no assistant's turn, nor in any other conversation of {source}: fine-tuning "
+            f"{first}: there is no assistant's turn, nor in any other conversation of {source}: fine-tuning "
             "learns the assistant's answers, so add them"
         )
     if skipped and log is not None:
-        log(f"conversations: skipped {len(skipped):,} without an assistant's turn, the first is {skipped[0]}")
+        log(f"conversations: skipped {skipped:,} without an assistant's turn, the first is {first}")
 
 
-def _conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
-    """(messages, file and record for messages) of every conversation in a file."""
+def _conversations(path: Path, convert: Callable[[Any], list[Message]], keys: Sequence[str]) -> Iterator[Conversation]:
     try:
-        for value, record in records(path, 0, KEYS):
+        for value, record in records(path, 0, keys):
             try:
-                messages = to_messages(value)
+                messages = convert(value)
             except (TypeError, KeyError, AttributeError, ValueError) as error:
                 raise ValueError(f"{place(path, record)}: not a conversation: {error}") from error
             _refuse_surrogates(json.dumps(messages, ensure_ascii=False), path, record)
-            yield messages, place(path, record)
+            yield Conversation(messages, place(path, record))
     except MissingColumns as error:
         raise ValueError(f"{path}: not a conversation: {no_shape(error.names)}") from error
 

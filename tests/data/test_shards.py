@@ -314,7 +314,9 @@ def test_foreign_files(tmp_path):
 def test_arrays_in_memory():
     corpus = Corpus.from_arrays([[9, 1], [9], [9, 2, 3]], [[False, True], [False], [False, True, False]])
     assert contents(corpus) == [[9, 1], [9], [9, 2, 3]]
-    assert corpus.masks is not None and corpus.masks.tolist() == [False, True, False, False, True, False]
+    mask = np.empty(6, dtype=bool)
+    corpus.copy_mask(mask, np.array([0]), np.array([0]), np.array([6]))
+    assert corpus.masked and mask.tolist() == [False, True, False, False, True, False]
     for ids, masks, message in (
         ([], None, "at least one"),
         ([[9], []], None, "at least its BOS"),
@@ -349,3 +351,34 @@ def test_a_memory_map_does_not_fill_the_memory(tmp_path):
             highest = max(highest, resident_file_bytes())
         grown[resident_bytes] = highest - before
     assert grown[8 << 20] < 24 << 20 < 48 << 20 < grown[1 << 40]
+
+
+def test_masks_come_back_from_disk(tmp_path: Path) -> None:
+    """Over several files, joined with another corpus, and with documents that are named twice."""
+    docs = documents(40)
+    masks = [np.arange(len(document)) % 3 == 1 for document in docs]
+    with ShardWriter(tmp_path, "train", vocab_size=500, bos=BOS, fingerprint="a", shard_tokens=100) as writer:
+        for document, mask in zip(docs, masks, strict=True):
+            writer.add(document, mask)
+    corpus = Corpus.open(tmp_path, "train")
+    assert len(list(tmp_path.glob("*.mask"))) > 2 and corpus.masked
+    joined = Corpus.join([Corpus.from_arrays(docs[:3], masks[:3]), corpus]).part(np.array([1, 5, 5, 42]))
+    chosen = [1, 2, 2, 39]
+    assert contents(joined) == [docs[number] for number in chosen]
+    mask = np.empty(joined.num_tokens, dtype=bool)
+    joined.copy_mask(mask, np.cumsum(joined.lengths) - joined.lengths, joined.starts, joined.lengths)
+    assert mask.tolist() == np.concatenate([masks[number] for number in chosen]).tolist()
+    path = sorted(tmp_path.glob("*.mask"))[1]
+    path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(ValueError, match=r"train-00001.mask is damaged or was swapped"):
+        Corpus.open(tmp_path, "train")
+
+
+def test_a_mask_that_does_not_fit(tmp_path: Path) -> None:
+    for first, second in ((None, [True, True]), ([True, False], None), ([True], [True])):
+        with (
+            pytest.raises(ValueError, match="of train needs a mask as long as its ids"),
+            ShardWriter(tmp_path, "train", vocab_size=500, bos=BOS, fingerprint="a") as writer,
+        ):
+            for mask in (first, second):
+                writer.add([BOS, 1], None if mask is None else np.array(mask))

@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from quern.flags.recipe_flags import field_names, named, parse, repeated, value_of
-from quern.recipe import Recipe
+from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
 
 
@@ -60,3 +60,26 @@ def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> N
     assert not any(
         word in shown for word in ("fixed", "make-", "softcap", "unused", "--sft", "smear-lr", "sft options")
     )
+
+
+def test_conversations_take_several_sources() -> None:
+    typed = "--conversations talks.jsonl gsm8k,repeats=4 a,b.json,limit=10 --speed 3"
+    found = given(typed, verb="sft")
+    sources = (
+        ConversationSource("talks.jsonl"),
+        ConversationSource("gsm8k", 4.0),
+        ConversationSource("a,b.json", 1, 10),
+    )
+    assert found.recipe.conversations == sources and found.speed == 3
+    kept = given("", found.recipe, verb="sft").recipe
+    assert kept.conversations == sources, "those of a saved recipe are the default"
+    assert given("--conversations=one.jsonl", found.recipe, verb="sft").recipe.conversations == (
+        ConversationSource("one.jsonl"),
+    )
+    for wrong, message in (
+        ("gsm8k,repeat=4", "--conversations 'gsm8k,repeat=4' sets repeat: give repeats=NUMBER and limit=NUMBER, each"),
+        ("x,limit=1,limit=2", "--conversations 'x,limit=1,limit=2' sets limit: give"),
+        ("x,limit=1.5", "--conversations 'x,limit=1.5': limit must be a whole number, not '1.5'"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            given(f"--conversations talks.jsonl {wrong}", verb="sft")

@@ -275,11 +275,27 @@ def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path
     assert "**12**" not in markdown and "**2**" not in re.sub("(?s).*### Fine-tuning", "", markdown, count=1)[:200]
 
 
+def test_each_source_of_conversations_has_a_row(tmp_path):
+    folder = write_run(tmp_path / "mixed")
+    one = {"source": "gsm8k", "repeats": 4.0, "conversations": 29296, "tokens": 5123456, "held_out": 149, "left_out": 0}
+    lines(folder / "sft" / "events.jsonl", [{"kind": "data", "sources": [one, one | {"source": "<b>own"}]}])
+    markdown, page = report(folder)
+    assert "Fine-tuning: conversations of an epoch" in markdown and "| gsm8k | 4 |" in markdown
+    assert "5,123,456" in markdown and "gsm8k4" in page.text and "<b>own4" in page.text
+
+
 @pytest.mark.parametrize(
     ("data", "conversations", "sft", "headline"),
     [
         ("tinyworld", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
         ("texts/", None, True, "Over 2 kinds of held-out question it is right 55% of the time"),
+        (
+            "texts/",
+            [{"source": "a"}, {"source": "tinyworld"}],
+            True,
+            "Over 2 kinds of held-out question it is right 55%",
+        ),
+        ("texts/", [{"source": "talks.jsonl"}], True, "It predicts held-out text at 1.250 bits per byte, 2.500 before"),
         ("texts/", "talks.jsonl", True, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
         ("texts/", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),
         ("tinyworld", None, False, "It predicts held-out text at 1.250 bits per byte, 2.500 before training."),

@@ -1,18 +1,15 @@
 """What fine-tuning takes from the command and what from its base model's recipe, and which values it refuses."""
 
-import json
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe, TrainRecipe
+from quern.recipe import IN_FINE_TUNING, ConversationSource, Recipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.stages import sft
-from quern.stages.sft import conversations, sft_recipe
-from quern.text.tokenizer import Tokenizer
+from quern.stages.sft import sft_recipe
 
 BASE: Recipe = resolve(
     replace(
@@ -48,7 +45,7 @@ def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_b
     )
     followed = sft_recipe(asked, BASE)
     assert (followed.model, followed.text, followed.seed, followed.depth) == (BASE.model, BASE.text, 3, 2)
-    assert followed.callables() == BASE.callables() and followed.conversations == "talks.jsonl"
+    assert followed.callables() == BASE.callables() and followed.conversations == (ConversationSource("talks.jsonl"),)
     for name in (field.name for field in fields(TrainRecipe)):
         assert getattr(followed.train, name) == OTHER.get(name, getattr(BASE.train, name)), name
     assert followed.sft == replace(asked.sft)
@@ -74,14 +71,6 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
 def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sft_recipe(replace(gpt.RECIPE, **changes), BASE)
-
-
-def test_one_conversation_is_too_few(tmp_path: Path) -> None:
-    path = tmp_path / "talks.jsonl"
-    path.write_text(json.dumps({"instruction": "hi", "output": "hello"}), encoding="utf-8")
-    tokenizer = Tokenizer.train(["hi hello"], 270)
-    with pytest.raises(ValueError, match="talks.jsonl holds 1 conversation: fine-tuning needs at least 2$"):
-        conversations(replace(gpt.RECIPE, conversations=str(path)), tokenizer, tmp_path)
 
 
 def test_what_grows_in_pretraining_has_grown() -> None:

@@ -26,7 +26,7 @@ def base_prompt(item: Item) -> str:
 
 def suits(recipe: Recipe) -> bool:
     """Whether the model learns from the built-in world: its documents or its conversations."""
-    return recipe.data == "tinyworld" or recipe.conversations is None
+    return recipe.data == "tinyworld" or recipe.has_built_in_conversations
 
 
 TASK = Task("tinyworld", items, grade, base_prompt, suits=suits)

@@ -1,0 +1,198 @@
+"""Prepares a mixture: reads each source once, checks and tokenizes it into shards with masks, and joins the shards.
+
+Each source has a folder of its own, `out/data/<source>-chat-<fingerprint>`, which later runs use again. So another
+mixture of the same sources prepares nothing. Of a file, the first fiftieth is held out. `repeats` chooses documents of
+the joined corpus by their index and copies no token; data/loader.py mixes their order. Conversations are read and
+written one by one: the memory that this takes is 16 bytes for each conversation of an epoch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
+from quern.mixture import questions, sources
+from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
+from quern.mixture.task_rows import TaskRows, built_in_rows
+from quern.recipe import Recipe
+from quern.temporaries import write_whole
+from quern.terminal import Meter
+from quern.text import chat, conversations
+from quern.text.data_sets import DATASETS
+from quern.text.documents import Conversation
+from quern.text.tokenizer import Tokenizer
+
+LEFT_OUT = "left_out.json"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Training and held-out conversations, and a record of each source.
+
+    Args:
+        train: With repeats.
+        val: Held out, without repeats.
+        sources: For each source its name and repeats, the `conversations` and `tokens` of an epoch, the
+            conversations that are `held_out`, and the test rows of tasks that are `left_out`.
+    """
+
+    train: Corpus
+    val: Corpus
+    sources: list[dict[str, Any]]
+
+    def lines(self) -> list[str]:
+        """The sources for the user; none if there is a single one, read as it is."""
+        if len(self.sources) == 1 and self.sources[0]["repeats"] == 1 and not self.sources[0]["left_out"]:
+            return []
+        return [
+            f"  {one['source']}: {one['conversations']:,} conversations, {one['tokens']:,} tokens"
+            + (f", each {one['repeats']:g} times" if one["repeats"] != 1 else "")
+            + (f"; {one['left_out']:,} test rows of tasks left out" if one["left_out"] else "")
+            for one in self.sources
+        ]
+
+
+@dataclass
+class _Checked:
+    """The conversations of a split that hold no test row. left_out: how many of a public set did."""
+
+    source: OpenSource
+    rows: TaskRows
+    left_out: int = field(default=0, init=False)
+
+    def read(self, split: str) -> Iterator[Conversation]:
+        for conversation in self.source.read(split):
+            row = None if self.source.built_in else self.rows.find(conversation.messages)
+            if row is None:
+                yield conversation
+            elif self.source.public:
+                self.left_out += 1
+            else:
+                raise ValueError(
+                    f"{conversation.place}: the conversation holds a test question, that of {row}: remove it, since a "
+                    "model that has learned it cannot be tested on it"
+                )
+
+
+def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetch, log: Log) -> Mixture:
+    """Prepares the conversations of a recipe.
+
+    Args:
+        recipe: Says the sources, the seed, and the folder of test rows.
+        tokenizer: Encodes the conversations.
+        out: The output folder.
+        fetch: Downloads a public data set and returns its folder.
+        log: Takes lines for the user.
+
+    Raises:
+        ValueError: A conversation is wrong or holds a test row, or there are too few.
+        FileNotFoundError: There is no such source.
+        OSError: A file cannot be read or downloaded.
+    """
+    opened = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources]
+    rows = _task_rows(recipe, opened, out)
+    code = [inspect.getsource(module) for module in (chat, conversations, questions, sources)]
+    found, train, val = [], [], []
+    for number, source in enumerate(opened):
+        mark = fingerprint(tokenizer.fingerprint, *source.marks, *code, "" if source.built_in else rows.fingerprint)
+        folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
+        if not prepared(folder, mark, source.splits):
+            _tokenize(_Checked(source, rows), tokenizer, folder, mark)
+        splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
+        own, held_out = splits if source.built_in else _hold_out(splits[0])
+        own = own.part(_repeated(own.num_documents, source.asked.repeats, (recipe.seed, number)))
+        train.append(own)
+        val.append(held_out)
+        found.append(
+            {
+                "source": source.asked.source,
+                "repeats": source.asked.repeats,
+                "conversations": own.num_documents,
+                "tokens": own.num_tokens,
+                "held_out": held_out.num_documents,
+                "left_out": json.loads((folder / LEFT_OUT).read_text(encoding="utf-8")),
+            }
+        )
+    _refuse_few(recipe, sum(one["conversations"] for one in found), sum(one["held_out"] for one in found))
+    return Mixture(Corpus.join(train), Corpus.join(val), found)
+
+
+def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
+    """Reads and checks every conversation of a recipe, and writes nothing. Raises as `prepare_mixture`."""
+    opened = [open_source(asked, recipe, out, fetch, lambda line: None) for asked in recipe.conversation_sources]
+    rows = _task_rows(recipe, opened, out)
+    counts = [sum(1 for _ in _Checked(source, rows).read(source.splits[0])) for source in opened]
+    _refuse_few(
+        recipe, sum(counts), sum(count > 1 or source.built_in for source, count in zip(opened, counts, strict=True))
+    )
+
+
+def _refuse_few(recipe: Recipe, count: int, held_out: int) -> None:
+    if held_out:
+        return
+    names = " and ".join(one.source for one in recipe.conversation_sources)
+    counted = f"{count} conversation" + ("s" if count != 1 else "")
+    raise ValueError(f"{names} holds {counted}: fine-tuning needs at least 2")
+
+
+def _task_rows(recipe: Recipe, opened: list[OpenSource], out: Path) -> TaskRows:
+    """The test rows that files are compared with: of the named folder, of public sets that are there, and the built-in
+    world's questions where the run learns that world."""
+    rows = TaskRows()
+    if recipe.sft.tests is not None:
+        rows.read(Path(recipe.sft.tests), "--sft.tests")
+    if all(source.built_in for source in opened):
+        return rows
+    for name in (name for name, known in DATASETS.items() if known.kind == "questions"):
+        folder = out / "downloads" / name / "val"
+        if any(folder.glob("*.parquet")):
+            rows.read(folder, name)
+    if recipe.data == "tinyworld" or recipe.has_built_in_conversations:
+        built_in_rows(rows, recipe.seed)
+    return rows
+
+
+def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) -> None:
+    source, tokens = checked.source, 0
+    for split in source.splits:
+        read = checked.read(split)
+        first = next(read, None)
+        if first is None:
+            raise ValueError(f"{source.asked.source} holds 0 conversations: fine-tuning needs at least 2")
+        with (
+            ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
+            Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,
+        ):
+            for number, conversation in enumerate(_chain(first, read)):
+                ids, mask = chat.render(tokenizer, conversation.messages)
+                writer.add(ids, mask)
+                tokens += len(ids)
+                meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")
+            write_whole(folder / LEFT_OUT, json.dumps(checked.left_out))
+
+
+def _chain(first: Conversation, rest: Iterator[Conversation]) -> Iterator[Conversation]:
+    yield first
+    yield from rest
+
+
+def _hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """(training, held out) conversations of a file. One conversation alone is trained on."""
+    count = corpus.num_documents
+    held_out = max(1, count // HELD_OUT_EVERY) if count > 1 else 0
+    return corpus.part(np.arange(held_out, count)), corpus.part(np.arange(held_out))
+
+
+def _repeated(count: int, repeats: float, seed: tuple[int, ...]) -> np.ndarray:
+    """The indices of an epoch's conversations. The part of `repeats` below 1 is a random choice by the seed."""
+    whole = int(repeats)
+    some = round((repeats - whole) * count) or (whole == 0)
+    chosen = np.sort(np.random.default_rng(seed).permutation(count)[:some])
+    return np.concatenate([np.tile(np.arange(count), whole), chosen]).astype(np.int64)

@@ -1,0 +1,230 @@
+"""Mixtures: what each source gives, what is held out, refusals, re-use, and memory that does not grow with the rows."""
+
+import json
+import shutil
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.data import loader
+from quern.data.loader import Loader
+from quern.data.shards import Corpus
+from quern.mixture.prepare import Mixture, check_mixture, prepare_mixture
+from quern.recipe import ConversationSource, Recipe
+from quern.recipes import gpt
+from quern.runs import origin
+from quern.runs.origin import corpus_fingerprint
+from quern.text import content
+from quern.text.chat import render
+from quern.text.documents import read_conversations
+from quern.text.tinyworld import corpus as tinyworld
+from quern.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(["hello good day question answer number of eggs", "question answer"], 300)
+GSM8K = {"question": "A hen lays 2 eggs on each of 3 days, so how many eggs?", "answer": "<<2*3=6>>6 eggs\n#### 6"}
+
+
+def write(path: Path, rows: Sequence[Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def talks(count: int, word: str = "day") -> list[dict[str, str]]:
+    return [{"instruction": f"question {number} of {word}", "output": f"answer {number}"} for number in range(count)]
+
+
+def asking(sources: Any, **changes: Any) -> Recipe:
+    text = replace(gpt.RECIPE.text, tinyworld_conversations=120)
+    return replace(gpt.RECIPE, conversations=sources, text=text, **changes)
+
+
+def no_fetch(name: str) -> Path:
+    raise AssertionError(f"{name} is fetched")
+
+
+def prepared(sources: Any, out: Path, lines: list[str] | None = None, fetch: Any = no_fetch, **changes: Any) -> Mixture:
+    said = lines if lines is not None else []
+    return prepare_mixture(asking(sources, **changes), TOKENIZER, out, fetch, said.append)
+
+
+def texts(corpus: Corpus) -> list[str]:
+    """The first message of each document."""
+    ids = [corpus.gather(document)[2:].tolist() for document in range(corpus.num_documents)]
+    ends = TOKENIZER.special("<|user_end|>")
+    return [TOKENIZER.decode(one[: one.index(ends)]) for one in ids]
+
+
+def test_one_file_is_split_as_by_the_plain_reader(tmp_path: Path) -> None:
+    """The tokens, masks and fingerprint are those of all conversations in memory, the first fiftieth held out."""
+    path = write(tmp_path / "talks.jsonl", talks(130))
+    pairs = [render(TOKENIZER, messages) for messages in read_conversations(path)]
+    val, train = (
+        Corpus.from_arrays([ids for ids, _ in some], [mask for _, mask in some]) for some in (pairs[:2], pairs[2:])
+    )
+    mixture = prepared(path, tmp_path / "out")
+    assert corpus_fingerprint(mixture.train, mixture.val) == corpus_fingerprint(train, val)
+    assert mixture.lines() == []
+    loaders = [Loader(corpus, 40, 4, 1, "first-fit-decreasing", too_long="crop") for corpus in (mixture.train, train)]
+    for step in range(5):
+        one, other = (loader.batch(step) for loader in loaders)
+        assert (one.tokens == other.tokens).all() and (one.mask == other.mask).all()
+
+
+def test_several_sources_with_repeats_and_limits(tmp_path: Path) -> None:
+    own = write(tmp_path / "own.jsonl", talks(100))
+    other = write(tmp_path / "other.jsonl", talks(40, "number"))
+    sources = (f"{own},limit=50,repeats=2.5", ConversationSource(other, repeats=0.25), "spelling,limit=20", "tinyworld")
+    mixture = prepared(sources, tmp_path / "out")
+    rows = [(one["source"], one["conversations"], one["held_out"]) for one in mixture.sources]
+    assert rows == [(own, 122, 1), (other, 10, 1), ("spelling", 20, 8), ("tinyworld", 120, 8)]
+    assert sum(one["tokens"] for one in mixture.sources) == mixture.train.num_tokens
+    assert mixture.train.num_documents == 272 and mixture.val.num_documents == 18
+    seen = Counter(texts(mixture.train))
+    first = [seen[f"question {number} of day"] for number in range(100)]
+    assert first[0] == 0 and set(first[1:50]) == {2, 3} and first[1:50].count(3) == 24 and not any(first[50:])
+    second = [seen[f"question {number} of number"] for number in range(40)]
+    assert second[0] == 0 and sum(second) == 10 and max(second) == 1
+    assert "other.jsonl: 10 conversations" in mixture.lines()[1] and "each 0.25 times" in mixture.lines()[1]
+    again = prepared(sources, tmp_path / "elsewhere")
+    assert corpus_fingerprint(again.train, again.val) == corpus_fingerprint(mixture.train, mixture.val)
+    another = prepared(sources, tmp_path / "out", seed=1)
+    assert Counter(texts(another.train)) != seen
+
+
+def test_a_source_is_prepared_once(tmp_path: Path) -> None:
+    own, out = write(tmp_path / "own.jsonl", talks(30)), tmp_path / "out"
+    lines: list[str] = []
+    prepared(own, out, lines)
+    assert lines == [f"conversations: reading own.jsonl ({Path(own).stat().st_size / 1000:.1f} kB)"]
+    mixture = prepared((f"{own},repeats=3", "spelling"), out, lines)
+    assert len(lines) == 1 and mixture.sources[0]["conversations"] == 87
+    renamed = shutil.copy(own, tmp_path / "own.copy.jsonl")
+    prepared(str(renamed), out, lines)
+    assert len(lines) == 1, "the same content under another name"
+    write(tmp_path / "own.jsonl", talks(31))
+    assert prepared(own, out, lines).sources[0]["conversations"] == 30 and len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (talks(1), "talks.jsonl holds 1 conversation: fine-tuning needs at least 2$"),
+        ([], "talks.jsonl holds 0 conversations: fine-tuning needs at least 2$"),
+        ([*talks(3), {"messages": [{"role": "nobody", "content": "?"}]}], "talks.jsonl, line 4: not a conversation: "),
+    ],
+)
+def test_a_file_that_will_not_do(tmp_path: Path, rows: list[Any], message: str) -> None:
+    path, out = write(tmp_path / "talks.jsonl", rows), tmp_path / "out"
+    with pytest.raises(ValueError, match=message):
+        prepared(path, out)
+    with pytest.raises(ValueError, match=message):
+        check_mixture(asking(path), out, no_fetch)
+    assert not any(out.rglob("*.tmp*"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "nowhere.jsonl",
+            "--conversations nowhere.jsonl: there is no such file, folder or data set of conversations; ",
+        ),
+        ("tinystories", "there is no such data set of conversations; use a path, or one of tinyworld, spelling, smol-"),
+    ],
+)
+def test_no_such_source(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(FileNotFoundError, match=message):
+        prepared(("spelling", source), tmp_path)
+
+
+def public(name: str, rows: list[dict[str, Any]], test: list[dict[str, Any]], out: Path) -> Any:
+    """A fetch function that finds a public set."""
+    folder = out / "downloads" / name
+    for split, some in (("train", rows), ("val", test)):
+        (folder / split).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(some), folder / split / f"{split}.parquet")
+    return lambda asked: folder if asked == name else no_fetch(asked)
+
+
+def test_test_rows_in_a_public_set_are_left_out(tmp_path: Path) -> None:
+    """Only its training files are read, and of them no row that is also a test row."""
+    rows = [
+        {**GSM8K, "question": f"{number} is a number, and here is a long question about it?"} for number in range(9)
+    ]
+    fetch = public("gsm8k", [*rows, GSM8K, rows[0]], [GSM8K], tmp_path / "out")
+    mixture = prepared("gsm8k,repeats=2", tmp_path / "out", fetch=fetch)
+    (found,) = mixture.sources
+    assert (found["conversations"], found["held_out"], found["left_out"]) == (18, 1, 1)
+    assert GSM8K["question"] not in texts(mixture.train) + texts(mixture.val)
+    assert "1 test rows of tasks left out" in mixture.lines()[0]
+    again = prepared("gsm8k,repeats=2", tmp_path / "out", fetch=fetch)
+    assert again.sources == mixture.sources, "the count is kept with the shards"
+
+
+def test_a_test_row_in_a_file_of_the_user_is_an_error(tmp_path: Path) -> None:
+    own = write(tmp_path / "own.jsonl", [*talks(5), {"instruction": f"Please: {GSM8K['question']}", "output": "6"}])
+    out = tmp_path / "out"
+    assert prepared(own, out).train.num_documents == 5, "nothing is known of any task yet"
+    tests = tmp_path / "tests"
+    write(tests / "gsm8k_test.jsonl", [GSM8K])
+    named = replace(gpt.RECIPE.sft, tests=str(tests))
+    message = (
+        r"own.jsonl, line 6: the conversation holds a test question, that of .*gsm8k_test.jsonl, line 1 \(--sft.tests\)"
+    )
+    for call in (lambda: prepared(own, out, sft=named), lambda: check_mixture(asking(own, sft=named), out, no_fetch)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    public("gsm8k", [GSM8K], [GSM8K], out)
+    with pytest.raises(ValueError, match=r"own.jsonl, line 6: .*val.parquet, record 1 \(gsm8k\): remove it"):
+        prepared(own, out)
+
+
+def test_the_built_in_worlds_questions_are_refused_where_it_is_learned(tmp_path: Path) -> None:
+    question = tinyworld.questions(0, "word_problems", 3)[2].messages[0]["content"]
+    own, out = write(tmp_path / "own.jsonl", [*talks(5), {"instruction": question, "output": "6"}]), tmp_path / "out"
+    with pytest.raises(ValueError, match="own.jsonl, line 6: .* question 3 of tinyworld/word_problems"):
+        prepared(own, out)  # the default text is the built-in world
+    assert prepared(own, out, data="texts/").train.num_documents == 5
+    with pytest.raises(ValueError, match="question 3 of tinyworld/word_problems"):
+        prepared((own, "spelling"), out, data="texts/")
+
+
+def peak_bytes(path: str, out: Path) -> int:
+    tracemalloc.start()
+    mixture = prepared(path, out, data="texts/")
+    corpus_fingerprint(mixture.train, mixture.val)
+    Loader(mixture.train, 64, 4, 0, "first-fit-decreasing", too_long="crop").batch(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each conversation its place, length and piece are kept, and nothing of its 750 bytes of text."""
+    monkeypatch.setattr(content, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(loader, "MASK_TOKENS", 1 << 12)
+    monkeypatch.setattr(origin, "HASHED_DOCUMENTS", 16)
+    reply = "answer number day " * 40
+    rows = [{"instruction": f"question {number}", "output": reply} for number in range(900)]
+    few, many = (write(tmp_path / f"{count}.jsonl", rows[:count]) for count in (100, 900))
+    prepared(few, tmp_path / "warm", data="texts/")  # imports and caches
+    peaks = [peak_bytes(path, tmp_path / "out") for path in (few, many)]
+    assert peaks[1] - peaks[0] < 800 * 150, peaks
+
+
+def test_repeats_are_exact_and_even() -> None:
+    from quern.mixture.prepare import _repeated
+
+    for repeats, least, most in ((1, 1, 1), (3, 3, 3), (0.3, 0, 1), (2.7, 2, 3)):
+        counts = np.bincount(_repeated(1000, repeats, (0, 0)), minlength=1000)
+        assert (counts.min(), counts.max(), counts.sum()) == (least, most, round(repeats * 1000))
+    assert (_repeated(5, 1, (0, 0)) == np.arange(5)).all() and len(_repeated(5, 1e-6, (0, 0))) == 1

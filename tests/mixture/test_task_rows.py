@@ -1,0 +1,106 @@
+"""Test rows are found wherever they are copied to, and nothing else is."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from quern.mixture.task_rows import TaskRows, built_in_rows
+from quern.text.chat import ContentPart, Message
+from quern.text.tinyworld import corpus
+
+LONG = "Janet’s ducks lay 16 eggs per day, and she eats three for breakfast every morning."
+CODE = '''from typing import List
+
+
+def close(numbers: List[float], threshold: float) -> bool:
+    """ Are any two numbers closer to each other than the threshold? """
+'''
+
+
+def asked(text: str, reply: str = "Fine.") -> list[Message]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+
+
+@pytest.fixture
+def rows() -> TaskRows:
+    found = TaskRows()
+    for number, question in enumerate((f"Question: {LONG}", CODE, "What is 12 + 7?")):
+        found.add(question, f"row {number}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("messages", "row"),
+    [
+        (asked(LONG), "row 0"),
+        (asked(f"Solve this.\n\n{LONG.upper()}\nA) 1\nB) 2"), "row 0"),
+        (asked("Give me a problem.", f"Here it is: {LONG.replace(', ', ' -- ').replace('--', '')}"), "row 0"),
+        (asked("hello", "hi") + asked(LONG.replace(" ", "\n")), "row 0"),
+        (asked(f"Complete the function.\n```python\n{CODE}```"), "row 1"),
+        (asked("what is  12+7"), "row 2"),
+        (asked(LONG.removesuffix("morning.")), None),  # cut
+        (asked(LONG.replace("16", "17")), None),
+        (asked("What is 12 - 7?"), None),
+        (asked("Tell me: what is 12 + 7?"), None),  # a short question counts as a whole message only
+        (asked("Say it.", "What is 12 + 7?"), None),
+        (asked("Janet’s ducks lay 16 eggs per day."), None),
+        (asked(""), None),
+    ],
+)
+def test_what_is_found(rows: TaskRows, messages: list[Message], row: str | None) -> None:
+    assert rows.find(messages) == row
+
+
+def test_calls_and_outputs_are_read_too(rows: TaskRows) -> None:
+    content: list[ContentPart] = [{"type": "text", "text": LONG[:18]}, {"type": "tool", "text": LONG[18:]}]
+    assert rows.find([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]) == "row 0"
+
+
+def test_files_of_the_shapes_of_tasks(tmp_path: Path) -> None:
+    def write(name: str, *records: dict) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(tmp_path / name, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def text(topic: str) -> str:
+        return f"This is a long enough question about {topic}, is it not?"
+
+    write("gsm8k/test.jsonl.gz", {"question": text("eggs"), "answer": "#### 1"})
+    write("gsm8k/train.jsonl.gz", {"question": text("training"), "answer": "#### 1"})
+    write("HumanEval.jsonl", {"task_id": "HumanEval/0", "prompt": text("code"), "test": "…"})
+    write("core/arc.jsonl", {"query": f"Question: {text('plants')}", "choices": ["a", "b"], "gold": 0})
+    write("mmlu.jsonl", {"question": "Which is wet?", "choices": ["the sea", "the sand at noon"], "answer": 0})
+    write("core/lambada.jsonl", {"context": text("rain"), "continuation": "wet"})
+    write("core/winograd.jsonl", {"context_options": [text("cups"), text("jugs")], "continuation": "x", "gold": 0})
+    write("talk.jsonl", {"messages": asked(text("talking"))})
+    rows = TaskRows()
+    rows.read(tmp_path, "--sft.tests")
+    for topic in ("eggs", "code", "plants", "rain", "cups", "jugs", "talking"):
+        assert rows.find(asked(text(topic))), topic
+    assert rows.find(asked(text("eggs"))) == f"{tmp_path}/gsm8k/test.jsonl.gz, line 1 (--sft.tests)"
+    assert rows.find(asked("Pick one. Which is wet?\n(A) The sea\n(B) The sand at noon")), "by its options"
+    assert rows.find(asked("Which is wet?\nA) milk\nB) sand in the desert at noon")) is None
+    assert rows.find(asked(text("training"))) is None and rows.find(asked("Fine.")) is None
+    write("wrong.jsonl", {"text": "?"})
+    with pytest.raises(ValueError, match=r"wrong.jsonl, line 1: no test row: it has none of question, query, prompt"):
+        rows.read(tmp_path, "--sft.tests")
+
+
+def test_the_built_in_worlds_training_holds_no_question_of_its_evaluation() -> None:
+    rows = TaskRows()
+    built_in_rows(rows, 3)
+    for question in corpus.questions(3, "facts", 20) + corpus.questions(3, "spelling", 20):
+        assert rows.find(question.messages)
+    found = (rows.find(messages) for messages in corpus.conversations(3, 3000, "train"))
+    assert not any(found)
+
+
+def test_other_rows_have_another_fingerprint(rows: TaskRows) -> None:
+    other = TaskRows()
+    other.add(LONG, "another name of the same row")
+    same = TaskRows()
+    same.add(LONG.lower(), "row 0")
+    assert other.fingerprint == same.fingerprint != rows.fingerprint

@@ -1,0 +1,86 @@
+"""Fine-tuning on two ranks when nothing is downloaded yet: rank 0 fetches and tokenizes, the other rank waits for it.
+
+Real commands over gloo; the data set is on a loopback server.
+"""
+
+import http.server
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.records import read_events
+from quern.train import checkpoint
+from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
+from tests.support.faulty_ranks import FaultyRanks
+
+RECIPE = """
+from dataclasses import replace
+from quern.mixture import prepare
+from quern.recipes.gpt import RECIPE as BASELINE
+from quern.text import hub
+
+names = ("train.parquet",), ("test.parquet",)
+hub.DATASETS = {{"gsm8k": hub.DataSet("planted", "{url}", *names, kind="questions")}}
+tokenize = prepare._tokenize
+
+def counted(*arguments):
+    print("tokenized", flush=True)
+    tokenize(*arguments)
+
+prepare._tokenize = counted
+
+def same(texts, split):
+    return texts
+
+RECIPE = replace(BASELINE, name="planted", make_documents=same)  # code of its own, which fine-tuning loads too
+"""
+PLAIN = "--out out --run cold --no-compile --dtype fp32 --threads 1 --sft.steps 4 --sft.batch-tokens 192".split()
+MIXTURE = ("--conversations", "gsm8k,repeats=2")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, Counter[str]]]:
+    """The address of a folder with a small question set, and how often each file was asked for."""
+    rows = [{"question": f"{n} and {n}?", "answer": f"<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"} for n in range(60)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist([{"question": "7 and 7?", "answer": "#### 14"}]), tmp_path / "test.parquet")
+    asked: Counter[str] = Counter()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            asked[self.path] += 1
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_one_rank_fetches_and_the_other_waits(
+    faulty_server: FaultyRanks, served: tuple[str, Counter[str]], tmp_path: Path
+) -> None:
+    url, asked = served
+    path = tmp_path / "cold.py"
+    path.write_text(RECIPE.format(url=url), encoding="utf-8")
+    found = faulty_server(["pretrain", str(path), *PRETRAIN[1:], *SHORT, "--run", "cold"])
+    assert found["result"] == 0, found["said"]
+    found = faulty_server(["sft", *PLAIN, *MIXTURE])
+    assert found["exits"] == [[0, 0]] and found["result"] == 0, found["said"]
+    assert asked == {"/train.parquet": 1, "/test.parquet": 1}
+    assert len(lines_with("tokenized", found["said"])) == 1, found["said"]
+    stage = faulty_server.folder / "out/runs/cold/sft"
+    assert checkpoint.steps(stage / "checkpoints")
+    (data,) = (event for event in read_events(stage) if event["kind"] == "data")
+    (source,) = data["sources"]
+    # 60 rows, one of them a test row; one is held out
+    assert (source["source"], source["conversations"], source["held_out"], source["left_out"]) == ("gsm8k", 116, 1, 1)
