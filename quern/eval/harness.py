@@ -25,10 +25,10 @@ from quern.terminal import Meter
 from quern.validate import install
 
 try:
-    import lm_eval
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(f"lm-evaluation-harness needs extra packages ({error}): {install('eval')}") from error
 

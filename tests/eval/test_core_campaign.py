@@ -17,11 +17,11 @@ import pytest
 from quern.eval.core.prompts import make_example, shuffled
 from quern.eval.core.run import Subject, run_core
 from quern.eval.core.scoring import score_examples
-from quern.eval.core.tasks import BY_NAME, CoreTask, find_tasks, read_rows
+from quern.eval.core.tasks import CoreTask, find_tasks, read_rows
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
-from tests.support.core_oracle import Question, questions, verdict
+from tests.support.core_oracle import Question, in_one_pass, questions, verdict
 from tests.support.tiny_model import CPU
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,10 +73,9 @@ def mean_per_token(doc: dict[str, Any], results: Any) -> dict[str, float]:
 
 def definition(task: CoreTask, path: Path, documents: list[dict[str, Any]]) -> dict[str, Any]:
     """The task for lm-eval, over the same file: its rows become the prompts, and lm-eval asks and grades them."""
-    import datasets
 
     def process_docs(dataset: Any) -> Any:
-        return datasets.Dataset.from_list(documents)
+        return type(dataset).from_list(documents)
 
     shape = {
         "language": {
@@ -117,8 +116,7 @@ def by_lm_eval(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-        import datasets
-
+        datasets = pytest.importorskip("datasets")
         from quern.eval.harness import LM
     datasets.config.HF_DATASETS_CACHE = cache
     results = lm_eval.simple_evaluate(LM(loaded, CPU), tasks=[definition(task, path, asked)], bootstrap_iters=0)
@@ -164,8 +162,7 @@ def test_every_item_is_as_lm_eval_and_as_one_row_at_a_time(
 
 
 def test_faster_than_one_example_per_forward_pass(loaded: LoadedModel, data: Path) -> None:
-    """Chunks of each task are scored by turns in both ways. One example per forward pass: nanochat's way, whose rows
-    are the options."""
+    """Thirds of each task are scored by turns in both ways."""
     context, vocab_size = loaded.recipe.model.context or 0, loaded.tokenizer.vocab_size
     total = {"batched": 0.0, "alone": 0.0}
     for name in SPEED:
@@ -173,29 +170,23 @@ def test_faster_than_one_example_per_forward_pass(loaded: LoadedModel, data: Pat
         rows, spent = shuffled(read_rows(path, task)), {"batched": 0.0, "alone": 0.0}
         made = [make_example(task, rows, item, loaded.tokenizer, context) for item in range(min(len(rows), ITEMS))]
         examples = [example for example in made if example]
-        for first in range(0, len(examples), -(-len(examples) // 3)):
-            part = examples[first : first + -(-len(examples) // 3)]
-            for way in ("batched", "alone"):
-                start = time.perf_counter()
-                for group in [part] if way == "batched" else [[one] for one in map(without_sharing, part)]:
-                    score_examples(loaded.model, group, CPU, vocab_size)
-                spent[way] += time.perf_counter() - start
+        step = -(-len(examples) // 3)
+        for part in (examples[first : first + step] for first in range(0, len(examples), step)):
+            start = time.perf_counter()
+            answers = score_examples(loaded.model, part, CPU, vocab_size)
+            middle = time.perf_counter()
+            losses = [in_one_pass(loaded.model, example, vocab_size) for example in part]
+            spent["batched"] += middle - start
+            spent["alone"] += time.perf_counter() - middle
+            for answer, own in zip(answers, losses, strict=True):
+                assert answer.losses == pytest.approx(own, abs=1e-4)
         tokens = sum(len(row) - 1 for example in examples for row in example.rows)
         for way in total:
             total[way] += spent[way]
         print(
             f"\n{name}: {len(examples)} items, {tokens:,} tokens, batched {spent['batched']:.1f} s "
-            f"({tokens / spent['batched']:,.0f} tokens/s), one at a time {spent['alone']:.1f} s: "
+            f"({tokens / spent['batched']:,.0f} tokens/s), one example per pass {spent['alone']:.1f} s: "
             f"{spent['alone'] / spent['batched']:.2f} times as fast"
         )
     print(f"together {total['alone'] / total['batched']:.2f} times as fast")
     assert total["alone"] > total["batched"]
-
-
-def without_sharing(example: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(example, shared=0)
-
-
-assert set(TASKS) <= set(BY_NAME)

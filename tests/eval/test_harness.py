@@ -31,9 +31,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def scores_alone(model: GPT, tokenizer: Tokenizer, row: list[int], first: int) -> tuple[float, bool]:
@@ -47,9 +45,7 @@ def scores_alone(model: GPT, tokenizer: Tokenizer, row: list[int], first: int) -
 
 
 def request(kind: str, *arguments: Any) -> Any:
-    from lm_eval.api.instance import Instance
-
-    return Instance(kind, {}, arguments, 0)  # pyright: ignore[reportArgumentType]
+    return lm_eval.api.instance.Instance(kind, {}, arguments, 0)
 
 
 def task(folder: Path, name: str, rows: list[dict[str, Any]], **config: Any) -> dict[str, Any]:
