@@ -107,7 +107,7 @@ def fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold:
     """An example whose rows are cut from the left to what the model reads.
 
     The last token of a row is predicted and not read, so a row may have context + 1 tokens. Rows that lose unequal
-    numbers of tokens have different contexts and share nothing.
+    numbers of tokens have different contexts: what they still share is read once, most often nothing.
     """
     starts = [max(1, min(start, len(row) - 1)) for start, row in zip(starts, rows, strict=True)]
     cuts = [max(0, len(row) - (context + 1)) for row in rows]
@@ -115,5 +115,5 @@ def fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold:
     if min(first) < 1:
         return None
     kept = tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True))
-    shared = min(_common(kept), min(first) - 1) if len(kept) > 1 and len(set(cuts)) == 1 else 0
+    shared = min(_common(kept), min(first) - 1) if len(kept) > 1 else 0
     return Example(item, kept, first, gold, shared, max(cuts) > 0)
