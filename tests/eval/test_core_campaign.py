@@ -8,7 +8,6 @@ a task.
 import json
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +112,11 @@ def by_lm_eval(
     loaded: LoadedModel, task: CoreTask, path: Path, asked: list[dict[str, Any]], cache: Path
 ) -> dict[int, tuple[bool, list[float]]]:
     """Of each item: whether lm-eval calls it right, and the mean losses of its options."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-        datasets = pytest.importorskip("datasets")
-        from quern.eval.harness import LM
+    import lm_eval  # pyright: ignore[reportMissingImports]
+
+    from quern.eval.harness import LM
+
+    datasets = pytest.importorskip("datasets")
     datasets.config.HF_DATASETS_CACHE = cache
     results = lm_eval.simple_evaluate(LM(loaded, CPU), tasks=[definition(task, path, asked)], bootstrap_iters=0)
     assert results is not None
@@ -133,6 +132,7 @@ def by_lm_eval(
 def test_every_item_is_as_lm_eval_and_as_one_row_at_a_time(
     loaded: LoadedModel, data: Path, tmp_path: Path, name: str
 ) -> None:
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     task, path = find_tasks(data, [name])[0]
     context = loaded.recipe.model.context or 0
     subject = Subject(loaded.model, loaded.tokenizer, CPU, {"step": loaded.step})
