@@ -113,12 +113,18 @@ def by_lm_eval(
 ) -> dict[int, tuple[bool, list[float]]]:
     """Of each item: whether lm-eval calls it right, and the mean losses of its options."""
     import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     from quern.eval.harness import LM
 
     datasets = pytest.importorskip("datasets")
     datasets.config.HF_DATASETS_CACHE = cache
-    results = lm_eval.simple_evaluate(LM(loaded, CPU), tasks=[definition(task, path, asked)], bootstrap_iters=0)
+    results = lm_eval.simple_evaluate(
+        LM(loaded, CPU),
+        tasks=[definition(task, path, asked)],
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+    )
     assert results is not None
     found = {}
     for sample in results["samples"][task.name]:
