@@ -144,7 +144,9 @@ class EvaluateOptions(_ModelOptions):
     """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: core, the public
     bundle, which is downloaded."""
     limit: Annotated[int | None, UNSAID] = None
-    """The most questions of each of CORE's tasks. Default: all."""
+    """The most questions of each task of CORE and of --harness. Default: all."""
+    harness: tuple[str, ...] = ()
+    """Also ask these tasks of lm-evaluation-harness: names, or files NAME.yaml. Needs the extra `eval`."""
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """Evaluate only this stage. Default: the untrained model and every stage of the run."""
 

@@ -148,6 +148,7 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
         stage=options.stage,
         bundle=options.bundle,
         limit=options.limit,
+        harness=options.harness,
     )
     return 0
 

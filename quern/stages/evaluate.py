@@ -57,6 +57,7 @@ def run(
     stage: str | None = None,
     bundle: Path | None = None,
     limit: int | None = None,
+    harness: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
 
@@ -67,7 +68,8 @@ def run(
             recipe.
         stage: The only stage to evaluate. None: the untrained model and every stage of the run.
         bundle: The folder with the files of CORE's tasks. None, or core: the public bundle, which is downloaded.
-        limit: The most questions of each of CORE's tasks.
+        limit: The most questions of each task of CORE and of lm-eval.
+        harness: Tasks of lm-evaluation-harness, by name or file.
 
     The base model (stage pretrain) answers questions only if `tasks` or `stage` names a task or the stage.
 
@@ -77,16 +79,18 @@ def run(
     Raises:
         FileNotFoundError: The run has no model to evaluate.
         ValueError: A task does not exist, or its file fails.
+        ImportError: lm-evaluation-harness is not installed.
     """
     stages = [name for name in STAGES if checkpoint.steps(run_dir.checkpoints(name))]
     if not stages:
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
     names = [name for name in tasks if name.partition("/")[0] == CORE and not name.endswith(".py")]
     chosen = [load_task(name) for name in tasks if name not in names]
-    if not names and (bundle is not None or limit is not None):
+    if not names and (bundle is not None or limit is not None and not harness):
         raise ValueError("--bundle and --limit are for CORE: add --tasks core")
     if names and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
         bundle = core_bundle(run_dir.out, log)
+    ask = _harness(machine, harness, limit) if harness else None
     core = find_tasks(bundle, [] if CORE in names else [name.partition("/")[2] for name in names]) if bundle else []
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
@@ -97,11 +101,14 @@ def run(
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
         asked = chosen or [task for task in map(load_task, task_names()) if task.suits(loaded.recipe)]
-        if core and not chosen or name == "pretrain" and not chosen and not stage:
+        if (core or harness) and not chosen or name == "pretrain" and not chosen and not stage:
             asked = []  # a run should not take longer for scores of a model that was never taught to answer
         of_stage = _score(loaded, prepared, machine, run_dir, name, asked, questions, log)
         if core and name != "untrained":
             of_stage += _core(loaded, machine, run_dir, name, core, limit, log)
+        if ask and name != "untrained":
+            log(f"lm-evaluation-harness: {name}")
+            of_stage += _lines(loaded, name, ask(loaded), log)
         run_dir.append("evaluate.jsonl", of_stage)
         lines += of_stage
     return lines
@@ -137,8 +144,13 @@ def _score(
                 _chat(name, [*r.item.messages, {"role": "assistant", "content": r.parts}]) for r in shown.values()
             ]
     run_dir.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
+    return _lines(loaded, name, scores, log)
+
+
+def _lines(loaded: LoadedModel, name: str, scores: Sequence[Score], log: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The scores of a stage as lines of evaluate.jsonl, which it logs too."""
     for score in scores:
-        log(f"  {score.task:28} {_shown(score, context)}")
+        log(f"  {score.task:28} {_shown(score, loaded.recipe.model.context or 0)}")
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
 
 
@@ -156,6 +168,14 @@ def _core(
     subject = Subject(loaded.model, loaded.tokenizer, machine, identity)
     scores = run_core(subject, tasks, run_dir.folder / CORE / name, log, limit=limit)
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
+
+
+def _harness(machine: Machine, names: Sequence[str], limit: int | None) -> Callable[[LoadedModel], list[Score]]:
+    """What asks a model the tasks of lm-eval. Fails now if a task or lm-eval itself is missing."""
+    from quern.eval.harness import find_harness_tasks, run_harness
+
+    manager, tasks = find_harness_tasks(names)
+    return lambda loaded: run_harness(loaded, machine, manager, tasks, limit)
 
 
 def _chat(name: str, messages: list[Message]) -> dict[str, Any]:

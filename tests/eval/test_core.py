@@ -102,7 +102,7 @@ def test_batches_and_the_cache_change_no_score(bundle: Path, tokenizer: Tokenize
     assert len(examples) == 14
     if task.shots == 10:
         assert any(example.cropped for example in examples)
-    if task.kind == "choice":
+    if name == "copa":
         assert any(example.shared > 5 for example in examples)
     answers = score_examples(model, examples, CPU, tokenizer.vocab_size)
     for example, answer in zip(examples, answers, strict=True):
@@ -137,13 +137,19 @@ def test_options_that_begin_alike_are_scored_from_one_token_on(tokenizer: Tokeni
     assert example and example.starts[0] == example.starts[1] == len(example.rows[0]) - 1
 
 
-def test_all_options_of_an_item_lose_the_same_tokens(tokenizer: Tokenizer) -> None:
+def test_each_option_is_cut_by_itself(tokenizer: Tokenizer) -> None:
     rows = rows_of("choice", 14, random.Random(3))
     whole = make_example(BY_NAME["arc_easy"], rows, 0, tokenizer, 10_000)
     cut = make_example(BY_NAME["arc_easy"], rows, 0, tokenizer, 64)
-    assert whole and cut and cut.cropped and max(map(len, cut.rows)) == 65
-    lost = {len(a) - len(b) for a, b in zip(whole.rows, cut.rows, strict=True)}
-    assert len(lost) == 1 and all(a[-len(b) :] == b for a, b in zip(whole.rows, cut.rows, strict=True))
+    assert whole and cut and cut.cropped and {len(row) for row in cut.rows} == {65} and cut.shared == 0
+    assert all(a[-65:] == b for a, b in zip(whole.rows, cut.rows, strict=True))
+    for a, b, first, then in zip(whole.rows, cut.rows, whole.starts, cut.starts, strict=True):
+        assert a[first:] == b[then:]
+    equal = [{"query": "the miller ground", "choices": ["xy", "qz"], "gold": 0}]
+    same = make_example(BY_NAME["copa"], equal, 0, tokenizer, 10_000)
+    assert same and len(set(map(len, same.rows))) == 1
+    alike = make_example(BY_NAME["copa"], equal, 0, tokenizer, len(same.rows[0]) - 3)
+    assert alike and alike.cropped and alike.shared == same.shared - 2
     long = [{"context": "a", "continuation": "the miller ground the corn " * 20}]
     assert make_example(BY_NAME["lambada_openai"], long, 0, tokenizer, 16) is None
 

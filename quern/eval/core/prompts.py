@@ -1,9 +1,8 @@
 """CORE's prompts: solved examples, then the question, as rows of token ids with the span that is scored.
 
 The shots of item i are drawn from all other rows by `random.Random(1234 + i)`, where i is the item's number in the
-order of `random.Random(1337)`. Every row begins with BOS. Where the longest row of an item does not fit, the same
-number of tokens is cut from the left of all its rows, so that its options are compared under one context; nanochat cuts
-each row by itself.
+order of `random.Random(1337)`. Every row begins with BOS. A row that does not fit is cut from its left, by itself, as
+nanochat and lm-evaluation-harness do.
 
 Source: the evaluation code of DCLM (arXiv 2406.11794) and of nanochat, which define delimiters, seeds and spans.
 """
@@ -74,17 +73,17 @@ def make_example(
         question = (before + asked["context"].strip() + task.delimiter).strip()
         answered = before + asked["context"].strip() + task.delimiter + asked["continuation"]
         prompt, whole = _ids(tokenizer, question), _ids(tokenizer, answered)
-        return _fit(item, [whole], [_common([prompt, whole])], 0, context)
+        return fit(item, [whole], [_common([prompt, whole])], 0, context)
     if task.kind == "choice":
         texts = [f"{before}{asked['query']}{task.delimiter}{choice}" for choice in asked["choices"]]
         ids = [_ids(tokenizer, text) for text in texts]
         # Of two options that begin alike, one may end where the other goes on: its last token is still scored.
         start = min(_common(ids), min(map(len, ids)) - 1)
-        return _fit(item, ids, [start] * len(ids), asked["gold"], context)
+        return fit(item, ids, [start] * len(ids), asked["gold"], context)
     texts = [f"{before}{option}{task.delimiter}{asked['continuation']}" for option in asked["context_options"]]
     ids = [_ids(tokenizer, text) for text in texts]
     ending = _common([row[::-1] for row in ids])
-    return _fit(item, ids, [len(row) - ending for row in ids], asked["gold"], context)
+    return fit(item, ids, [len(row) - ending for row in ids], asked["gold"], context)
 
 
 def _solved(task: CoreTask, row: dict[str, Any]) -> str:
@@ -104,12 +103,17 @@ def _common(rows: Sequence[tuple[int, ...]]) -> int:
     return len(os.path.commonprefix(rows))
 
 
-def _fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold: int, context: int) -> Example | None:
-    """The last token of a row is predicted and not read, so a row may have context + 1 tokens."""
+def fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold: int, context: int) -> Example | None:
+    """An example whose rows are cut from the left to what the model reads.
+
+    The last token of a row is predicted and not read, so a row may have context + 1 tokens. Rows that lose unequal
+    numbers of tokens have different contexts: what they still share is read once, most often nothing.
+    """
     starts = [max(1, min(start, len(row) - 1)) for start, row in zip(starts, rows, strict=True)]
-    cut = max(0, max(map(len, rows)) - (context + 1))
-    if min(starts) - cut < 1:
+    cuts = [max(0, len(row) - (context + 1)) for row in rows]
+    first = tuple(start - cut for start, cut in zip(starts, cuts, strict=True))
+    if min(first) < 1:
         return None
-    kept, first = tuple(row[cut:] for row in rows), tuple(start - cut for start in starts)
+    kept = tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True))
     shared = min(_common(kept), min(first) - 1) if len(kept) > 1 else 0
-    return Example(item, kept, first, gold, shared, cut > 0)
+    return Example(item, kept, first, gold, shared, max(cuts) > 0)

@@ -27,7 +27,7 @@ from quern.text.tokenizer import Tokenizer
 
 CHUNK = 256
 """Items whose prompts are in memory at a time."""
-FORMAT = 1
+FORMAT = 2
 """Of the answers. Higher numbers for other prompts or spans: answers of an old format are not reused."""
 CONFIDENT = 1.96
 """Standard errors on each side of a mean."""

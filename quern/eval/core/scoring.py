@@ -35,12 +35,14 @@ class Answer:
         losses: Mean loss of the scored tokens of each row, in nats.
         pick: The row with the lowest loss, the first of equal ones.
         correct: Whether that is the right one; in language modelling, whether every scored token is the likeliest.
+        greedy: For each row, whether every scored token is the likeliest one.
     """
 
     item: int
     losses: tuple[float, ...]
     pick: int
     correct: bool
+    greedy: tuple[bool, ...]
 
 
 def score_examples(
@@ -72,7 +74,8 @@ def score_examples(
                 own = losses[first:last]
                 pick = int(np.argmin(own))
                 correct = pick == example.gold if len(example.rows) > 1 else bool(right[first])
-                answers[at] = Answer(example.item, tuple(map(float, own)), pick, correct)
+                greedy = tuple(map(bool, right[first:last]))
+                answers[at] = Answer(example.item, tuple(map(float, own)), pick, correct, greedy)
                 first = last
             progress(len(answers))
     return [answers[at] for at in range(len(examples))]

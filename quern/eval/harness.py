@@ -1,0 +1,200 @@
+"""A quern model for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
+
+`LM("out/runs/first")` is the model of `lm_eval.simple_evaluate(model=…, tasks=[…])`; `run_harness` is `quern evaluate
+--harness`. Requests are scored by CORE's batched scorer: those under one context share its cache. Prompts begin with
+BOS, and one that is too long is cut from the left. Tasks from the hub need the network. Units: nats.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quern.eval.core.prompts import Example, fit
+from quern.eval.core.scoring import score_examples
+from quern.eval.score import Score
+from quern.generate.engine import Engine
+from quern.generate.sample import GREEDY, Sampling
+from quern.machine import Machine, detect
+from quern.runs.load import LoadedModel, load
+from quern.runs.run_dir import RunDir
+from quern.terminal import Meter
+from quern.validate import install
+
+try:
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ImportError(f"lm-evaluation-harness needs extra packages ({error}): {install('eval')}") from error
+
+Pair = tuple[Any, list[int], list[int]]
+"""A request as lm-eval encodes it: its texts or None, the ids of the context, the ids of the continuation."""
+MAX_TOKENS = 256
+"""Of a generated answer whose task names no number; lm-eval's default."""
+CONFIDENT = 1.96
+"""Standard errors on each side of a score."""
+
+
+class LM(TemplateLM):
+    """A model for lm-eval.
+
+    Args:
+        run: The folder of a run (out/runs/NAME), or a loaded model.
+        machine: The machine that computes. Default: as `detect` decides, without compilation.
+        stage: Of a run's folder: pretrain, sft or rl. Default: the last one.
+    """
+
+    def __init__(self, run: str | Path | LoadedModel, machine: Machine | None = None, stage: str | None = None) -> None:
+        super().__init__()
+        self.machine = machine or detect(compile=False)
+        if not isinstance(run, LoadedModel):
+            folder = Path(run)
+            run = load(RunDir(folder.parent.parent, folder.name), self.machine, print, stage)
+        self.model = run.model
+        self.text = run.tokenizer
+        self.context = int(run.model.shape.context or 0)
+        self._device = self.machine.device
+
+    @property
+    def eot_token_id(self) -> int:
+        """BOS, which begins every document, ends the one before."""
+        return self.text.bos
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that the model reads."""
+        return self.context
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The ids of a text, from BOS on unless add_special_tokens is False. Names of special tokens are text."""
+        return [*([] if add_special_tokens is False else [self.text.bos]), *self.text.encode(string)]
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation, and whether each of its tokens is the likeliest one."""
+        groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request[1])]
+        examples = [self._example(number, group) for number, group in enumerate(groups)]
+        with Meter("lm-eval", len(examples), "questions") as meter:
+            answers = score_examples(self.model, examples, self.machine, self.text.vocab_size, meter.at)
+        return [
+            (-loss * (len(row) - start), greedy)
+            for example, answer in zip(examples, answers, strict=True)
+            for row, start, loss, greedy in zip(example.rows, example.starts, answer.losses, answer.greedy, strict=True)
+        ]
+
+    def _example(self, number: int, group: Sequence[Pair]) -> Example:
+        """Requests under one context, as the rows of one example."""
+        for request, _, continuation in group:
+            if not 0 < len(continuation) <= self.context:
+                raise ValueError(
+                    f"a continuation has {len(continuation)} tokens, and the context is {self.context}: leave out its "
+                    f"task, or take a model with a longer context ({str(request)[:80]})"
+                )
+        rows = [(*context, *continuation) for _, context, continuation in group]
+        example = fit(number, rows, [len(context) for _, context, _ in group], 0, self.context)
+        assert example is not None  # every continuation fits
+        return example
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each text. A long one is cut into windows; each token is predicted once."""
+        pairs, counts = [], []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.context, 1)
+            pairs += [(None, *make_disjoint_window(window)) for window in windows]
+            counts.append(len(pairs))
+        scores = [score for score, _ in self._loglikelihood_tokens(pairs)]
+        return [sum(scores[first:last]) for first, last in zip([0, *counts], counts, strict=False)]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """A completion of each prompt, up to a stop string, a special token or the task's number of tokens.
+
+        A prompt that leaves less room than that number, or less than half of the context, is cut from the left.
+        """
+        engine = Engine(self.model, self.text, self.machine)
+        texts = [""] * len(requests)
+        alike: dict[str, list[int]] = {}
+        for at, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(at)
+        for key, places in alike.items():
+            options = json.loads(key)
+            stop = options.get("until") or []
+            room = int(options.get("max_gen_toks", MAX_TOKENS))
+            most = self.context - min(room, self.context // 2)
+            prompts = {at: self.tok_encode(requests[at].args[0])[-most:] for at in places}
+            order = sorted(places, key=lambda at: len(prompts[at]))  # rows of a batch are padded to the longest
+            done = engine.generate(
+                [prompts[at] for at in order],
+                max_tokens=room,
+                sampling=_sampling(options),
+                stop=[text for text in ([stop] if isinstance(stop, str) else stop) if text],
+                plain=True,
+            )
+            for at, row in zip(order, done, strict=True):
+                texts[at] = row[0].text
+        return texts
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    """How lm-eval's options choose a token: greedily unless they say do_sample or a temperature."""
+    temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
+    if not options.get("do_sample", temperature > 0) or temperature == 0:
+        return GREEDY
+    return Sampling(
+        temperature, int(options.get("top_k", 0)), float(options.get("top_p", 1)), float(options.get("min_p", 0))
+    )
+
+
+def find_harness_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
+    """lm-eval's tasks.
+
+    Args:
+        names: Of lm-eval's tasks, groups or tags, or files NAME.yaml that define the task NAME.
+
+    Returns:
+        What loads the tasks, and their names.
+
+    Raises:
+        ValueError: There is no such file or task.
+    """
+    files = [Path(name) for name in names if name.endswith(".yaml")]
+    if absent := [str(file) for file in files if not file.is_file()]:
+        raise ValueError(f"there is no file {absent[0]}: give the file of a task, or the name of one of lm-eval's")
+    manager = TaskManager(include_path=[str(file.parent) for file in files])
+    found = [Path(name).stem if name.endswith(".yaml") else name for name in names]
+    if unknown := [name for name in found if not manager.match_tasks([name])]:
+        raise ValueError(
+            f"lm-eval has no task '{unknown[0]}': `python -m lm_eval ls tasks` lists them; a file NAME.yaml "
+            "defines the task NAME"
+        )
+    return manager, found
+
+
+def run_harness(
+    loaded: LoadedModel, machine: Machine, manager: TaskManager, tasks: Sequence[str], limit: int | None = None
+) -> list[Score]:
+    """Asks the first `limit` questions of tasks from `find_harness_tasks`. A score for each task and metric."""
+    results = lm_eval.simple_evaluate(
+        LM(loaded, machine), tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
+    )
+    assert results is not None  # None only on other ranks
+    scores = []
+    for task, values in results["results"].items():
+        count = int(results.get("n-samples", {}).get(task, {}).get("effective", 0))
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            if not kind or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            error = values.get(f"{metric}_stderr,{kind}")
+            known = isinstance(error, float)
+            low, high = (value - CONFIDENT * error, value + CONFIDENT * error) if known else (None, None)
+            shots = int(results.get("n-shot", {}).get(task, 0))
+            label = metric if kind == "none" else f"{metric} ({kind})"
+            scores.append(Score(f"lm-eval/{task}", label, float(value), low, high, count, None, shots=shots))
+    return scores

@@ -1,0 +1,169 @@
+"""The model for lm-evaluation-harness, on tasks whose files the tests write: nothing is downloaded."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE
+from quern.runs.load import LoadedModel
+from quern.text.tokenizer import Tokenizer
+from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its many dependencies
+    lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    from quern.eval.harness import LM, find_harness_tasks, run_harness
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CONTEXT = 48
+OWN = lm_eval.tasks.TaskManager(include_defaults=False)
+"""Reads none of lm-eval's thousands of files."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    tokenizer = tiny_tokenizer()
+    return LoadedModel(tiny_model(tokenizer.vocab_size, context=CONTEXT).eval(), tokenizer, RECIPE, "pretrain", 1)
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def scores_alone(model: GPT, tokenizer: Tokenizer, row: list[int], first: int) -> tuple[float, bool]:
+    """The sum of the log-probabilities of row[first:], and whether they are the likeliest: one row, no cache."""
+    tokens = torch.tensor([row[:-1]])
+    with torch.no_grad():
+        logits = model.logits(model(tokens, model.context(tokens)))[0, :, : tokenizer.vocab_size].double()
+    logs = torch.log_softmax(logits, -1)
+    span = range(first, len(row))
+    return sum(logs[at - 1, row[at]].item() for at in span), all(int(logs[at - 1].argmax()) == row[at] for at in span)
+
+
+def request(kind: str, *arguments: Any) -> Any:
+    return lm_eval.api.instance.Instance(kind, {}, arguments, 0)
+
+
+def task(folder: Path, name: str, rows: list[dict[str, Any]], **config: Any) -> dict[str, Any]:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    files = {"test": str(path)}
+    return {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": files},
+        "test_split": "test",
+    } | config
+
+
+def test_log_probabilities_are_those_of_one_request_at_a_time(loaded: LoadedModel) -> None:
+    long = "the miller ground the corn and the baker baked the bread " * 9
+    pairs = [
+        ("the miller ground", " the corn"),
+        ("the miller ground", " corn and bread"),
+        ("", "the baker"),
+        ("the miller ends with spaces  ", "bread"),
+        (long, " corn"),
+        (long, " corn and the valley and the bread"),
+        ("the miller ground", " the corn"),
+    ]
+    lm, text = LM(loaded, CPU), loaded.tokenizer
+    found = lm.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
+    for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
+        start = 1 + len(text.encode(context.rstrip()))
+        row = [text.bos, *text.encode(context + continuation)]
+        cut = max(0, len(row) - (CONTEXT + 1))
+        expected, likeliest = scores_alone(loaded.model, text, row[cut:], start - cut)
+        assert score == pytest.approx(expected, abs=1e-3) and greedy == likeliest
+    assert found[0] == pytest.approx(found[-1])
+    assert lm.prefix_token_id == text.bos and lm.tok_encode("<|bos|>")[0] == text.bos
+    assert text.bos not in lm.tok_encode("<|bos|>")[1:]
+    with pytest.raises(ValueError, match="a continuation has .* tokens, and the context is 48"):
+        lm.loglikelihood([request("loglikelihood", "a", long)])
+
+
+def test_rolling_windows_predict_each_token_once(loaded: LoadedModel) -> None:
+    texts = ["the baker", "the miller ground the corn and baked the bread in the valley " * 8]
+    lm, text = LM(loaded, CPU), loaded.tokenizer
+    found = lm.loglikelihood_rolling([request("loglikelihood_rolling", each) for each in texts])
+    for each, score in zip(texts, found, strict=True):
+        ids = [text.bos, *text.encode(each)]
+        expected, at = 0.0, 1
+        while at < len(ids):
+            end = min(len(ids), at + CONTEXT)
+            row = ids[max(0, end - CONTEXT - 1) : end]
+            expected += scores_alone(loaded.model, text, row, len(row) - (end - at))[0]
+            at = end
+        assert score == pytest.approx(expected, abs=1e-3)
+    assert len(text.encode(texts[1])) > 2 * CONTEXT
+
+
+def test_generation_stops_and_keeps_the_order(loaded: LoadedModel) -> None:
+    lm, text = LM(loaded, CPU), loaded.tokenizer
+    prompts = ["the miller ground the corn and", "bread", "the valley " * 40, "the baker"]
+    options = {"until": [], "max_gen_toks": 12}
+    found = lm.generate_until([request("generate_until", prompt, options) for prompt in prompts])
+    for prompt, answer in zip(prompts, found, strict=True):
+        ids = [text.bos, *text.encode(prompt)][-(CONTEXT - 12) :]
+        said: list[int] = []
+        for _ in range(12):
+            tokens = torch.tensor([[*ids, *said]])
+            with torch.no_grad():
+                logits = loaded.model.logits(loaded.model(tokens, loaded.model.context(tokens)))[0, -1]
+            said.append(int(logits[: text.vocab_size].argmax()))
+            if said[-1] >= text.vocab_size - len(text.special_tokens):
+                said.pop()
+                break
+        assert answer == text.decode_bytes(said).decode("utf-8", "ignore")
+    whole = max(found, key=len)
+    stop = whole[len(whole) // 2 :][:2]
+    cut = lm.generate_until([request("generate_until", prompts[found.index(whole)], options | {"until": [stop, ""]})])
+    assert cut == [whole[: whole.index(stop)]]
+    drawn = {"until": "\n\n", "do_sample": True, "temperature": 5.0, "max_gen_toks": 12}
+    assert lm.generate_until([request("generate_until", prompts[0], drawn)]) != found[:1]
+
+
+def test_lm_eval_runs_offline_tasks_of_three_kinds(loaded: LoadedModel, tmp_path: Path) -> None:
+    options = ["corn", "bread and corn", "valley"]
+    rows = [{"q": f"the miller ground {n} and", "options": options, "gold": n % 3} for n in range(9)]
+    tasks = [
+        task(
+            tmp_path, "choice", rows, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_choice="{{options}}",
+            doc_to_target="gold",
+        ),
+        task(tmp_path, "ending", rows, output_type="loglikelihood", doc_to_text="{{q}}", doc_to_target=" corn"),
+        task(
+            tmp_path, "answer", rows, output_type="generate_until", doc_to_text="{{q}}", doc_to_target="corn",
+            generation_kwargs={"until": ["\n"], "max_gen_toks": 4}, metric_list=[{"metric": "exact_match"}],
+        ),
+    ]  # fmt: skip
+    found = lm_eval.simple_evaluate(LM(loaded, CPU), tasks=tasks, task_manager=OWN, bootstrap_iters=0)
+    assert found is not None and set(found["results"]) == {"choice", "ending", "answer"}
+    text = loaded.tokenizer
+    for sample in found["samples"]["choice"]:
+        row = rows[sample["doc_id"]]
+        for option, (score, _) in zip(options, sample["filtered_resps"], strict=True):
+            ids = [text.bos, *text.encode(f"{row['q']} {option}")]
+            expected = scores_alone(loaded.model, text, ids, 1 + len(text.encode(row["q"])))[0]
+            assert float(score) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_task_from_a_file_gives_scores(loaded: LoadedModel, tmp_path: Path) -> None:
+    rows = [{"q": f"the miller ground {n} and", "gold": n % 2} for n in range(6)]
+    config = task(tmp_path, "mill", rows, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_target="gold")
+    path = tmp_path / "mill.yaml"
+    path.write_text(json.dumps(config | {"doc_to_choice": ["corn", "bread"]}), encoding="utf-8")  # JSON is YAML
+    manager, names = find_harness_tasks([str(path)])
+    scores = run_harness(loaded, CPU, manager, names, limit=4)
+    assert {(score.task, score.metric, score.count) for score in scores} >= {("lm-eval/mill", "acc", 4)}
+    assert all(score.value is not None and 0 <= score.value <= 1 for score in scores)
+    with pytest.raises(ValueError, match="there is no file .*none.yaml"):
+        find_harness_tasks(["none.yaml"])
+    with pytest.raises(ValueError, match="lm-eval has no task 'mi'"):
+        find_harness_tasks(["mi"])
