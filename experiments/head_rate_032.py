@@ -1,0 +1,15 @@
+"""The head learns at four times the rate.
+
+Hypothesis: 0.008 is too low for short runs of small models: the head is half of such a model, and starts at zero.
+Source: the study `rates` here, 100 trials over 34 constants: the head's rate decides most, and its best value is at the
+upper edge of 0.002 to 0.032.
+Expected effect: better in short runs.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import OptimRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="head_rate_032", optim=OptimRecipe(head_lr=0.032))
