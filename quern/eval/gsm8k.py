@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from decimal import Decimal
 from pathlib import Path
 
@@ -54,10 +55,12 @@ def read_gsm8k(folder: Path, split: str) -> list[Item]:
             for line in file:
                 body = json.loads(line)
                 answer = body["answer"].rpartition("####")[2].strip()
-                if last_number(answer) is None:
+                if "####" not in body["answer"] or last_number(answer) is None:
                     raise ValueError("no number after ####")
                 items.append(question(body["question"], answer, kind="gsm8k"))
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, zlib.error) as error:
         line = f", line {len(items) + 1}"
         raise ValueError(f'{paths[0]}{line}: each line is {{"question": …, "answer": "… #### 12"}} ({error})') from None
+    if not items:
+        raise ValueError(f"{paths[0]} has no problems")
     return items

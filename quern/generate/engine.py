@@ -98,7 +98,7 @@ class Engine:
         samples: int = 1,
         max_tokens: int = 256,
         sampling: Sampling | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
         plain: bool = False,
         logprobs: bool = False,
@@ -110,7 +110,7 @@ class Engine:
             samples: Completions of each prompt.
             max_tokens: The most tokens in a completion; the context may end it earlier.
             sampling: How a token is chosen.
-            seed: Seed of the random choice.
+            seed: Seed of the random choice, one for all prompts or one for each.
             stop: A completion ends before any of these strings.
             plain: Continue each prompt as text. Any special token ends it, and no tool is called.
             logprobs: Also compute the log-probability of every token (`Completion.logprobs`).
@@ -130,11 +130,12 @@ class Engine:
             if len(prompt) >= self.context:
                 raise ContextOverflow(len(prompt), self.context)
         rows = []
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
         for p, prompt in enumerate(prompts):
             room = min(max_tokens, self.context - len(prompt))
             for s in range(samples):
                 reply = Reply(self.tokenizer, len(prompt), room, stop, plain=plain)
-                rows.append(Row(p, s, reply, generator(seed, prompt, s)))
+                rows.append(Row(p, s, reply, generator(seeds[p], prompt, s)))
         return self._batches(prompts, rows, sampling or Sampling(), logprobs)
 
     def _batches(

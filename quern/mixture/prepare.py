@@ -129,6 +129,9 @@ def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
     opened = [open_source(asked, recipe, out, fetch, lambda line: None) for asked in recipe.conversation_sources]
     rows = _task_rows(recipe, opened, out)
     counts = [sum(1 for _ in _Checked(source, rows).read(source.splits[0])) for source in opened]
+    empty = [source for source, count in zip(opened, counts, strict=True) if not count]
+    if empty:
+        raise ValueError(_holds_none(empty[0]))
     _refuse_few(
         recipe, sum(counts), sum(count > 1 or source.built_in for source, count in zip(opened, counts, strict=True))
     )
@@ -140,6 +143,10 @@ def _refuse_few(recipe: Recipe, count: int, held_out: int) -> None:
     names = " and ".join(one.source for one in recipe.conversation_sources)
     counted = f"{count} conversation" + ("s" if count != 1 else "")
     raise ValueError(f"{names} holds {counted}: fine-tuning needs at least 2")
+
+
+def _holds_none(source: OpenSource) -> str:
+    return f"{source.asked.source} holds 0 conversations: fine-tuning needs at least 2"
 
 
 def _task_rows(recipe: Recipe, opened: list[OpenSource], out: Path) -> TaskRows:
@@ -165,7 +172,7 @@ def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) 
         read = checked.read(split)
         first = next(read, None)
         if first is None:
-            raise ValueError(f"{source.asked.source} holds 0 conversations: fine-tuning needs at least 2")
+            raise ValueError(_holds_none(source))
         with (
             ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
             Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,

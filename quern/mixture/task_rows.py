@@ -27,6 +27,7 @@ BUILT_IN_QUESTIONS = 500
 """Held-out questions of each kind of the built-in world that are compared: the first ones of the run's seed."""
 QUESTION_KEYS = ("question", "query", "prompt", "context_options", "context", "messages")
 """The keys that can hold the question of a test row; the first one that a row has counts."""
+TRAINING_FILE = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 _WORD = re.compile(r"\w+|[+\-*/=<>^%×÷−]")
 _LABEL = re.compile(r"\s*(question|problem)\s*:\s*", re.IGNORECASE)
 
@@ -67,7 +68,7 @@ class TaskRows:
             ValueError: A file is damaged, or a row has no question.
         """
         for path in list_source(folder, CONVERSATION_FORMATS).files:
-            if "train" in path.name:
+            if TRAINING_FILE.search(path.name.lower()):
                 continue
             try:
                 for value, record in records(path, 0, (*QUESTION_KEYS, "choices")):

@@ -89,7 +89,7 @@ CURVES = (
 RL_CURVES = (
     Curve("Reward", "mean of a step's replies", "reward", "step", smooth=True),
     Curve("Held-out questions", "pass@1", "val_pass_1", "step", points=True, share=True),
-    Curve("Divergence from the first model", "nats per token", "kl", "step", points=True),
+    Curve("Divergence from the first model", "nats per token", "val_kl", "step", points=True),
     Curve("Entropy", "nats per token", "entropy", "step", smooth=True),
     Curve("Length of replies", "tokens", "reply_tokens", "step", smooth=True),
     Curve("Questions without a difference in reward", "of all", "dropped", "step", smooth=True, share=True),

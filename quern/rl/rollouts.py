@@ -140,11 +140,28 @@ class Rollouts:
             self._round = number
         if updates == 1:
             return self._batch(self._kept)
-        rows = [one for one in self._kept if one.slot % updates == part]
+        order = np.random.default_rng((self.seed, number)).permutation(self.settings.groups)
+        rows = [one for one in self._kept if order[one.slot] % updates == part]
         return self._batch(self._with_ratios(rows) if part else rows)
 
-    def ask(self, items: Sequence[tuple[Environment, Item]], samples: int, seed: str) -> list[list[Rollout]]:
-        """Samples replies to questions and rewards them. Questions too long for the context get no replies."""
+    def refuse_unusable(self, environment: Environment) -> None:
+        """Raises ValueError if an environment lacks questions of a split, or its questions do not fit the context."""
+        items = [draw_item(environment, str(n), held_out=held_out) for held_out in (False, True) for n in range(20)]
+        shortest = min(len(render_prompt(self.engine.tokenizer, item.messages)) for item in items)
+        if shortest >= self.engine.context:
+            raise ValueError(
+                f"environment '{environment.name}': the questions tried have at least {shortest} tokens, and the "
+                f"context has {self.engine.context}: ask shorter ones"
+            )
+
+    def ask(self, items: Sequence[tuple[Environment, Item]], samples: int, seeds: Sequence[str]) -> list[list[Rollout]]:
+        """Samples replies to questions and rewards them. Questions too long for the context get no replies.
+
+        Args:
+            items: The questions, each with its environment.
+            samples: Replies to each.
+            seeds: For each question; equal questions of different seeds get different replies.
+        """
         prompts = [render_prompt(self.engine.tokenizer, item.messages) for _, item in items]
         fits = [number for number, prompt in enumerate(prompts) if len(prompt) < self.engine.context]
         settings = self.settings
@@ -156,7 +173,7 @@ class Rollouts:
             samples=samples,
             max_tokens=settings.max_tokens,
             sampling=Sampling(),
-            seed=int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=7).digest(), "big"),
+            seed=[_number(seeds[at]) for at in fits],
             logprobs=True,
         )
         model.train(training)
@@ -205,9 +222,9 @@ class Rollouts:
         self.tally = Tally()
         waiting, kept = list(range(rank, settings.groups, ranks)), {}
         for attempt in range(settings.resample + 1):
-            seed = f"{self.seed}:{number}:{attempt}"
-            asked = [self._question(slot, f"{seed}:{slot}") for slot in waiting]
-            for slot, group in zip(waiting, self.ask(asked, settings.samples, seed), strict=True):
+            seeds = [f"{self.seed}:{number}:{attempt}:{slot}" for slot in waiting]
+            asked = [self._question(number, slot, seed) for slot, seed in zip(waiting, seeds, strict=True)]
+            for slot, group in zip(waiting, self.ask(asked, settings.samples, seeds), strict=True):
                 if group:
                     self.tally.add(group)
                     if not is_uniform(np.array([one.reward for one in group])):
@@ -224,8 +241,8 @@ class Rollouts:
             self._write(number, rank, ranks, rows)
         return rows
 
-    def _question(self, slot: int, seed: str) -> tuple[Environment, Item]:
-        environment = self.environments[slot % len(self.environments)]
+    def _question(self, number: int, slot: int, seed: str) -> tuple[Environment, Item]:
+        environment = self.environments[(number * self.settings.groups + slot) % len(self.environments)]
         return environment, draw_item(environment, seed)
 
     def _weighted(self, slot: int, group: Sequence[Rollout]) -> list[Rollout]:
@@ -285,6 +302,10 @@ class Rollouts:
         body = json.loads(self._path(number, rank, ranks).read_text(encoding="utf-8"))
         self.tally.sums = body["tally"]
         return [Rollout(**one) for one in body["rollouts"]]
+
+
+def _number(seed: str) -> int:
+    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=7).digest(), "big")
 
 
 def divergence(logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:

@@ -19,16 +19,16 @@ from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import count
 from quern.parallel.plan import shard_model
-from quern.recipe import IN_FINE_TUNING, Recipe
+from quern.recipe import IN_FINE_TUNING, Recipe, RlRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.rl.advantages import pass_at_k
 from quern.rl.environment import draw_item
 from quern.rl.environments import load_environment
-from quern.rl.rollouts import Rollout, Rollouts, Tally, divergence
+from quern.rl.rollouts import Rollouts, Tally, divergence
 from quern.runs.origin import Origin, read_origin, refuse_second_tokenizer, require_tokenizer
 from quern.runs.saved import NEWEST, Start, changes, open_checkpoint, read_saved, read_start
 from quern.stages.session import Session, lower_precision
-from quern.stages.sft import rates_fall
+from quern.stages.sft import rates_fall, source_text
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, weights_of
@@ -87,7 +87,7 @@ def _run(asked: Recipe, session: Session) -> int:
     environments = [load_environment(name, folder) for name in recipe.rl.rewards]
     model = build_model(recipe, machine, None)
     counts = count(model)
-    weights = weights_of(start.tensors if start is not None else _first(session, origin).tensors)
+    weights = weights_of(start.tensors if start is not None else _first(session).tensors)
     model.load_state_dict(weights)
     reference = build_model(recipe, machine, None)
     reference.load_state_dict(weights)
@@ -133,7 +133,7 @@ def _run(asked: Recipe, session: Session) -> int:
         counts=counts,
         facts=start.facts() | precision if start is not None and not own else None,
         tokenizer=tokenizer,
-        source=session.source,
+        source=source_text(session.source, start),
         changed=changed,
         data={"environments": list(recipe.rl.rewards)} | precision,
         shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}",
@@ -145,17 +145,14 @@ def _origin(start: Start, own: bool, tokenizer: Tokenizer) -> Origin:
     return replace(start.origin, tokenizer=tokenizer.fingerprint, base=base)
 
 
-def _first(session: Session, origin: Origin) -> Start:
-    """The model that a resumed stage began with: of the run's fine-tuning, or kept as the stage's step 0."""
-    base, run_dir = origin.base, session.run_dir
-    assert base is not None
-    stage, step = (base["stage"], base["step"]) if base["run"] is None else ("rl", 0)
-    folder = run_dir.checkpoints(stage)
-    if step not in checkpoint.steps(folder):
+def _first(session: Session) -> Start:
+    """The model that a resumed stage began with, which is kept as its step 0."""
+    folder = session.run_dir.checkpoints("rl")
+    if 0 not in checkpoint.steps(folder):
         raise FileNotFoundError(
-            f"the model that reinforcement learning began with is gone: {folder} has no step {step}"
+            f"{folder} has no step 0, the model that the stage began with: remove {folder.parent}, and begin again"
         )
-    return open_checkpoint(run_dir, stage, checkpoint.path_of(folder, step))
+    return open_checkpoint(session.run_dir, "rl", checkpoint.path_of(folder, 0))
 
 
 def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
@@ -169,10 +166,23 @@ def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
     own["eval_every"], own["save_every"] = own["eval_every"] or quarter, own["save_every"] or quarter
     files = tuple(str(Path(name).absolute()) if name.endswith(".py") else name for name in asked.rl.rewards)
     data = str(Path(asked.rl.data).absolute()) if asked.rl.data else None
+    _check(asked.rl)
     recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files, data=data)))
     assert recipe.train.batch_tokens
     scale = recipe.rl.lr_share * math.sqrt(recipe.train.batch_tokens / REFERENCE_BATCH_TOKENS)
     return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0))
+
+
+def _check(rl: RlRecipe) -> None:
+    """Raises ValueError for values that contradict each other."""
+    if not rl.rewards:
+        raise ValueError("rl.rewards is empty: name what to practise, such as counting")
+    if rl.overlong_tokens > rl.max_tokens:
+        raise ValueError(f"rl.overlong-tokens must be at most rl.max-tokens, {rl.max_tokens}, not {rl.overlong_tokens}")
+    if rl.updates > rl.groups:
+        raise ValueError(
+            f"rl.updates must be at most rl.groups, {rl.groups}, not {rl.updates}: each update needs a group"
+        )
 
 
 def validation(rollouts: Rollouts, mesh: Mesh) -> loop.Evaluator:
@@ -181,18 +191,23 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> loop.Evaluator:
     Records pass@1 and pass@k over all of them and for each environment, the divergence from the model that the stage
     began with in nats per token, and the largest difference between a token's log-probability in sampling and in
     training.
+
+    Raises:
+        ValueError: An environment has no held-out question, none to practise, or none that fits the context.
     """
     settings = rollouts.settings
-    rank, ranks, samples = mesh.data.rank, mesh.data.size, settings.val_samples
+    samples, indices = settings.val_samples, range(mesh.data.rank, settings.val_questions, mesh.data.size)
+    for environment in rollouts.environments:
+        rollouts.refuse_unusable(environment)
+    asked = [
+        (number, environment, f"{VAL_SEED}:{index}", draw_item(environment, f"{VAL_SEED}:{index}", held_out=True))
+        for number, environment in enumerate(rollouts.environments)
+        for index in indices
+    ]
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        found: list[tuple[int, list[Rollout]]] = []
-        for number, environment in enumerate(rollouts.environments):
-            items = [
-                (environment, draw_item(environment, f"{VAL_SEED}:{index}", held_out=True))
-                for index in range(rank, settings.val_questions, ranks)
-            ]
-            found += [(number, group) for group in rollouts.ask(items, samples, VAL_SEED) if group]
+        groups = rollouts.ask([(one, item) for _, one, _, item in asked], samples, [seed for *_, seed, _ in asked])
+        found = [(number, group) for (number, *_), group in zip(asked, groups, strict=True) if group]
         rows = [one for _, group in found for one in group]
         own = np.array([flag for one in rows for flag in one.sampled], dtype=bool)
         sampled = np.array([value for one in rows for value in one.logprobs])
@@ -202,20 +217,17 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> loop.Evaluator:
         for number, group in found:
             right = sum(one.right for one in group)
             sums[number] += 1, pass_at_k(right, samples, 1), pass_at_k(right, samples, samples)
-        device = rollouts.engine.machine.device
+        machine = rollouts.engine.machine
         facts = [float(divergence(now, first)[own].sum()), float(own.sum())]
-        total = torch.tensor([*sums.ravel(), *facts], dtype=torch.float64, device=device)
-        gap = torch.tensor(np.abs(now - sampled)[own].max(initial=0.0), device=device)
-        mesh.data.all_reduce(total).wait()
-        mesh.data.all_reduce(gap, "max").wait()
-        *flat, nats, tokens = total.tolist()
+        *flat, nats, tokens = _reduced([*sums.ravel().tolist(), *facts], mesh, machine)
+        gap = _reduced([float(np.abs(now - sampled)[own].max(initial=0.0))], mesh, machine, "max")[0]
         sums = np.array(flat).reshape(-1, 3)
-        asked, one, many = sums.sum(axis=0) / max(1.0, sums[:, 0].sum())
+        _, one, many = sums.sum(axis=0) / max(1.0, sums[:, 0].sum())
         told = {
             "val_pass_1": one,
             f"val_pass_{samples}": many,
-            "kl": nats / max(1.0, tokens),
-            "logprob_gap": float(gap),
+            "val_kl": nats / max(1.0, tokens),
+            "val_logprob_gap": gap,
         }
         if len(sums) > 1:
             for environment, (count, one, _) in zip(rollouts.environments, sums, strict=True):
@@ -227,6 +239,12 @@ def validation(rollouts: Rollouts, mesh: Mesh) -> loop.Evaluator:
 
 def _added_up(tally: Tally, mesh: Mesh, machine: Machine) -> dict[str, float]:
     """The means over the replies of all ranks."""
-    total = torch.tensor(list(tally.sums.values()), dtype=torch.float64, device=machine.device)
-    mesh.data.all_reduce(total).wait()
-    return tally.means(total.tolist())
+    return tally.means(_reduced(list(tally.sums.values()), mesh, machine))
+
+
+def _reduced(values: list[float], mesh: Mesh, machine: Machine, op: str = "sum") -> list[float]:
+    if mesh.data.size == 1:  # a device alone may have no float64
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=machine.device)
+    mesh.data.all_reduce(total, op).wait()
+    return total.tolist()

@@ -200,9 +200,9 @@ class Session:
         if self.mesh.main and facts and not resumed:
             describe_run(counts, self.machine, self.run_dir, facts, self.command)
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
-        if self.start is not None and not resumed:
+        if (self.start is not None or self.stage == "rl") and not resumed:
             # The weights of another run are saved first: the run never needs the other one again. Reinforcement
-            # learning measures its divergence from them to the end.
+            # learning keeps its first weights, since it measures its divergence from them to the end.
             meta = plan.meta | {"state": state.meta(), "kept": self.stage == "rl"}
             checkpoint.save(self.folder / "checkpoints", 0, state.slices(), meta, plan.keep, mesh=self.mesh)
         with open_folder(self.folder, recipe, source, self.trackers, self.mesh, origin) as folder:

@@ -128,7 +128,7 @@ def _run(asked: Recipe, session: Session) -> int:
         counts=counts,
         facts=start.facts() | precision if start is not None and not own else None,
         tokenizer=tokenizer,
-        source=_source_text(source, start),
+        source=source_text(source, start),
         changed=changed,
         data={name: round(value, 5) for name, value in batches.report().items()}
         | precision
@@ -145,7 +145,7 @@ def _origin(start: Start | None, own: bool, found: str, source: str | None, toke
     return replace(start.origin, conversations=found, source=digest, base=base)
 
 
-def _source_text(source: str | None, start: Start | None) -> str | None:
+def source_text(source: str | None, start: Start | None) -> str | None:
     """The recipe file to keep with the stage: the one named, else that of the model it starts from."""
     if source is not None or start is None:
         return source

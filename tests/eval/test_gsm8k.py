@@ -60,7 +60,10 @@ def test_files_are_found_and_practised(tmp_path: Path, suffix: str) -> None:
         read_gsm8k(tmp_path, "train")
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"question": "a"}', '{"question": "a", "answer": "#### many"}'])
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"question": "a"}', '{"question": "a", "answer": "#### many"}', '{"question": "a", "answer": "12"}'],
+)
 def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + line)
     with pytest.raises(ValueError, match="line 2: each line is"):
@@ -68,6 +71,9 @@ def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "train.jsonl").unlink()
     (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROWS[0]).encode())[:-9])
     with pytest.raises(ValueError, match="line [12]: each line is"):
+        read_gsm8k(tmp_path, "train")
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(ValueError, match="has no problems"):
         read_gsm8k(tmp_path, "train")
 
 

@@ -200,5 +200,5 @@ def test_reinforcement_learning_from_another_run_keeps_its_first_model(bench: Be
     bench.run([*command, "--from", other], begun, "fp32", kill=["train", int(0.8 * events["train"])])
     (reference.parent.parent / other).rename(reference.parent.parent / f"{other}-away")
     bench.run([*command, "--resume"], begun, "fp32")
-    found = [line["kl"] for line in read_metrics(bench.stage(begun, RL)) if "kl" in line]
+    found = [line["val_kl"] for line in read_metrics(bench.stage(begun, RL)) if "val_kl" in line]
     assert len(found) >= 3 and min(found) >= 0 and max(found) > 0

@@ -40,7 +40,7 @@ def test_micro_batches_do_not_change_the_update(law: Law) -> None:
 
 def gap(rollouts: Rollouts) -> float:
     items = [(LETTERS, LETTERS.ask(f"{number:06}")) for number in range(12)]
-    rows = [one for group in rollouts.ask(items, 4, "law") for one in group]
+    rows = [one for group in rollouts.ask(items, 4, list(map(str, range(12)))) for one in group]
     trained = np.concatenate(rollouts.logprobs(rows))
     return float(np.abs(trained - np.concatenate([one.logprobs for one in rows])).max())
 
@@ -56,7 +56,7 @@ def test_log_probabilities_in_sampling_are_those_of_training(law: Law) -> None:
     with torch.no_grad():
         before = [p.clone() for p in state.model.parameters()]
         items = [(LETTERS, LETTERS.ask("000001"))]
-        rows = rollouts.ask(items, 4, "law")[0]
+        rows = rollouts.ask(items, 4, ["law"])[0]
         for parameter, old in zip(state.model.parameters(), before, strict=True):
             parameter.copy_(old * 1.01)
     other = np.concatenate(rollouts.logprobs(rows)) - np.concatenate([one.logprobs for one in rows])

@@ -33,10 +33,10 @@ def rewards(environment: Environment) -> list[float]:
 
 def test_the_reward_rises() -> None:
     found = rewards(LETTERS)
-    assert found[0] < 0.3 and found[-1] > 0.95, found
+    assert found[0] < 0.3 and found[-1] > 0.8, found
 
 
-def test_the_opposite_reward_is_learned_as_well() -> None:
-    """The letter appears by chance; it disappears."""
+def test_without_that_reward_the_letter_stays_rare() -> None:
+    """Else the rise would say nothing about the reward."""
     found = rewards(Environment("none", ask, lambda item, reply: -LETTERS.reward(item, reply)))
-    assert -0.3 < found[0] < -0.1 and found[-1] > -0.02, found
+    assert min(found) > -0.4, found

@@ -40,6 +40,9 @@ def test_the_model_comes_from_the_run_and_the_stage_from_the_command() -> None:
         ({"samples": 1}, "rl.samples must be a whole number between 2 and"),
         ({"kl": -1.0}, "rl.kl must be a number between 0 and"),
         ({"updates": 0}, "rl.updates must be a whole number between 1 and"),
+        ({"updates": 17}, "rl.updates must be at most rl.groups, 16, not 17"),
+        ({"rewards": ()}, "rl.rewards is empty: name what to practise"),
+        ({"overlong_tokens": 97}, "rl.overlong-tokens must be at most rl.max-tokens, 96, not 97"),
     ],
 )
 def test_values_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
