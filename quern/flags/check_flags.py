@@ -144,8 +144,6 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
         flag = known.get(_dashed(typed))
         if flag is None:
             raise ValueError(_unknown(typed, list(known), prog))
-        if flag.many and flag.name in given:
-            raise ValueError(f"{flag.name} is given twice: name all its values after one")
         given.add(flag.name)
         if flag.kind is bool:
             if equals:
