@@ -11,13 +11,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from quern.eval.task import Item
 
 WORDS = 13
 LEAST_WORDS = 5
 """Shorter questions are in every large text by chance, and are never called contaminated."""
 
 _WORD = re.compile(r"\w+")
+_OPTION = re.compile(r"^([A-Z])\) (.*)$", re.MULTILINE)
 
 
 def find_contaminated(questions: Sequence[str], documents: Iterable[str], words: int = WORDS) -> list[bool]:
@@ -43,6 +46,24 @@ def find_contaminated(questions: Sequence[str], documents: Iterable[str], words:
                 for number in known.get(_digest(run), ()):
                     found[number] = True
     return found
+
+
+def passage(item: Item) -> str:
+    """The text of an item that is looked for: its question, without lettered options, and its answer."""
+    options = dict(_OPTION.findall(item.question))
+    return f"{_OPTION.sub('', item.question)} {options.get(item.answer, item.answer)}"
+
+
+def contaminated_shares(passages: Mapping[str, Sequence[str]], documents: Iterable[str]) -> dict[str, float]:
+    """The share of each task's questions that share a run of words with the training text.
+
+    Args:
+        passages: Task → the texts of its questions.
+        documents: The training text; read once, for all tasks.
+    """
+    found = iter(find_contaminated([text for texts in passages.values() for text in texts], documents))
+    shares = {task: [next(found) for _ in texts] for task, texts in passages.items()}
+    return {task: sum(own) / len(own) for task, own in shares.items() if own}
 
 
 def _split(text: str) -> list[str]:
