@@ -76,6 +76,8 @@ def read_items(path: Path, name: str) -> list[Item]:
     try:
         for row, number in records(path, 0, COLUMNS):
             try:
+                if not isinstance(row, Mapping):
+                    raise ValueError("it is no object")
                 items.append(convert(name, row))
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 why = f"it has no {error}" if isinstance(error, KeyError) else error
