@@ -28,7 +28,7 @@ LAYERS = (
     ("train", "eval", "grug", "mixture"),
     ("rl",),
     ("runs", "eval.core", "eval.tasks", "report", "rl.environments"),
-    ("eval.harness",),
+    ("eval.chat", "eval.harness"),
     ("stages", "serve"),
     ("stages.jax", "interop"),
     ("bench", "estimate", "lab"),

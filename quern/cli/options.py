@@ -138,13 +138,22 @@ class EvaluateOptions(_ModelOptions):
     questions: int = 200
     """Held-out questions of each kind."""
     tasks: tuple[str, ...] = ()
-    """Built-in tasks by name, task files (.py), or core and core/TASK. Default: the built-in tasks that suit the run's
-    data. The base model answers questions only with --tasks or --stage pretrain."""
+    """Built-in tasks by name, task files (.py), core and core/TASK, or chat and chat/TASK. Default: the built-in tasks
+    that suit the run's data. The base model answers questions only with --tasks or --stage pretrain."""
     bundle: Annotated[Path | None, UNSAID] = None
     """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: core, the public
     bundle, which is downloaded."""
     limit: Annotated[int | None, UNSAID] = None
-    """The most questions of each task of CORE and of --harness. Default: all."""
+    """The most questions of each task of CORE, of the chat tasks and of --harness. Default: all."""
+    chat_data: Annotated[Path | None, UNSAID] = None
+    """The folder with the files of ARC, MMLU, GSM8K and HumanEval, for --tasks chat. Default: none."""
+    samples: int = 1
+    """Programs for each problem of HumanEval: above 1, pass@k is estimated from so many at temperature 0.8."""
+    contamination: bool = False
+    """Also compute the share of each task's questions that have 13 words in a row in common with the training text,
+    which is read once for it."""
+    against: Annotated[str | None, UNSAID] = None
+    """Ask nothing; compare the answers on disk with those of this RUN or RUN/STAGE, item by item. Default: evaluate."""
     harness: tuple[str, ...] = ()
     """Also ask these tasks of lm-evaluation-harness: names, or files NAME.yaml. Needs the extra `eval`."""
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None

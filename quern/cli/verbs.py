@@ -136,9 +136,13 @@ def verb_train(verb: str, rest: list[str]) -> int:
 
 
 def verb_evaluate(verb: str, rest: list[str]) -> int:
+    from quern.runs.against import compare_runs
     from quern.stages import evaluate
 
     options, _ = parse(verb, rest, EvaluateOptions)
+    if options.against is not None:
+        compare_runs(options.where.run_dir, options.against, options.tasks, options.stage, log)
+        return 0
     evaluate.run(
         options.where.run_dir,
         options.where.machine(),
@@ -149,6 +153,9 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
         bundle=options.bundle,
         limit=options.limit,
         harness=options.harness,
+        chat_data=options.chat_data,
+        samples=options.samples,
+        contamination=options.contamination,
     )
     return 0
 

@@ -7,12 +7,14 @@ are shares from 0 to 1.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quern.eval.score import Score, accuracy
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.sample import GREEDY
+from quern.terminal import Meter
 from quern.text.chat import ContentPart
 
 
@@ -30,28 +32,30 @@ def generative(
     engine: Engine,
     items: Sequence[Item],
     prompts: Sequence[list[int]],
-    grade: Callable[[Item, str], bool],
+    grade: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]],
     *,
     task: str,
     max_tokens: int = 96,
     batch_rows: int = 32,
-    base: bool = False,
+    base_stop: Sequence[str] | None = None,
 ) -> tuple[Score, list[Answered]]:
     """Answers every item greedily and grades the replies.
 
     Args:
         prompts: The token ids of each item's prompt, from BOS on.
-        grade: (item, reply) → whether the reply is right.
+        grade: (items, replies) → whether each reply is right.
         task: The score's name.
-        base: The prompts are plain text: a reply ends at the first line break, and no tool is called.
+        base_stop: The prompts are plain text: a reply ends before any of these texts, and no tool is called. None: the
+            prompts are in the chat format.
 
     Raises:
         ValueError: There are no items.
     """
-    done = _complete(engine, prompts, max_tokens, batch_rows, base)
+    done = list(_complete(engine, prompts, max_tokens, batch_rows, base_stop, task))
+    right = grade(items, [completion.text for completion in done])
     replies = [
-        Answered(item, list(completion.parts), completion.text, bool(grade(item, completion.text)))
-        for item, completion in zip(items, done, strict=True)
+        Answered(item, list(completion.parts), completion.text, bool(correct))
+        for item, completion, correct in zip(items, done, right, strict=True)
     ]
     chances = [item.chance for item in items]
     score = accuracy(task, [reply.correct for reply in replies], chances, prompts, bos=engine.tokenizer.bos)
@@ -59,15 +63,22 @@ def generative(
 
 
 def _complete(
-    engine: Engine, prompts: Sequence[list[int]], max_tokens: int, batch_rows: int, base: bool
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    batch_rows: int,
+    base_stop: Sequence[str] | None,
+    title: str,
 ) -> Iterator[Completion]:
     """Greedy completions in the order of `prompts`. Prompts of similar length share a batch: less padding."""
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    stop = ("\n",) if base else ()
+    options: dict[str, Any] = {"max_tokens": max_tokens, "sampling": GREEDY}
+    options |= {"stop": base_stop or (), "plain": base_stop is not None}
     done: dict[int, Completion] = {}
-    for first in range(0, len(order), batch_rows):
-        rows = order[first : first + batch_rows]
-        batch = [prompts[row] for row in rows]
-        groups = engine.generate(batch, max_tokens=max_tokens, sampling=GREEDY, stop=stop, plain=base)
-        done.update((row, samples[0]) for row, samples in zip(rows, groups, strict=True))
+    with Meter(title, len(prompts), "questions") as meter:
+        for first in range(0, len(order), batch_rows):
+            rows = order[first : first + batch_rows]
+            groups = engine.generate([prompts[row] for row in rows], **options)
+            done.update((row, samples[0]) for row, samples in zip(rows, groups, strict=True))
+            meter.at(len(done))
     return (done[row] for row in range(len(prompts)))

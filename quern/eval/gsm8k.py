@@ -13,6 +13,7 @@ import re
 import zlib
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from quern.eval.task import Item, question
 
@@ -35,6 +36,14 @@ def is_right(item: Item, reply: str) -> bool:
     return number is not None and number == last_number(item.answer)
 
 
+def problem(row: Any) -> Item:
+    """The problem of a row. Raises ValueError, KeyError, TypeError or AttributeError for another row."""
+    answer = row["answer"].rpartition("####")[2].strip()
+    if last_number(answer) is None:
+        raise ValueError("no number after ####")
+    return question(row["question"], answer, kind="gsm8k")
+
+
 def read_gsm8k(folder: Path, split: str) -> list[Item]:
     """The problems of a split, "train" or "test": <split>.jsonl or <split>.jsonl.gz, anywhere below the folder.
 
@@ -53,11 +62,7 @@ def read_gsm8k(folder: Path, split: str) -> list[Item]:
     try:
         with opened(paths[0], "rt", encoding="utf-8") as file:
             for line in file:
-                body = json.loads(line)
-                answer = body["answer"].rpartition("####")[2].strip()
-                if "####" not in body["answer"] or last_number(answer) is None:
-                    raise ValueError("no number after ####")
-                items.append(question(body["question"], answer, kind="gsm8k"))
+                items.append(problem(json.loads(line)))
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, zlib.error) as error:
         line = f", line {len(items) + 1}"
         raise ValueError(f'{paths[0]}{line}: each line is {{"question": …, "answer": "… #### 12"}} ({error})') from None

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from quern.eval.bits_per_byte import batch_losses
 from quern.eval.score import Score, accuracy
+from quern.generate.engine import pad
 from quern.machine import Machine
 from quern.model.base import LanguageModel
+from quern.terminal import Meter
 
 # Every batch has batch_rows rows, of a length that is a multiple of this: compiled code sees few shapes.
 PAD_MULTIPLE = 32
@@ -80,6 +83,29 @@ def continuation_nats(
     return nats
 
 
+def letter_nats(
+    model: LanguageModel,
+    questions: Sequence[MultipleChoice],
+    machine: Machine,
+    *,
+    task: str,
+    context: int,
+    batch_rows: int = 32,
+) -> np.ndarray:
+    """As `continuation_nats`, for continuations of one token: each question is read once, not once for each choice."""
+    rows = [_fit(item.prompt, item.continuations[0], context)[:-1] for item in questions]
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    nats: dict[int, list[float]] = {}
+    with Meter(task, len(rows), "questions") as meter:
+        for first in range(0, len(order), batch_rows):
+            chosen = order[first : first + batch_rows]
+            logs_BV = _next_log_probs(model, [rows[row] for row in chosen], machine)
+            for row, logs_V in zip(chosen, logs_BV, strict=True):
+                nats[row] = [-float(logs_V[ids[0]]) for ids in questions[row].continuations]
+            meter.at(len(nats))
+    return np.array([loss for row in range(len(rows)) for loss in nats[row]])
+
+
 def multiple_choice(
     model: LanguageModel,
     questions: Sequence[MultipleChoice],
@@ -94,7 +120,10 @@ def multiple_choice(
 ) -> tuple[Score, list[int]]:
     """The accuracy, and the index picked for each question (the first of equal ones)."""
     pairs = [(item.prompt, ids) for item in questions for ids in item.continuations]
-    nats = continuation_nats(model, pairs, machine, context=context, batch_rows=batch_rows)
+    if all(len(ids) == 1 for _, ids in pairs):
+        nats = letter_nats(model, questions, machine, task=task, context=context, batch_rows=batch_rows)
+    else:
+        nats = continuation_nats(model, pairs, machine, context=context, batch_rows=batch_rows)
     picks, start = [], 0
     for item in questions:
         stop = start + len(item.choices)
@@ -111,6 +140,16 @@ def multiple_choice(
         cropped=sum(len(prompt) + len(ids) > context + 1 for prompt, ids in pairs),
     )
     return score, picks
+
+
+def _next_log_probs(model: LanguageModel, prompts: Sequence[Sequence[int]], machine: Machine) -> torch.Tensor:
+    """The log-probabilities (B, V) of the token after each prompt."""
+    tokens_BT, lengths_B = pad(prompts, 0, machine.device)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        context = model.context(tokens_BT).with_backend(machine.attention, tokens_BT, model.windows)
+        x_BTD = model(tokens_BT, context)
+        x_BD = x_BTD[torch.arange(len(prompts), device=machine.device), lengths_B - 1]
+        return torch.log_softmax(model.logits(x_BD).float(), -1).cpu()
 
 
 def _fit(prompt: Sequence[int], continuation: Sequence[int], context: int) -> list[int]:

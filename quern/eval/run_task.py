@@ -55,11 +55,11 @@ def run_task(
                 engine,
                 chosen,
                 prompts,
-                task.grade,
+                task.grade_all or (lambda items, replies: list(map(task.grade, items, replies))),
                 task=name,
                 max_tokens=task.max_tokens,
                 batch_rows=batch_rows,
-                base=base,
+                base_stop=task.base_stop if base else None,
             )
         else:
             score, answered = _likeliest(engine, task, chosen, prompts, base, batch_rows)

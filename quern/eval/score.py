@@ -24,6 +24,7 @@ class Score:
     prompt_hash: of the token ids the model was given; equal hashes mean the same questions, in the same
     words, through the same tokenizer. bos: every prompt began with it. cropped: prompts cut to fit the
     context. skipped: questions that did not fit and were not asked; where that is all of them, there is no value.
+    contaminated: the share of the questions that are in the training text (quern.eval.contamination); None: unknown.
     """
 
     task: str
@@ -38,6 +39,7 @@ class Score:
     shots: int = 0
     cropped: int = 0
     skipped: int = 0
+    contaminated: float | None = None
 
     def to_json(self) -> dict[str, str | int | float | bool | None]:
         return asdict(self)

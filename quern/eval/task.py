@@ -63,10 +63,13 @@ class Task:
         name: The first part of the names of its scores.
         items: (seed, count) → the items, at most `count` of each kind. A kind has choices in all its items or in none.
         grade: (item, reply) → whether the text of a reply is right. Not used for items with choices.
-        base_prompt: The text that a base model continues to answer the item. The reply ends at the first line break.
+        base_prompt: The text that a base model continues to answer the item.
         length: (text, token ids) → the number that the loss of a choice is divided by (see quern.eval.likelihood).
         max_tokens: The largest number of tokens of a reply.
         suits: Whether `quern evaluate` asks a model of this recipe by default. Built-in tasks only.
+        base_stop: A base model's reply ends before any of these texts.
+        grade_all: (items, replies) → whether each reply is right, where they are graded together, such as programs that
+            a sandbox runs. Replaces `grade`.
     """
 
     name: str
@@ -76,3 +79,5 @@ class Task:
     length: Callable[[str, Sequence[int]], float] = per_byte
     max_tokens: int = 96
     suits: Callable[[Recipe], bool] = any_recipe
+    base_stop: tuple[str, ...] = ("\n",)
+    grade_all: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]] | None = None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from quern.data.loader import windows
+from quern.eval.answers import write_answers
 from quern.eval.bits_per_byte import bits_per_byte
+from quern.eval.chat.run import CHAT, Asked, find_chat_tasks, run_chat
+from quern.eval.contamination import WORDS, contaminated_shares, passage
 from quern.eval.core.bundle import core_bundle
+from quern.eval.core.prompts import core_passages
 from quern.eval.core.run import Subject, run_core
 from quern.eval.core.tasks import CoreTask, find_tasks
 from quern.eval.run_task import run_task
@@ -22,17 +26,18 @@ from quern.generate.sample import GREEDY, Sampling
 from quern.machine import Machine
 from quern.mixture.sources import read_rows
 from quern.recipe import Recipe
+from quern.runs.against import ANSWERS, CORE
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
+from quern.terminal import Meter
 from quern.text.chat import Message, render_prompt, render_text
 from quern.train import checkpoint
 from quern.train.state import build_model
 
 CHAT_STAGES = ("sft", "rl")
 UNTRAINED_QUESTIONS = 60
-CORE = "core"
 
 OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "Question:")
 
@@ -58,18 +63,26 @@ def run(
     bundle: Path | None = None,
     limit: int | None = None,
     harness: Sequence[str] = (),
+    chat_data: Path | None = None,
+    samples: int = 1,
+    contamination: bool = False,
 ) -> list[dict[str, Any]]:
     """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
+
+    The answers to the questions are in answers/STAGE/ and core/STAGE/ in the run's folder.
 
     Args:
         questions: The number of questions of each kind.
         callables: The callables of the recipe, if the user named the recipe's file.
-        tasks: Names of built-in tasks, paths of task files, core or core/TASK. Empty: the built-in tasks that suit the
-            recipe.
+        tasks: Names of built-in tasks, paths of task files, core or core/TASK, chat or chat/TASK. Empty: the built-in
+            tasks that suit the recipe.
         stage: The only stage to evaluate. None: the untrained model and every stage of the run.
         bundle: The folder with the files of CORE's tasks. None, or core: the public bundle, which is downloaded.
-        limit: The most questions of each task of CORE and of lm-eval.
+        limit: The most questions of each task of CORE, of the chat tasks and of lm-eval.
         harness: Tasks of lm-evaluation-harness, by name or file.
+        chat_data: The folder with the files of the chat tasks.
+        samples: Replies to each problem of HumanEval for pass@k.
+        contamination: Also look for the questions in the training text.
 
     The base model (stage pretrain) answers questions only if `tasks` or `stage` names a task or the stage.
 
@@ -84,14 +97,18 @@ def run(
     stages = [name for name in STAGES if checkpoint.steps(run_dir.checkpoints(name))]
     if not stages:
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
-    names = [name for name in tasks if name.partition("/")[0] == CORE and not name.endswith(".py")]
-    chosen = [load_task(name) for name in tasks if name not in names]
-    if not names and (bundle is not None or limit is not None and not harness):
+    names, chat_names = _named(tasks, CORE), _named(tasks, CHAT)
+    chosen = [load_task(name) for name in tasks if name not in (*names, *chat_names)]
+    if not names and (bundle is not None or limit is not None and not harness and not chat_names):
         raise ValueError("--bundle and --limit are for CORE: add --tasks core")
+    if not chat_names and (chat_data is not None or samples > 1):
+        raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
     if names and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
         bundle = core_bundle(run_dir.out, log)
     ask = _harness(machine, harness, limit) if harness else None
-    core = find_tasks(bundle, [] if CORE in names else [name.partition("/")[2] for name in names]) if bundle else []
+    core = find_tasks(bundle, _parts(names, CORE)) if bundle else []
+    chat = find_chat_tasks(chat_data, _parts(chat_names, CHAT), limit, log) if chat_names else []
+    shares: dict[str, float] | None = None
     lines: list[dict[str, Any]] = []
     prepared: Prepared | None = None
     for name in [stage] if stage else ["untrained", *stages]:
@@ -100,15 +117,29 @@ def run(
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
-        asked = chosen or [task for task in map(load_task, task_names()) if task.suits(loaded.recipe)]
-        if (core or harness) and not chosen or name == "pretrain" and not chosen and not stage:
+        asked = suiting = chosen or [task for task in map(load_task, task_names()) if task.suits(loaded.recipe)]
+        if (core or chat or harness) and not chosen or name == "pretrain" and not chosen and not stage:
             asked = []  # a run should not take longer for scores of a model that was never taught to answer
         of_stage = _score(loaded, prepared, machine, run_dir, name, asked, questions, log)
         if core and name != "untrained":
             of_stage += _core(loaded, machine, run_dir, name, core, limit, log)
+        if chat and name != "untrained":
+            log(f"chat tasks: {name}")
+            engine, folder = Engine(loaded.model, loaded.tokenizer, machine), run_dir.folder / ANSWERS / name
+            settings = _identity(loaded, run_dir, name)
+            scores = run_chat(engine, chat, folder, settings, base=name not in CHAT_STAGES, samples=samples)
+            of_stage += _lines(loaded, name, scores, log)
         if ask and name != "untrained":
             log(f"lm-evaluation-harness: {name}")
             of_stage += _lines(loaded, name, ask(loaded), log)
+        if contamination and name != "untrained":
+            if shares is None:
+                shares = _contamination(_passages(suiting, questions, core, chat, limit), prepared)
+            of_stage = [line | {"contaminated": shares.get(line["task"])} for line in of_stage]
+            log(f"questions of {name} with {WORDS} words in a row that the training text has too:")
+            for line in (line for line in of_stage if line["contaminated"] is not None):
+                value = "none asked" if line["value"] is None else f"{line['metric']} {line['value']:.3f}"
+                log(f"  {line['task']:28} {line['contaminated']:.2%}, {value}")
         run_dir.append("evaluate.jsonl", of_stage)
         lines += of_stage
     return lines
@@ -138,6 +169,7 @@ def _score(
     for task in tasks:
         graded = run_task(engine, task, count=count, base=name == "pretrain")
         scores += graded.scores
+        write_answers(run_dir.folder / ANSWERS / name, task.name, _identity(loaded, run_dir, name), graded.replies)
         if name in CHAT_STAGES:
             shown = {reply.item.kind: reply for reply in graded.replies}
             samples += [
@@ -164,10 +196,53 @@ def _core(
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     log(f"CORE: {name}")
-    identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step}
-    subject = Subject(loaded.model, loaded.tokenizer, machine, identity)
+    subject = Subject(loaded.model, loaded.tokenizer, machine, _identity(loaded, run_dir, name))
     scores = run_core(subject, tasks, run_dir.folder / CORE / name, log, limit=limit)
     return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
+
+
+def _identity(loaded: LoadedModel, run_dir: RunDir, name: str) -> dict[str, Any]:
+    return {"run": run_dir.folder.name, "stage": name, "step": loaded.step}
+
+
+def _named(tasks: Sequence[str], room: str) -> list[str]:
+    return [name for name in tasks if name.partition("/")[0] == room and not name.endswith(".py")]
+
+
+def _parts(names: Sequence[str], room: str) -> list[str]:
+    """The tasks of ROOM/TASK; none, for all of them, if the room itself is among the names."""
+    return [] if room in names else [name.partition("/")[2] for name in names]
+
+
+def _passages(
+    tasks: Sequence[Task],
+    questions: int,
+    core: Sequence[tuple[CoreTask, Path]],
+    chat: Sequence[Asked],
+    limit: int | None,
+) -> dict[str, list[str]]:
+    """The texts of the questions of each score."""
+    texts: dict[str, list[str]] = {}
+    items = [(f"{task.name}/{item.kind}", item) for task in tasks for item in task.items(0, questions)]
+    items += [(f"{CHAT}/{asked.task.name}", item) for asked in chat for item in asked.items]
+    for name, item in items:
+        texts.setdefault(name, []).append(passage(item))
+    for task, path in core:
+        texts[f"{CORE}/{task.name}"] = core_passages(task, path, limit)
+    return texts
+
+
+def _contamination(passages: Mapping[str, Sequence[str]], prepared: Prepared) -> dict[str, float]:
+    """The share of each task's questions that are in the training text."""
+    train, tokenizer = prepared.train, prepared.tokenizer
+
+    def documents() -> Iterator[str]:
+        with Meter("reading the training text", train.num_documents, "documents") as meter:
+            for number in range(train.num_documents):
+                yield tokenizer.decode(train.gather(number, 1).tolist())
+                meter.at(number + 1)
+
+    return contaminated_shares(passages, documents())
 
 
 def _harness(machine: Machine, names: Sequence[str], limit: int | None) -> Callable[[LoadedModel], list[Score]]:

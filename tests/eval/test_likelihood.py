@@ -7,6 +7,7 @@ import torch
 from quern.eval.likelihood import (
     MultipleChoice,
     continuation_nats,
+    letter_nats,
     multiple_choice,
     per_byte,
     per_token,
@@ -57,6 +58,17 @@ def test_a_long_prompt_keeps_its_bos_and_its_end(model):
     assert len(cropped) + len(continuation) == CONTEXT + 1
     measured = continuation_nats(model, [(prompt, continuation)], CPU, context=CONTEXT)
     assert measured[0] == pytest.approx(plain_nats(model, cropped, continuation), rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 5, 64])
+def test_letters_are_read_off_one_row_per_question(model, batch_rows):
+    """Unequal prompts, one of them longer than the context: the losses of one row per choice."""
+    prompts = [prompt for prompt, _ in pairs(13)] + [[BOS, *range(60)]]
+    letters = ([3], [70], [8])
+    items = [MultipleChoice("toy", prompt, ("A", "B", "C"), letters, 0) for prompt in prompts]
+    measured = letter_nats(model, items, CPU, task="toy", context=CONTEXT, batch_rows=batch_rows)
+    asked = [(prompt, ids) for prompt in prompts for ids in letters]
+    np.testing.assert_allclose(measured, continuation_nats(model, asked, CPU, context=CONTEXT), rtol=2e-6)
 
 
 def test_what_cannot_be_scored_is_refused(model):

@@ -13,9 +13,10 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from quern.eval.core.tasks import CoreTask
+from quern.eval.core.tasks import CoreTask, read_rows
 from quern.text.tokenizer import Tokenizer
 
 ORDER_SEED, SHOTS_SEED = 1337, 1234
@@ -84,6 +85,23 @@ def make_example(
     ids = [_ids(tokenizer, text) for text in texts]
     ending = _common([row[::-1] for row in ids])
     return fit(item, ids, [len(row) - ending for row in ids], asked["gold"], context)
+
+
+def core_passages(task: CoreTask, path: Path, limit: int | None = None) -> list[str]:
+    """The texts of a task's questions, with their answers, that are looked for in the training text.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    return [_passage(task, row) for row in shuffled(read_rows(path, task))[:limit]]
+
+
+def _passage(task: CoreTask, row: dict[str, Any]) -> str:
+    if task.kind == "choice":
+        return f"{row['query'].removeprefix('Question: ')} {row['choices'][row['gold']]}"
+    if task.kind == "schema":
+        return f"{row['context_options'][row['gold']]} {row['continuation']}"
+    return f"{row['context']} {row['continuation']}"
 
 
 def _solved(task: CoreTask, row: dict[str, Any]) -> str:

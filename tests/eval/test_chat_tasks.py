@@ -1,0 +1,366 @@
+"""Chat tasks: their files in all forms, programs and checks, a model that knows nothing and one that knows all."""
+
+import gzip
+import json
+import math
+import random
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from quern.cli import main
+from quern.eval.answers import item_hash
+from quern.eval.chat.files import ProgramItem, find_file, read_items
+from quern.eval.chat.humaneval import program_of, sampled_scores
+from quern.eval.chat.run import PARTS, TASKS, Asked, chat_core, find_chat_tasks, make_task, run_chat
+from quern.eval.contamination import passage
+from quern.eval.score import Score
+from quern.eval.task import Item
+from quern.generate.engine import Engine
+from quern.generate.sandbox import Program, Sandbox, SandboxError
+from quern.mixture.questions import to_messages
+from quern.model.gpt import GPT
+from quern.runs.run_dir import RunDir
+from quern.text.chat import Message, render
+from quern.text.tokenizer import Tokenizer
+from tests.support.llama_run import llama_recipe, write_run
+from tests.support.tiny_model import CPU, tiny_model
+
+PLAIN = "--no-compile --dtype fp32 --threads 1 --device cpu".split()
+WORDS = "miller ground corn baker baked bread valley stone river garden night wheel".split()
+ARC = {"question": "Which grows?", "choices": {"text": ["rye", "tin"], "label": ["1", "2"]}, "answerKey": "2"}
+MMLU = {"question": "Which grows?", "choices": ["rye", "tin", "oak"], "answer": 1}
+CORE = {"query": "Question: Which grows?", "choices": ["rye", "tin"], "gold": 1}
+GSM8K = {"question": "Ann has 3 eggs and lays 4. How many?", "answer": "She has 3+4=<<3+4=7>>7 eggs.\n#### 7"}
+CODE = {
+    "task_id": "HumanEval/0",
+    "prompt": 'BASE = 2\n\n\ndef twice(n: int) -> int:\n    """Twice n."""\n',
+    "entry_point": "twice",
+    "canonical_solution": "    return BASE * n\n",
+    "test": "def check(candidate):\n    assert candidate(3) == 6\n",
+}
+
+
+def trusting(programs: Sequence[Program]) -> list[bool]:
+    """Runs the programs of this file, which need no sandbox."""
+    passes = []
+    for program in programs:
+        names: dict[str, Any] = {}
+        try:
+            exec(program.source, names)
+            exec(program.check, {"program": types.SimpleNamespace(**names)})
+            passes.append(True)
+        except Exception:
+            passes.append(False)
+    return passes
+
+
+def write(path: Path, rows: Sequence[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode("utf-8")))
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def choice_rows(count: int) -> list[dict[str, Any]]:
+    draw = random.Random(0)
+    return [
+        {
+            "question": f"Which of {n}: {' '.join(draw.choices(WORDS, k=4))}?",
+            "choices": draw.sample(WORDS, 4),
+            "answer": draw.randrange(4),
+        }
+        for n in range(count)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of all tasks: two questions each, in the layouts in which they are published."""
+    data = tmp_path / "data"
+    write(data / "core/arc_easy.jsonl.gz", [CORE, {**CORE, "query": "Question: Which flies?", "gold": 0}])
+    write(data / "ARC-Challenge/test-00000-of-00001.parquet", [ARC, {**ARC, "question": "Which sinks?"}])
+    write(data / "ARC-Challenge/train-00000-of-00001.parquet", [ARC])
+    write(data / "mmlu/all/test-00000-of-00001.parquet", [MMLU, {**MMLU, "question": "Which rusts?", "answer": 2}])
+    write(data / "gsm8k/test.jsonl", [GSM8K, {"question": "Bo has 2. How many?", "answer": "#### 2"}])
+    write(data / "gsm8k/train.jsonl", [GSM8K])
+    write(data / "HumanEval.jsonl", [CODE])
+    return data
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["The miller has 3 eggs + 4 eggs. def twice(n): return BASE * n"] * 4, 300)
+
+
+def engine_of(model: GPT, tokenizer: Tokenizer) -> Engine:
+    return Engine(model.eval(), tokenizer, CPU)
+
+
+def asked_of(folder: Path, *names: str, limit: int | None = None) -> list[Asked]:
+    return find_chat_tasks(folder, names, limit, lambda line: None)
+
+
+@pytest.mark.parametrize("row", [ARC, MMLU, CORE, {**MMLU, "answer": "B"}])
+@pytest.mark.parametrize("name", ["arc_easy.jsonl", "arc_easy.jsonl.gz", "ARC-Easy/test-00000-of-00001.parquet"])
+def test_multiple_choice_in_every_form(tmp_path: Path, row: dict[str, Any], name: str) -> None:
+    path = write(tmp_path / name, [row])
+    assert find_file(tmp_path, "arc_easy") == path
+    (item,) = read_items(path, "arc_easy")
+    assert item.question.startswith("Which grows?\nA) rye\nB) tin") and item.answer == "B"
+    assert item.choices == tuple("ABC"[: item.question.count(")")])
+    assert passage(item).split() == ["Which", "grows?", "tin"]
+
+
+def test_files_are_found_and_missing_ones_are_named(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert [one.task for one in find_chat_tasks(folder, [], 2, said.append)][:4] == list(TASKS[:4])
+    (folder / "mmlu/all/test-00000-of-00001.parquet").unlink()
+    assert "mmlu" not in {one.task.name for one in find_chat_tasks(folder, [], None, said.append)}
+    assert any(line.startswith("not asked: chat/mmlu") for line in said)
+    with pytest.raises(ValueError, match="has no file for mmlu: give its folder"):
+        asked_of(folder, "mmlu")
+    with pytest.raises(ValueError, match="chat has no task 'x': use arc_easy, arc_challenge"):
+        asked_of(folder, "x")
+    with pytest.raises(ValueError, match="the files of gsm8k by --chat-data"):
+        find_chat_tasks(None, ["gsm8k", "spelling"], None, said.append)
+    assert [one.task.name for one in find_chat_tasks(None, ["counting"], 3, said.append)] == ["counting"]
+    write(folder / "copy/gsm8k.jsonl", [GSM8K])
+    with pytest.raises(ValueError, match="gsm8k has several files, leave one: "):
+        asked_of(folder, "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("mmlu", {**MMLU, "answer": 3}, "the answer 3 is none of its 3 options"),
+        ("mmlu", {**MMLU, "choices": "ab"}, "an option is no text, or empty"),
+        ("mmlu", {"question": "q", "answer": 1}, "it has no 'choices'"),
+        ("mmlu", [1], "it is no object"),
+        ("arc_easy", {**ARC, "answerKey": "C"}, "answerKey 'C' is none of its labels, 1, 2"),
+        ("gsm8k", {"question": "q", "answer": "#### seven"}, "no number after ####"),
+        ("humaneval", {**CODE, "entry_point": "a b"}, "its entry_point no name"),
+        ("humaneval", {"prompt": "def f():"}, "it has no 'canonical_solution'"),
+    ],
+)
+def test_a_damaged_row_is_named_with_its_line(tmp_path: Path, name: str, row: Any, message: str) -> None:
+    good = {"mmlu": MMLU, "arc_easy": ARC, "gsm8k": GSM8K, "humaneval": CODE}[name]
+    path = write(tmp_path / f"{name}.jsonl", [good, row])
+    with pytest.raises(ValueError, match=f"{name}.jsonl, line 2, is no row of {name}: .*{message}"):
+        read_items(path, name)
+
+
+def test_files_cut_short_or_empty_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "mmlu.jsonl.gz", [MMLU] * 500)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(OSError, match=r"cannot read .*mmlu.jsonl.gz, it may be cut short"):
+        read_items(path, "mmlu")
+    with pytest.raises(ValueError, match="has no rows of gsm8k"):
+        read_items(write(tmp_path / "gsm8k.jsonl", []), "gsm8k")
+    with pytest.raises(ValueError, match="is no file of gsm8k"):
+        read_items(write(tmp_path / "gsm8k.parquet", [{"other": 1}]), "gsm8k")
+
+
+def test_a_limit_takes_the_first_of_one_order(tmp_path: Path) -> None:
+    write(tmp_path / "mmlu.jsonl", choice_rows(40))
+    (whole,), (some,) = asked_of(tmp_path, "mmlu"), asked_of(tmp_path, "mmlu", limit=7)
+    assert some.items == whole.items[:7] and (whole.whole, some.whole) == (True, False)
+    assert [item.question for item in whole.items[:3]] != [row["question"] for row in choice_rows(3)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("    return BASE * n\n", True),
+        ("    return n\n", False),
+        ("Here it is:\n```python\ndef twice(n):\n    return BASE * n\n```\nDone.", True),
+        ("```\n    return BASE * n\n```", True),
+        ("def twice(n):\n    return n + n", True),
+        ("def other(n):\n    return n + n", False),
+        ("", False),
+    ],
+)
+def test_a_reply_is_a_body_or_a_whole_function(tmp_path: Path, reply: str, right: bool) -> None:
+    (item,) = read_items(write(tmp_path / "humaneval.jsonl", [CODE]), "humaneval")
+    program = program_of(item, reply)
+    assert trusting([program]) == [right]
+    try:
+        with Sandbox(workers=1) as sandbox:
+            assert [outcome.passed for outcome in sandbox.run([program])] == [right]
+    except SandboxError:
+        pytest.skip("no sandbox works on this machine")
+
+
+def test_random_weights_score_chance(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for name in ("arc_easy", "arc_challenge", "mmlu"):
+        write(tmp_path / f"{name}.jsonl", choice_rows(200))
+    write(
+        tmp_path / "gsm8k.jsonl", [{"question": f"Add {n} to {n}?", "answer": f"#### {3 * n + 1000}"} for n in range(8)]
+    )
+    write(tmp_path / "humaneval.jsonl", [CODE])
+    engine = engine_of(tiny_model(tokenizer.vocab_size, 256, seed=4), tokenizer)
+    asked = [
+        Asked(replace(one.task, max_tokens=16), one.items, one.whole)
+        for one in asked_of(tmp_path, *(task.name for task in PARTS))
+    ]
+    *scores, mean = run_chat(engine, asked, tmp_path / "answers", {}, base=False, programs=trusting)
+    for score in scores:
+        chance = 0.25 if "arc" in score.task or "mmlu" in score.task else 0.0
+        assert score.chance == chance
+        assert abs((score.value or 0.0) - chance) <= 2 * math.sqrt(chance * (1 - chance) / score.count), score.task
+    assert mean.task == "ChatCORE" and mean.low is not None and mean.low < 0 < (mean.high or 0)
+
+
+def conversation(item: Item) -> list[Message]:
+    """An item with a right answer: for GSM8K one that calls the calculator."""
+    rows = {row["question"]: row for row in (GSM8K, {"question": "Bo has 2. How many?", "answer": "#### 2"})}
+    if item.kind == "gsm8k":
+        return to_messages(rows[item.question])
+    answer = "-".join(item.answer) if item.kind == "spelling" else item.answer
+    return [*item.messages, {"role": "assistant", "content": answer}]
+
+
+def learn(model: GPT, tokenizer: Tokenizer, conversations: Sequence[list[Message]]) -> None:
+    """Trains until the model says every reply by heart."""
+    rendered = [render(tokenizer, messages) for messages in conversations]
+    width = max(len(ids) for ids, _ in rendered)
+    tokens = torch.zeros(len(rendered), width, dtype=torch.long)
+    mask = torch.zeros(len(rendered), width, dtype=torch.bool)
+    for row, (ids, learned) in enumerate(rendered):
+        tokens[row, : len(ids)] = torch.from_numpy(ids.astype("int64"))
+        mask[row, : len(ids)] = torch.from_numpy(learned.astype(bool))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(300):
+        optimizer.zero_grad()
+        logits = model.logits(model(tokens[:, :-1], model.context(tokens[:, :-1])))
+        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]], tokens[:, 1:][mask[:, 1:]])
+        if loss < 0.02:
+            return
+        loss.backward()
+        optimizer.step()
+    raise AssertionError(f"the model did not learn: loss {loss:.3f}")
+
+
+def test_a_model_that_knows_the_answers_scores_one_on_every_task(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    asked = [*asked_of(folder, *(task.name for task in PARTS)), *asked_of(folder, "spelling", "counting", limit=2)]
+    model = tiny_model(tokenizer.vocab_size, 256)
+    model.initialize(0)
+    learn(model, tokenizer, [conversation(item) for one in asked for item in one.items])
+    engine = engine_of(model, tokenizer)
+    scores = run_chat(engine, asked, tmp_path / "answers", {"step": 3}, base=False, samples=2, programs=trusting)
+    assert {score.task: score.value for score in scores if score.value != 1.0 and score.metric != "pass@1"} == {}
+    assert [score.task for score in scores[-2:]] == ["chat/humaneval", "ChatCORE"]
+    assert [score.task for score in scores[:7]] == [f"chat/{task.name}" for task in TASKS]
+    lines = [
+        json.loads(line) for line in (tmp_path / "answers/chat/gsm8k.answers.jsonl").read_text("utf-8").splitlines()
+    ]
+    assert lines[0] == {"step": 3, "task": "chat/gsm8k"} and len(lines) == 3
+    gsm8k = next(one for one in asked if one.task.name == "gsm8k")
+    assert [line["prompt"] for line in lines[1:]] == [item_hash(item) for item in gsm8k.items]
+    assert all(line["score"] == 1 for line in lines[1:])
+    assert "<<" not in lines[1]["answer"] and (tmp_path / "answers/chat/humaneval.samples.answers.jsonl").is_file()
+
+
+def test_pass_at_k_is_the_estimate_of_many_samples(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Against every way to draw k of n replies: which replies pass is decided here."""
+    items = read_items(write(tmp_path / "humaneval.jsonl", [CODE, CODE]), "humaneval")
+    engine = engine_of(tiny_model(tokenizer.vocab_size, 64), tokenizer)
+    passes = iter([[True] * 3 + [False] * 9, [False] * 12])
+    prompt = [tokenizer.bos, *tokenizer.encode("def")]
+    scores, right = sampled_scores(
+        engine, items, [prompt, prompt], 12, run=lambda programs: next(passes), task="t", max_tokens=2, stop=("\n",)
+    )
+    assert right == [3, 0] and [score.metric for score in scores] == ["pass@1", "pass@10"]
+    missed = math.comb(9, 10) / math.comb(12, 10)
+    assert [score.value for score in scores] == pytest.approx([3 / 12 / 2, (1 - missed) / 2])
+
+
+def test_only_all_questions_of_all_tasks_are_chatcore() -> None:
+    values = {"arc_easy": 0.625, "arc_challenge": 0.25, "mmlu": 0.4, "gsm8k": 0.1, "humaneval": 0.0}
+    scores = {name: Score(f"chat/{name}", "accuracy", value, 0.0, 1.0, 100, 0.25) for name, value in values.items()}
+    asked = [Asked(task, [], True) for task in PARTS]
+    mean = chat_core(asked, scores)
+    assert mean and mean.value is not None and mean.task == "ChatCORE"
+    assert mean.value == pytest.approx((0.5 + 0 + 0.2 + 0.1 + 0) / 5)
+    by_hand = [(0.625 * 0.375, 0.75), (0.25 * 0.75, 0.75), (0.4 * 0.6, 0.75), (0.1 * 0.9, 1.0)]
+    error = math.sqrt(sum(v / 100 / scale**2 for v, scale in by_hand)) / 5
+    assert mean.high == pytest.approx(mean.value + 1.96 * error)
+    cut = chat_core([*asked[:4], replace(asked[4], whole=False)], scores)
+    assert cut and cut.task == "mean of 5 of ChatCORE's 5 tasks, not all questions"
+    left = chat_core(asked, scores | {"mmlu": replace(scores["mmlu"], skipped=3)})
+    assert left and left.task == "mean of 5 of ChatCORE's 5 tasks, 3 questions left out"
+    four = chat_core(asked[:4], {name: scores[name] for name in list(values)[:4]})
+    assert four and four.task == "mean of 4 of ChatCORE's 5 tasks"
+    assert chat_core([Asked(TASKS[5], [], True)], {"spelling": scores["mmlu"]}) is None
+
+
+def test_a_base_model_continues_text(folder: Path) -> None:
+    code = make_task(asked_of(folder, "humaneval")[0], trusting)
+    assert code.base_prompt(code.items(0, 1)[0]) == CODE["prompt"] and "\ndef" in code.base_stop
+    mmlu = make_task(asked_of(folder, "mmlu")[0], trusting)
+    assert mmlu.base_prompt(mmlu.items(0, 1)[0]).endswith("\nC) oak\nAnswer:")
+
+
+def real_data() -> Path | None:
+    folders = (parent / "shared" / "data" for parent in Path(__file__).resolve().parents)
+    return next((path for path in folders if path.is_dir()), None)
+
+
+def test_the_published_files_are_read() -> None:
+    data = real_data()
+    if data is None:
+        pytest.skip("no folder shared/data above this one")
+    counts = {"arc_easy": 2376, "arc_challenge": 1172, "gsm8k": 1319, "humaneval": 164}
+    found = {name: find_file(data, name) for name in counts}
+    items = {name: read_items(path, name) for name, path in found.items() if path}
+    assert {name: len(own) for name, own in items.items()} == counts
+    assert not any(item.question.startswith("Question:") for item in items["arc_easy"])
+    programs = [program_of(item, item.question + item.answer) for item in items["humaneval"][::8]]
+    assert all(isinstance(item, ProgramItem) and item.test for item in items["humaneval"])
+    try:
+        with Sandbox(workers=2) as sandbox:
+            assert all(outcome.passed for outcome in sandbox.run(programs))
+    except SandboxError:
+        pytest.skip("no sandbox works on this machine")
+
+
+def evaluate(out: Path, *flags: str) -> list[dict[str, Any]]:
+    path = RunDir(out, "first").folder / "evaluate.jsonl"
+    before = len(path.read_text("utf-8").splitlines()) if path.exists() else 0
+    assert main.main(["evaluate", "--out", str(out), *PLAIN, *flags]) == 0
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()[before:]]
+
+
+def test_the_command_asks_chat_tasks_and_finds_planted_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = llama_recipe(context=128)
+    text = tmp_path / "text.txt"
+    planted = "the miller of the old valley ground seven sacks of corn on a cold night"
+    text.write_text(f"Some words before, {planted} and 7 more words after it.\n" * 400, encoding="utf-8")
+    write_run(tmp_path, replace(recipe, data=str(text)))
+    rows = [{**MMLU, "question": f"{number} questions"} for number in range(3)] + [{**MMLU, "question": planted}]
+    write(tmp_path / "data/mmlu.jsonl", rows)
+    flags = ("--stage", "pretrain", "--tasks", "chat/mmlu", "chat/counting", "--chat-data", str(tmp_path / "data"))
+    lines = evaluate(tmp_path, *flags, "--limit", "4", "--contamination")
+    of_chat = {line["task"]: line for line in lines if line["task"].startswith("chat/")}
+    assert of_chat.keys() == {"chat/mmlu", "chat/counting"} and of_chat["chat/mmlu"]["contaminated"] == 0.25
+    assert of_chat["chat/counting"]["contaminated"] == 0.0
+    assert lines[-1]["task"] == "mean of 1 of ChatCORE's 5 tasks"
+    assert "  chat/mmlu                    25.00%, accuracy" in capsys.readouterr().out
+    assert main.main(["evaluate", "--out", str(tmp_path), *PLAIN, "--chat-data", str(tmp_path)]) == 1
+    assert "--chat-data and --samples are for the chat tasks: add --tasks chat" in capsys.readouterr().err
