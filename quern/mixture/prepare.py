@@ -2,14 +2,17 @@
 
 Each source has a folder of its own, `out/data/<source>-chat-<fingerprint>`, which later runs use again. So another
 mixture of the same sources prepares nothing. Of a file, the first fiftieth is held out. `repeats` chooses documents of
-the joined corpus by their index and copies no token; data/loader.py mixes their order. Conversations are read and
-written one by one: the memory that this takes is 16 bytes for each conversation of an epoch.
+the joined corpus by their index and copies no token; data/loader.py mixes their order. A conversation that equals a
+held-out one, of the same source or of another, is not trained on. Conversations are read and written one by one: the
+memory that this takes is 24 bytes for each conversation of an epoch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,18 +21,20 @@ from typing import Any
 import numpy as np
 
 from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
-from quern.mixture import questions, sources
+from quern.generate import tools
+from quern.mixture import questions, sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
 from quern.mixture.task_rows import TaskRows, built_in_rows
 from quern.recipe import Recipe
 from quern.temporaries import write_whole
 from quern.terminal import Meter
-from quern.text import chat, conversations
+from quern.text import chat, conversations, documents, formats
 from quern.text.data_sets import DATASETS
 from quern.text.documents import Conversation
 from quern.text.tokenizer import Tokenizer
 
-LEFT_OUT = "left_out.json"
+LEFT_OUT, HASHES = "left_out.json", "hashes.npy"
+"""In the folder of a source: how many test rows were left out, and 8 bytes of hash of each conversation's tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Mixture:
         train: With repeats.
         val: Held out, without repeats.
         sources: For each source its name and repeats, the `conversations` and `tokens` of an epoch, the
-            conversations that are `held_out`, and the test rows of tasks that are `left_out`.
+            conversations that are `held_out`, the `copies` of held-out ones that are not trained on, and the test
+            rows of tasks that are `left_out`.
     """
 
     train: Corpus
@@ -49,12 +55,14 @@ class Mixture:
 
     def lines(self) -> list[str]:
         """The sources for the user; none if there is a single one, read as it is."""
-        if len(self.sources) == 1 and self.sources[0]["repeats"] == 1 and not self.sources[0]["left_out"]:
+        first = self.sources[0]
+        if len(self.sources) == 1 and first["repeats"] == 1 and not first["left_out"] and not first["copies"]:
             return []
         return [
             f"  {one['source']}: {one['conversations']:,} conversations, {one['tokens']:,} tokens"
             + (f", each {one['repeats']:g} times" if one["repeats"] != 1 else "")
             + (f"; {one['left_out']:,} test rows of tasks left out" if one["left_out"] else "")
+            + (f"; {one['copies']:,} copies of held-out conversations left out" if one["copies"] else "")
             for one in self.sources
         ]
 
@@ -98,30 +106,46 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
     """
     opened = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources]
     rows = _task_rows(recipe, opened, out)
-    code = [inspect.getsource(module) for module in (chat, conversations, questions, sources)]
+    folders = [_prepared(source, rows, tokenizer, out) for source in opened]
+    hashes = [np.load(folder / HASHES) for folder, _ in folders]
+    held_out = [0 if source.built_in else _held_out(len(own)) for source, own in zip(opened, hashes, strict=True)]
+    hidden = np.concatenate([own[:count] for own, count in zip(hashes, held_out, strict=True)])
     found, train, val = [], [], []
-    for number, source in enumerate(opened):
-        mark = fingerprint(tokenizer.fingerprint, *source.marks, *code, "" if source.built_in else rows.fingerprint)
-        folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
-        if not prepared(folder, mark, source.splits):
-            _tokenize(_Checked(source, rows), tokenizer, folder, mark)
+    for number, (source, (folder, mark), own_hashes, count) in enumerate(
+        zip(opened, folders, hashes, held_out, strict=True)
+    ):
         splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
-        own, held_out = splits if source.built_in else _hold_out(splits[0])
-        own = own.part(_repeated(own.num_documents, source.asked.repeats, (recipe.seed, number)))
-        train.append(own)
-        val.append(held_out)
+        copied = np.isin(own_hashes, hidden)
+        learned = np.flatnonzero(~copied)
+        chosen = learned[_repeated(len(learned), source.asked.repeats, (recipe.seed, number))]
+        train.append(splits[0].part(chosen))
+        val.append(splits[1] if source.built_in else splits[0].part(np.arange(count)))
         found.append(
             {
                 "source": source.asked.source,
                 "repeats": source.asked.repeats,
-                "conversations": own.num_documents,
-                "tokens": own.num_tokens,
-                "held_out": held_out.num_documents,
+                "conversations": train[-1].num_documents,
+                "tokens": train[-1].num_tokens,
+                "held_out": val[-1].num_documents,
+                "copies": int(copied.sum()) - count,
                 "left_out": json.loads((folder / LEFT_OUT).read_text(encoding="utf-8")),
             }
         )
     _refuse_few(recipe, sum(one["conversations"] for one in found), sum(one["held_out"] for one in found))
     return Mixture(Corpus.join(train), Corpus.join(val), found)
+
+
+def _prepared(source: OpenSource, rows: TaskRows, tokenizer: Tokenizer, out: Path) -> tuple[Path, str]:
+    """The folder of a source's shards and its mark; reads and tokenizes the source if the folder is not whole."""
+    modules = (chat, conversations, documents, formats, tools, questions, sources, task_rows)
+    code = [inspect.getsource(module) for module in modules]
+    marks = (*source.marks, str(source.public), "" if source.built_in else rows.fingerprint)
+    mark = fingerprint(tokenizer.fingerprint, *marks, *code)
+    folder = out / "data" / f"{source.name}-chat-{mark[:8]}"
+    whole = prepared(folder, mark, source.splits) and all((folder / name).exists() for name in (LEFT_OUT, HASHES))
+    if not whole:
+        _tokenize(_Checked(source, rows), tokenizer, folder, mark)
+    return folder, mark
 
 
 def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
@@ -138,15 +162,18 @@ def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
 
 
 def _refuse_few(recipe: Recipe, count: int, held_out: int) -> None:
-    if held_out:
+    if count and held_out:
         return
     names = " and ".join(one.source for one in recipe.conversation_sources)
-    counted = f"{count} conversation" + ("s" if count != 1 else "")
-    raise ValueError(f"{names} holds {counted}: fine-tuning needs at least 2")
+    counted = f"{count + held_out} conversation" + ("s" if count + held_out != 1 else "")
+    missing = "to train on" if held_out else "to hold out"
+    raise ValueError(
+        f"{names} holds {counted}, none {missing}: fine-tuning needs a source with at least 2 different ones"
+    )
 
 
 def _holds_none(source: OpenSource) -> str:
-    return f"{source.asked.source} holds 0 conversations: fine-tuning needs at least 2"
+    return f"{source.asked.source} holds 0 conversations: fine-tuning needs a source with at least 2 different ones"
 
 
 def _task_rows(recipe: Recipe, opened: list[OpenSource], out: Path) -> TaskRows:
@@ -167,7 +194,7 @@ def _task_rows(recipe: Recipe, opened: list[OpenSource], out: Path) -> TaskRows:
 
 
 def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) -> None:
-    source, tokens = checked.source, 0
+    source, tokens, hashes = checked.source, 0, array("Q")
     for split in source.splits:
         read = checked.read(split)
         first = next(read, None)
@@ -178,11 +205,14 @@ def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) 
             Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,
         ):
             for number, conversation in enumerate(_chain(first, read)):
-                ids, mask = chat.render(tokenizer, conversation.messages)
-                writer.add(ids, mask)
+                ids, learned = chat.render(tokenizer, conversation.messages)
+                writer.add(ids, learned)
+                if split == source.splits[0]:
+                    hashes.append(_hash(ids))
                 tokens += len(ids)
                 meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")
             write_whole(folder / LEFT_OUT, json.dumps(checked.left_out))
+            np.save(folder / HASHES, np.array(hashes, dtype=np.uint64))  # the shards are not valid yet
 
 
 def _chain(first: Conversation, rest: Iterator[Conversation]) -> Iterator[Conversation]:
@@ -190,11 +220,13 @@ def _chain(first: Conversation, rest: Iterator[Conversation]) -> Iterator[Conver
     yield from rest
 
 
-def _hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """(training, held out) conversations of a file. One conversation alone is trained on."""
-    count = corpus.num_documents
-    held_out = max(1, count // HELD_OUT_EVERY) if count > 1 else 0
-    return corpus.part(np.arange(held_out, count)), corpus.part(np.arange(held_out))
+def _hash(ids: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+
+
+def _held_out(count: int) -> int:
+    """How many conversations of a file are held out, the first ones. One conversation alone is trained on."""
+    return max(1, count // HELD_OUT_EVERY) if count > 1 else 0
 
 
 def _repeated(count: int, repeats: float, seed: tuple[int, ...]) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 A text is compared as its words and arithmetic signs, in lower case, without other punctuation and spacing. A question
 of at least `SHORTEST` words is found anywhere in a message, also in the middle of other text; a shorter one only as a
-whole message of the user, or with its lettered options. So copies are found, and copies within a template. Paraphrases,
-translations and questions that are cut or have another number are not.
+whole message of the user, and, where the row has options, only with them in letters: "Which is true?" alone asks
+nothing. Of conversations, only turns of that length are compared: "Thanks" is no test. So copies are found, and copies
+within a template. Paraphrases, translations and questions that are cut or have another number are not.
 """
 
 from __future__ import annotations
@@ -101,13 +102,15 @@ def built_in_rows(rows: TaskRows, seed: int) -> None:
 def _questions(value: Any, where: str) -> Iterator[str]:
     found = next((value[key] for key in QUESTION_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
     if isinstance(found, str):
-        yield found
-        if isinstance(value.get("choices"), list):  # a short question is found by its options
-            yield multiple_choice(found, value["choices"])
+        options = value.get("choices")
+        if not isinstance(options, list) or len(_words(found)) >= SHORTEST:
+            yield found
+        if isinstance(options, list):
+            yield multiple_choice(found, options)
     elif isinstance(found, list) and found:
         for one in found:
             content = one.get("content") if isinstance(one, Mapping) and one.get("role") == "user" else one
-            if isinstance(content, str):
+            if isinstance(content, str) and (content is one or len(_words(content)) >= SHORTEST):
                 yield content
     else:
         raise ValueError(f"{where}: no test row: it has none of {', '.join(QUESTION_KEYS)}")

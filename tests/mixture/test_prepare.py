@@ -117,8 +117,8 @@ def test_a_source_is_prepared_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (talks(1), "talks.jsonl holds 1 conversation: fine-tuning needs at least 2$"),
-        ([], "talks.jsonl holds 0 conversations: fine-tuning needs at least 2$"),
+        (talks(1), "talks.jsonl holds 1 conversation, none to hold out: fine-tuning needs a source"),
+        ([], "talks.jsonl holds 0 conversations: fine-tuning needs a source"),
         ([*talks(3), {"messages": [{"role": "nobody", "content": "?"}]}], "talks.jsonl, line 4: not a conversation: "),
     ],
 )
@@ -129,6 +129,29 @@ def test_a_file_that_will_not_do(tmp_path: Path, rows: list[Any], message: str) 
     with pytest.raises(ValueError, match=message):
         check_mixture(asking(path), out, no_fetch)
     assert not any(out.rglob("*.tmp*"))
+
+
+def test_a_held_out_conversation_is_not_trained_on(tmp_path: Path) -> None:
+    """Neither a copy in the same file nor one in another source."""
+    own = write(tmp_path / "own.jsonl", [*talks(60), talks(1)[0]])
+    other = write(tmp_path / "other.jsonl", [talks(60)[30], *talks(60)[:20]])
+    mixture = prepared((own, f"{other},repeats=2", own), tmp_path / "out")
+    held_out = set(texts(mixture.val))
+    assert held_out == {"question 0 of day", "question 30 of day"} and not held_out & set(texts(mixture.train))
+    assert [(one["conversations"], one["copies"]) for one in mixture.sources] == [(58, 2), (38, 1), (58, 2)]
+    assert mixture.lines()[1].endswith("; 1 copies of held-out conversations left out")
+    lonely = write(tmp_path / "lonely.jsonl", talks(1) * 3)
+    with pytest.raises(ValueError, match="holds 1 conversation, none to train on: "):
+        prepared(lonely, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["left_out.json", "hashes.npy"])
+def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
+    own = write(tmp_path / "own.jsonl", talks(9))
+    first = prepared(own, tmp_path / "out")
+    (found,) = (tmp_path / "out/data").rglob(name)
+    found.unlink()
+    assert prepared(own, tmp_path / "out").sources == first.sources and found.exists()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +186,7 @@ def test_test_rows_in_a_public_set_are_left_out(tmp_path: Path) -> None:
     fetch = public("gsm8k", [*rows, GSM8K, rows[0]], [GSM8K], tmp_path / "out")
     mixture = prepared("gsm8k,repeats=2", tmp_path / "out", fetch=fetch)
     (found,) = mixture.sources
-    assert (found["conversations"], found["held_out"], found["left_out"]) == (18, 1, 1)
+    assert (found["conversations"], found["held_out"], found["copies"], found["left_out"]) == (16, 1, 1, 1)
     assert GSM8K["question"] not in texts(mixture.train) + texts(mixture.val)
     assert "1 test rows of tasks left out" in mixture.lines()[0]
     again = prepared("gsm8k,repeats=2", tmp_path / "out", fetch=fetch)

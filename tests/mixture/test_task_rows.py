@@ -75,7 +75,7 @@ def test_files_of_the_shapes_of_tasks(tmp_path: Path) -> None:
     write("mmlu.jsonl", {"question": "Which is wet?", "choices": ["the sea", "the sand at noon"], "answer": 0})
     write("core/lambada.jsonl", {"context": text("rain"), "continuation": "wet"})
     write("core/winograd.jsonl", {"context_options": [text("cups"), text("jugs")], "continuation": "x", "gold": 0})
-    write("talk.jsonl", {"messages": asked(text("talking"))})
+    write("talk.jsonl", {"messages": asked(text("talking")) + asked("Thank you!")})
     rows = TaskRows()
     rows.read(tmp_path, "--sft.tests")
     for topic in ("eggs", "code", "plants", "rain", "cups", "jugs", "talking"):
@@ -83,6 +83,8 @@ def test_files_of_the_shapes_of_tasks(tmp_path: Path) -> None:
     assert rows.find(asked(text("eggs"))) == f"{tmp_path}/gsm8k/test.jsonl.gz, line 1 (--sft.tests)"
     assert rows.find(asked("Pick one. Which is wet?\n(A) The sea\n(B) The sand at noon")), "by its options"
     assert rows.find(asked("Which is wet?\nA) milk\nB) sand in the desert at noon")) is None
+    assert rows.find(asked("Which is wet?")) is None, "without its options, others ask the same"
+    assert rows.find(asked("Thank you!")) is None
     assert rows.find(asked(text("training"))) is None and rows.find(asked("Fine.")) is None
     write("wrong.jsonl", {"text": "?"})
     with pytest.raises(ValueError, match=r"wrong.jsonl, line 1: no test row: it has none of question, query, prompt"):
