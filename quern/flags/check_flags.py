@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 UNSAID: Any = tyro.conf.arg(help_behavior_hint="")
 """Marks a flag that is None by default and whose help text says what that means ("Default: …")."""
-SUPPRESSED, POSITIONAL = (get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional))
+SUPPRESSED, POSITIONAL, APPENDED = (
+    get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional, tyro.conf.UseAppendAction)
+)
 NUMBERS = {int: "a whole number", float: "a number"}
 UNIONS = (Union, types.UnionType)
 NEAREST = 3
@@ -65,11 +67,13 @@ def _parsed_text(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 @dataclass(frozen=True)
 class Flag:
-    """name: with dashes, such as --train.log-every; kind: the type of its value; required: it has no default."""
+    """name: with dashes, such as --train.log-every; kind: the type of its value; required: it has no default; appended:
+    given again, it adds values."""
 
     name: str
     kind: Any
     required: bool = False
+    appended: bool = False
 
     @property
     def field(self) -> str:
@@ -144,6 +148,8 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
         flag = known.get(_dashed(typed))
         if flag is None:
             raise ValueError(_unknown(typed, list(known), prog))
+        if flag.many and not flag.appended and flag.name in given:
+            raise ValueError(f"{flag.name} is given twice: give all its values after one {flag.name}")
         given.add(flag.name)
         if flag.kind is bool:
             if equals:
@@ -183,7 +189,7 @@ def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
             yield from _flags(bare, f"{prefix}{own}." if own else prefix)
             continue
         required = f.default is MISSING and f.default_factory is MISSING
-        flag = Flag(_dashed(f"--{prefix}{own}"), bare, required)
+        flag = Flag(_dashed(f"--{prefix}{own}"), bare, required, _is(hint, APPENDED))
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
         yield flag, [flag.name, *aliases, *([negated(flag.name)] if bare is bool else [])]
 

@@ -24,6 +24,7 @@ class Flags:
     inner: Inner = field(default_factory=Inner)
     plain: Annotated[Inner, tyro.conf.arg(name="")] = field(default_factory=Inner)
     kinds: tuple[Literal["x", "y"], ...] = ()
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
 
 
@@ -35,6 +36,7 @@ class Flags:
         "--folder f --inner.in_background --inner.steps None --no-in-background",
         "--rate -3 --folder f --kinds x y -p hello",
         "--folder f --kinds --prompt -1",
+        "--folder f --stop a --stop b",
     ],
 )
 def test_what_passes_is_read_by_tyro(typed: str) -> None:
@@ -70,6 +72,12 @@ def test_what_is_refused_is_refused_by_tyro_too(typed: str, expected: str, capsy
 def test_a_value_may_begin_with_a_dash(typed: list[str]) -> None:
     expected = typed[-1].removeprefix("--prompt=")
     assert read(Flags, ["--folder", "f", *typed, "--rate=-3"], prog="p").prompt == expected
+
+
+def test_a_list_is_given_once() -> None:
+    """tyro keeps the last one, silently."""
+    with pytest.raises(ValueError, match="^--kinds is given twice: give all its values after one --kinds$"):
+        read(Flags, ["--folder", "f", "--kinds", "x", "--kinds", "y"], prog="p")
 
 
 def test_help_is_shown_whatever_else_is_wrong() -> None:
