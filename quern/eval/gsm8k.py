@@ -38,18 +38,18 @@ def is_right(item: Item, reply: str) -> bool:
 
 def problem(row: Any) -> Item:
     """The problem of a row. Raises ValueError, KeyError, TypeError or AttributeError for another row."""
-    answer = row["answer"].rpartition("####")[2].strip()
-    if last_number(answer) is None:
+    _, mark, answer = (part.strip() for part in row["answer"].rpartition("####"))
+    if not mark or last_number(answer) is None:
         raise ValueError("no number after ####")
     return question(row["question"], answer, kind="gsm8k")
 
 
-def read_gsm8k(folder: Path, split: str) -> list[Item]:
-    """The problems of a split, "train" or "test": <split>.jsonl or <split>.jsonl.gz, anywhere below the folder.
+def find_gsm8k(folder: Path, split: str) -> Path:
+    """The file of a split, "train" or "test": <split>.jsonl or <split>.jsonl.gz, anywhere below the folder.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: There are several, or a line is no problem.
+        ValueError: There are several.
     """
     names = {f"{split}.jsonl", f"{split}.jsonl.gz"}
     paths = sorted(path for path in folder.rglob(f"{split}.jsonl*") if path.name in names)
@@ -57,15 +57,26 @@ def read_gsm8k(folder: Path, split: str) -> list[Item]:
         raise FileNotFoundError(f"{folder} has no GSM8K file {split}.jsonl or {split}.jsonl.gz: name its folder")
     if len(paths) > 1:
         raise ValueError(f"{folder} has several files {split}.jsonl: {', '.join(map(str, paths))}; name one's folder")
-    opened = gzip.open if paths[0].suffix == ".gz" else open
+    return paths[0]
+
+
+def read_gsm8k(folder: Path, split: str) -> list[Item]:
+    """The problems of a split.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: There are several, or a line is no problem.
+    """
+    path = find_gsm8k(folder, split)
+    opened = gzip.open if path.suffix == ".gz" else open
     items = []
     try:
-        with opened(paths[0], "rt", encoding="utf-8") as file:
+        with opened(path, "rt", encoding="utf-8") as file:
             for line in file:
                 items.append(problem(json.loads(line)))
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, zlib.error) as error:
         line = f", line {len(items) + 1}"
-        raise ValueError(f'{paths[0]}{line}: each line is {{"question": …, "answer": "… #### 12"}} ({error})') from None
+        raise ValueError(f'{path}{line}: each line is {{"question": …, "answer": "… #### 12"}} ({error})') from None
     if not items:
-        raise ValueError(f"{paths[0]} has no problems")
+        raise ValueError(f"{path} has no problems")
     return items

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quern.eval.task import Item
 
@@ -21,11 +22,22 @@ class Environment:
         name: Of its scores.
         ask: (seed) → a question. Equal seeds give equal questions; a seed is any text.
         reward: (item, text of the reply without tool calls) → its reward, a finite number; usually 0 or 1.
+        files: What questions and rewards are read from; a resumed stage must find the same contents.
     """
 
     name: str
     ask: Callable[[str], Item]
     reward: Callable[[Item, str], float]
+    files: tuple[Path, ...] = ()
+
+
+def fingerprint(environments: Sequence[Environment]) -> str:
+    """SHA-256 (hex) of the environments' names and files."""
+    digest = hashlib.sha256()
+    for environment in environments:
+        parts = [environment.name.encode("utf-8"), *(path.read_bytes() for path in environment.files)]
+        digest.update(b"".join(hashlib.sha256(part).digest() for part in parts))
+    return digest.hexdigest()
 
 
 def is_held_out(item: Item) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -109,6 +109,7 @@ class Rollouts:
         micro_batch_rows: Rows of a whole context in one forward pass.
         reference: The model that the divergence is measured from; needed if `settings.kl` is above 0.
         folder: Where the replies of a round are kept, if several updates use them.
+        kept_steps: The steps of the checkpoints from which training can go on. Older rounds are removed.
     """
 
     ahead = False
@@ -123,11 +124,13 @@ class Rollouts:
         micro_batch_rows: int,
         reference: LanguageModel | None = None,
         folder: Path | None = None,
+        kept_steps: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         if settings.kl and reference is None:
             raise ValueError("a weight of the divergence needs the model that it is measured from")
         self.engine, self.environments, self.settings, self.seed = engine, environments, settings, seed
         self.micro_batch_rows, self.reference, self.folder = micro_batch_rows, reference, folder
+        self.kept_steps = kept_steps
         self.tally = Tally()
         self._round, self._kept = -1, []
 
@@ -293,6 +296,10 @@ class Rollouts:
             self.folder.mkdir(parents=True, exist_ok=True)
             body = {"tally": self.tally.sums, "rollouts": [asdict(one) for one in rows]}
             write_whole(self._path(number, rank, ranks), json.dumps(body))
+            oldest = min((step for step in self.kept_steps() if step), default=0) // self.settings.updates
+            for path in self.folder.glob(f"*.{rank}-of-{ranks}.json"):
+                if int(path.name.partition(".")[0]) < oldest:
+                    path.unlink()
 
     def _read(self, number: int, rank: int, ranks: int) -> list[Rollout]:
         if self.folder is None or not self._path(number, rank, ranks).exists():

@@ -41,6 +41,7 @@ class Origin:
         conversations: Fingerprint of the token ids for fine-tuning.
         source: SHA-256 of the recipe's Python file.
         base: The model that provided the initial weights: run (None for the same run), stage, step, tokens.
+        rewards: Fingerprint of the files that questions and rewards of reinforcement learning are read from.
     """
 
     tokenizer: str
@@ -50,6 +51,7 @@ class Origin:
     conversations: str | None = None
     source: str | None = None
     base: dict[str, Any] | None = None
+    rewards: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

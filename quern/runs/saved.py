@@ -136,7 +136,7 @@ def find_saved(
     if verb not in (*STAGES, "run"):
         return None
     run_dir.refuse_damaged_recipes()
-    if verb in ("sft", "rl") and not resume:
+    if verb in ("sft", "rl") and (begins_with or not resume):
         return None  # the stage reads the recipe of the model that it begins with (stages/sft.py, stages/rl.py)
     if not (resume or begins_with or (verb == "run" and run_dir.has_trained(stage))):
         return None

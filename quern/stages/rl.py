@@ -22,7 +22,7 @@ from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, RlRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.rl.advantages import pass_at_k
-from quern.rl.environment import draw_item
+from quern.rl.environment import draw_item, fingerprint
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollouts, Tally, divergence
 from quern.runs.origin import Origin, read_origin, refuse_second_tokenizer, require_tokenizer
@@ -85,6 +85,7 @@ def _run(asked: Recipe, session: Session) -> int:
     recipe = rl_recipe(asked, model_recipe)
     folder = Path(recipe.rl.data) if recipe.rl.data else None
     environments = [load_environment(name, folder) for name in recipe.rl.rewards]
+    origin = _with_rewards(origin, fingerprint(environments), session)
     model = build_model(recipe, machine, None)
     counts = count(model)
     weights = weights_of(start.tensors if start is not None else _first(session).tensors)
@@ -103,6 +104,7 @@ def _run(asked: Recipe, session: Session) -> int:
         micro_batch_rows=recipe.micro_batch_rows,
         reference=reference.eval(),
         folder=session.folder / "rollouts",
+        kept_steps=lambda: checkpoint.steps(run_dir.checkpoints("rl")),
     )
     plan = session.plan(
         recipe,
@@ -143,6 +145,17 @@ def _run(asked: Recipe, session: Session) -> int:
 def _origin(start: Start, own: bool, tokenizer: Tokenizer) -> Origin:
     base = start.base | ({"run": None} if own else {})
     return replace(start.origin, tokenizer=tokenizer.fingerprint, base=base)
+
+
+def _with_rewards(origin: Origin, found: str, session: Session) -> Origin:
+    """Raises ValueError where the rewards' files are others than those that the stage began with."""
+    if origin.rewards not in (None, found):
+        raise ValueError(
+            f"the files of --rl.rewards or --rl.data have changed since run '{session.run_dir.run}' practised with "
+            "them: put them back as they were, or begin again under another name with "
+            f"`quern rl --from {session.run_dir.run} --run NAME`"
+        )
+    return replace(origin, rewards=found)
 
 
 def _first(session: Session) -> Start:

@@ -8,7 +8,7 @@ import pytest
 
 from quern.eval.task import Item, question
 from quern.mesh import alone
-from quern.rl.environment import Environment, draw_item, is_held_out
+from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollout
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_state, rollouts_of
@@ -103,6 +103,15 @@ def test_a_round_that_is_not_kept_cannot_go_on(tmp_path: Path) -> None:
         rollouts_of(state, settings, folder=tmp_path).batch(1, 0, 2)
 
 
+def test_rounds_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
+    steps = [0]
+    rollouts = rollouts_of(rl_state(alone()), replace(SETTINGS, updates=2), folder=tmp_path, kept_steps=lambda: steps)
+    for number, saved in enumerate(([0], [0], [0, 3], [0, 5])):
+        steps[:] = saved
+        rollouts.batch(2 * number)
+    assert sorted(int(path.name[:6]) for path in tmp_path.iterdir()) == [2, 3], "5 is in the middle of round 2"
+
+
 def test_prompts_that_do_not_fit_are_left_out() -> None:
     long = Environment("long", lambda seed: question(f"{'mill ' * 90}{seed[-3:]}", ""), lambda item, reply: 1.0)
     rollouts = rollouts_of(rl_state(alone()), SETTINGS, long)
@@ -134,7 +143,11 @@ def test_an_environment_in_a_file(tmp_path: Path) -> None:
         "from quern.eval.task import question\nfrom quern.rl.environment import Environment\n"
         "ENVIRONMENT = Environment('short', lambda seed: question(seed, ''), lambda item, reply: -len(reply))\n"
     )
-    assert load_environment(str(path)).name == "short"
+    found = load_environment(str(path))
+    assert found.name == "short" and found.files == (path,)
+    before = fingerprint([found])
+    path.write_text(path.read_text() + "# another reward\n")
+    assert fingerprint([load_environment(str(path))]) != before
     with pytest.raises(ValueError, match="there is no 'sorting': use .*, or the path of a .py file"):
         load_environment("sorting")
     single = Environment("single", lambda seed: question("always the same", ""), LETTERS.reward)

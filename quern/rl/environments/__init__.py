@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,4 +37,5 @@ def load_environment(name: str, folder: Path | None = None) -> Environment:
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"rl.rewards: there is no '{name}': use {', '.join(known)}, or the path of a .py file")
-    return read_object(path, "ENVIRONMENT", Environment)[0]
+    found = read_object(path, "ENVIRONMENT", Environment)[0]
+    return replace(found, files=(*found.files, path))

@@ -6,7 +6,7 @@ import random
 from functools import partial
 from pathlib import Path
 
-from quern.eval.gsm8k import is_right, read_gsm8k
+from quern.eval.gsm8k import find_gsm8k, is_right, read_gsm8k
 from quern.eval.task import Item
 from quern.rl.environment import Environment
 
@@ -17,7 +17,7 @@ def environment(name: str, folder: Path | None) -> Environment:
     """Raises FileNotFoundError or ValueError if the folder has no file train.jsonl, or a damaged one."""
     if folder is None:
         raise ValueError(f"rl.rewards {name}: name the folder with its train.jsonl by --rl.data")
-    return Environment(name, partial(_ask, read_gsm8k(folder, "train")), _reward)
+    return Environment(name, partial(_ask, read_gsm8k(folder, "train")), _reward, (find_gsm8k(folder, "train"),))
 
 
 def _ask(items: list[Item], seed: str) -> Item:

@@ -37,7 +37,7 @@ def environment(name: str, folder: Path | None) -> Environment:
             raise ValueError(f'{path}, line {number}: each line is {{"prompt": …, "check": …}}') from None
     if not exercises:
         raise ValueError(f"{path} has no exercises")
-    return Environment(name, partial(_ask, exercises), _reward)
+    return Environment(name, partial(_ask, exercises), _reward, (path,))
 
 
 def program_in(reply: str) -> str:
