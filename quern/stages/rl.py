@@ -25,11 +25,11 @@ from quern.rl.advantages import pass_at_k
 from quern.rl.environment import draw_item, fingerprint
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollouts, Tally, divergence
-from quern.runs.origin import Origin, read_origin, refuse_second_tokenizer, require_tokenizer
-from quern.runs.saved import NEWEST, Start, changes, open_checkpoint, read_saved, read_start
+from quern.runs.beginning import read_beginning
+from quern.runs.origin import Origin
+from quern.runs.saved import Start, changes, open_checkpoint
 from quern.stages.session import Session, lower_precision
-from quern.stages.sft import rates_fall, source_text
-from quern.text.tokenizer import Tokenizer
+from quern.stages.sft import rates_fall
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, weights_of
 
@@ -69,26 +69,14 @@ def run(recipe: Recipe, session: Session) -> int:
 
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log = session.machine, session.run_dir, session.mesh, session.log
-    callables = asked.callables() if session.source else None
-    saved = read_saved(run_dir, "rl", callables) if run_dir.has_trained("rl") else None
-    origin = None if saved is None else read_origin(session.folder)
-    start, own = session.start, session.start is None
-    if saved is None:
-        start = start or read_start(run_dir, ("sft",), NEWEST, log, callables)
-        model_recipe, tokenizer = start.recipe, start.run_dir.tokenizer()
-        refuse_second_tokenizer(run_dir, tokenizer)
-        origin = _origin(start, own, tokenizer)
-    else:
-        assert origin is not None
-        model_recipe, tokenizer = saved, run_dir.tokenizer()
-        require_tokenizer(run_dir, tokenizer, origin)
-    recipe = rl_recipe(asked, model_recipe)
+    first = read_beginning(run_dir, "rl", ("sft",), session.start, log, asked.callables() if session.source else None)
+    recipe = rl_recipe(asked, first.recipe)
     folder = Path(recipe.rl.data) if recipe.rl.data else None
     environments = [load_environment(name, folder) for name in recipe.rl.rewards]
-    origin = _with_rewards(origin, fingerprint(environments), session)
+    origin = _with_rewards(first.origin or first.new_origin, fingerprint(environments), session)
     model = build_model(recipe, machine, None)
     counts = count(model)
-    weights = weights_of(start.tensors if start is not None else _first(session).tensors)
+    weights = weights_of((first.start or _kept_start(session)).tensors)
     model.load_state_dict(weights)
     reference = build_model(recipe, machine, None)
     reference.load_state_dict(weights)
@@ -97,7 +85,7 @@ def _run(asked: Recipe, session: Session) -> int:
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
     rollouts = Rollouts(
-        Engine(state.model, tokenizer, machine),
+        Engine(state.model, first.tokenizer, machine),
         environments,
         recipe.rl,
         recipe.seed,
@@ -118,12 +106,10 @@ def _run(asked: Recipe, session: Session) -> int:
     recorded = (1, lambda state: _added_up(rollouts.tally, mesh, machine))
     plan = replace(plan, evaluators=[recorded, *plan.evaluators], row_tokens=recipe.model.context)
     replies = recipe.rl.groups * recipe.rl.samples
-    lines = [
+    told = (
         f"reinforcement learning: {plan.steps:,} steps of {replies} replies to {recipe.rl.groups} questions "
         f"({', '.join(recipe.rl.rewards)})"
-    ]
-    if start is not None and not own:
-        lines.insert(0, f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
+    )
     return session.train(
         recipe,
         state,
@@ -131,20 +117,15 @@ def _run(asked: Recipe, session: Session) -> int:
         plan,
         origin,
         words=("reinforcement learning", "trained by reinforcement"),
-        lines=lines,
+        lines=[*first.lines, told],
         counts=counts,
-        facts=start.facts() | precision if start is not None and not own else None,
-        tokenizer=tokenizer,
-        source=source_text(session.source, start),
+        facts=first.facts and first.facts | precision,
+        tokenizer=first.tokenizer,
+        source=first.source(session.source),
         changed=changed,
         data={"environments": list(recipe.rl.rewards)} | precision,
         shown=lambda line: f"reward {rollouts.tally.means()['reward']:.3f}",
     )
-
-
-def _origin(start: Start, own: bool, tokenizer: Tokenizer) -> Origin:
-    base = start.base | ({"run": None} if own else {})
-    return replace(start.origin, tokenizer=tokenizer.fingerprint, base=base)
 
 
 def _with_rewards(origin: Origin, found: str, session: Session) -> Origin:
@@ -158,7 +139,7 @@ def _with_rewards(origin: Origin, found: str, session: Session) -> Origin:
     return replace(origin, rewards=found)
 
 
-def _first(session: Session) -> Start:
+def _kept_start(session: Session) -> Start:
     """The model that a resumed stage began with, which is kept as its step 0."""
     folder = session.run_dir.checkpoints("rl")
     if 0 not in checkpoint.steps(folder):

@@ -24,21 +24,19 @@ from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
+from quern.runs.beginning import read_beginning
 from quern.runs.origin import (
     Origin,
     corpus_fingerprint,
     read_origin,
     refuse_other_conversations,
-    refuse_second_tokenizer,
-    require_tokenizer,
     source_digest,
     with_absolute_paths,
 )
 from quern.runs.run_dir import RunDir
-from quern.runs.saved import NEWEST, Start, changes, read_saved, read_start
+from quern.runs.saved import changes
 from quern.stages.prepare import fetch
 from quern.stages.session import Session, lower_precision, main_first
-from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, compile_model, weights_of
 
@@ -72,39 +70,30 @@ def run(recipe: Recipe, session: Session) -> int:
 
 def _run(asked: Recipe, session: Session) -> int:
     machine, run_dir, mesh, log, source = session.machine, session.run_dir, session.mesh, session.log, session.source
-    path, asked = session.folder, with_absolute_paths(asked)
-    callables = asked.callables() if source else None
-    own, start = session.start is None, session.start
-    saved = read_saved(run_dir, "sft", callables) if run_dir.has_trained("sft") else None
-    origin = None if saved is None else read_origin(path)
-    if saved is None:
-        start = start or read_start(run_dir, ("pretrain",), NEWEST, log, callables)
-        model_recipe, tokenizer = start.recipe, start.run_dir.tokenizer()
-        refuse_second_tokenizer(run_dir, tokenizer)
-    else:
-        model_recipe, tokenizer = saved, run_dir.tokenizer()
-        if origin is not None:
-            require_tokenizer(run_dir, tokenizer, origin)
-    recipe = sft_recipe(asked, model_recipe)
+    asked = with_absolute_paths(asked)
+    first = read_beginning(run_dir, "sft", ("pretrain",), session.start, log, asked.callables() if source else None)
+    tokenizer = first.tokenizer
+    recipe = sft_recipe(asked, first.recipe)
     model = build_model(recipe, machine, None)
     counts = count(model)
-    if start is not None:
-        model.load_state_dict(weights_of(start.tensors))
+    if first.start is not None:
+        model.load_state_dict(weights_of(first.start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
         talks = prepare_mixture(recipe, tokenizer, run_dir.out, partial(fetch, out=run_dir.out), log)
     batches = _loader(recipe, talks.train)
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
-    changed = changes(recipe, path, FOR_RL) if session.resume else []
+    changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
     compile_model(state.model, machine)
     found = corpus_fingerprint(talks.train, talks.val)
-    if origin is not None:
-        refuse_other_conversations(run_dir, origin, found)
-        _mention_later_base(origin, run_dir, log)
-    else:
-        origin = _origin(start, own, found, source, tokenizer)
+    if first.origin is not None:
+        refuse_other_conversations(run_dir, first.origin, found)
+        _mention_later_base(first.origin, run_dir, log)
+    new = first.new_origin
+    new = replace(new, conversations=found, source=source_digest(source) or new.source)
+    origin = first.origin or new
     plan = session.plan(
         recipe,
         counts,
@@ -114,9 +103,7 @@ def _run(asked: Recipe, session: Session) -> int:
         evaluator=held_out_loss(talks.val, recipe, machine),
         lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
     )
-    lines = [f"fine-tuning: {plan.steps:,} steps on {talks.train.num_documents:,} conversations", *talks.lines()]
-    if start is not None and not own:
-        lines.insert(0, f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
+    told = f"fine-tuning: {plan.steps:,} steps on {talks.train.num_documents:,} conversations"
     return session.train(
         recipe,
         state,
@@ -124,33 +111,16 @@ def _run(asked: Recipe, session: Session) -> int:
         plan,
         origin,
         words=("fine-tuning", "fine-tuned"),
-        lines=lines,
+        lines=[*first.lines, told, *talks.lines()],
         counts=counts,
-        facts=start.facts() | precision if start is not None and not own else None,
+        facts=first.facts and first.facts | precision,
         tokenizer=tokenizer,
-        source=source_text(source, start),
+        source=first.source(source),
         changed=changed,
         data={name: round(value, 5) for name, value in batches.report().items()}
         | precision
         | {"sources": talks.sources},
     )
-
-
-def _origin(start: Start | None, own: bool, found: str, source: str | None, tokenizer: Tokenizer) -> Origin:
-    """The origin of a stage that begins. own: the base model is of the same run; found: digest of the conversations."""
-    if start is None:
-        return Origin(tokenizer.fingerprint, conversations=found)
-    digest = source_digest(source) or start.origin.source
-    base = start.base | ({"run": None} if own else {})
-    return replace(start.origin, conversations=found, source=digest, base=base)
-
-
-def source_text(source: str | None, start: Start | None) -> str | None:
-    """The recipe file to keep with the stage: the one named, else that of the model it starts from."""
-    if source is not None or start is None:
-        return source
-    kept = start.run_dir.stage(start.stage) / "recipe_source.py"
-    return kept.read_text(encoding="utf-8") if kept.exists() else None
 
 
 def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], None]) -> None:
