@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,9 @@ def _run_task(subject: Subject, task: CoreTask, path: Path, target: Path, limit:
             items = asked[first : first + CHUNK]
             made = [make_example(task, rows, item, tokenizer, context) for item in items]
             examples = [example for example in made if example is not None]
-            count = partial(_count, meter, first)
-            answers = score_examples(model, examples, machine, tokenizer.vocab_size, count, group)
+            answers = score_examples(
+                model, examples, machine, tokenizer.vocab_size, lambda done, at=first: meter.at(at + done), group
+            )
             lines += [_item(example, answer) for example, answer in zip(examples, answers, strict=True)]
             skipped += len(made) - len(examples)
             cropped += sum(example.cropped for example in examples)
@@ -162,10 +162,6 @@ def _run_task(subject: Subject, task: CoreTask, path: Path, target: Path, limit:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, "".join(json.dumps(line) + "\n" for line in lines))
     return _result(task, lines)
-
-
-def _count(meter: Meter, first: int, done: int) -> None:
-    meter.at(first + done)
 
 
 def _item(example: Example, answer: Answer) -> dict[str, Any]:
