@@ -150,7 +150,7 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
         compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
         return 0
     if options.ranks > 1 and here.ranks == 1:
-        return launch.launch([verb, *rest], options.ranks, restarts=0)
+        return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
     rank_log = log if here.main else lambda line: None
     with launch.joined(
         "quern evaluate", 1, lambda threads: where.machine(threads, rank_log), where.threads, PEER_SECONDS

@@ -25,7 +25,7 @@ from quern.eval.texts import kinds_of_documents, sample, text_scores
 from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY, Sampling
 from quern.machine import Machine
-from quern.mesh import Mesh, alone
+from quern.mesh import EVALUATING, Mesh, alone
 from quern.mixture.sources import read_rows
 from quern.recipe import Recipe
 from quern.records import drop_torn_end
@@ -141,7 +141,7 @@ def run(
         ImportError: lm-evaluation-harness is not installed.
     """
     mesh = mesh or alone()
-    mesh.progress.phase = "evaluating"
+    mesh.progress.phase = EVALUATING
     machine = replace(machine, dtype=mesh.world.broadcast_object(machine.dtype))  # each rank has measured its own
     stages = [name for name in STAGES if run_dir.has_trained(name)]
     if not stages:
