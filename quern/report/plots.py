@@ -91,7 +91,7 @@ CURVES = (
 )
 RL_CURVES = (
     Curve("Reward", "mean of a step's replies", "reward", "step", smooth=True),
-    Curve("Spread of rewards", "standard deviation over a step's replies", "reward_std", "step", smooth=True),
+    Curve("Spread of rewards", "standard deviation", "reward_std", "step", smooth=True),
     Curve("Held-out questions", "pass@1", "val_pass_1", "step", points=True, share=True),
     Curve("Divergence from the first model", "nats per token", "val_kl", "step", points=True),
     Curve("Entropy", "nats per token", "entropy", "step", smooth=True),
