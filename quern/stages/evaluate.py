@@ -204,6 +204,8 @@ def _find_tasks(
         raise ValueError("--bundle and --limit are for CORE: add --tasks core")
     if not chat and (chat_data is not None or samples > 1):
         raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
+    if samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):
+        raise ValueError("--samples is for HumanEval: add --tasks chat/humaneval")
     if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
         with main_first(mesh):
             bundle = core_bundle(run_dir.out, log)
@@ -238,7 +240,7 @@ def _score(evaluation: _Evaluation, loaded: LoadedModel, texts: _Texts) -> list[
     name, log, run_dir = loaded.stage, evaluation.log, evaluation.run_dir
     machine, mesh = evaluation.machine, evaluation.mesh
     engine, answers = Engine(loaded.model, loaded.tokenizer, machine), run_dir.folder / ANSWERS / name
-    identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step}
+    identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
     log(f"evaluating: {name}")
     scores = _text_scores(evaluation, loaded, texts)
     samples: list[dict[str, Any]] = []
