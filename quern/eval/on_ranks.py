@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quern.mesh import ProcessGroup
 
@@ -28,6 +28,16 @@ def batched(items: Sequence[int], size: int) -> list[Sequence[int]]:
 def is_main(group: ProcessGroup | None) -> bool:
     """Whether this rank writes and prints."""
     return group is None or group.rank == 0
+
+
+def refuse_unequal(model: dict[str, Any], group: ProcessGroup | None) -> None:
+    """Raises ValueError, on every rank, if the ranks have loaded different models. model: what names this rank's."""
+    found = [] if group is None else group.gather_objects(model)
+    if any(one != found[0] for one in found):
+        raise ValueError(
+            f"the ranks loaded different checkpoints of stage {model['stage']}: evaluate again when nothing trains in "
+            "the run"
+        )
 
 
 def on_ranks(

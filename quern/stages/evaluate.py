@@ -17,6 +17,7 @@ from quern.eval.core.prompts import core_passages
 from quern.eval.core.run import Subject, run_core
 from quern.eval.core.tasks import CoreTask, find_tasks
 from quern.eval.generative import Answered
+from quern.eval.on_ranks import refuse_unequal
 from quern.eval.run_task import run_task
 from quern.eval.score import Score
 from quern.eval.task import Task
@@ -163,8 +164,8 @@ def run(
         harness=_harness(machine, harness, limit, mesh) if harness else None,
         stage=stage,
     )
-    for name in ("evaluate.jsonl", "samples.jsonl") if mesh.main else ():
-        drop_torn_end(run_dir.folder / name)  # of an evaluation that was killed
+    for file in ("evaluate.jsonl", "samples.jsonl") if mesh.main else ():
+        drop_torn_end(run_dir.folder / file)  # of an evaluation that was killed
     texts: _Texts | None = None
     shares: dict[str, float] | None = None
     lines: list[dict[str, Any]] = []
@@ -241,6 +242,7 @@ def _score(evaluation: _Evaluation, loaded: LoadedModel, texts: _Texts) -> list[
     machine, mesh = evaluation.machine, evaluation.mesh
     engine, answers = Engine(loaded.model, loaded.tokenizer, machine), run_dir.folder / ANSWERS / name
     identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
+    refuse_unequal(identity, mesh.world)
     log(f"evaluating: {name}")
     scores = _text_scores(evaluation, loaded, texts)
     samples: list[dict[str, Any]] = []
@@ -252,8 +254,7 @@ def _score(evaluation: _Evaluation, loaded: LoadedModel, texts: _Texts) -> list[
             write_answers(answers, task.name, identity, graded.replies)
         if name in CHAT_STAGES:
             samples += _shown_replies(name, graded.replies)
-    if mesh.main:
-        evaluation.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
+    evaluation.append("samples.jsonl", samples + (_samples(engine, name, loaded.recipe) if mesh.main else []))
     lines = _lines(loaded, scores, log)
     if name == "untrained":
         return lines

@@ -11,6 +11,7 @@ import pytest
 
 from quern.cli import main
 from quern.eval.compare import read_answers
+from quern.eval.on_ranks import refuse_unequal
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.runs.run_dir import RunDir
 from quern.stages.evaluate import _harness
@@ -150,3 +151,18 @@ def test_runs_on_other_data_are_not_compared(out: Path, capsys: pytest.CaptureFi
     assert main.main(core(out, "--run", "second")) == 0
     assert main.main(["evaluate", "--out", str(out), "--against", "second"]) == 1
     assert "core/copa: first/pretrain and second/pretrain were asked from files that differ" in capsys.readouterr().err
+
+
+class Gathered(ProcessGroup):
+    """A group whose other rank has loaded another step."""
+
+    def gather_objects(self, value: dict) -> list[dict]:
+        return [value | {"step": 3}, value]
+
+
+def test_ranks_with_different_models_are_refused() -> None:
+    model = {"stage": "sft", "step": 3}
+    refuse_unequal(model, Gathered("world", 2, 1))
+    refuse_unequal(model | {"step": 4}, None)
+    with pytest.raises(ValueError, match="the ranks loaded different checkpoints of stage sft: evaluate again when"):
+        refuse_unequal(model | {"step": 4}, Gathered("world", 2, 1))
