@@ -39,7 +39,7 @@ class PeersLostError(RuntimeError):
 
 
 TRAINING, FIRST_STEP, FOR_MAIN = "training", "compiling in the first step", "waiting for rank 0"
-SAMPLING = "sampling replies"
+SAMPLING, EVALUATING = "sampling replies", "evaluating"
 
 
 @dataclass

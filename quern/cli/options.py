@@ -156,6 +156,8 @@ class EvaluateOptions(_ModelOptions):
     """Ask nothing; compare the answers on disk with those of this RUN or RUN/STAGE, item by item. Default: evaluate."""
     harness: tuple[str, ...] = ()
     """Also ask these tasks of lm-evaluation-harness: names, or files NAME.yaml. Needs the extra `eval`."""
+    ranks: int = 1
+    """Processes on this machine that share the questions and the text."""
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """Evaluate only this stage. Default: the untrained model and every stage of the run."""
 

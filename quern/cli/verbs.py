@@ -135,29 +135,42 @@ def verb_train(verb: str, rest: list[str]) -> int:
         return launch.finish(stage(recipe, session))
 
 
+PEER_SECONDS = 60.0
+"""A rank that waits for rank 0 to prepare data gives up after this time without a sign of life."""
+
+
 def verb_evaluate(verb: str, rest: list[str]) -> int:
     from quern.runs.against import compare_runs
     from quern.stages import evaluate
+    from quern.train import launch
 
     options, _ = parse(verb, rest, EvaluateOptions)
+    where, here = options.where, launch.place()
     if options.against is not None:
-        compare_runs(options.where.run_dir, options.against, options.tasks, options.stage, log)
+        compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
         return 0
-    evaluate.run(
-        options.where.run_dir,
-        options.where.machine(),
-        questions=options.questions,
-        log=log,
-        tasks=options.tasks,
-        stage=options.stage,
-        bundle=options.bundle,
-        limit=options.limit,
-        harness=options.harness,
-        chat_data=options.chat_data,
-        samples=options.samples,
-        contamination=options.contamination,
-    )
-    return 0
+    if options.ranks > 1 and here.ranks == 1:
+        return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
+    rank_log = log if here.main else lambda line: None
+    with launch.joined(
+        "quern evaluate", 1, lambda threads: where.machine(threads, rank_log), where.threads, PEER_SECONDS
+    ) as (machine, mesh):
+        evaluate.run(
+            where.run_dir,
+            machine,
+            questions=options.questions,
+            log=rank_log,
+            tasks=options.tasks,
+            stage=options.stage,
+            bundle=options.bundle,
+            limit=options.limit,
+            harness=options.harness,
+            chat_data=options.chat_data,
+            samples=options.samples,
+            contamination=options.contamination,
+            mesh=mesh,
+        )
+        return launch.finish(0)
 
 
 def verb_run(verb: str, rest: list[str]) -> int:

@@ -104,10 +104,10 @@ def read_answers(*folders: Path) -> dict[str, Answers]:
 
 
 def _read(path: Path) -> Answers:
-    lines = read_lines(path)
     seen: Counter[str] = Counter()
     scores: dict[Key, float] = {}
     try:
+        lines = read_lines(path)
         task, data = str(lines[0]["task"]), lines[0].get("data")
         for line in lines[1:]:
             # CORE's hash is of token ids, which another tokenizer changes; its numbers are of the file's rows.

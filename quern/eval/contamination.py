@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from quern.eval.task import Item
+from quern.mesh import ProcessGroup
 
 WORDS = 13
 LEAST_WORDS = 5
@@ -54,14 +55,18 @@ def passage(item: Item) -> str:
     return f"{_OPTION.sub('', item.question)} {options.get(item.answer, item.answer)}"
 
 
-def contaminated_shares(passages: Mapping[str, Sequence[str]], documents: Iterable[str]) -> dict[str, float]:
+def contaminated_shares(
+    passages: Mapping[str, Sequence[str]], documents: Iterable[str], group: ProcessGroup | None = None
+) -> dict[str, float]:
     """The share of each task's questions that share a run of words with the training text.
 
     Args:
         passages: Task → the texts of its questions.
-        documents: The training text; read once, for all tasks.
+        documents: The training text, or this rank's part of it; read once, for all tasks.
+        group: The ranks that read a part each; None is a single process.
     """
-    found = iter(find_contaminated([text for texts in passages.values() for text in texts], documents))
+    own = find_contaminated([text for texts in passages.values() for text in texts], documents)
+    found = iter(own if group is None else map(any, zip(*group.gather_objects(own), strict=True)))
     shares = {task: [next(found) for _ in texts] for task, texts in passages.items()}
     return {task: sum(own) / len(own) for task, own in shares.items() if own}
 

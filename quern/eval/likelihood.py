@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from quern.eval.bits_per_byte import batch_losses
+from quern.eval.on_ranks import batched, is_main, on_ranks
 from quern.eval.score import Score, accuracy
 from quern.generate.engine import pad
 from quern.machine import Machine
+from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
 from quern.terminal import Meter
 
@@ -56,10 +58,12 @@ def continuation_nats(
     *,
     context: int,
     batch_rows: int = 32,
+    group: ProcessGroup | None = None,
 ) -> np.ndarray:
     """The loss in nats (float64, one per pair) of each (prompt, continuation), prompts not empty.
 
     A pair longer than `context` + 1 tokens loses the middle of its prompt: the first token (BOS) and its end stay.
+    group: the ranks that compute some batches each; None is a single process.
 
     Raises:
         ValueError: A continuation does not fit the context, or is empty.
@@ -67,9 +71,8 @@ def continuation_nats(
     rows = [_fit(prompt, continuation, context) for prompt, continuation in pairs]
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     batch_rows = min(batch_rows, max(1, len(rows)))
-    nats = np.zeros(len(rows))
-    for first in range(0, len(order), batch_rows):
-        chosen = order[first : first + batch_rows]
+
+    def compute(chosen: Sequence[int]) -> list[float]:
         longest = max(len(rows[row]) for row in chosen) - 1
         width = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, context)
         padded = np.zeros((batch_rows, width + 1), dtype=np.int64)
@@ -79,8 +82,9 @@ def continuation_nats(
             padded[line, :length] = rows[row]
             counts[line, length - 1 - len(pairs[row][1]) : length - 1] = True
         losses = batch_losses(model, padded[:, :-1], padded[:, 1:], machine)
-        nats[chosen] = np.where(counts, losses, 0.0).sum(axis=1)[: len(chosen)]
-    return nats
+        return np.where(counts, losses, 0.0).sum(axis=1)[: len(chosen)].tolist()
+
+    return np.array(on_ranks(batched(order, batch_rows), compute, group))
 
 
 def letter_nats(
@@ -91,19 +95,20 @@ def letter_nats(
     task: str,
     context: int,
     batch_rows: int = 32,
+    group: ProcessGroup | None = None,
 ) -> np.ndarray:
     """As `continuation_nats`, for continuations of one token: each question is read once, not once for each choice."""
     rows = [_fit(item.prompt, item.continuations[0], context)[:-1] for item in questions]
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-    nats: dict[int, list[float]] = {}
-    with Meter(task, len(rows), "questions") as meter:
-        for first in range(0, len(order), batch_rows):
-            chosen = order[first : first + batch_rows]
-            logs_BV = _next_log_probs(model, [rows[row] for row in chosen], machine)
-            for row, logs_V in zip(chosen, logs_BV, strict=True):
-                nats[row] = [-float(logs_V[ids[0]]) for ids in questions[row].continuations]
-            meter.at(len(nats))
-    return np.array([loss for row in range(len(rows)) for loss in nats[row]])
+
+    def compute(chosen: Sequence[int]) -> list[list[float]]:
+        logs_BV = _next_log_probs(model, [rows[row] for row in chosen], machine)
+        pairs = zip(chosen, logs_BV, strict=True)
+        return [[-float(logs_V[ids[0]]) for ids in questions[row].continuations] for row, logs_V in pairs]
+
+    with Meter(task, len(rows), "questions", silent=not is_main(group)) as meter:
+        nats = on_ranks(batched(order, batch_rows), compute, group, meter.at)
+    return np.array([loss for losses in nats for loss in losses])
 
 
 def multiple_choice(
@@ -117,13 +122,14 @@ def multiple_choice(
     length: Callable[[str, Sequence[int]], float] = whole,
     batch_rows: int = 32,
     shots: int = 0,
+    group: ProcessGroup | None = None,
 ) -> tuple[Score, list[int]]:
     """The accuracy, and the index picked for each question (the first of equal ones)."""
     pairs = [(item.prompt, ids) for item in questions for ids in item.continuations]
     if all(len(ids) == 1 for _, ids in pairs):
-        nats = letter_nats(model, questions, machine, task=task, context=context, batch_rows=batch_rows)
+        nats = letter_nats(model, questions, machine, task=task, context=context, batch_rows=batch_rows, group=group)
     else:
-        nats = continuation_nats(model, pairs, machine, context=context, batch_rows=batch_rows)
+        nats = continuation_nats(model, pairs, machine, context=context, batch_rows=batch_rows, group=group)
     picks, start = [], 0
     for item in questions:
         stop = start + len(item.choices)

@@ -8,6 +8,7 @@ from quern.eval.likelihood import MultipleChoice, multiple_choice
 from quern.eval.score import Score, none_asked
 from quern.eval.task import Item, Task
 from quern.generate.engine import Engine
+from quern.mesh import ProcessGroup
 from quern.text.chat import render_prompt, render_text
 
 
@@ -20,7 +21,14 @@ class Graded:
 
 
 def run_task(
-    engine: Engine, task: Task, *, seed: int = 0, count: int = 200, base: bool = False, batch_rows: int = 32
+    engine: Engine,
+    task: Task,
+    *,
+    seed: int = 0,
+    count: int = 200,
+    base: bool = False,
+    batch_rows: int = 32,
+    group: ProcessGroup | None = None,
 ) -> Graded:
     """Asks the items of a task.
 
@@ -31,6 +39,7 @@ def run_task(
         seed: Seed of the items.
         count: The largest number of items of each kind.
         base: Ask by the task's `base_prompt` instead of in the chat format, for a model without fine-tuning.
+        group: The ranks that ask some batches each, and all get every reply; None is a single process.
 
     Raises:
         ValueError: The task has no items, or a kind has items with and without choices.
@@ -60,9 +69,10 @@ def run_task(
                 max_tokens=task.max_tokens,
                 batch_rows=batch_rows,
                 base_stop=task.base_stop if base else None,
+                group=group,
             )
         else:
-            score, answered = _likeliest(engine, task, chosen, prompts, base, batch_rows)
+            score, answered = _likeliest(engine, task, chosen, prompts, base, batch_rows, group)
         scores.append(replace(score, skipped=skipped))
         replies += answered
     return Graded(scores, replies)
@@ -76,7 +86,13 @@ def prompt_ids(engine: Engine, task: Task, item: Item, base: bool) -> list[int]:
 
 
 def _likeliest(
-    engine: Engine, task: Task, items: Sequence[Item], prompts: Sequence[list[int]], base: bool, batch_rows: int
+    engine: Engine,
+    task: Task,
+    items: Sequence[Item],
+    prompts: Sequence[list[int]],
+    base: bool,
+    batch_rows: int,
+    group: ProcessGroup | None,
 ) -> tuple[Score, list[Answered]]:
     """Picks the likeliest choice: a model that knows the answer but not how to reply is measured fairly."""
     asked = []
@@ -95,6 +111,7 @@ def _likeliest(
         context=engine.context,
         length=task.length,
         batch_rows=batch_rows,
+        group=group,
     )
     answered = []
     for item, question, pick in zip(items, asked, picks, strict=True):

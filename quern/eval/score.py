@@ -44,6 +44,16 @@ class Score:
     def to_json(self) -> dict[str, str | int | float | bool | None]:
         return asdict(self)
 
+    def described(self, context: int) -> str:
+        """The score as text. context: the model's, in tokens."""
+        if self.value is None:
+            return f"not measured: none of its {self.skipped} questions fits a context of {context} tokens"
+        interval = f" ({self.low:.3f} to {self.high:.3f})" if self.low is not None else ""
+        chance = f", chance {self.chance:.3f}" if self.chance is not None else ""
+        of = f"asked {self.count} of {self.count + self.skipped} questions"
+        left_out = f"; {of}, the others do not fit a context of {context} tokens" if self.skipped else ""
+        return f"{self.metric} {self.value:.3f}{interval}{chance}{left_out}"
+
 
 def wilson(correct: int, count: int, confidence: float = 0.95) -> tuple[float, float]:
     """The Wilson interval (low, high) of the share `correct` / `count`; (0, 1) if count is 0."""

@@ -12,6 +12,7 @@ from typing import Any
 from quern.report.numbers import duration, human, human_flops, number, percent
 from quern.report.plots import Panel, panels
 from quern.report.run_records import STAGE_TITLES, RunRecords, StageRecords, as_object, finite
+from quern.report.score_plot import ScorePlot, score_plot
 from quern.report.scores import ScoreTable, score_settings, score_tables
 from quern.report.summary import summary
 from quern.report.values import Pairs, Table, flatten, plain, tables
@@ -56,7 +57,7 @@ class Continuation:
     text: str
 
 
-Block = Facts | Table | Command | Curves | ScoreTable | Conversation | Continuation
+Block = Facts | Table | Command | Curves | ScorePlot | ScoreTable | Conversation | Continuation
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,9 @@ def _curves(run: RunRecords) -> Iterable[Group]:
 
 
 def _evaluation(run: RunRecords) -> list[Group]:
-    found = score_tables(run)
-    return [Group("", found), Group("Evaluation settings", [score_settings(run)], folded=True)] if found else []
+    found, plot = score_tables(run), score_plot(run)
+    blocks = [*([plot] if plot else []), *found]
+    return [Group("", blocks), Group("Evaluation settings", [score_settings(run)], folded=True)] if found else []
 
 
 def _samples(run: RunRecords) -> Iterable[Group]:

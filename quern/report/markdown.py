@@ -6,6 +6,7 @@ from typing import Any
 
 from quern.report.document import Block, Command, Continuation, Conversation, Curves, Document, Facts
 from quern.report.numbers import number
+from quern.report.score_plot import ScorePlot
 from quern.report.scores import Score, ScoreTable
 from quern.report.values import Pairs
 
@@ -66,6 +67,8 @@ def _block(block: Block) -> str:
         series = {f"{panel.curve.title}, {panel.curve.unit}": panel.ys for panel in block.panels}  # each metric once
         rows = ([name, number(ys[0]), sparkline(ys), number(ys[-1])] for name, ys in series.items())
         return _table(["curve", "first", "over the steps", "last"], rows)
+    if isinstance(block, ScorePlot):
+        return ""  # the table after it has the same scores
     if isinstance(block, ScoreTable):
         rows = ([row.task, row.detail, *map(_score, row.scores)] for row in block.rows)
         table = _table([block.title.lower(), "questions and guessing", *block.stages], rows)

@@ -8,6 +8,7 @@ import io
 import re
 import statistics
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import matplotlib
@@ -49,6 +50,8 @@ STYLE: dict[Any, Any] = {
     "text.color": MUTED,
 }
 STEPS_OF_A_CURVE = 800
+PASS = "val_pass_"
+"""Begins the keys of pass@k."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ CURVES = (
 )
 RL_CURVES = (
     Curve("Reward", "mean of a step's replies", "reward", "step", smooth=True),
+    Curve("Spread of rewards", "standard deviation", "reward_std", "step", smooth=True),
     Curve("Held-out questions", "pass@1", "val_pass_1", "step", points=True, share=True),
     Curve("Divergence from the first model", "nats per token", "val_kl", "step", points=True),
     Curve("Entropy", "nats per token", "entropy", "step", smooth=True),
@@ -101,7 +105,7 @@ RL_CURVES = (
 def panels(stage: StageRecords) -> list[Panel]:
     """The curves for which a stage has at least two measurements."""
     found = []
-    for index, curve in enumerate(RL_CURVES if stage.name == "rl" else CURVES):
+    for index, curve in enumerate((*RL_CURVES, *_pass_curves(stage)) if stage.name == "rl" else CURVES):
         xs, ys = stage.column(curve.key, curve.against)
         if len(xs) < 2 or max(xs) <= 0:
             continue
@@ -109,6 +113,16 @@ def panels(stage: StageRecords) -> list[Panel]:
         text = percent(value) if curve.share else human(value) if value >= 1000 else f"{value:.4g}"
         found.append(Panel(curve, f"{name} {text}", ys, draw(curve, xs, ys, stage, f"{stage.name}-{index}")))
     return found
+
+
+def _pass_curves(stage: StageRecords) -> list[Curve]:
+    """The curves whose names depend on the run: pass@k for its k, and pass@1 of each of several environments."""
+    keys = dict.fromkeys(key for line in stage.validations for key in line)
+    found = [key.removeprefix(PASS) for key in keys if key.startswith(PASS) and key != f"{PASS}1"]
+    return [
+        Curve("Held-out questions", f"pass@{name.replace('/', ', ')}", f"{PASS}{name}", "step", True, share=True)
+        for name in found
+    ]
 
 
 def draw(curve: Curve, xs: list[float], ys: list[float], stage: StageRecords, name: str) -> str:
@@ -183,4 +197,4 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
-    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1).strip()

@@ -9,8 +9,14 @@ from quern.report.values import Table, plain
 
 INTRODUCTION = (
     "Share of held-out questions answered correctly, with 95% confidence intervals (Wilson). In a chart, the line on a "
-    "bar is the interval and the vertical tick is the share that guessing reaches."
+    "bar is the interval and the vertical tick is the share that guessing reaches. CORE and ChatCORE are means of "
+    "centred accuracies: 0 is guessing, 1 is all right."
 )
+TEXTS = (
+    "Bits per byte of held-out text, of its kinds, and of a sample of the training text: lower is better. A model that "
+    "has learned its text by heart scores much lower on training text than on held-out text."
+)
+MEAN = "centred accuracy"
 
 
 @dataclass(frozen=True)
@@ -66,27 +72,53 @@ def score_rows(run: RunRecords) -> list[ScoreRow]:
     for (task, metric), lines in _evaluated(run).items():
         last = next(lines[name] for name in reversed(stages) if name in lines)
         count, chance = finite(last.get("count")), finite(last.get("chance"))
-        unit = {"accuracy": " questions", "bpb": " bytes"}.get(metric, "")
+        unit = " bytes" if metric == "bpb" else " questions" if of_questions(metric) else ""
         details = [f"{count:,.0f}{unit}" if count is not None else ""]
-        if chance is not None:
-            details.append(f"guessing {percent(chance) if metric == 'accuracy' else number(chance)}")
+        if chance is not None and metric != MEAN:
+            details.append(f"guessing {percent(chance) if _share(metric) else number(chance)}")
         scores = [_score(lines.get(name, {}), metric, count, chance) for name in stages]
-        name = task if metric == "accuracy" else f"{task}, {'bits per byte' if metric == 'bpb' else metric}"
+        name = task if metric in ("accuracy", "bpb") else f"{task}, {metric}"
         rows.append(ScoreRow(name, metric, " · ".join(filter(None, details)), scores))
     return rows
 
 
 def score_tables(run: RunRecords) -> list[ScoreTable]:
-    """The accuracies, then the other measures. Stages without a score in a table get no column."""
-    stages, found = score_stages(run), []
-    for title, introduction, chart in (("Task", INTRODUCTION, True), ("Measure", "", False)):
-        rows = [row for row in score_rows(run) if (row.metric == "accuracy") == chart]
-        shown = [i for i in range(len(stages)) if any(row.scores[i] for row in rows)]
-        titles = [STAGE_TITLES.get(stages[i], stages[i]) for i in shown]
-        rows = [replace(row, scores=[row.scores[i] for i in shown]) for row in rows]
+    """The accuracies with their means, bits per byte, then other measures. Stages without a score in a table get no
+    column."""
+    rows = score_rows(run)
+    texts = [row for row in rows if row.metric == "bpb"]
+    others = [row for row in rows if row.metric != "bpb" and not of_questions(row.metric)]
+    tasks = ("Task", INTRODUCTION, question_rows(run), True)
+    parts = (tasks, ("Text", TEXTS, texts, False), ("Measure", "", others, False))
+    found = []
+    for title, introduction, rows, chart in parts:
+        stages, rows = without_empty_stages(run, rows)
         if rows:
+            titles = [STAGE_TITLES.get(stage, stage) for stage in stages]
             found.append(ScoreTable(title, introduction, titles, rows, chart))
     return found
+
+
+def question_rows(run: RunRecords) -> list[ScoreRow]:
+    """The rows of questions, then those of their means."""
+    return sorted((row for row in score_rows(run) if of_questions(row.metric)), key=lambda row: row.metric == MEAN)
+
+
+def without_empty_stages(run: RunRecords, rows: list[ScoreRow]) -> tuple[list[str], list[ScoreRow]]:
+    """The stages that have a score in these rows, and the rows with the scores of these stages."""
+    stages = score_stages(run)
+    shown = [i for i in range(len(stages)) if any(row.scores[i] for row in rows)]
+    return [stages[i] for i in shown], [replace(row, scores=[row.scores[i] for i in shown]) for row in rows]
+
+
+def _share(metric: str) -> bool:
+    """Whether a metric is a share of questions."""
+    return metric == "accuracy" or metric.startswith("pass@")
+
+
+def of_questions(metric: str) -> bool:
+    """Whether a metric is of questions: such a share, or a mean of them."""
+    return _share(metric) or metric == MEAN
 
 
 def score_settings(run: RunRecords) -> Table:
@@ -112,8 +144,8 @@ def _score(line: dict[str, Any], metric: str, usual_count: float | None, chance:
     if value is None:
         return None
     interval = (low, high) if low is not None and high is not None else None
-    ends = [f"{100 * end:.0f}" if metric == "accuracy" else f"{end:.3g}" for end in interval or ()]
-    details = [f"{ends[0]} to {ends[1]}" if metric != "accuracy" else "–".join(ends)] if ends else []
+    ends = [f"{100 * end:.0f}" if _share(metric) else f"{end:.3g}" for end in interval or ()]
+    details = [f"{ends[0]} to {ends[1]}" if not _share(metric) else "–".join(ends)] if ends else []
     details += [f"of {count:,.0f}"] if count not in (None, usual_count) else []
-    text = percent(value) if metric == "accuracy" else f"{value:.4g}"
+    text = percent(value) if _share(metric) else f"{value:.4g}"
     return Score(value, text, " ".join(details), interval, chance)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from quern.eval.compare import Answers, Comparison, compare, read_answers
+from quern.records import drop_torn_end
 from quern.runs.run_dir import STAGES, RunDir
 from quern.terminal import grid
 
@@ -61,6 +62,7 @@ def compare_runs(
         log(line)
     if left := [task for task in dict.fromkeys([*first, *second]) if task not in shared]:
         log(f"not compared: {', '.join(left)}")
+    drop_torn_end(run_dir.folder / "comparisons.jsonl")
     run_dir.append("comparisons.jsonl", [{"first": names[0], "second": names[1], **asdict(one)} for one in done])
     return done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from quern.runs.saved import open_checkpoint
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
+from quern.train.replicas import checksum
 from quern.train.state import build_model, weights_of
 
 
@@ -24,6 +26,11 @@ class LoadedModel:
     recipe: Recipe
     stage: str
     step: int
+
+    def weights(self) -> str:
+        """16 hex digits over the weights, which tell a run that was trained again from the one before."""
+        sums = [checksum(parameter).item() for parameter in self.model.parameters()]
+        return hashlib.sha256(repr(sums).encode("ascii")).hexdigest()[:16]
 
 
 def load(

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quern.data.loader import windows
+from quern.data.shards import Corpus
 from quern.eval.answers import write_answers
-from quern.eval.bits_per_byte import bits_per_byte
 from quern.eval.chat.run import CHAT, Asked, find_chat_tasks, run_chat
 from quern.eval.contamination import WORDS, contaminated_shares, passage
 from quern.eval.core.bundle import core_bundle
 from quern.eval.core.prompts import core_passages
 from quern.eval.core.run import Subject, run_core
 from quern.eval.core.tasks import CoreTask, find_tasks
+from quern.eval.generative import Answered
+from quern.eval.on_ranks import refuse_unequal
 from quern.eval.run_task import run_task
 from quern.eval.score import Score
 from quern.eval.task import Task
 from quern.eval.tasks import load_task, task_names
+from quern.eval.texts import kinds_of_documents, sample, text_scores
 from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY, Sampling
 from quern.machine import Machine
+from quern.mesh import EVALUATING, Mesh, alone
 from quern.mixture.sources import read_rows
 from quern.recipe import Recipe
+from quern.records import drop_torn_end
 from quern.runs.against import ANSWERS, CORE
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
+from quern.stages.session import main_first
 from quern.terminal import Meter
 from quern.text.chat import Message, render_prompt, render_text
-from quern.train import checkpoint
+from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
 
 CHAT_STAGES = ("sft", "rl")
@@ -51,6 +56,45 @@ CHATS: tuple[tuple[str, ...], ...] = (
 SHOWN_CHATS = len(CHATS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """What every stage of a run is asked, and where.
+
+    Args:
+        run_dir, machine, mesh, log, questions, limit, samples: As in `run`.
+        chosen: The tasks that the user named. None of them: those that suit the recipe.
+        core, chat: The tasks of CORE with their files, and the chat tasks.
+        harness: Asks a model the tasks of lm-evaluation-harness.
+        stage: The stage that the user named.
+    """
+
+    run_dir: RunDir
+    machine: Machine
+    mesh: Mesh
+    log: Callable[[str], None]
+    questions: int
+    limit: int | None
+    samples: int
+    chosen: Sequence[Task]
+    core: Sequence[tuple[CoreTask, Path]]
+    chat: Sequence[Asked]
+    harness: Callable[[LoadedModel], list[Score]] | None
+    stage: str | None
+
+    def suiting(self, recipe: Recipe) -> Sequence[Task]:
+        return self.chosen or [task for task in map(load_task, task_names()) if task.suits(recipe)]
+
+    def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
+        """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that
+        was never taught to answer."""
+        left_out = self.core or self.chat or self.harness or loaded.stage == "pretrain" and not self.stage
+        return [] if left_out and not self.chosen else self.suiting(loaded.recipe)
+
+    def append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        if self.mesh.main:
+            self.run_dir.append(name, lines)
+
+
 def run(
     run_dir: RunDir,
     machine: Machine,
@@ -66,10 +110,12 @@ def run(
     chat_data: Path | None = None,
     samples: int = 1,
     contamination: bool = False,
+    mesh: Mesh | None = None,
 ) -> list[dict[str, Any]]:
     """Scores the stages of a run, logs a table, and appends to evaluate.jsonl and samples.jsonl.
 
-    The answers to the questions are in answers/STAGE/ and core/STAGE/ in the run's folder.
+    The answers to the questions are in answers/STAGE/ and core/STAGE/ in the run's folder. On a mesh every rank calls
+    this, computes some of the batches, and gets all scores; rank 0 writes.
 
     Args:
         questions: The number of questions of each kind.
@@ -83,6 +129,7 @@ def run(
         chat_data: The folder with the files of the chat tasks.
         samples: Replies to each problem of HumanEval for pass@k.
         contamination: Also look for the questions in the training text.
+        mesh: The ranks. None is a single process.
 
     The base model (stage pretrain) answers questions only if `tasks` or `stage` names a task or the stage.
 
@@ -90,119 +137,158 @@ def run(
         The lines of evaluate.jsonl.
 
     Raises:
-        FileNotFoundError: The run has no model to evaluate.
+        FileNotFoundError: The run has no model to evaluate, or not this stage.
         ValueError: A task does not exist, or its file fails.
         ImportError: lm-evaluation-harness is not installed.
     """
-    stages = [name for name in STAGES if checkpoint.steps(run_dir.checkpoints(name))]
+    mesh = mesh or alone()
+    mesh.progress.phase = EVALUATING
+    machine = replace(machine, dtype=mesh.world.broadcast_object(machine.dtype))  # each rank has measured its own
+    stages = [name for name in STAGES if run_dir.has_trained(name)]
     if not stages:
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
-    names, chat_names = _named(tasks, CORE), _named(tasks, CHAT)
-    chosen = [load_task(name) for name in tasks if name not in (*names, *chat_names)]
-    if not names and (bundle is not None or limit is not None and not harness and not chat_names):
-        raise ValueError("--bundle and --limit are for CORE: add --tasks core")
-    if not chat_names and (chat_data is not None or samples > 1):
-        raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
-    if names and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
-        bundle = core_bundle(run_dir.out, log)
-    ask = _harness(machine, harness, limit) if harness else None
-    core = find_tasks(bundle, _parts(names, CORE)) if bundle else []
-    chat = find_chat_tasks(chat_data, _parts(chat_names, CHAT), limit, log) if chat_names else []
+    if stage is not None and stage not in stages:
+        raise FileNotFoundError(run_dir.has_no(f"stage '{stage}'", stage))
+    core, chat, chosen = _find_tasks(run_dir, mesh, log, tasks, bundle, limit, chat_data, samples, bool(harness))
+    evaluation = _Evaluation(
+        run_dir=run_dir,
+        machine=machine,
+        mesh=mesh,
+        log=log,
+        questions=questions,
+        limit=limit,
+        samples=samples,
+        chosen=chosen,
+        core=core,
+        chat=chat,
+        harness=_harness(machine, harness, limit, mesh) if harness else None,
+        stage=stage,
+    )
+    for file in ("evaluate.jsonl", "samples.jsonl") if mesh.main else ():
+        drop_torn_end(run_dir.folder / file)  # of an evaluation that was killed
+    texts: _Texts | None = None
     shares: dict[str, float] | None = None
     lines: list[dict[str, Any]] = []
-    prepared: Prepared | None = None
     for name in [stage] if stage else ["untrained", *stages]:
         loaded = load(run_dir, machine, log, stages[0] if name == "untrained" else name, callables)
-        prepared = prepared or data_of_run(loaded.recipe, run_dir, lambda line: None)
+        texts = texts or _open_texts(loaded.recipe, run_dir, mesh)
         if name == "untrained":
             fresh = build_model(loaded.recipe, machine, loaded.recipe.seed).eval()
             loaded = LoadedModel(fresh, loaded.tokenizer, loaded.recipe, name, 0)
-        asked = suiting = chosen or [task for task in map(load_task, task_names()) if task.suits(loaded.recipe)]
-        if (core or chat or harness) and not chosen or name == "pretrain" and not chosen and not stage:
-            asked = []  # a run should not take longer for scores of a model that was never taught to answer
-        of_stage = _score(loaded, prepared, machine, run_dir, name, asked, questions, log)
-        if core and name != "untrained":
-            of_stage += _core(loaded, machine, run_dir, name, core, limit, log)
-        if chat and name != "untrained":
-            log(f"chat tasks: {name}")
-            engine, folder = Engine(loaded.model, loaded.tokenizer, machine), run_dir.folder / ANSWERS / name
-            settings = _identity(loaded, run_dir, name)
-            scores = run_chat(engine, chat, folder, settings, base=name not in CHAT_STAGES, samples=samples)
-            of_stage += _lines(loaded, name, scores, log)
-        if ask and name != "untrained":
-            log(f"lm-evaluation-harness: {name}")
-            of_stage += _lines(loaded, name, ask(loaded), log)
+        of_stage = _score(evaluation, loaded, texts)
         if contamination and name != "untrained":
-            if shares is None:
-                shares = _contamination(_passages(suiting, questions, core, chat, limit), prepared)
-            of_stage = [line | {"contaminated": shares.get(line["task"])} for line in of_stage]
-            log(f"questions of {name} with {WORDS} words in a row that the training text has too:")
-            for line in (line for line in of_stage if line["contaminated"] is not None):
-                value = "none asked" if line["value"] is None else f"{line['metric']} {line['value']:.3f}"
-                log(f"  {line['task']:28} {line['contaminated']:.2%}, {value}")
-        run_dir.append("evaluate.jsonl", of_stage)
+            shares = shares if shares is not None else _contamination(evaluation, loaded.recipe, texts.prepared)
+            of_stage = _with_shares(of_stage, shares, name, log)
+        evaluation.append("evaluate.jsonl", of_stage)
         lines += of_stage
     return lines
 
 
-def _score(
-    loaded: LoadedModel,
-    prepared: Prepared,
-    machine: Machine,
+def _find_tasks(
     run_dir: RunDir,
-    name: str,
-    tasks: Sequence[Task],
-    questions: int,
+    mesh: Mesh,
     log: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    context, rows = loaded.recipe.model.context, loaded.recipe.micro_batch_rows
-    assert context
+    tasks: Sequence[str],
+    bundle: Path | None,
+    limit: int | None,
+    chat_data: Path | None,
+    samples: int,
+    harness: bool,
+) -> tuple[list[tuple[CoreTask, Path]], list[Asked], list[Task]]:
+    """The tasks of CORE, the chat tasks, and the others that the user named."""
+    core, chat = _named(tasks, CORE), _named(tasks, CHAT)
+    chosen = [load_task(name) for name in dict.fromkeys(tasks) if name not in (*core, *chat)]
+    for number, task in enumerate(chosen):
+        if task.name in [other.name for other in chosen[:number]]:
+            raise ValueError(f"two tasks have the name '{task.name}': their answers would share a file; rename one")
+    if not core and (bundle is not None or limit is not None and not harness and not chat):
+        raise ValueError("--bundle and --limit are for CORE: add --tasks core")
+    if not chat and (chat_data is not None or samples > 1):
+        raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
+    if samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):
+        raise ValueError("--samples is for HumanEval: add --tasks chat/humaneval")
+    if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
+        with main_first(mesh):
+            bundle = core_bundle(run_dir.out, log)
+    return (
+        find_tasks(bundle, _parts(core, CORE)) if bundle else [],
+        find_chat_tasks(chat_data, _parts(chat, CHAT), limit, log) if chat else [],
+        chosen,
+    )
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The run's tokens; kinds: of the validation text, by document; sample: of the training text."""
+
+    prepared: Prepared
+    kinds: Sequence[str]
+    sample: Corpus
+
+
+def _open_texts(recipe: Recipe, run_dir: RunDir, mesh: Mesh) -> _Texts:
+    with main_first(mesh):
+        prepared = data_of_run(recipe, run_dir, lambda line: None)
+    val, kinds = prepared.val, list[str]()
+    if recipe.data == "tinyworld":
+        known = documents_of_kinds(recipe.seed, recipe.text.val_megabytes, "val")
+        kinds = kinds_of_documents(val, prepared.tokenizer, known)
+    return _Texts(prepared, kinds, sample(prepared.train, val.num_tokens))
+
+
+def _score(evaluation: _Evaluation, loaded: LoadedModel, texts: _Texts) -> list[dict[str, Any]]:
+    """Scores one stage, and returns its lines of evaluate.jsonl."""
+    name, log, run_dir = loaded.stage, evaluation.log, evaluation.run_dir
+    machine, mesh = evaluation.machine, evaluation.mesh
+    engine, answers = Engine(loaded.model, loaded.tokenizer, machine), run_dir.folder / ANSWERS / name
+    identity = {"run": run_dir.folder.name, "stage": name, "step": loaded.step, "weights": loaded.weights()}
+    refuse_unequal(identity, mesh.world)
     log(f"evaluating: {name}")
-    scores = []
-    if name not in CHAT_STAGES:  # bits per byte of plain text say little about a chat model
-        batches = windows(prepared.val, context, rows=rows)
-        measured = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
-        scores.append(measured.score("validation", loaded.tokenizer.vocab_size))
-    engine = Engine(loaded.model, loaded.tokenizer, machine)
+    scores = _text_scores(evaluation, loaded, texts)
     samples: list[dict[str, Any]] = []
-    count = min(questions, UNTRAINED_QUESTIONS) if name == "untrained" else questions
-    for task in tasks:
-        graded = run_task(engine, task, count=count, base=name == "pretrain")
+    count = min(evaluation.questions, UNTRAINED_QUESTIONS) if name == "untrained" else evaluation.questions
+    for task in evaluation.tasks(loaded):
+        graded = run_task(engine, task, count=count, base=name == "pretrain", group=mesh.world)
         scores += graded.scores
-        write_answers(run_dir.folder / ANSWERS / name, task.name, _identity(loaded, run_dir, name), graded.replies)
+        if mesh.main:
+            write_answers(answers, task.name, identity, graded.replies)
         if name in CHAT_STAGES:
-            shown = {reply.item.kind: reply for reply in graded.replies}
-            samples += [
-                _chat(name, [*r.item.messages, {"role": "assistant", "content": r.parts}]) for r in shown.values()
-            ]
-    run_dir.append("samples.jsonl", samples + _samples(engine, name, loaded.recipe))
-    return _lines(loaded, name, scores, log)
+            samples += _shown_replies(name, graded.replies)
+    evaluation.append("samples.jsonl", samples + (_samples(engine, name, loaded.recipe) if mesh.main else []))
+    lines = _lines(loaded, scores, log)
+    if name == "untrained":
+        return lines
+    if evaluation.core:
+        log(f"CORE: {name}")
+        subject = Subject(loaded.model, loaded.tokenizer, machine, identity, mesh.world)
+        found = run_core(subject, evaluation.core, run_dir.folder / CORE / name, log, limit=evaluation.limit)
+        lines += _lines(loaded, found, lambda line: None)
+    if evaluation.chat:
+        log(f"chat tasks: {name}")
+        how: dict[str, Any] = {"base": name not in CHAT_STAGES, "samples": evaluation.samples, "group": mesh.world}
+        lines += _lines(loaded, run_chat(engine, evaluation.chat, answers, identity, **how), log)
+    if evaluation.harness:
+        log(f"lm-evaluation-harness: {name}")
+        lines += _lines(loaded, evaluation.harness(loaded), log)
+    return lines
 
 
-def _lines(loaded: LoadedModel, name: str, scores: Sequence[Score], log: Callable[[str], None]) -> list[dict[str, Any]]:
+def _text_scores(evaluation: _Evaluation, loaded: LoadedModel, texts: _Texts) -> list[Score]:
+    """Bits per byte, which say little about a chat model."""
+    recipe, machine, val = loaded.recipe, evaluation.machine, texts.prepared.val
+    if loaded.stage in CHAT_STAGES:
+        return []
+    assert recipe.model.context
+    how: dict[str, Any] = {"context": recipe.model.context, "rows": recipe.micro_batch_rows, "kinds": texts.kinds}
+    train = None if loaded.stage == "untrained" else texts.sample
+    return text_scores(loaded.model, loaded.tokenizer, machine, val, train, group=evaluation.mesh.world, **how)
+
+
+def _lines(loaded: LoadedModel, scores: Sequence[Score], log: Callable[[str], None]) -> list[dict[str, Any]]:
     """The scores of a stage as lines of evaluate.jsonl, which it logs too."""
     for score in scores:
-        log(f"  {score.task:28} {_shown(score, loaded.recipe.model.context or 0)}")
-    return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
-
-
-def _core(
-    loaded: LoadedModel,
-    machine: Machine,
-    run_dir: RunDir,
-    name: str,
-    tasks: Sequence[tuple[CoreTask, Path]],
-    limit: int | None,
-    log: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    log(f"CORE: {name}")
-    subject = Subject(loaded.model, loaded.tokenizer, machine, _identity(loaded, run_dir, name))
-    scores = run_core(subject, tasks, run_dir.folder / CORE / name, log, limit=limit)
-    return [{"stage": name, "step": loaded.step, **asdict(score)} for score in scores]
-
-
-def _identity(loaded: LoadedModel, run_dir: RunDir, name: str) -> dict[str, Any]:
-    return {"run": run_dir.folder.name, "stage": name, "step": loaded.step}
+        log(f"  {score.task:28} {score.described(loaded.recipe.model.context or 0)}")
+    return [{"stage": loaded.stage, "step": loaded.step, **asdict(score)} for score in scores]
 
 
 def _named(tasks: Sequence[str], room: str) -> list[str]:
@@ -214,39 +300,50 @@ def _parts(names: Sequence[str], room: str) -> list[str]:
     return [] if room in names else [name.partition("/")[2] for name in names]
 
 
-def _passages(
-    tasks: Sequence[Task],
-    questions: int,
-    core: Sequence[tuple[CoreTask, Path]],
-    chat: Sequence[Asked],
-    limit: int | None,
-) -> dict[str, list[str]]:
+def _passages(evaluation: _Evaluation, recipe: Recipe) -> dict[str, list[str]]:
     """The texts of the questions of each score."""
     texts: dict[str, list[str]] = {}
-    items = [(f"{task.name}/{item.kind}", item) for task in tasks for item in task.items(0, questions)]
-    items += [(f"{CHAT}/{asked.task.name}", item) for asked in chat for item in asked.items]
+    suiting = evaluation.suiting(recipe)
+    items = [(f"{task.name}/{item.kind}", item) for task in suiting for item in task.items(0, evaluation.questions)]
+    items += [(f"{CHAT}/{asked.task.name}", item) for asked in evaluation.chat for item in asked.items]
     for name, item in items:
         texts.setdefault(name, []).append(passage(item))
-    for task, path in core:
-        texts[f"{CORE}/{task.name}"] = core_passages(task, path, limit)
+    for task, path in evaluation.core:
+        texts[f"{CORE}/{task.name}"] = core_passages(task, path, evaluation.limit)
     return texts
 
 
-def _contamination(passages: Mapping[str, Sequence[str]], prepared: Prepared) -> dict[str, float]:
+def _contamination(evaluation: _Evaluation, recipe: Recipe, prepared: Prepared) -> dict[str, float]:
     """The share of each task's questions that are in the training text."""
-    train, tokenizer = prepared.train, prepared.tokenizer
+    train, tokenizer, group = prepared.train, prepared.tokenizer, evaluation.mesh.world
 
     def documents() -> Iterator[str]:
-        with Meter("reading the training text", train.num_documents, "documents") as meter:
-            for number in range(train.num_documents):
+        silent = not evaluation.mesh.main
+        with Meter("reading the training text", train.num_documents, "documents", silent) as meter:
+            for number in range(group.rank, train.num_documents, group.size):
                 yield tokenizer.decode(train.gather(number, 1).tolist())
                 meter.at(number + 1)
 
-    return contaminated_shares(passages, documents())
+    return contaminated_shares(_passages(evaluation, recipe), documents(), group)
 
 
-def _harness(machine: Machine, names: Sequence[str], limit: int | None) -> Callable[[LoadedModel], list[Score]]:
+def _with_shares(
+    lines: list[dict[str, Any]], shares: Mapping[str, float], stage: str, log: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The lines with the share of their questions that the training text has, which it logs too."""
+    log(f"questions of {stage} with {WORDS} words in a row that the training text has too:")
+    for line in (line for line in lines if line["task"] in shares):
+        value = "none asked" if line["value"] is None else f"{line['metric']} {line['value']:.3f}"
+        log(f"  {line['task']:28} {shares[line['task']]:.2%}, {value}")
+    return [line | {"contaminated": shares.get(line["task"])} for line in lines]
+
+
+def _harness(
+    machine: Machine, names: Sequence[str], limit: int | None, mesh: Mesh | None = None
+) -> Callable[[LoadedModel], list[Score]]:
     """What asks a model the tasks of lm-eval. Fails now if a task or lm-eval itself is missing."""
+    if mesh is not None and mesh.world.size > 1:
+        raise ValueError("--harness runs in one process: leave --ranks out, or ask its tasks separately")
     from quern.eval.harness import find_harness_tasks, run_harness
 
     manager, tasks = find_harness_tasks(names)
@@ -257,18 +354,10 @@ def _chat(name: str, messages: list[Message]) -> dict[str, Any]:
     return {"stage": name, "kind": "chat", "messages": messages}
 
 
-def _shown(score: Score, context: int) -> str:
-    if score.value is None:
-        return f"not measured: none of its {score.skipped} questions fits a context of {context} tokens"
-    interval = f" ({score.low:.3f} to {score.high:.3f})" if score.low is not None else ""
-    chance = f", chance {score.chance:.3f}" if score.chance is not None else ""
-    left_out = (
-        f"; asked {score.count} of {score.count + score.skipped} questions, the others do not fit a context of "
-        f"{context} tokens"
-        if score.skipped
-        else ""
-    )
-    return f"{score.metric} {score.value:.3f}{interval}{chance}{left_out}"
+def _shown_replies(name: str, replies: Sequence[Answered]) -> list[dict[str, Any]]:
+    """One reply of each kind, as samples."""
+    shown = {reply.item.kind: reply for reply in replies}.values()
+    return [_chat(name, [*reply.item.messages, {"role": "assistant", "content": reply.parts}]) for reply in shown]
 
 
 def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:

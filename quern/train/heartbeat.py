@@ -88,6 +88,10 @@ class Heartbeat:
     def report_peer_loss(self, why: str) -> bool:
         """Logs the cause of a collective that failed, unless another rank reports it.
 
+        Args:
+            why: The failure of the collective; "" if this rank was asked to end, which is no failure where no rank is
+                gone.
+
         Returns:
             Whether the failure is final.
         """
@@ -95,7 +99,9 @@ class Heartbeat:
         lost = f"rank {self.mesh.rank} lost the others: {why}"
         try:
             if self.failure() is None:
-                self._log_first(self._describe(self._stopped()) or lost)
+                cause = self._describe(self._stopped()) or (lost if why else None)
+                if cause is not None:
+                    self._log_first(cause)
             failure = self.failure()
             return failure is not None and failure.final
         except RuntimeError:  # the store is gone, too

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from quern.machine import Machine, environment, set_child_env
-from quern.mesh import Mesh, PeersLostError, alone, connect, disconnect
+from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
 from quern.temporaries import write_whole
 from quern.train.checkpoint import CheckpointError
 from quern.train.guard import heeded
@@ -81,7 +81,14 @@ def place() -> Place:
 # The parent -------------------------------------------------------------------------------------------------
 
 
-def launch(arguments: Sequence[str], ranks: int, restarts: int, nodes: int = 1, rendezvous: str = "") -> int:
+def launch(
+    arguments: Sequence[str],
+    ranks: int,
+    restarts: int,
+    nodes: int = 1,
+    rendezvous: str = "",
+    stopped: str = "before training began",
+) -> int:
     """Runs `quern` with these arguments on several processes, and waits for them.
 
     SIGTERM, SIGINT and SIGHUP make the ranks of every machine finish the step, save and exit. A second SIGTERM or
@@ -93,6 +100,7 @@ def launch(arguments: Sequence[str], ranks: int, restarts: int, nodes: int = 1, 
         restarts: How often all ranks are restarted when one fails.
         nodes: Machines that run this command together.
         rendezvous: host:port of one of the machines, where they meet; unused for one machine.
+        stopped: When a signal stopped ranks that left no outcome, for the message.
 
     Returns:
         The command's exit code; 128 + the signal's number where a signal came before training began.
@@ -115,7 +123,7 @@ def launch(arguments: Sequence[str], ranks: int, restarts: int, nodes: int = 1, 
         if result.exists():
             return json.loads(result.read_text(encoding="utf-8"))
         if received:
-            failure = f"stopped by {received[0].name} before training began"
+            failure = f"stopped by {received[0].name} {stopped}"
         _log(f"quern {arguments[0]}: {failure}")
         return 128 + received[0] if received else 1
     finally:
@@ -167,7 +175,7 @@ def _supervise(agent: Any, restarts: int, nodes: int) -> str:
         agent.get_worker_group().spec.rdzv_handler.shutdown()
     failures = sorted(result.failures.items()) if result else []
     ends = [f"; rank {rank} was ended by {one.signal_name()}" for rank, one in failures if one.exitcode < 0]
-    return f"given up after {restarts} restarts{''.join(ends)}"
+    return f"{f'given up after {restarts} restarts' if restarts else 'ended early'}{''.join(ends)}"
 
 
 @contextmanager
@@ -315,7 +323,8 @@ def _report(error: BaseException, here: Place, log: Callable[[str], None], heart
             return finish(1)
         if heartbeat.failure(wait_seconds=5) == (0, str(error), True):
             return finish(1)
-    at = f"in step {step + 1}" if step is not None else "before its first step"
+    evaluates = heartbeat.mesh.progress.phase == EVALUATING
+    at = f"in step {step + 1}" if step is not None else f"while {EVALUATING}" if evaluates else "before its first step"
     reason = f"rank {here.rank} failed {at}: {type(error).__name__}: {error}"
     with contextlib.suppress(RuntimeError):  # the store may be gone
         heartbeat.report(reason)

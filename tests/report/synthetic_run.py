@@ -123,6 +123,35 @@ def write_run(folder: Path, sft: bool = True, scores: bool = True, samples: bool
     return folder
 
 
+def add_rl(folder: Path) -> None:
+    """Reinforcement learning after the run of `write_run`: its records, and the scores of all stages on more tasks."""
+    rng, metrics = random.Random(2), list[dict[str, Any]]()
+    for step in range(1, 61):
+        share = step / 60
+        reward = {"reward": 0.3 + 0.5 * share + rng.gauss(0, 0.04), "reward_std": 0.45 - 0.1 * share}
+        lengths = {"reply_tokens": 40 + 20 * share, "truncated": 0.1 * (1 - share), "entropy": 0.9 - 0.5 * share}
+        metrics.append({"step": step, "loss": -0.01, "dropped": 0.2 + 0.4 * share, "grad_norm": 0.3} | reward | lengths)
+        if step % 10 == 0:
+            passed = {"val_pass_1": 0.3 + 0.4 * share, "val_pass_4": 0.6 + 0.3 * share}
+            metrics.append({"step": step, "val_kl": 0.02 * share, "val_pass_1/<b>sums": 0.4} | passed)
+    lines(folder / "rl" / "metrics.jsonl", metrics)
+    (folder / "rl" / "recipe.json").write_text(json.dumps(RECIPE), encoding="utf-8")
+    found = _scores(True)
+    for line in [line for line in found if line["stage"] == "sft" and line["metric"] == "accuracy"]:
+        found.append(line | {"stage": "rl", "value": min(1.0, line["value"] + 0.06), "high": 1.0})
+    for stage, core, text in (("pretrain", 0.05, 0.55), ("sft", 0.021, None), ("rl", -0.03, None)):
+        mean = {"stage": stage, "metric": "centred accuracy", "count": 90_000, "chance": 0.0}
+        found.append(mean | {"task": "CORE v2", "value": core, "low": core - 0.01, "high": core + 0.01})
+        if stage != "pretrain":
+            found.append(mean | {"task": "ChatCORE", "value": core + 0.1, "low": core + 0.08, "high": core + 0.12})
+            found.append(
+                mean | {"task": "chat/humaneval", "metric": "pass@10", "value": 0.07, "low": None, "high": None}
+            )
+        for kind in ("train", "validation/stories", "validation/spelling") if text else ():
+            found.append({"stage": stage, "task": kind, "metric": "bpb", "value": text, "count": 90_000, "chance": 3.3})
+    lines(folder / "evaluate.jsonl", found)
+
+
 def lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

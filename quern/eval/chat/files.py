@@ -18,6 +18,7 @@ from string import ascii_uppercase
 from types import MappingProxyType
 from typing import Any
 
+from quern.eval.answers import ENDING
 from quern.eval.core.tasks import OTHER_PROMPTS
 from quern.eval.gsm8k import problem
 from quern.eval.task import Item, question
@@ -56,7 +57,8 @@ def find_file(folder: Path, name: str) -> Path | None:
         *parents, file = path.relative_to(folder).as_posix().lower().replace("-", "_").split("/")
         stem = file.split(".")[0]
         named = any(parent in (name, f"openai_{name}") for parent in (*parents, folder.name.lower().replace("-", "_")))
-        if OTHER_PROMPTS not in parents and (stem in (name, f"{name}_test") or (named and stem.startswith("test"))):
+        fits = stem in (name, f"{name}_test") or named and stem.startswith("test")
+        if fits and OTHER_PROMPTS not in parents and not file.endswith(ENDING):
             found.append(path)
     if len(found) > 1:
         shown = ", ".join(map(str, found[:3])) + (", …" if len(found) > 3 else "")

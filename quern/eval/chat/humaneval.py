@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quern.eval.chat.files import ProgramItem
+from quern.eval.on_ranks import batched, is_main, on_ranks
 from quern.eval.score import Score, prompt_hash
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.sample import Sampling
 from quern.generate.sandbox import Program
+from quern.mesh import ProcessGroup
 from quern.rl.advantages import pass_at_k
 from quern.rl.environments.programs import program_in
 from quern.terminal import Meter
@@ -60,6 +62,7 @@ def sampled_scores(
     task: str,
     max_tokens: int,
     stop: Sequence[str] | None = None,
+    group: ProcessGroup | None = None,
 ) -> tuple[list[Score], list[int]]:
     """pass@k of sampled replies, for each k of `K` up to their number, without bias.
 
@@ -72,23 +75,26 @@ def sampled_scores(
         task: The scores' name.
         max_tokens: The largest number of tokens of a reply.
         stop: The prompts are plain text, and a reply ends before any of these. None: the chat format.
+        group: The ranks that ask some problems each; None is a single process.
 
     Returns:
         The scores, with intervals of 1.96 standard errors over the problems; the number of right replies to each item.
     """
-    right = []
-    with Meter(f"{task}, {samples} samples", len(items), "problems") as meter:
-        for number, (item, prompt) in enumerate(zip(items, prompts, strict=True), start=1):
-            (group,) = engine.generate(
-                [prompt],
-                samples=samples,
-                max_tokens=max_tokens,
-                sampling=SAMPLING,
-                stop=stop or (),
-                plain=stop is not None,
-            )
-            right.append(sum(passed([item] * samples, [reply.text for reply in group], run)))
-            meter.at(number)
+
+    def compute(batch: Sequence[int]) -> list[int]:
+        (at,) = batch
+        (replies,) = engine.generate(
+            [prompts[at]],
+            samples=samples,
+            max_tokens=max_tokens,
+            sampling=SAMPLING,
+            stop=stop or (),
+            plain=stop is not None,
+        )
+        return [sum(passed([items[at]] * samples, [reply.text for reply in replies], run))]
+
+    with Meter(f"{task}, {samples} samples", len(items), "problems", silent=not is_main(group)) as meter:
+        right = on_ranks(batched(range(len(items)), 1), compute, group, meter.at)
     scores = []
     for k in (k for k in K if k <= samples):
         shares = np.array([pass_at_k(one, samples, k) for one in right])

@@ -19,12 +19,14 @@ from quern.eval import gsm8k
 from quern.eval.answers import ENDING, write_answers, write_items
 from quern.eval.chat.files import find_file, read_items
 from quern.eval.chat.humaneval import BASE_STOP, RunPrograms, passed, sampled_scores
+from quern.eval.on_ranks import is_main
 from quern.eval.run_task import prompt_ids, run_task
 from quern.eval.score import Score
 from quern.eval.task import Item, Task
 from quern.eval.tasks import tinyworld
 from quern.generate.engine import Engine
 from quern.generate.sandbox import Sandbox, SandboxError
+from quern.mesh import ProcessGroup
 from quern.text.tinyworld.corpus import questions
 
 CHAT = "chat"
@@ -144,6 +146,7 @@ def run_chat(
     base: bool,
     samples: int = 1,
     programs: RunPrograms | None = None,
+    group: ProcessGroup | None = None,
 ) -> list[Score]:
     """Asks chat tasks.
 
@@ -155,6 +158,7 @@ def run_chat(
         base: The model was not fine-tuned.
         samples: Replies to each problem of HumanEval, from which pass@k is estimated; 1: none besides the greedy one.
         programs: Runs programs; by default the sandbox does.
+        group: The ranks that ask some batches each; rank 0 writes. None is a single process.
 
     Returns:
         A score for each task, then the mean of ChatCORE's tasks, if there is one.
@@ -167,11 +171,12 @@ def run_chat(
             run = _runner(stack.enter_context(Sandbox(workers=2)))
         for asked in tasks:
             task = make_task(asked, run)
-            graded = run_task(engine, task, count=len(asked.items), base=base)
+            graded = run_task(engine, task, count=len(asked.items), base=base, group=group)
             scores[asked.task.name] = graded.scores[0]
-            write_answers(records, CHAT, settings, graded.replies)
+            if is_main(group):
+                write_answers(records, CHAT, settings, graded.replies)
             if asked.task.name == "humaneval" and samples > 1:
-                sampled += _sampled(engine, task, asked, samples, run, base, records, settings)
+                sampled += _sampled(engine, task, asked, samples, run, base, records, settings, group)
     mean = chat_core(tasks, scores)
     return [*scores.values(), *sampled, *([mean] if mean else [])]
 
@@ -193,6 +198,7 @@ def _sampled(
     base: bool,
     records: Path,
     settings: dict[str, Any],
+    group: ProcessGroup | None,
 ) -> list[Score]:
     """pass@k of HumanEval, and the share of right replies to each problem on disk."""
     name = f"{CHAT}/{asked.task.name}"
@@ -203,11 +209,12 @@ def _sampled(
     items, ids = map(list, zip(*fits, strict=True))
     stop = task.base_stop if base else None
     scores, right = sampled_scores(
-        engine, items, ids, samples, run=run, task=name, max_tokens=task.max_tokens, stop=stop
+        engine, items, ids, samples, run=run, task=name, max_tokens=task.max_tokens, stop=stop, group=group
     )
     scored = [(item, f"{count} of {samples}", count / samples) for item, count in zip(items, right, strict=True)]
     header = {**settings, "task": f"{name}, pass@1 of {samples} samples"}
-    write_items(records / CHAT / f"{asked.task.name}.samples{ENDING}", header, scored)
+    if is_main(group):
+        write_items(records / CHAT / f"{asked.task.name}.samples{ENDING}", header, scored)
     return [replace(score, skipped=len(prompts) - len(fits)) for score in scores]
 
 

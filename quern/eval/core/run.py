@@ -17,9 +17,11 @@ from typing import Any
 
 from quern.eval.core.prompts import Example, make_example, shuffled
 from quern.eval.core.scoring import Answer, score_examples
-from quern.eval.core.tasks import TASKS, VERSIONS, CoreTask, read_rows
+from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, CoreTask, read_rows
+from quern.eval.on_ranks import is_main
 from quern.eval.score import Score, accuracy, prompt_hash
 from quern.machine import Machine
+from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
 from quern.temporaries import sha256_of, write_whole
 from quern.terminal import Meter, duration
@@ -42,12 +44,14 @@ class Subject:
         tokenizer: Its tokenizer.
         machine: The machine that computes.
         identity: JSON values that name the model, such as run, stage and step; answers of another one are not reused.
+        group: The ranks that score some batches each; rank 0 writes. None is a single process.
     """
 
     model: LanguageModel
     tokenizer: Tokenizer
     machine: Machine
     identity: dict[str, Any]
+    group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def run_core(
 
 
 def _run_task(subject: Subject, task: CoreTask, path: Path, target: Path, limit: int | None, label: str) -> TaskResult:
-    model, tokenizer, machine = subject.model, subject.tokenizer, subject.machine
+    model, tokenizer, machine, group = subject.model, subject.tokenizer, subject.machine, subject.group
     context = int(model.shape.context or 0)
     header = {
         **subject.identity,
@@ -124,20 +128,21 @@ def _run_task(subject: Subject, task: CoreTask, path: Path, target: Path, limit:
         "device": machine.device.type,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
     }
-    if kept := _kept(target, header):
+    kept = _kept(target, header) if is_main(group) else None
+    if kept := kept if group is None else group.broadcast_object(kept):
         return _result(task, kept)
     rows = shuffled(read_rows(path, task))
     asked = range(len(rows) if limit is None else min(limit, len(rows)))
     lines: list[dict[str, Any]] = []
     skipped = cropped = tokens = 0
     begins_with_bos, start = True, time.monotonic()
-    with Meter(label, len(asked), "questions") as meter:
+    with Meter(label, len(asked), "questions", silent=not is_main(group)) as meter:
         for first in range(0, len(asked), CHUNK):
             items = asked[first : first + CHUNK]
             made = [make_example(task, rows, item, tokenizer, context) for item in items]
             examples = [example for example in made if example is not None]
             answers = score_examples(
-                model, examples, machine, tokenizer.vocab_size, lambda done, first=first: meter.at(first + done)
+                model, examples, machine, tokenizer.vocab_size, lambda done, at=first: meter.at(at + done), group
             )
             lines += [_item(example, answer) for example, answer in zip(examples, answers, strict=True)]
             skipped += len(made) - len(examples)
@@ -153,8 +158,9 @@ def _run_task(subject: Subject, task: CoreTask, path: Path, target: Path, limit:
         "bos": begins_with_bos,
     }
     lines = [header | summary, *lines]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, "".join(json.dumps(line) + "\n" for line in lines))
+    if is_main(group):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, "".join(json.dumps(line) + "\n" for line in lines))
     return _result(task, lines)
 
 
@@ -174,11 +180,17 @@ def _tokens(example: Example) -> int:
 
 
 def _kept(path: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The lines of a finished task, if they are of the same model, data and settings."""
+    """The lines of a finished task, if they are whole, and of the same model, data and settings."""
     if not path.is_file():
         return None
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return lines if {name: lines[0].get(name) for name in header} == header else None
+    try:
+        first, *items = lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        asked = first["rows"] if header["limit"] is None else min(header["limit"], first["rows"])
+        same = {name: first.get(name) for name in header} == header and len(items) == asked - first["skipped"]
+        _result(BY_NAME[header["task"]], lines)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # damaged: the task is asked again
+    return lines if same else None
 
 
 def _result(task: CoreTask, lines: list[dict[str, Any]]) -> TaskResult:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from quern.eval.core.prompts import Example
+from quern.eval.on_ranks import on_ranks
 from quern.generate.cache import KVCache, PrefillContext
 from quern.generate.engine import pad
 from quern.machine import Machine
+from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
 
 BATCH_TOKENS = 8192
@@ -51,6 +53,7 @@ def score_examples(
     machine: Machine,
     vocab_size: int,
     progress: Callable[[int], None] = lambda done: None,
+    group: ProcessGroup | None = None,
 ) -> list[Answer]:
     """Scores examples.
 
@@ -60,25 +63,28 @@ def score_examples(
         machine: The machine that computes.
         vocab_size: Tokens of the tokenizer; the model's vocabulary may be padded.
         progress: Called with the number of examples that are scored.
+        group: The ranks that score some batches each; None is a single process.
 
     Returns:
         The answers, in the order of the examples.
     """
-    answers: dict[int, Answer] = {}
+
+    def compute(batch: Sequence[int]) -> list[Answer]:
+        chosen = [examples[at] for at in batch]
+        losses, right = _score(model, chosen, machine, vocab_size)
+        answers, first = [], 0
+        for example in chosen:
+            last = first + len(example.rows)
+            own = losses[first:last]
+            pick = int(np.argmin(own))
+            correct = pick == example.gold if len(example.rows) > 1 else bool(right[first])
+            greedy = tuple(map(bool, right[first:last]))
+            answers.append(Answer(example.item, tuple(map(float, own)), pick, correct, greedy))
+            first = last
+        return answers
+
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-        for batch in _batches(examples):
-            losses, right = _score(model, [examples[at] for at in batch], machine, vocab_size)
-            first = 0
-            for at in batch:
-                example, last = examples[at], first + len(examples[at].rows)
-                own = losses[first:last]
-                pick = int(np.argmin(own))
-                correct = pick == example.gold if len(example.rows) > 1 else bool(right[first])
-                greedy = tuple(map(bool, right[first:last]))
-                answers[at] = Answer(example.item, tuple(map(float, own)), pick, correct, greedy)
-                first = last
-            progress(len(answers))
-    return [answers[at] for at in range(len(examples))]
+        return on_ranks(list(_batches(examples)), compute, group, progress)
 
 
 def _batches(examples: Sequence[Example]) -> Iterator[list[int]]:

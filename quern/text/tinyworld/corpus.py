@@ -71,16 +71,22 @@ def documents(seed: int, megabytes: float, split: str = "train") -> Iterator[str
     Raises:
         ValueError: The split is unknown, or megabytes is not positive.
     """
+    return (text for _, text in documents_of_kinds(seed, megabytes, split))
+
+
+def documents_of_kinds(seed: int, megabytes: float, split: str = "train") -> Iterator[tuple[str, str]]:
+    """Yields `documents`, each after its kind, one of KINDS_OF_TEXT."""
     _check_split(split)
     if megabytes <= 0:
         raise ValueError(f"megabytes is {megabytes}: ask for more than 0")
     left, index = megabytes * 1e6, 0
     while left > 0:
         pen = Pen(f"documents:{split}:{seed}:{index}")
-        text = upper_first(pen.pick_by_share(DOCUMENTS)[-1](pen))
+        _, kind, make = pen.pick_by_share(DOCUMENTS)
+        text = upper_first(make(pen))
         index += 1
         if (skills.bucket(text, 8) == 0) == (split == "val"):
-            yield text
+            yield kind, text
             left -= len(text.encode("utf-8"))
 
 

@@ -1,0 +1,84 @@
+"""All stages side by side: the plot of the scores, their tables, and the curves of reinforcement learning."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quern.report.build import build
+from quern.report.run_records import read_run
+from quern.report.score_plot import score_plot
+from tests.report.synthetic_run import add_rl, lines, write_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = write_run(tmp_path_factory.mktemp("reports") / "run")
+    add_rl(found)
+    build(found)
+    return found
+
+
+def test_base_fine_tuned_and_rl_are_side_by_side(folder: Path) -> None:
+    text = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    head = "| task | questions and guessing | Untrained | Pretraining | Fine-tuning | Reinforcement learning |"
+    table = text[text.index(head) :].split("\n\n")[0].splitlines()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in table[2:]]
+    assert names[0] == "tinyworld/facts" and names[-2:] == ["CORE v2, centred accuracy", "ChatCORE, centred accuracy"]
+    assert "| 0% (0–1) | 21% (15–27) | 91% (87–95) | 97% (87–100) |" in text
+    assert "| CORE v2, centred accuracy | 90,000 questions | – | 0.05 (0.04 to 0.06) | 0.021 (0.011 to 0.031) |" in text
+    assert "| chat/humaneval, pass@10 | 90,000 questions · guessing 0% | – | – | 7.0% | 7.0% |" in text
+    assert "| text | questions and guessing | Untrained | Pretraining | Fine-tuning |" in text
+    assert "| train | 90,000 bytes · guessing 3.3 | – | 0.55 | – |" in text
+
+
+def test_marks_are_where_the_scores_are(folder: Path) -> None:
+    plot = score_plot(read_run(folder))
+    assert plot is not None and [stage for stage, _ in plot.stages] == ["untrained", "pretrain", "sft", "rl"]
+    assert [text for _, text in plot.ticks] == ["-25%", "0%", "25%", "50%", "75%", "100%"]
+    rows = {row.task: row for row in plot.rows}
+    facts, core = rows["tinyworld/facts"], rows["CORE v2, centred accuracy"]
+    assert [mark and mark.at for mark in facts.marks] == pytest.approx(
+        [(v + 0.25) / 1.25 for v in (0, 0.21, 0.91, 0.97)]
+    )
+    assert facts.chance == pytest.approx((0.08 + 0.25) / 1.25)
+    sft = facts.marks[2]
+    assert sft and sft.low and sft.high and sft.low < sft.at < sft.high
+    assert core.marks[0] is None and core.marks[3] and core.marks[3].at == pytest.approx(0.22 / 1.25)
+    assert core.chance == pytest.approx(0.2)
+    assert facts.label.startswith("tinyworld/facts: Untrained 0% 0–1, Pretraining 21% 15–27, Fine-tuning 91%")
+    assert facts.label.endswith("guessing 8.0%")
+
+
+def test_the_page_draws_every_mark_and_interval(folder: Path) -> None:
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    plot = page[page.index('<figure class="plot"') : page.index("</figure>", page.index('<figure class="plot"'))]
+    assert "left:93.00%" not in plot and plot.count('role="img"') == 9
+    assert plot.count('class="mark sft" style') == 9 and plot.count('class="range sft" style') == 8
+    assert plot.count('class="mark untrained" style') == 6 and 'class="mark rl" style="--at:3;left:97.60%"' in plot
+    assert not re.search(r"#[0-9a-f]{6}|rgb\(", plot), "colours are the page's, which has two schemes"
+
+
+def test_rl_has_its_curves(folder: Path) -> None:
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    after = page[page.index("<h3>Reinforcement learning</h3>") :]
+    for title in ("Reward", "Spread of rewards", "Entropy", "Length of replies", "Divergence from the first model"):
+        assert f"<b>{title}</b>" in after
+    for title in ("Questions without a difference in reward", "Replies cut at the limit"):
+        assert f"<b>{title}</b>" in after
+    for unit in ("pass@1, by step", "pass@4, by step", "pass@1, &lt;b&gt;sums, by step"):
+        assert f"<span>{unit}</span>" in after
+    assert "<b>sums" not in page
+
+
+def test_scores_without_questions_have_no_plot_and_odd_values_stay_inside(tmp_path: Path) -> None:
+    lines(tmp_path / "a/evaluate.jsonl", [{"stage": "pretrain", "task": "validation", "metric": "bpb", "value": 1.0}])
+    assert score_plot(read_run(tmp_path / "a")) is None
+    odd = {"stage": "x", "task": "t", "metric": "accuracy", "value": 1e300, "low": -7, "high": 9e9, "chance": -5}
+    lines(tmp_path / "b/evaluate.jsonl", [odd])
+    plot = score_plot(read_run(tmp_path / "b"))
+    assert plot is not None
+    (row,) = plot.rows
+    (mark,) = row.marks
+    assert mark is not None and (mark.at, mark.low, mark.high, row.chance) == (1.0, 0.0, 1.0, 0.0)
+    build(tmp_path / "b")
