@@ -98,6 +98,7 @@ def _run(asked: Recipe, session: Session) -> int:
     changed = changes(recipe, path, FOR_RL) if session.resume else []
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
+    moments = carry_moments(state, start)
     compile_model(state.model, machine)
     found = corpus_fingerprint(talks.train, talks.val)
     if origin is not None:
@@ -115,6 +116,8 @@ def _run(asked: Recipe, session: Session) -> int:
         lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
     )
     lines = [f"fine-tuning: {plan.steps:,} steps on {talks.train.num_documents:,} conversations", *talks.lines()]
+    if start is not None and not moments:
+        lines.insert(0, "the optimizer begins without the base model's state, which is another optimizer's")
     if start is not None and not own:
         lines.insert(0, f"weights: step {start.base['step']:,} of {start.stage} in run '{start.run_dir.run}'")
     return session.train(
@@ -143,6 +146,22 @@ def _origin(start: Start | None, own: bool, found: str, source: str | None, toke
     digest = source_digest(source) or start.origin.source
     base = start.base | ({"run": None} if own else {})
     return replace(start.origin, conversations=found, source=digest, base=base)
+
+
+def carry_moments(state: TrainState, start: Start | None) -> bool:
+    """Goes on with the optimizer state of the base model, if it fits. Returns whether it does.
+
+    A fresh AdamW moves every parameter by its full rate at first, however small its gradient is. Measured on a model of
+    the quickstart, the loss then rises from 3.5 to 12.7 in one step, and the model forgets how words are spelled.
+    """
+    try:
+        if start is not None:
+            state.optimizer.load_state_tensors(start.tensors)
+            before = start.meta["state"]
+            state.earlier_updates = before.get("earlier_updates", 0) + before["step"] - before["guard"]["skips"]
+        return start is not None
+    except ValueError:
+        return False
 
 
 def source_text(source: str | None, start: Start | None) -> str | None:

@@ -26,6 +26,7 @@ class TrainState:
 
     unlogged_nats, unlogged_tokens: loss since the last logging line, kept here so that a resumed run logs what the
     uninterrupted one would.
+    earlier_updates: made by the stage whose optimizer state this one goes on with. AdamW's bias corrections count them.
     """
 
     model: Any
@@ -36,6 +37,7 @@ class TrainState:
     seconds: float = 0.0
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0
+    earlier_updates: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By logical name; views of live memory. On one process only."""
@@ -52,6 +54,7 @@ class TrainState:
             "seconds": self.seconds,
             "unlogged_nats": self.unlogged_nats,
             "unlogged_tokens": self.unlogged_tokens,
+            "earlier_updates": self.earlier_updates,
             "guard": self.guard.state(),
         }
 
@@ -61,6 +64,7 @@ class TrainState:
         self.guard.load_state(meta["guard"])
         self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
         self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
+        self.earlier_updates = meta.get("earlier_updates", 0)
 
 
 def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
