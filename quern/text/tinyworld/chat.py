@@ -121,13 +121,13 @@ def _exercise(kind: str) -> Callable[[Pen], Exchange]:
 
 # The percentage of exchanges of each kind
 EXCHANGES: tuple[tuple[int, Callable[[Pen], Exchange]], ...] = (
-    (30, fact),
-    (9, _exercise("sums")),
+    (29, fact),
+    (8, _exercise("sums")),
     (8, _exercise("word_problems")),
     (8, _exercise("spelling")),
     (9, _exercise("counting")),
     (10, _exercise("choice")),
-    (9, drills.options),
+    (11, drills.options),
     (2, drills.about_letters),
     (3, drills.dictionary),
     (4, introduction),

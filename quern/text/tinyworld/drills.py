@@ -54,7 +54,7 @@ def dictionary(pen: Pen) -> list[Message]:
 
 def options(pen: Pen) -> list[Message]:
     """Questions about one list of lettered options."""
-    make = pen.pick((_named, _of_facts, _of_facts, _of_categories))
+    make = pen.pick((_named, _named, _of_facts, _of_facts, _of_categories))
     values, asked = make(pen, pen.pick(OPTION_COUNTS))
     messages: list[Message] = []
     for question, value in asked[: 2 + pen.below(2)]:
