@@ -143,7 +143,7 @@ def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> d
     """
     base = start.base
     try:
-        state.optimizer.load_state_tensors(start.tensors)
+        state.go_on(start.tensors, start.meta["state"])
         moments = "with its optimizer state"
     except ValueError:  # another optimizer: the weights alone, which must fit
         weights = {name: tensor for name, tensor in start.tensors.items() if name.startswith("master.")}

@@ -156,9 +156,7 @@ def carry_moments(state: TrainState, start: Start | None) -> bool:
     """
     try:
         if start is not None:
-            state.optimizer.load_state_tensors(start.tensors)
-            before = start.meta["state"]
-            state.earlier_updates = before.get("earlier_updates", 0) + before["step"] - before["guard"]["skips"]
+            state.go_on(start.tensors, start.meta["state"])
         return start is not None
     except ValueError:
         return False

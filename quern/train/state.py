@@ -66,6 +66,15 @@ class TrainState:
         self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
         self.earlier_updates = meta.get("earlier_updates", 0)
 
+    def go_on(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        """Takes the weights and the optimizer's state of another stage; the steps begin at 0.
+
+        Raises:
+            ValueError: They are another model's or optimizer's; then nothing has changed.
+        """
+        self.optimizer.load_state_tensors(tensors)
+        self.earlier_updates = meta.get("earlier_updates", 0) + meta["step"] - meta["guard"]["skips"]
+
 
 def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
     """The recipe's model on the machine, in its compute dtype; seed None leaves the weights to be loaded."""
