@@ -11,15 +11,10 @@ from quern.text.tinyworld import drills, plots
 from quern.text.tinyworld.data import wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character
 from quern.text.tinyworld.prose import Pen, joined, story
-from quern.text.tinyworld.skills import EXERCISES, Exercise, is_asked_in_conversations
+from quern.text.tinyworld.skills import EXERCISES, Exchange, Exercise, exchange, is_asked_in_conversations
 from quern.text.tinyworld.wordings import CLOSINGS, FOLLOW_UPS, OPENINGS, TAILS
 
 _W = wordings("chat")
-Exchange = list[Message]
-
-
-def exchange(question: str, reply: str | list[ContentPart]) -> Exchange:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
 
 
 def of_exercise(exercise: Exercise) -> Exchange:

@@ -7,7 +7,6 @@
   category. One list gives several targets; a single question gives one.
 """
 
-from quern.text.chat import Message
 from quern.text.tinyworld.data import wordings
 from quern.text.tinyworld.facts import CAST, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen, joined
@@ -17,6 +16,8 @@ from quern.text.tinyworld.skills import (
     OPTION_COUNTS,
     TRAIN_LETTERS,
     TRAIN_WORDS,
+    Exchange,
+    exchange,
     is_asked_in_conversations,
     lettered,
     sentence,
@@ -28,38 +29,34 @@ Asked = tuple[str, str]
 """A question and its option."""
 
 
-def _said(role: str, content: str) -> Message:
-    return {"role": "user" if role == "user" else "assistant", "content": content}
-
-
-def about_letters(pen: Pen) -> list[Message]:
-    """A letter of a word, or several spelled words."""
+def about_letters(pen: Pen) -> Exchange:
+    """A letter of a word, or several words to spell."""
     if pen.maybe(0.4):
         words = pen.rng.sample(TRAIN_WORDS, 2 + pen.below(3))
         question = pen.pick(_W["several_questions"]).format(words=joined(words))
-        return [_said("user", question), _said("assistant", " ".join(map(sentence, words)))]
+        return exchange(question, " ".join(map(sentence, words)))
     word, first = pen.pick(TRAIN_WORDS), pen.maybe(0.5)
     which = "first" if first else "last"
     question = pen.pick(_W["letter_questions"]).format(which=which, word=word)
     reply = f"{sentence(word)} The {which} letter is {word[0] if first else word[-1]}."
-    return [_said("user", question), _said("assistant", reply)]
+    return exchange(question, reply)
 
 
-def dictionary(pen: Pen) -> list[Message]:
+def dictionary(pen: Pen) -> Exchange:
     """Whether the model knows a word."""
     word = pen.pick(WORDS)
     question = pen.pick(_W["dictionary_questions"]).format(word=word)
-    return [_said("user", question), _said("assistant", f"The word {word} is in my dictionary.")]
+    return exchange(question, f"The word {word} is in my dictionary.")
 
 
-def options(pen: Pen) -> list[Message]:
+def options(pen: Pen) -> Exchange:
     """Questions about one list of lettered options."""
     make = pen.pick((_named, _named, _of_facts, _of_facts, _of_categories))
     values, asked = make(pen, pen.pick(OPTION_COUNTS))
-    messages: list[Message] = []
+    messages: Exchange = []
     for question, value in asked[: 2 + pen.below(2)]:
         text = question if messages else f"{question}\n{lettered(values)}"
-        messages += [_said("user", text), _said("assistant", f"{TRAIN_LETTERS[values.index(value)]}) {value}")]
+        messages += exchange(text, f"{TRAIN_LETTERS[values.index(value)]}) {value}")
     return messages
 
 

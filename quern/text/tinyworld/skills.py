@@ -17,6 +17,7 @@ import operator as arithmetic
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import facts, plots
 from quern.text.tinyworld.data import table, wordings
 from quern.text.tinyworld.facts import FIELDS, OTHER_FIELDS, RELATIONS, VALUES, a
@@ -69,6 +70,13 @@ class Exercise:
     call: str | None = None
     choices: tuple[str, ...] | None = None
     chance: float = 0.0
+
+
+Exchange = list[Message]
+
+
+def exchange(question: str, reply: str | list[ContentPart]) -> Exchange:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
 
 
 # ------------------------------------------------------------------------------------------------- sums
