@@ -225,7 +225,7 @@ class SftRecipe:
     """Optimizer steps; by default from epochs."""
     batch_tokens: int | None = None
     """Tokens in one optimizer step; pretraining's, 4,096 at most (or one row)."""
-    lr_share: float = 0.6
+    lr_share: float = 0.3
     """Peak rate as a share of what pretraining would use at this batch."""
     warmdown_share: float = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""

@@ -142,13 +142,8 @@ def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> d
         Where they come from, for the record.
     """
     base = start.base
-    try:
-        state.optimizer.load_state_tensors(start.tensors)
-        moments = "with its optimizer state"
-    except ValueError:  # another optimizer: the weights alone, which must fit
-        weights = {name: tensor for name, tensor in start.tensors.items() if name.startswith("master.")}
-        state.optimizer.load_state_tensors(state.tensors() | weights)
-        moments = "without its optimizer state, since the optimizer is another one"
+    fits = state.go_on(start.tensors, start.meta["state"])
+    moments = "with its optimizer state" if fits else "without its optimizer state, since the optimizer is another one"
     log(f"weights: step {base['step']:,} of {base['stage']} in run '{base['run']}'; {moments}")
     return base
 

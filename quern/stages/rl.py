@@ -84,6 +84,8 @@ def _run(asked: Recipe, session: Session) -> int:
     changed = changes(recipe, session.folder) if session.resume else []
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
+    if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
+        log("the optimizer begins without the fine-tuned model's state, which is another optimizer's")
     rollouts = Rollouts(
         Engine(state.model, first.tokenizer, machine),
         environments,

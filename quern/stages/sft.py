@@ -86,6 +86,8 @@ def _run(asked: Recipe, session: Session) -> int:
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
     precision = lower_precision(recipe, model, log)
     state = build_state(recipe, machine, model, mesh)
+    if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
+        log("the optimizer begins without the base model's state, which is another optimizer's")
     compile_model(state.model, machine)
     found = corpus_fingerprint(talks.train, talks.val)
     if first.origin is not None:

@@ -26,6 +26,7 @@ class TrainState:
 
     unlogged_nats, unlogged_tokens: loss since the last logging line, kept here so that a resumed run logs what the
     uninterrupted one would.
+    earlier_updates: made by the stage whose optimizer state this one goes on with. AdamW's bias corrections count them.
     """
 
     model: Any
@@ -36,6 +37,7 @@ class TrainState:
     seconds: float = 0.0
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0
+    earlier_updates: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By logical name; views of live memory. On one process only."""
@@ -52,6 +54,7 @@ class TrainState:
             "seconds": self.seconds,
             "unlogged_nats": self.unlogged_nats,
             "unlogged_tokens": self.unlogged_tokens,
+            "earlier_updates": self.earlier_updates,
             "guard": self.guard.state(),
         }
 
@@ -61,6 +64,28 @@ class TrainState:
         self.guard.load_state(meta["guard"])
         self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
         self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
+        self.earlier_updates = meta.get("earlier_updates", 0)
+
+    def go_on(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> bool:
+        """Takes the weights of another stage, and its optimizer's state where it fits; the steps begin at 0.
+
+        A fresh AdamW moves every parameter by its full rate at first, however small the gradients are. Measured on the
+        quickstart's model, the loss of fine-tuning then rises from 3.5 to 12.7 in one step.
+
+        Returns:
+            Whether the optimizer's state fits.
+
+        Raises:
+            ValueError: The weights are another model's; then nothing has changed.
+        """
+        try:
+            self.optimizer.load_state_tensors(tensors)
+        except ValueError:  # another optimizer: the weights alone, which must fit
+            weights = {name: tensor for name, tensor in tensors.items() if name.startswith("master.")}
+            self.optimizer.load_state_tensors(self.tensors() | weights)
+            return False
+        self.earlier_updates = meta.get("earlier_updates", 0) + meta["step"] - meta["guard"]["skips"]
+        return True
 
 
 def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:

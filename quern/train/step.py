@@ -72,7 +72,7 @@ def train_step(
     if verdict == "step":
         if clip_norm is not None:
             state.optimizer.clip_grads(clip_norm, norm)
-        state.optimizer.step(state.step - state.guard.skips, multipliers)
+        state.optimizer.step(state.earlier_updates + state.step - state.guard.skips, multipliers)
     state.step += 1
     state.tokens += targets
     return StepResult(loss, norm_value, targets, int(positions), verdict)

@@ -4,12 +4,18 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
+from quern.optim.schedule import Multipliers
 from quern.recipe import IN_FINE_TUNING, ConversationSource, Recipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.stages import sft
 from quern.stages.sft import sft_recipe
+from quern.train.step import train_step
+from tests.support.toy_training import CPU, ROWS, eager, toy_loader, toy_state
+
+__all__ = ["eager"]  # a fixture
 
 BASE: Recipe = resolve(
     replace(
@@ -71,6 +77,36 @@ def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
 def test_values_are_checked_against_the_bases_context(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sft_recipe(replace(gpt.RECIPE, **changes), BASE)
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_optimizer_goes_on_where_the_base_models_was() -> None:
+    """The first update is the one that the base model's own optimizer would have made."""
+    base, tuned = toy_state(), toy_state()
+    loader = toy_loader()
+    for step in range(5):
+        train_step(base, loader.batch(step), Multipliers(), CPU, micro_batch_rows=ROWS)
+    tensors = {name: tensor.clone() for name, tensor in base.tensors().items()}
+    assert tuned.go_on(tensors, base.meta()) and (tuned.step, tuned.tokens, tuned.earlier_updates) == (0, 0, 5)
+    resumed = toy_state()
+    resumed.restore(tuned.tensors(), tuned.meta())
+    fresh = toy_state()
+    fresh.optimizer.load_state_tensors(tensors)
+    for state in (base, tuned, resumed, fresh):
+        train_step(state, loader.batch(9), Multipliers(), CPU, micro_batch_rows=ROWS)
+    for name, tensor in base.tensors().items():
+        assert torch.equal(tensor, tuned.tensors()[name]) and torch.equal(tensor, resumed.tensors()[name]), name
+    assert any(not torch.equal(tensor, fresh.tensors()[name]) for name, tensor in base.tensors().items())
+
+
+def test_of_another_optimizer_only_the_weights_are_taken() -> None:
+    state, base = toy_state(), toy_state()
+    train_step(base, toy_loader().batch(0), Multipliers(), CPU, micro_batch_rows=ROWS)
+    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    weights = {name: tensor.clone() for name, tensor in base.tensors().items() if name.startswith("master.")}
+    assert not state.go_on(weights, base.meta()) and state.earlier_updates == 0
+    for name, tensor in state.tensors().items():
+        assert torch.equal(tensor, weights[name] if name in weights else before[name]), name
 
 
 def test_what_grows_in_pretraining_has_grown() -> None:

@@ -7,19 +7,14 @@ conversation, so the evaluation also asks for facts that only the documents tell
 from collections.abc import Callable
 
 from quern.text.chat import ContentPart, Message
-from quern.text.tinyworld import plots
+from quern.text.tinyworld import drills, plots
 from quern.text.tinyworld.data import wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, Character
 from quern.text.tinyworld.prose import Pen, joined, story
-from quern.text.tinyworld.skills import EXERCISES, Exercise, is_asked_in_conversations
+from quern.text.tinyworld.skills import EXERCISES, Exchange, Exercise, exchange, is_asked_in_conversations
 from quern.text.tinyworld.wordings import CLOSINGS, FOLLOW_UPS, OPENINGS, TAILS
 
 _W = wordings("chat")
-Exchange = list[Message]
-
-
-def exchange(question: str, reply: str | list[ContentPart]) -> Exchange:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
 
 
 def of_exercise(exercise: Exercise) -> Exchange:
@@ -121,17 +116,20 @@ def _exercise(kind: str) -> Callable[[Pen], Exchange]:
 
 # The percentage of exchanges of each kind
 EXCHANGES: tuple[tuple[int, Callable[[Pen], Exchange]], ...] = (
-    (33, fact),
-    (13, _exercise("sums")),
-    (11, _exercise("word_problems")),
-    (7, _exercise("spelling")),
-    (8, _exercise("counting")),
+    (29, fact),
+    (8, _exercise("sums")),
+    (8, _exercise("word_problems")),
+    (8, _exercise("spelling")),
+    (9, _exercise("counting")),
     (10, _exercise("choice")),
-    (5, introduction),
-    (4, identity),
-    (3, small_talk),
-    (3, story_on_request),
-    (3, listing),
+    (11, drills.options),
+    (2, drills.about_letters),
+    (3, drills.dictionary),
+    (4, introduction),
+    (3, identity),
+    (2, small_talk),
+    (1, story_on_request),
+    (2, listing),
 )
 
 

@@ -158,7 +158,7 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
 _WORD = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")  # the minus of "9-4" is not a sign
 _SPELLED = re.compile(r"[a-z](?:-[a-z])+")
-_LETTER = re.compile(r"\W*([A-Da-d])\b(?! [a-z])")  # "B", "(b)", "B) Larkmoor", but not "A fox"
+_LETTER = re.compile(r"\W*([A-Ea-e])\b(?! [a-z])")  # "B", "(b)", "B) Larkmoor", but not "A fox"
 _RELATION_OF = {value.lower(): relation for relation in RELATIONS for value in VALUES[relation]}
 
 

@@ -1,7 +1,9 @@
 """The tinyworld's skills: sums, word problems, spelling, letter counting and multiple choice.
 
-An Exercise is a question, its answer, and a reply that shows the steps: a tool call for sums, the word spelled letter
-by letter for counting. A hash of the content decides which exercises are held out for the evaluation:
+An Exercise is a question, its answer, and a reply that shows the steps: a tool call for sums, and for counting the word
+spelled letter by letter, then again with running numbers. A reply spells as the documents do: "The word river is
+spelled r-i-v-e-r", so a model that has read how a word is spelled can say it. A letter of a choice is followed by its
+option. A hash of the content decides which exercises are held out for the evaluation:
 
 - sums: one pair of operands in ten (in either order, for + and *) is in no training text;
 - word problems: held-out operands, and one pair of (character, things) in six, which no training problem uses;
@@ -15,6 +17,7 @@ import operator as arithmetic
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import facts, plots
 from quern.text.tinyworld.data import table, wordings
 from quern.text.tinyworld.facts import FIELDS, OTHER_FIELDS, RELATIONS, VALUES, a
@@ -24,6 +27,9 @@ from quern.text.tinyworld.words import CATALOGUE, THINGS, WORDS
 
 _W = wordings("skills")
 LETTERS = ("A", "B", "C", "D")
+TRAIN_LETTERS = (*LETTERS, "E")
+"""Training also has lists of two, three and five options; the evaluation has four."""
+OPTION_COUNTS = (2, 3, 4, 4, 4, 5)
 
 
 def bucket(text: str, buckets: int) -> int:
@@ -64,6 +70,13 @@ class Exercise:
     call: str | None = None
     choices: tuple[str, ...] | None = None
     chance: float = 0.0
+
+
+Exchange = list[Message]
+
+
+def exchange(question: str, reply: str | list[ContentPart]) -> Exchange:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
 
 
 # ------------------------------------------------------------------------------------------------- sums
@@ -150,7 +163,12 @@ def counted(word: str, letter: str | None) -> str:
 def spelling_exercise(pen: Pen, held_out: bool = False) -> Exercise:
     word = pen.pick(HELD_OUT_WORDS if held_out else TRAIN_WORDS)
     question = pen.pick(_W["spelling_questions"]).format(word=word)
-    return Exercise("spelling", question, word, f"The word {word} is spelled {spelled(word)}.")
+    return Exercise("spelling", question, word, sentence(word))
+
+
+def sentence(word: str) -> str:
+    """The one wording in which replies spell a word."""
+    return f"The word {word} is spelled {spelled(word)}."
 
 
 def _by_count(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], ...]:
@@ -174,12 +192,13 @@ def counting_exercise(pen: Pen, held_out: bool = False) -> Exercise:
     if pen.maybe(0.3):
         word = pen.pick(HELD_OUT_WORDS if held_out else TRAIN_WORDS)
         question = pen.pick(_W["length_questions"]).format(word=word)
-        reply = f"{counted(word, None)}: the word {word} has {len(word)} letters."
+        reply = f"{sentence(word)} {counted(word, None)}: the word {word} has {len(word)} letters."
         return Exercise("counting", question, str(len(word)), reply, chance=LENGTH_CHANCE)
     count = pen.pick(COUNTS)
     word, letter = pen.pick(PAIRS_BY_COUNT[held_out][count])
     question = pen.pick(_W["counting_questions"]).format(word=word, letter=letter)
-    reply = f"{counted(word, letter)}: the letter {letter} appears {count} time{'' if count == 1 else 's'}."
+    numbered = f"{counted(word, letter)}: the letter {letter} appears {count} time{'' if count == 1 else 's'}."
+    reply = f"{sentence(word)} {numbered}"
     return Exercise("counting", question, str(count), reply, chance=COUNTS.count(2) / len(COUNTS))
 
 
@@ -201,9 +220,15 @@ CATEGORY_NAMES = tuple(CATEGORIES)
 CATEGORY_MEMBERS = tuple(CATEGORIES.values())
 
 
+def lettered(options: Sequence[str]) -> str:
+    """The options, one a line, each after its letter."""
+    return "\n".join(f"{letter}) {option}" for letter, option in zip(TRAIN_LETTERS, options, strict=False))
+
+
 def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
-    """A question with four lettered options. The reply is the letter."""
+    """A question with lettered options, four in the evaluation. The reply is the letter with its option."""
     held = "held_out_" if held_out else ""
+    count = len(LETTERS) if held_out else pen.pick(OPTION_COUNTS)
     kind = pen.rng.random()
     if kind < 0.6:
         character, relation = pen.someone(), pen.pick(RELATIONS)
@@ -221,14 +246,15 @@ def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
         wrong = [pen.pick(words) for other, words in pen.rng.sample(CATEGORY_MEMBERS, 14) if other != group]
     else:
         stem = pen.pick(_W[f"{held}largest_questions"])
-        numbers = pen.rng.sample(range(1, (20, 100, 1000)[pen.below(3)]), 4)
+        numbers = pen.rng.sample(range(1, (20, 100, 1000)[pen.below(3)]), count)
         right = str(max(numbers))
         wrong = [str(number) for number in numbers if str(number) != right]
-    options = [right, *pen.rng.sample(wrong, 3)]
+    options = [right, *pen.rng.sample(wrong, count - 1)]
     pen.rng.shuffle(options)
-    answer = LETTERS[options.index(right)]
-    question = "\n".join([stem, *(f"{letter}) {option}" for letter, option in zip(LETTERS, options, strict=True))])
-    return Exercise("choice", question, answer, answer, choices=LETTERS, chance=1 / len(LETTERS))
+    answer = TRAIN_LETTERS[options.index(right)]
+    question = f"{stem}\n{lettered(options)}"
+    letters = TRAIN_LETTERS[:count]
+    return Exercise("choice", question, answer, f"{answer}) {right}", choices=letters, chance=1 / count)
 
 
 EXERCISES = {

@@ -1,0 +1,99 @@
+"""The drills of the tinyworld's conversations: true, in the letters of their lists, and silent on what is held out."""
+
+import re
+from collections import Counter
+
+from quern.text.chat import Message, validate
+from quern.text.tinyworld import corpus, drills
+from quern.text.tinyworld.facts import CHARACTERS, RELATIONS, VALUES
+from quern.text.tinyworld.prose import Pen
+from quern.text.tinyworld.skills import CATEGORIES, HELD_OUT_WORDS, TRAIN_WORDS, is_asked_in_conversations
+from quern.text.tinyworld.words import WORDS
+
+RELATION_OF = {value: relation for relation in RELATIONS for value in VALUES[relation]}
+CATEGORY_QUESTION = re.compile(r"(?:Which of these|Which one|Which word here) is (.+)\?")
+
+
+def exchanges(make, count: int) -> list[list[Message]]:
+    found = [make(Pen(f"drill:{index}")) for index in range(count)]
+    for messages in found:
+        validate(messages)
+    return found
+
+
+def right(question: str, options: list[str]) -> list[str]:
+    """The options that answer a question, from the facts and the categories alone."""
+    category = CATEGORY_QUESTION.fullmatch(question)
+    if category:
+        return [option for option in options if option in CATEGORIES[category[1]][1]]
+    names = [name for name in re.findall(r"[A-Z][a-z]+", question) if name in CHARACTERS]
+    named = [option for option in options if re.search(rf"\b{option}\b", question)]
+    if named and re.match(r"Which letter (has|stands)|Where is|Take|Choose|I choose", question):
+        return named
+    (name,) = names
+    relation = RELATION_OF[options[0]]
+    assert is_asked_in_conversations(name, relation)
+    return [option for option in options if option == CHARACTERS[name].fact(relation)]
+
+
+def test_every_question_about_a_list_has_one_right_option_and_the_reply_is_its_letter() -> None:
+    letters: dict[int, Counter[str]] = {}
+    for messages in exchanges(drills.options, 1500):
+        first, *lines = str(messages[0]["content"]).split("\n")
+        options = {line[0]: line.split(") ", 1)[1] for line in lines}
+        assert "".join(options) == "ABCDE"[: len(options)] and len(set(options.values())) == len(options) >= 2
+        asked = [first, *(str(message["content"]) for message in messages[2::2])]
+        for question, reply in zip(asked, messages[1::2], strict=True):
+            letter, option = str(reply["content"]).split(") ", 1)
+            assert options[letter] == option
+            assert right(question, list(options.values())) == [option], (question, options)
+            letters.setdefault(len(options), Counter())[letter] += 1
+    assert sorted(letters) == [2, 3, 4, 5]
+    for count, found in letters.items():  # no letter is a better guess than another
+        assert max(found.values()) < 1.25 * sum(found.values()) / count
+
+
+def test_no_drill_tells_a_letter_of_a_held_out_word() -> None:
+    named = set()
+    for make in (drills.about_letters, drills.dictionary):
+        for messages in exchanges(make, 3000):
+            question, reply = (str(message["content"]) for message in messages)
+            words = [word for word in re.findall(r"[a-z]+", question) if word in WORDS and f"word {word} " in reply]
+            assert words
+            for word in words:
+                if make is drills.dictionary:
+                    named.add(word)
+                    assert reply == f"The word {word} is in my dictionary."
+                else:
+                    assert word in TRAIN_WORDS and f"The word {word} is spelled {'-'.join(word)}." in reply
+            if found := re.search(r"The (first|last) letter is (\w)\.", reply):
+                assert found[2] == words[0][0 if found[1] == "first" else -1]
+    assert set(HELD_OUT_WORDS) <= named
+
+
+def test_conversations_tell_no_letter_of_a_held_out_word() -> None:
+    told: Counter[str] = Counter()
+    for messages in corpus.conversations(2, 4000):
+        for message in messages:
+            content = message["content"]
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            for word in re.findall(r"letters? .*\b(?:in|of) ([a-z]+)|[Ss]pell[a-z ]* ([a-z]+)", text):
+                told.update(part for part in word if part in WORDS)
+            for chain in re.findall(r"\b[a-z]\d*(?:-[a-z]\d*)+\b", text):
+                told[re.sub(r"[-\d]", "", chain)] += 1
+    assert sum(told.values()) > 1000 and len(told) > 0.9 * len(TRAIN_WORDS)
+    assert not set(told) & set(HELD_OUT_WORDS)
+
+
+def test_a_reply_spells_before_it_counts() -> None:
+    for messages in corpus.conversations(5, 1500):
+        for message in messages:
+            counted = re.findall(r"[a-z]\d*(?:-[a-z]\d*)+", str(message["content"]))
+            if message["role"] == "assistant" and re.search(r"\d", " ".join(counted)):
+                assert re.sub(r"\d", "", counted[1]) == counted[0]
+
+
+def test_the_check_of_right_options_can_fail() -> None:
+    assert right("Which one is a month?", ["May", "June", "oak"]) == ["May", "June"]
+    hugo = CHARACTERS["Hugo"]
+    assert right("Where does Hugo live?", [hugo.home, "Larkmoor"]) == [hugo.home]
