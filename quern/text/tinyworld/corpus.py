@@ -30,7 +30,7 @@ Maker = Callable[[Pen], str]
 
 # The percentage of documents of each kind, the kind of text for reports, and the function that makes one
 DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
-    (19, "stories", prose.story),
+    (17, "stories", prose.story),
     (10, "biographies", prose.biography),
     (3, "lists", prose.profile),
     (7, "dialogue", prose.dialogue),
@@ -40,7 +40,7 @@ DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
     (2, "lists", lessons.roll),
     (2, "biographies", prose.village),
     (14, "questions", lessons.questions_and_answers),
-    (5, "questions", lessons.quiz),
+    (7, "questions", lessons.quiz),
     (6, "arithmetic", lessons.arithmetic),
     (4, "arithmetic", lessons.problems),
     (8, "spelling", lessons.spelling),

@@ -7,6 +7,8 @@
   category. One list gives several targets; a single question gives one.
 """
 
+from collections.abc import Sequence
+
 from quern.text.tinyworld.data import wordings
 from quern.text.tinyworld.facts import CAST, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen, joined
@@ -53,11 +55,20 @@ def options(pen: Pen) -> Exchange:
     """Questions about one list of lettered options."""
     make = pen.pick((_named, _named, _of_facts, _of_facts, _of_categories))
     values, asked = make(pen, pen.pick(OPTION_COUNTS))
+    if make is _named and pen.maybe(0.7):
+        some = [value for _, value in asked][: 2 + pen.below(3)]
+        question = pen.pick(_W["several_letters_questions"]).format(values=joined(some))
+        return exchange(f"{question}\n{lettered(values)}", f"{joined(placed(values, some))}.")
     messages: Exchange = []
     for question, value in asked[: 2 + pen.below(2)]:
         text = question if messages else f"{question}\n{lettered(values)}"
         messages += exchange(text, f"{TRAIN_LETTERS[values.index(value)]}) {value}")
     return messages
+
+
+def placed(values: Sequence[str], some: Sequence[str]) -> list[str]:
+    """The letters of some of the values. Here a letter follows its value, which is easier than a bare letter."""
+    return [f"{value} is {TRAIN_LETTERS[values.index(value)]}" for value in some]
 
 
 def _named(pen: Pen, count: int) -> tuple[list[str], list[Asked]]:

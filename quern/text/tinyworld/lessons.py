@@ -5,7 +5,7 @@ quizzes, questions with answers, characters that share a fact, the order of days
 errands, and facts about quern.
 """
 
-from quern.text.tinyworld import plots, skills
+from quern.text.tinyworld import drills, plots, skills
 from quern.text.tinyworld.data import table, wordings
 from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, VALUES, a, upper_first
 from quern.text.tinyworld.prose import Pen, joined
@@ -54,9 +54,16 @@ def counting(pen: Pen) -> str:
 
 
 def quiz(pen: Pen) -> str:
-    """Multiple choice with the letter of the answer."""
-    exercises = [skills.choice_exercise(pen) for _ in range(2 + pen.below(4))]
-    return "\n\n".join(f"{exercise.question}\nAnswer: {exercise.answer}" for exercise in exercises)
+    """Multiple choice with the letter of the answer and its option; lists of which several letters are asked."""
+    text = []
+    for _ in range(2 + pen.below(4)):
+        if pen.maybe(0.5):
+            messages = [str(message["content"]) for message in drills.options(pen)]
+            text.append("\n".join(f"{ask}\nAnswer: {reply}" for ask, reply in zip(*[iter(messages)] * 2, strict=True)))
+        else:
+            exercise = skills.choice_exercise(pen)
+            text.append(f"{exercise.question}\nAnswer: {exercise.reply}")
+    return "\n\n".join(text)
 
 
 def questions_and_answers(pen: Pen) -> str:
