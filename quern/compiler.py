@@ -1,12 +1,63 @@
-"""Checks whether torch.compile works on this machine, by compiling a tiny function."""
+"""torch.compile: whether it works on this machine, functions compiled when first called, and how to go without it.
+
+The compiler takes four seconds to import, so nothing here imports it before something is compiled.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_eager = False
+
+
+def is_eager() -> bool:
+    """Whether functions run as they are written."""
+    return _eager
+
+
+def set_eager(eager: bool) -> None:
+    """Whether everything runs without the compiler from now on."""
+    global _eager
+    _eager = eager
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
+        torch.compiler.set_stance("force_eager" if eager else "default")
+
+
+@contextmanager
+def eager(on: bool = True) -> Iterator[None]:
+    """Runs what is inside as it is written, even what has been compiled; on=False: compiled again."""
+    before = _eager
+    set_eager(on)
+    try:
+        yield
+    finally:
+        set_eager(before)
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, compiled when it is first called, anew for other shapes (torch.compile without dynamic ones)."""
+
+    @cache
+    def built() -> Callable[P, R]:
+        return torch.compile(function, dynamic=False)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _eager or torch.compiler.is_compiling():  # inside another compiled function this one is a part of it
+            return function(*args, **kwargs)
+        return built()(*args, **kwargs)
+
+    return call
 
 
 @cache

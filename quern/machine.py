@@ -126,7 +126,7 @@ def detect(
     if compile and (problem := compiler.problem(chosen.type)):
         notes.append(f"torch.compile does not work here ({problem}): running eagerly, which is slower")
         compile = False
-    torch.compiler.set_stance("default" if compile else "force_eager")
+    compiler.set_eager(not compile)
     return Machine(chosen, compute, compile, torch.get_num_threads(), tuple(notes))
 
 

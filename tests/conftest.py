@@ -203,15 +203,13 @@ def no_network() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def compiler_as_before() -> Iterator[None]:
-    """Restore the compiler stance that a test changes: a command sets it for its whole process."""
-
-    def stance() -> str:
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # most tests never load it
-        return dynamo._stance.stance if dynamo else "default"
-
-    before = stance()
+def _compiler_as_before() -> Iterator[None]:
+    """Compile, or not, as before: a command sets it for its whole process."""
+    before = "quern.compiler" in sys.modules and sys.modules["quern.compiler"].is_eager()
     yield
-    if stance() != before:
-        sys.modules["torch"].compiler.set_stance(before)
+    if "quern.compiler" in sys.modules:
+        sys.modules["quern.compiler"].set_eager(before)
+
+
+compiler_as_before = pytest.fixture(autouse=True)(_compiler_as_before)
+compiler_as_before_the_file = pytest.fixture(autouse=True, scope="module")(_compiler_as_before)

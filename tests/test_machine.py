@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quern import compiler
 from quern.machine import Machine, detect, matmul_seconds
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ def threads_as_before():  # type: ignore[no-untyped-def]
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    torch.compiler.set_stance("default")
+    compiler.set_eager(False)
 
 
 def test_every_decision_can_be_overridden() -> None:
@@ -98,7 +99,7 @@ def test_without_compile_nothing_is_compiled_not_even_what_is_decorated() -> Non
 
     detect("cpu", "fp32", compile=False, threads=1)
     assert double(torch.ones(2)).tolist() == [2, 2] and calls == []
-    torch.compiler.set_stance("default")
+    compiler.set_eager(False)
     assert double(torch.ones(2)).tolist() == [2, 2] and len(calls) == 1
 
 

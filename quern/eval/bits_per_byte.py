@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quern import compiler
 from quern.data.loader import Batch
 from quern.eval.score import Score
 from quern.machine import Machine
@@ -99,7 +100,7 @@ def batch_losses(model: LanguageModel, tokens_BT: np.ndarray, targets_BT: np.nda
 
     It runs eagerly: rows have many lengths, and compiling for each would cost more than it saves.
     """
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), compiler.eager():
         tokens = torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64)).to(machine.device)
         targets = torch.from_numpy(np.ascontiguousarray(targets_BT, dtype=np.int64)).to(machine.device)
         context = model.context(tokens).with_backend(machine.attention, tokens, model.windows)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quern import compiler
 from quern.eval.bits_per_byte import batch_losses
 from quern.eval.on_ranks import batched, is_main, on_ranks
 from quern.eval.score import Score, accuracy
@@ -151,7 +152,7 @@ def multiple_choice(
 def _next_log_probs(model: LanguageModel, prompts: Sequence[Sequence[int]], machine: Machine) -> torch.Tensor:
     """The log-probabilities (B, V) of the token after each prompt."""
     tokens_BT, lengths_B = pad(prompts, 0, machine.device)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), compiler.eager():
         context = model.context(tokens_BT).with_backend(machine.attention, tokens_BT, model.windows)
         x_BTD = model(tokens_BT, context)
         x_BD = x_BTD[torch.arange(len(prompts), device=machine.device), lengths_B - 1]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quern import compiler
 from quern.generate.cache import KVCache, decode
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.reply import Completion, Delta, Reply
@@ -187,7 +188,7 @@ class Engine:
         if self._compiled is not None and self._compiled.fits(cache):
             logits_BV = self._compiled(cache, tokens_B, slots_S)
         else:
-            with torch.compiler.set_stance("force_eager"):
+            with compiler.eager():
                 logits_BV = decode(self.model, cache, tokens_B, slots_S)
         return self._own(logits_BV[: len(rows)])
 
@@ -212,7 +213,7 @@ class Engine:
         for first in range(0, len(needed), group_rows):
             group = [prompts[p] for p in needed[first : first + group_rows]]
             cache = KVCache.for_model(self.model, len(group), capacity)
-            with torch.compiler.set_stance("force_eager"):  # a model in training is compiled for its training shape
+            with compiler.eager():  # a model in training is compiled for its training shape
                 padded = pad(group, self.tokenizer.bos, cache.positions_B.device)
                 hidden.append(cache.prefill(self.model, *padded, self.machine.attention))
             caches.append(cache)

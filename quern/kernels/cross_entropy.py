@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quern import compiler
 from quern.kernels.softcap import Cap
-from quern.kernels.triton_found import triton_found
+from quern.kernels.triton_found import TRITON_FOUND
 
 CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 2**24
@@ -173,7 +174,7 @@ def _gradient(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, cap: Cap) -
     return _capped(logits_NV, targets_N, scale_N, slope_N, height)
 
 
-@torch.compile(dynamic=False)
+@compiler.compiled
 def _capped(
     logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor, slope_N: Tensor, height: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +192,7 @@ def _capped(
     return torch.log(total) - height * t[:, 0], scale_N * (height * slope_N) / total, grad
 
 
-@torch.compile(dynamic=False)
+@compiler.compiled
 def _uncapped(logits_NV: Tensor, targets_N: Tensor, scale_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Subtracts the row's maximum, without which exp would overflow."""
     highest = logits_NV.amax(-1, keepdim=True).float()
@@ -269,4 +270,4 @@ TRITON = ChunkPath(_triton_losses, _triton_gradient, 2**20, GPU_CHUNK_LOGITS)
 
 def path_for(x_ND: Tensor) -> ChunkPath:
     """The path that suits the device."""
-    return TRITON if x_ND.is_cuda and triton_found() else COMPILED
+    return TRITON if x_ND.is_cuda and TRITON_FOUND else COMPILED

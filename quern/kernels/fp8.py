@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quern import compiler
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """The hardware needs multiples for K and N. In the products of a layer these are inputs, outputs and tokens."""
@@ -207,12 +209,12 @@ def _constant(value: float, device: torch.device) -> Tensor:
 # The loss is not compiled as a whole; each of these is one pass over a large tensor.
 
 
-@torch.compile(dynamic=False)
+@compiler.compiled
 def _quantise_compiled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Quantised:
     return quantise(x, dtype, scale)
 
 
-@torch.compile(dynamic=False)
+@compiler.compiled
 def _rows_scaled(grad_NV: Tensor, factor_N: Tensor, scale: Tensor) -> Tensor:
     """E5M2 of grad · factor / scale."""
     return quantise(grad_NV.float() * factor_N[:, None], E5M2, scale).values

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quern.kernels.triton_found import triton_found
+from quern.kernels.triton_found import TRITON_FOUND
 
 EPS = 1e-6
 """Added to the mean square of a head."""
@@ -55,14 +55,14 @@ def _(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each pair clockwise, computed in fp32 → (B, T, H, E) in x's dtype. With -sin it rotates back."""
-    if x_BTHE.is_cuda and triton_found():
+    if x_BTHE.is_cuda and TRITON_FOUND:
         return rotate_operator(x_BTHE, cos, sin, None, False)
     return rotate_plain(x_BTHE, cos, sin)
 
 
 def rotate_normed(x_BTHE: Tensor, cos: Tensor, sin: Tensor, gain: float) -> Tensor:
     """Rotates as `rotate` does, and scales each head to a root mean square of `gain` → (B, T, H, E) in x's dtype."""
-    if x_BTHE.is_cuda and triton_found():
+    if x_BTHE.is_cuda and TRITON_FOUND:
         return rotate_operator(x_BTHE, cos, sin, gain, False)
     return rotate_normed_plain(x_BTHE, cos, sin, gain)
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.kernels.triton_found import triton_found
+from quern.kernels.triton_found import TRITON_FOUND
 
 
 def symmetric_product(x_NRC: Tensor, a_NRR: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
     """alpha · x xᵀ + beta · a → (N, R, R) in x's dtype, accumulated in fp32. a: symmetric; None counts as zeros."""
-    if x_NRC.is_cuda and triton_found():
+    if x_NRC.is_cuda and TRITON_FOUND:
         return symmetric_product_operator(x_NRC, a_NRR, beta, alpha)
     return symmetric_product_plain(x_NRC, a_NRR, beta, alpha)
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from quern import compiler
 from quern.kernels.attention.attend import MaskSpec, scale_or_default, split_window
 from quern.kernels.attention.blocked import attend_blocked, kept_elements
 from quern.kernels.attention.flash import flash_attention
@@ -228,7 +229,7 @@ def _loss_eagerly(layout: Layout, tokens: int, V: int) -> int:
     """The peak of the temporaries beside a chunk's logits while its gradient is computed, op by op."""
     logits, trace = torch.empty(tokens, V, dtype=layout.dtype, device="meta"), LiveBytes()
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
-    with torch.compiler.set_stance("force_eager"), torch.no_grad(), trace:
+    with compiler.eager(), torch.no_grad(), trace:
         COMPILED.gradient(logits, targets, targets.float(), layout.whole.cap)
     return trace.most
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quern import compiler
 from quern.data.batch import Batches
 from quern.mesh import Mesh
 from quern.recipe import Recipe
@@ -108,7 +109,7 @@ def apart_on_ranks(mesh: Mesh, names: list[str], folder: str) -> dict[str, float
     found: dict[str, float | str] = {}
     for name in names:
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with compiler.eager():
                 recipe = toy(name)
                 state = state_of(recipe, mesh)
                 train(state, recipe, 0, STEPS)

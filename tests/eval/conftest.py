@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from quern import compiler
 
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
+    with compiler.eager():
         yield

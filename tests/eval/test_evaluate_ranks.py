@@ -80,7 +80,7 @@ def test_two_ranks_give_the_scores_and_the_answers_of_one(runs: Runs, alone: Fil
     assert {line["task"] for line in both["evaluate.jsonl"]} >= {"validation", "train", "tinyworld/sums", "chat/mmlu"}
     assert found["said"].count("evaluating: pretrain") == 1
     work = [found["events"][rank]["train"] for rank in "01"]
-    assert min(work) > 0.1 * sum(work), "both ranks compute"
+    assert min(work) > 1500, "both ranks compute: one that only loads the model has 850 events"
 
 
 def test_a_rank_is_killed_in_the_middle_of_core_and_the_next_evaluation_goes_on(runs: Runs, alone: Files) -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-import torch
 
+from quern import compiler
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.grug.mesh import make_mesh
@@ -25,7 +25,7 @@ from quern.train.step import train_step as torch_step
 from tests.grug.parity import state_on, weights_of
 from tests.support.toy_training import CPU, toy_recipe
 
-torch.compiler.set_stance("force_eager")
+compiler.set_eager(True)
 
 
 def gaps(steps: int, shown: int, depth: int = 2, width: int = 64, context: int = 64, rows: int = 8) -> list[float]:

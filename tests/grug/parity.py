@@ -14,6 +14,7 @@ import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from quern import compiler
 from quern.data.batch import Batch
 from quern.grug.attention import AttentionMask
 from quern.grug.bridge import from_torch, to_torch
@@ -41,7 +42,7 @@ MESHES = {  # replica_dcn, replica, data, model
     "replica": (1, 2, 2, 2),
     "all": (2, 2, 1, 2),
 }
-torch.compiler.set_stance("force_eager")
+compiler.set_eager(True)
 
 
 @partial(jax.jit, static_argnames="cfg")

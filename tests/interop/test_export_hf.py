@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quern import compiler
 from quern.cli import main
 from quern.interop import export_hf, import_hf
 from quern.model.count import parameters
@@ -38,7 +39,7 @@ SFT = "--text.tinyworld-conversations 100 --sft.steps 6 --sft.batch-tokens 512".
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
     threads = torch.get_num_threads()
-    with torch.compiler.set_stance("force_eager"):
+    with compiler.eager():
         yield
     torch.set_num_threads(threads)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from quern import compiler
 from quern.kernels import fp8 as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy
 from quern.kernels.fp8 import (
@@ -205,7 +206,7 @@ def test_the_compiler_takes_it_whole() -> None:
         return torch.relu(fp8_linear(x * 2, weight, True)) + 1
 
     results = []
-    with torch.compiler.set_stance("default"):
+    with compiler.eager(False):
         for path in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)):
             parts = x.clone().requires_grad_(), weight.clone().requires_grad_()
             y = path(*parts)

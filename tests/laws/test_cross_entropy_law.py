@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quern import compiler
 from quern.kernels import cross_entropy as module
 from quern.kernels.cross_entropy import CHUNK_TOKENS, TRITON, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
@@ -99,7 +100,7 @@ def test_cross_entropy_is_its_plain_twin_in_fp32(cap: str, eager: None, law: Law
 @pytest.mark.timeout(900)  # a minute of compiling where nothing is cached, more where others compute too
 def test_compiled_cross_entropy_is_its_plain_twin_in_fp32(cap: str, law: Law) -> None:
     """The path that trains by default; one shape, since each compiles for many seconds."""
-    with torch.compiler.set_stance("default"):
+    with compiler.eager(False):
         worst = loss_deviation(cross_entropy, cap, (CHUNK_TOKENS,), (1001,))
     law(
         f"compiled cross-entropy, {cap} softcap = plain twin, losses and gradients",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from quern import compiler
 from quern.data.loader import Batch, windows
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import bits_per_byte
@@ -29,7 +30,7 @@ BATCHES = (1, 3, 32)
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
     """The shapes are many and tiny: compiling each would take minutes."""
-    with torch.compiler.set_stance("force_eager"):
+    with compiler.eager():
         yield
 
 

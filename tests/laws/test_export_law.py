@@ -16,6 +16,7 @@ import torch
 from hypothesis import strategies
 from safetensors.torch import load_file, save_file
 
+from quern import compiler
 from quern.interop import export_hf, import_hf
 from quern.interop.llama_format import weights_to
 from quern.model.context import CausalContext
@@ -45,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
+    with compiler.eager():
         yield
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quern import compiler
 from quern.model.fp8 import Fp8Head, Fp8Linear, head_products, use_fp8
 from quern.model.loss import loss_sum
 from quern.recipes.gpt import RECIPE as gpt
@@ -209,7 +210,7 @@ def test_a_merged_product_compiles_whole_and_to_the_same_bits() -> None:
         made = built(llama)
         use_fp8(made)
         module, x = made.blocks[0].mlp, torch.ones(16, 32).requires_grad_()
-        with torch.compiler.set_stance("default"):
+        with compiler.eager(False):
             if compiled:
                 module.compile(backend="aot_eager", fullgraph=True, dynamic=False)
             y = module(x)
@@ -228,7 +229,7 @@ def test_a_part_of_a_block_compiles_whole_and_to_the_same_bits() -> None:
     for compiled in (False, True):
         made = toy_state(toy_recipe(model={"vocab_size": 64})).model
         use_fp8(made)
-        with torch.compiler.set_stance("default"):
+        with compiler.eager(False):
             if compiled:
                 made.blocks[1].mlp.compile(backend="aot_eager", fullgraph=True, dynamic=False)
             x = made(inputs[0], made.context(inputs[0]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from quern import compiler
 from quern.data.batch import Batch
 from quern.data.shards import Corpus
 from quern.model.loss import loss_sum, token_losses
@@ -43,7 +44,7 @@ class Small(UNet):
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
+    with compiler.eager():
         yield
 
 
@@ -358,7 +359,7 @@ def test_growing_windows_do_not_compile_again() -> None:
     """Compiled by block: blocks differ in value embeddings, in attention and in the first half's skips, and no more."""
     model, tokens = random_model(replace(SHAPE, depth=8)), torch.tensor(IDS)
     counter, frames = CompileCounter(), []
-    with torch.compiler.set_stance("default"):
+    with compiler.eager(False):
         model.compile(backend=counter, dynamic=False)
         for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
             model(tokens, model.context(tokens, share)).sum().backward()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from experiments.adamw_every_second import rules
+from quern import compiler
 from quern.mesh import Mesh, alone
 from quern.parallel.plan import shard_model
 from quern.parallel.zero2 import Zero2
@@ -29,7 +30,7 @@ def every_second(mesh: Mesh, folder: str, forget: bool = False) -> dict[str, Any
     Returns the deviations, the names that a resume changes, and the bytes that this rank sent in each step. forget:
     the mistake of updating from the gradients of the last step alone.
     """
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     reference = cadence_state(alone())
     state = cadence_state(mesh)

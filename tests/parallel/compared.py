@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from quern import compiler
 from quern.data.batch import Batch
 from quern.mesh import Mesh, alone
 from quern.optim.groups import make_groups
@@ -35,7 +36,7 @@ def optimized(mesh: Mesh, masked: bool, rows: int, clip: float | None, broken: s
 
     broken: one of `BROKEN`, which must show.
     """
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     BROKEN[broken]()
     loader = toy_loader(masked)
@@ -62,7 +63,7 @@ def small_cuts() -> None:
 
 def optimized_shards(mesh: Mesh, architecture: str, broken: str = "") -> dict[str, float]:
     """The same with tensor parallelism, for each architecture, at sizes that do not divide."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     BROKEN[broken]()
     whole = sharded.whole_model(architecture)
@@ -82,7 +83,7 @@ def optimized_shards(mesh: Mesh, architecture: str, broken: str = "") -> dict[st
 
 def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str) -> list[str]:
     """Resumes from `source`, or trains three steps; saves to `target` → what differs in a bit from the file loaded."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     state = _state(shard_model(sharded.whole_model(architecture), mesh), architecture, mesh)
     differing = []
@@ -219,7 +220,7 @@ BROKEN = {
 def saved(mesh: Mesh, source: str | None, target: str, steps: int) -> list[str]:
     """Resumes from `source` if there is one, trains `steps` on, saves to `target`; what differs in a bit from the file
     after loading."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     state, loader = sharded_state(mesh), toy_loader()
     differing = []
@@ -239,7 +240,7 @@ def silent(mesh: Mesh) -> str:
     state = sharded_state(mesh)
     batch = toy_loader().batch(0, mesh.data.rank, mesh.data.size)
     state.model.value_embeddings = torch.nn.ModuleDict()  # the model forgets them
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     try:
         train_step(state, batch, Multipliers(), CPU, micro_batch_rows=3)
     except ValueError as error:

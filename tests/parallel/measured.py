@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from quern import compiler
 from quern.data.batch import Batch
 from quern.machine import DTYPES, Machine
 from quern.mesh import Mesh
@@ -30,7 +31,7 @@ def recipe(architecture: str, width: int, rows: int, micro_rows: int, depth: int
 
 def peak(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, **sizes: int) -> int:
     """Bytes that two steps take beside what the process, its libraries and a step of a tiny model had taken."""
-    torch.compiler.set_stance("default" if compiled else "force_eager")
+    compiler.set_eager(not compiled)
     return_freed_memory()
     machine = Machine(torch.device("cpu"), DTYPES[dtype], compiled, 1)
     _steps(recipe(architecture, 128, 2 * mesh.dp, 1, depth=2, vocabulary=512), machine, mesh)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quern import compiler
 from quern.mesh import Mesh, Pending, ProcessGroup
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
@@ -77,7 +78,7 @@ def passed(model: Any, parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Ten
 
 def compared(mesh: Mesh, architecture: str, accumulated: bool = False, broken: str = "") -> dict[str, float]:
     """Deviations of this rank's part from the same on one process. broken: one of `BROKEN`, which must show."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     rows = B * mesh.dp
     whole = batch(rows)
     expected_model = whole_model(architecture)

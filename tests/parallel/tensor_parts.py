@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quern import compiler
 from quern.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, cross_entropy_plain
 from quern.kernels.softcap import Cap, NoCap, SigmoidCap, TanhCap
 from quern.mesh import Mesh, ProcessGroup
@@ -71,7 +72,7 @@ def _random(name: str, rows: int, rank: int) -> Tensor:
 
 def loss(mesh: Mesh, cap: str) -> dict[str, float]:
     """Deviations from the plain definition; bf16: errors over those of one process; calls: of all-reduce in a chunk."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     inputs, small = _loss_inputs(CHUNK_TOKENS + 77, 1001), _loss_inputs(100, 53)
     far = (3 * small[0], 20 * small[1], *small[2:])
     before = mesh.model.traffic.calls["all_reduce"]
@@ -167,7 +168,7 @@ def _passed(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 def dropped(mesh: Mesh) -> dict[str, float]:
     """Loss and gradients of two micro-batches, each rank seeded alike."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     sharded.ARCHITECTURES["llama"] = lambda: Llama(replace(sharded.SHAPE, mlp_width=84, dropout=0.2))
     results = []
     for model in (sharded.whole_model("llama"), shard_model(sharded.whole_model("llama"), mesh)):
@@ -185,7 +186,7 @@ def dropped(mesh: Mesh) -> dict[str, float]:
 
 def fp8(mesh: Mesh) -> dict[str, Any]:
     """Emulated: what sharding changes in FP8, next to what FP8 changes."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     sharded.SHAPE = replace(sharded.SHAPE, context=32, vocab_size=1024)
     exact_loss, exact = _passed(sharded.whole_model("gpt"))
     one = sharded.whole_model("gpt")
@@ -222,13 +223,13 @@ def compiled(mesh: Mesh, architecture: str, depth: int) -> dict[str, float]:
     sharded.SHAPE = replace(sharded.SHAPE, depth=depth)
     tokens, targets, scale = sharded.batch(sharded.B)
     results = []
-    for stance in ("force_eager", "default"):
+    for eager in (True, False):
         model = shard_model(sharded.whole_model(architecture), mesh)
         model.compile(backend="eager")
         for window in (0.3, 0.6, 0.9):
-            with torch.compiler.set_stance(stance):
+            with compiler.eager(eager):
                 x_BTD = model(tokens, model.context(tokens, window))
-            with torch.compiler.set_stance("force_eager"):  # the loss is compiled elsewhere
+            with compiler.eager():  # the loss is compiled elsewhere
                 total, _ = model.criterion(
                     x_BTD.flatten(0, 1), model.head.weight, targets.flatten(), scale.flatten(), model.cap
                 )

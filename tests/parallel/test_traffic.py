@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from quern import compiler
 from quern.data.batch import Batch
 from quern.mesh import Mesh
 from quern.optim.schedule import Multipliers
@@ -54,7 +55,7 @@ def stepping(mesh: Mesh, architecture: str) -> tuple[TrainState, Callable[[], ob
 
 def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, int]:
     """This rank's traffic of a step. broken: small buckets are cut like the others, as in a simpler optimizer."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     if broken:
         buckets.SMALL_ELEMENTS = 0
@@ -66,7 +67,7 @@ def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, in
 
 def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     """Of three steps: how many buckets were sent after the first, second… gradient of the last backward pass."""
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     state, step = stepping(mesh, architecture)
     parameters, left, found = list(state.model.parameters()), [], []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quern import compiler
 from quern.eval.task import Item, question
 from quern.generate.engine import Engine
 from quern.mesh import Mesh, alone
@@ -64,7 +65,7 @@ def updated(mesh: Mesh, updates: int = 1, local_mean: bool = False) -> float:
 
     local_mean: the mistake of dividing by a rank's own tokens, made by scaling its weights.
     """
-    torch.compiler.set_stance("force_eager")
+    compiler.set_eager(True)
     small_cuts()
     settings = replace(SETTINGS, updates=updates)
     one, ours = rl_state(alone()), rl_state(mesh)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from quern import compiler
 from quern.cli import main
 from quern.generate.engine import Engine, Event
 from quern.generate.sample import Sampling
@@ -30,7 +31,7 @@ FLAGS = ("--no-compile", "--dtype", "fp32", "--threads", "1")
 @pytest.fixture(scope="module", autouse=True)
 def eager() -> Iterator[None]:
     threads = torch.get_num_threads()
-    with torch.compiler.set_stance("force_eager"):
+    with compiler.eager():
         yield
     torch.set_num_threads(threads)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quern import compiler
 from quern.cli import main
 from quern.records import read_events, read_metrics
 from quern.train import checkpoint
@@ -40,7 +41,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert main.main(["run", *TOY, "--run", "toy", "--out", str(folder)]) == 0
     yield folder
     torch.set_num_threads(threads)
-    torch.compiler.set_stance("default")
+    compiler.set_eager(False)
 
 
 def test_every_stage_left_its_records(out: Path) -> None:

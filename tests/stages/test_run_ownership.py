@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quern import compiler
 from quern.cli import main
 from quern.records import read_events, read_metrics
 from quern.text.tinyworld import corpus
@@ -33,7 +34,7 @@ def _threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    torch.compiler.set_stance("default")
+    compiler.set_eager(False)
 
 
 @pytest.fixture(scope="module")

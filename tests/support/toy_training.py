@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quern import compiler
 from quern.data.loader import Batch, Loader
 from quern.data.shards import Corpus
 from quern.machine import Machine
@@ -25,7 +26,7 @@ CONTEXT, ROWS, VOCABULARY = 16, 8, 61  # an odd vocabulary, and fewer tokens tha
 @pytest.fixture
 def eager() -> Iterator[None]:
     """What `machine.detect(compile=False)` sets: nothing is compiled, not even the loss."""
-    with torch.compiler.set_stance("force_eager"):
+    with compiler.eager():
         yield
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quern import compiler
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.generate.engine import Engine
@@ -40,7 +41,7 @@ class Counter:
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
-    torch.compiler.set_stance("default")
+    compiler.set_eager(False)
     yield
     torch.compiler.reset()
 
@@ -107,6 +108,6 @@ def test_without_compilation_everything_runs_eagerly() -> None:
     model = build_model(recipe, MACHINE, 0)
     model.compile(backend=counter, dynamic=False)
     tokens = torch.zeros(2, CONTEXT, dtype=torch.int64)
-    with torch.compiler.set_stance("force_eager"):  # what --no-compile sets
+    with compiler.eager():  # what --no-compile sets
         model(tokens, model.context(tokens))
     assert counter.graphs == 0

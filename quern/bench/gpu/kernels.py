@@ -21,7 +21,7 @@ from quern.kernels import cross_entropy as kernels
 from quern.kernels.rope import rotate, rotate_normed, rotate_normed_plain, rotate_plain
 from quern.kernels.softcap import SigmoidCap
 from quern.kernels.symmetric import symmetric_product, symmetric_product_plain
-from quern.kernels.triton_found import triton_found
+from quern.kernels.triton_found import TRITON_FOUND
 from quern.model.layers import rotary_table
 from quern.optim.constants import POLAR_EXPRESS
 from quern.optim.muon import polar_express
@@ -63,7 +63,7 @@ def cross_entropy(bench: GpuBench) -> Iterator[Figure]:
         if bench.on_gpu:
             yield figure(f"{name}: memory", "GB", (peak_bytes(ways[name], bench.machine) or 0) / 1e9)
     for name, path in {"compiled": kernels.COMPILED, "triton": kernels.TRITON}.items():
-        if name == "compiled" or (bench.on_gpu and triton_found()):
+        if name == "compiled" or (bench.on_gpu and TRITON_FOUND):
             rows = min(N, path.chunks(N, V)[0].stop)
             logits = bench.random(rows, V)
             targets = torch.randint(V, (rows,), device=x.device)

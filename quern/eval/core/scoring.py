@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quern import compiler
 from quern.eval.core.prompts import Example
 from quern.eval.on_ranks import on_ranks
 from quern.generate.cache import KVCache, PrefillContext
@@ -83,7 +84,7 @@ def score_examples(
             first = last
         return answers
 
-    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+    with torch.inference_mode(), compiler.eager():
         return on_ranks(list(_batches(examples)), compute, group, progress)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quern import compiler
 from quern.kernels.attention import autotune
 from quern.kernels.attention.attend import MaskSpec, attend, attend_plain
 from quern.kernels.attention.autotune import KINDS, Picked, example, kind_of, pick, problem_with, select_attention
@@ -179,7 +180,7 @@ def test_flex_attention_sees_what_the_mask_says(kind: str) -> None:
     """Forward: it has no backward on a CPU."""
     backend, mask = flex(traced), example(kind, 301)
     q, k, v = (torch.randn(2, 301, heads, 16) for heads in (4, 2, 2))
-    with torch.compiler.set_stance("default"), torch.no_grad():
+    with compiler.eager(False), torch.no_grad():
         y = traced(backend.attend)(q, k, v, backend.prepare(mask, 301, q.device), 0.3)
     assert (y - attend_plain(q, k, v, mask, 0.3)).abs().max() <= 1e-5
 
@@ -205,7 +206,7 @@ def test_block_masks_are_made_once_for_all_layers_and_nothing_compiles_again(mon
         return x + context.attend(0, x, x, x, window)
 
     T = 140
-    with torch.compiler.set_stance("default"), torch.no_grad():
+    with compiler.eager(False), torch.no_grad():
         for step in range(3):
             windows = [torch.tensor(20 + step), torch.tensor(70 + step)]
             ids = (torch.arange(T, dtype=torch.int32) // (30 + step)).expand(2, T)
