@@ -39,8 +39,11 @@ class Case(NamedTuple):
 
 
 WINDOWS, HEADS = (0, 1, 64, 1000), ((1, 1), (2, 1), (4, 1))
-LENGTHS_WINDOWS_GROUPS = [
-    *(Case(T, window, H=H, K=K) for T, window, (H, K) in itertools.product((1, 17, 127, 129), WINDOWS, HEADS)),
+LENGTHS_WINDOWS_GROUPS = [  # every length with every window, the heads in turn; all combinations are a campaign
+    *(
+        Case(T, window, H=H, K=K)
+        for (T, window), (H, K) in zip(itertools.product((1, 17, 127, 129), WINDOWS), itertools.cycle(HEADS))
+    ),
     *(Case(127, window, H=4, K=2) for window in WINDOWS),
 ]
 DOCUMENTS = [
@@ -49,7 +52,7 @@ DOCUMENTS = [
 ]
 HEAD_DIMS = [Case(129, 66, "mixed", H=1, K=1, E=E, scale=E**-0.5) for E in (16, 64, 128, 256)]
 SCALES = [Case(130, H=1, K=1, scale=scale) for scale in (0.01, 0.12, 1.0)]
-LONG = [Case(1000, H=1, K=1), Case(1000, 64, "mixed", H=2, K=1), Case(1000, 1, "single", H=4, K=1)]
+LONG = [Case(1000, H=1, K=1), Case(1000, 64, "mixed", H=2, K=1)]
 WHOLE_GRID = [
     Case(T, min(window, 2 * T), documents, H=H, K=K, B=2)
     for T, window, (H, K), documents in itertools.product(

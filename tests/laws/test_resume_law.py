@@ -59,7 +59,7 @@ def killed_and_resumed(
 
 @pytest.mark.parametrize(
     ("command", "dtype", "chains", "kills"),
-    [(PRETRAIN, "fp32", 4, 2), (PRETRAIN, "bf16", 2, 2), (SFT, "fp32", 3, 2), (RL, "fp32", 3, 2)],
+    [(PRETRAIN, "fp32", 3, 2), (PRETRAIN, "bf16", 2, 1), (SFT, "fp32", 2, 2), (RL, "fp32", 2, 2)],
     ids=["pretrain-fp32", "pretrain-bf16", "sft-fp32", "rl-fp32"],
 )
 def test_killed_and_resumed_is_uninterrupted(
@@ -72,7 +72,7 @@ def test_killed_and_resumed_is_uninterrupted(
         "0",
     )
     assert differing == [], places
-    # With the five of one epoch, twenty in all; one may have been drawn beyond a run's end.
+    # One may have been drawn beyond a run's end. Two hundred are a campaign.
     assert len(places) >= chains * kills - 1, places
     assert sum(place.startswith("save") for place in places) >= chains // 2, places
 

@@ -46,7 +46,7 @@ def test_rates_follow_batch_and_width() -> None:
     assert rates == pytest.approx(
         {
             "matrices": 0.01,
-            "head": 0.008 * 1.5,
+            "head": 0.008 * 0.5**0.5 * 3,
             "embedding": 0.3 * 1.5,
             "value_embeddings": 0.15 * 1.5,
             "residual_scales": 0.0025,
