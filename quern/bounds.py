@@ -138,6 +138,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "sft.batch_tokens": COUNT,
     "sft.lr_share": RATE,
     "sft.warmdown_share": SHARE,
+    "rl.seed": SEED,
     "rl.steps": COUNT,
     "rl.groups": FEW,
     "rl.samples": _whole(2, 10**6),

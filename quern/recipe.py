@@ -244,6 +244,8 @@ class RlRecipe:
     """What is practised: sums, word_problems, counting, spelling, gsm8k, programs, or files (.py)."""
     data: str | None = None
     """The folder with the files of gsm8k (train.jsonl) and programs (programs.jsonl)."""
+    seed: int | None = None
+    """Of the questions and the replies; by default the run's."""
     steps: int = 60
     """Optimizer steps."""
     groups: int = 16

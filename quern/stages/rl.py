@@ -90,7 +90,7 @@ def _run(asked: Recipe, session: Session) -> int:
         Engine(state.model, first.tokenizer, machine),
         environments,
         recipe.rl,
-        recipe.seed,
+        recipe.seed if recipe.rl.seed is None else recipe.rl.seed,
         micro_batch_rows=recipe.micro_batch_rows,
         reference=reference.eval(),
         folder=session.folder / "rollouts",

@@ -7,8 +7,9 @@ option. A hash of the content decides which exercises are held out for the evalu
 
 - sums: one pair of operands in ten (in either order, for + and *) is in no training text;
 - word problems: held-out operands, and one pair of (character, things) in six, which no training problem uses;
-- spelling and counting: no training text asks for one word in six. Documents do spell it ("river is spelled
-  r-i-v-e-r"), because a tokenized model could not know its letters otherwise. No text counts its letters;
+- spelling and counting: no training text asks for two words in six; one of the two may be practised in reinforcement
+  learning, whose rewards need no text. Documents do spell them ("river is spelled r-i-v-e-r"), because a tokenized model
+  could not know their letters otherwise. No text counts their letters;
 - multiple choice: the wordings are held out. The options are random.
 """
 
@@ -16,6 +17,7 @@ import hashlib
 import operator as arithmetic
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from quern.text.chat import ContentPart, Message
 from quern.text.tinyworld import facts, plots
@@ -53,7 +55,9 @@ def is_asked_in_conversations(name: str, relation: str) -> bool:
 
 
 HELD_OUT_WORDS = tuple(word for word in WORDS if bucket(f"spell {word}", 6) == 0)
-TRAIN_WORDS = tuple(word for word in WORDS if word not in HELD_OUT_WORDS)
+PRACTICE_WORDS = tuple(word for word in WORDS if bucket(f"spell {word}", 6) == 1)
+"""Asked for in reinforcement learning only."""
+TRAIN_WORDS = tuple(word for word in WORDS if word not in HELD_OUT_WORDS + PRACTICE_WORDS)
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,9 @@ def counted(word: str, letter: str | None) -> str:
     return "-".join(parts)
 
 
-def spelling_exercise(pen: Pen, held_out: bool = False) -> Exercise:
-    word = pen.pick(HELD_OUT_WORDS if held_out else TRAIN_WORDS)
+def spelling_exercise(pen: Pen, held_out: bool = False, words: Sequence[str] | None = None) -> Exercise:
+    """words: to pick from, instead of those that are trained or held out."""
+    word = pen.pick(words or (HELD_OUT_WORDS if held_out else TRAIN_WORDS))
     question = pen.pick(_W["spelling_questions"]).format(word=word)
     return Exercise("spelling", question, word, sentence(word))
 
@@ -171,7 +176,8 @@ def sentence(word: str) -> str:
     return f"The word {word} is spelled {spelled(word)}."
 
 
-def _by_count(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], ...]:
+@cache
+def pairs_by_count(words: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], ...]:
     """(word, letter) pairs, by how often the letter is in the word: 0, 1, 2 or 3 times."""
     found: list[list[tuple[str, str]]] = [[], [], [], []]
     for word in words:
@@ -181,21 +187,21 @@ def _by_count(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], ...]:
     return tuple(tuple(pairs) for pairs in found)
 
 
-PAIRS_BY_COUNT = {False: _by_count(TRAIN_WORDS), True: _by_count(HELD_OUT_WORDS)}
 COUNTS = (0, 1, 1, 2, 2, 2, 3, 3)  # how often each count is asked for: 2 in three of eight
 LENGTHS = tuple(len(word) for word in WORDS)
 LENGTH_CHANCE = max(LENGTHS.count(length) for length in LENGTHS) / len(LENGTHS)
 
 
-def counting_exercise(pen: Pen, held_out: bool = False) -> Exercise:
-    """How often a letter is in a word, or how many letters the word has."""
+def counting_exercise(pen: Pen, held_out: bool = False, words: tuple[str, ...] | None = None) -> Exercise:
+    """How often a letter is in a word, or how many letters the word has. words: as for spelling."""
+    words = words or (HELD_OUT_WORDS if held_out else TRAIN_WORDS)
     if pen.maybe(0.3):
-        word = pen.pick(HELD_OUT_WORDS if held_out else TRAIN_WORDS)
+        word = pen.pick(words)
         question = pen.pick(_W["length_questions"]).format(word=word)
         reply = f"{sentence(word)} {counted(word, None)}: the word {word} has {len(word)} letters."
         return Exercise("counting", question, str(len(word)), reply, chance=LENGTH_CHANCE)
     count = pen.pick(COUNTS)
-    word, letter = pen.pick(PAIRS_BY_COUNT[held_out][count])
+    word, letter = pen.pick(pairs_by_count(words)[count])
     question = pen.pick(_W["counting_questions"]).format(word=word, letter=letter)
     numbered = f"{counted(word, letter)}: the letter {letter} appears {count} time{'' if count == 1 else 's'}."
     reply = f"{sentence(word)} {numbered}"
