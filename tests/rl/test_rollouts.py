@@ -1,5 +1,6 @@
 """Rollouts as batches: masks, weights, dropped groups, ranks, tools, and what is refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from quern.mesh import alone
 from quern.rl.environment import Environment, draw_item, fingerprint, is_held_out
 from quern.rl.environments import load_environment
 from quern.rl.rollouts import Rollout
+from quern.text.tinyworld.skills import PRACTICE_WORDS
+from quern.text.tinyworld.words import WORDS
 from tests.rl.ranks import LETTERS, NEVER, SETTINGS, advanced, ask, rl_state, rollouts_of
 from tests.support.toy_training import eager
 
@@ -135,6 +138,9 @@ def test_built_in_questions_are_split_and_graded(name: str) -> None:
     for item in practised:
         right = "-".join(item.answer) if name == "spelling" else f"It is {item.answer}."
         assert environment.reward(item, right) == 1 and environment.reward(item, "I do not know") == 0
+        if name in ("spelling", "counting"):
+            asked = {*re.findall(r"\w+", item.question)} & {*WORDS} - {"letter"}  # "How many times is the letter …"
+            assert asked and asked <= {*PRACTICE_WORDS}, asked
 
 
 def test_an_environment_in_a_file(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ option. A hash of the content decides which exercises are held out for the evalu
 
 - sums: one pair of operands in ten (in either order, for + and *) is in no training text;
 - word problems: held-out operands, and one pair of (character, things) in six, which no training problem uses;
-- spelling and counting: no training text asks for two words in six; one of the two may be practised in reinforcement
-  learning, whose rewards need no text. Documents do spell them ("river is spelled r-i-v-e-r"), because a tokenized model
-  could not know their letters otherwise. No text counts their letters;
+- spelling and counting: no training text asks for two words in six. One of them is held out, the other is practised in
+  reinforcement learning. Documents do spell both ("river is spelled r-i-v-e-r"), because a tokenized model could not
+  know their letters otherwise. No text counts their letters;
 - multiple choice: the wordings are held out. The options are random.
 """
 
