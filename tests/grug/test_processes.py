@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from tests.support.jax_process import ROOT, Grug, environment
@@ -43,6 +45,7 @@ def test_two_processes_are_one(grug: Grug, tmp_path: Path) -> None:
     assert one["step"] == 1 and one["weights"] <= 1e-5
 
 
+@pytest.mark.campaign
 def test_a_refusal_of_process_0_ends_every_process(tmp_path: Path) -> None:
     coordinator, out = f"127.0.0.1:{free_port()}", tmp_path / "out"
     command = [sys.executable, "-m", "quern.cli.main", "grug", "train", "--out", str(out), "--run", "busy"]

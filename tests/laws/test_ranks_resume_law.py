@@ -143,7 +143,7 @@ def gone(process: int) -> bool:
         return True
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.campaign
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
 def test_the_real_launcher_and_its_ranks_killed_and_stopped(bench: Bench, law: Law) -> None:
     """A rank dies, and all start anew by themselves; SIGTERM to the launcher, which exits with 75; resumed by hand, the

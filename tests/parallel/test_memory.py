@@ -28,7 +28,7 @@ Law = Callable[[str, float | int | str, str], None]
         ("gpt", 1, 1, "fp32", 8, 8, 384),
         ("gpt", 2, 1, "fp32", 8, 2, 384),
         ("llama", 1, 2, "fp32", 8, 4, 384),
-        ("unet", 2, 1, "bf16", 4, 2, 256),  # products in bf16 are slow on many CPUs
+        ("unet", 2, 1, "bf16", 2, 1, 128),  # products in bf16 are slow on many CPUs
     ],
 )
 def test_the_peak_is_as_predicted(

@@ -20,7 +20,7 @@ STEPS = 16
 
 def rewards(environment: Environment) -> list[float]:
     """The mean reward of each step's replies."""
-    optim = OptimRecipe(lr_scale=4.0, decay_scale=0.0, width_scale=1.0, matrix_decay=0.0)
+    optim = OptimRecipe(lr_scale=4.0, head_lr=0.016, decay_scale=0.0, width_scale=1.0, matrix_decay=0.0)
     recipe = replace(rl_recipe(), optim=optim)
     state = build_state(recipe, CPU, build_model(recipe, CPU, 0))
     rollouts, found = rollouts_of(state, replace(SETTINGS, groups=8, samples=8), environment), []

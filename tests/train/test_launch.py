@@ -101,7 +101,7 @@ def saved_step(folder: Path) -> int:
     return found[1]["step"]
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_signal_to_one_of_two_nodes_stops_both(folder: Path, asked: int) -> None:
     """One of them hosts the rendezvous."""
     flags = ("--nodes", "2", "--ranks", "1", "--rendezvous", f"127.0.0.1:{free_port()}")
