@@ -45,7 +45,7 @@ def eager(on: bool = True) -> Iterator[None]:
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, compiled when it is first called, anew for other shapes (torch.compile without dynamic ones)."""
+    """Returns `function`, which torch.compile compiles at its first call, and again for other shapes."""
 
     @cache
     def built() -> Callable[P, R]:
