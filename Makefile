@@ -1,6 +1,7 @@
 # Every target first installs what it needs, once. POSIX sh, GNU or BSD-compatible make.
 #
 #   make quickstart   text → model → chat, then a report          make laws      measure the laws, write docs/laws.md
+#   make rl           practise counting and spelling, after the quickstart
 #   make test         the whole suite                             make bench     throughput of every stage
 #   make check        lint, types, import layers                  make campaign  the slow, many-trial tests
 #   make clean        remove caches and .venv, keep out/
@@ -26,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 LAWS := out/laws.json
 
-.PHONY: help setup quickstart test check types lint layers laws bench campaign clean
+.PHONY: help setup quickstart rl test check types lint layers laws bench campaign clean
 
 help:
 	@sed -n 's/^#   /  /p' Makefile
@@ -58,6 +59,10 @@ quickstart: $(STAMP)
 	@echo "Serve it:           $(BIN)/quern serve --run quickstart"
 	@echo "Your own text:      $(BIN)/quern run --data path/to/texts --run mine"
 	@echo "A larger model:     $(BIN)/quern run --depth 8 --run larger"
+
+rl: $(STAMP)
+	$(BIN)/quern rl --run quickstart --rl.rewards counting spelling --rl.steps 30
+	$(BIN)/quern evaluate --run quickstart --stage rl
 
 test: $(DEV)
 	$(PYTEST) $(PARALLEL) -m "not campaign" --durations=15 $(TESTS)

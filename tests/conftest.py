@@ -6,6 +6,7 @@ processes that several files use, and the order of files under xdist.
 
 import ipaddress
 import json
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -66,6 +67,10 @@ SLOWEST_FIRST = (
     "tests/stages/test_run_all.py",
 )
 """The others follow in their order."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell without job control lets background jobs ignore SIGINT, and what the tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def group_of(nodeid: str) -> str:

@@ -43,7 +43,7 @@ def to_messages(record: Any) -> list[Message]:
 
 
 def multiple_choice(question: str, choices: Sequence[str]) -> str:
-    """A question with lettered options, as the built-in world asks; the reply is the letter."""
+    """A question with lettered options; the reply is the letter."""
     return "\n".join(
         [question, *(f"{letter}) {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False))]
     )

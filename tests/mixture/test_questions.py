@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from quern.generate.tools import calculate
-from quern.mixture.questions import multiple_choice, to_messages, word_problem
+from quern.mixture.questions import to_messages, word_problem
 from quern.text.chat import Message, parts
-from quern.text.tinyworld import skills
-from quern.text.tinyworld.prose import Pen
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/train.jsonl.gz"
 ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
@@ -76,13 +74,10 @@ def test_the_real_rows_convert() -> None:
     assert len(rows) == 7473 and calls / marks > 0.95
 
 
-def test_multiple_choice_is_asked_as_in_the_built_in_world() -> None:
+def test_multiple_choice_is_asked_with_letters() -> None:
     row = {"question": "Which is red?", "choices": ["grass", "blood", "snow", "coal"], "answer": 1}
     assert to_messages(row)[0]["content"] == "Which is red?\nA) grass\nB) blood\nC) snow\nD) coal"
     assert reply(row)["content"] == "B" == reply(row | {"answer": "B"})["content"]
-    exercise = skills.EXERCISES["choice"](Pen("choice"))
-    stem, *options = exercise.question.split("\n")
-    assert multiple_choice(stem, [option[3:] for option in options]) == exercise.question
     assert to_messages(row | {"choices": ["a", "b"]})[0]["content"] == "Which is red?\nA) a\nB) b"
 
 

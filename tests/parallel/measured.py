@@ -32,6 +32,7 @@ def recipe(architecture: str, width: int, rows: int, micro_rows: int, depth: int
 def peak(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, **sizes: int) -> int:
     """Bytes that two steps take beside what the process, its libraries and a step of a tiny model had taken."""
     compiler.set_eager(not compiled)
+    torch.backends.mkldnn.set_flags(False)  # its scratch memory differs between processors
     return_freed_memory()
     machine = Machine(torch.device("cpu"), DTYPES[dtype], compiled, 1)
     _steps(recipe(architecture, 128, 2 * mesh.dp, 1, depth=2, vocabulary=512), machine, mesh)

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from quern.text.chat import Message, validate
-from quern.text.tinyworld import corpus, drills
+from quern.text.tinyworld import corpus, drills, lessons
 from quern.text.tinyworld.facts import CHARACTERS, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen
 from quern.text.tinyworld.skills import (
@@ -27,6 +27,12 @@ def exchanges(make, count: int) -> list[list[Message]]:
     return found
 
 
+def letter_and_option(line: str) -> tuple[str, str]:
+    found = re.fullmatch(r"- (.+) ([A-E])", line)
+    assert found, line
+    return found[2], found[1]
+
+
 def right(question: str, options: list[str]) -> list[str]:
     """The options that answer a question, from the facts and the categories alone."""
     category = CATEGORY_QUESTION.fullmatch(question)
@@ -47,22 +53,35 @@ def test_every_question_about_a_list_has_one_right_option_and_the_reply_is_its_l
     several = 0
     for messages in exchanges(drills.options, 1500):
         first, *lines = str(messages[0]["content"]).split("\n")
-        options = {line[0]: line.split(") ", 1)[1] for line in lines}
+        options = dict(map(letter_and_option, lines))
         assert "".join(options) == "ABCDE"[: len(options)] and len(set(options.values())) == len(options) >= 2
         if re.match("Which letters|Name the letters", first):
-            said = re.findall(r"(\w+) is ([A-E])\b", str(messages[1]["content"]))
-            assert len(said) >= 2 and all(options[letter] == value and value in first for value, letter in said)
+            said = list(map(letter_and_option, str(messages[1]["content"]).split("\n")))
+            assert len(said) >= 2 and all(options[letter] == value and value in first for letter, value in said)
             several += 1
             continue
         asked = [first, *(str(message["content"]) for message in messages[2::2])]
         for question, reply in zip(asked, messages[1::2], strict=True):
-            letter, option = str(reply["content"]).split(") ", 1)
+            letter, option = letter_and_option(str(reply["content"]))
             assert options[letter] == option
             assert right(question, list(options.values())) == [option], (question, options)
             letters.setdefault(len(options), Counter())[letter] += 1
     assert several > 200 and sorted(letters) == [2, 3, 4, 5]
     for count, found in letters.items():  # no letter is a better guess than another
         assert max(found.values()) < 1.25 * sum(found.values()) / count
+
+
+def test_shelves_are_read_again_in_another_order_and_hold_every_word() -> None:
+    held, moved = set(), 0
+    for index in range(800):
+        blocks = re.findall(r"^(?!- )[^\n]+\n((?:- .+\n?)+)", lessons.shelves(Pen(f"shelves:{index}")), re.MULTILINE)
+        for first, *again in zip(blocks[::3], blocks[1::3], blocks[2::3], strict=True):
+            lines = first.strip().split("\n")
+            assert [letter_and_option(line)[0] for line in lines] == list("ABCDE"[: len(lines)]) and len(lines) >= 3
+            assert all(sorted(block.strip().split("\n")) == sorted(lines) for block in again)
+            moved += any(block.strip() != first.strip() for block in again)
+            held.update(letter_and_option(line)[1] for line in lines)
+    assert set(WORDS) <= held and moved > 1500
 
 
 def test_no_drill_tells_a_letter_of_a_held_out_word() -> None:
@@ -109,3 +128,23 @@ def test_the_check_of_right_options_can_fail() -> None:
     assert right("Which one is a month?", ["May", "June", "oak"]) == ["May", "June"]
     hugo = CHARACTERS["Hugo"]
     assert right("Where does Hugo live?", [hugo.home, "Larkmoor"]) == [hugo.home]
+
+
+def test_mixed_letters_are_counted_and_are_no_word() -> None:
+    kinds: Counter[str] = Counter()
+    for index in range(300):
+        for line in lessons.counting(Pen(f"counting:{index}")).split("\n"):
+            found = re.fullmatch(
+                r"Count the letters?( \w)? in ([a-z-]+)\. ([a-z0-9-]+): "
+                r"(?:there are|the letter (\w) appears) (\d+) (?:letter|time)s?\.",
+                line,
+            )
+            if found is None:
+                continue
+            asked, letters = (found[1] or "").strip(), found[2].replace("-", "")
+            numbers = [int(number) for number in re.findall(r"\d+", found[3])]
+            assert letters not in WORDS and re.sub(r"\d", "", found[3]) == found[2] and asked == (found[4] or "")
+            counted = letters.count(asked) if asked else len(letters)
+            assert numbers == list(range(1, counted + 1)) and int(found[5]) == counted
+            kinds[asked] += 1
+    assert kinds[""] > 100 and sum(kinds.values()) > 600

@@ -1,7 +1,7 @@
 """The built-in world's held-out questions: facts, sums, word problems, spelling, counting, multiple choice.
 
-The model answers all kinds except multiple choice in its own words, with tools. In multiple choice it picks the
-likeliest letter. The questions depend only on (seed, count), so every stage of a run is asked the same questions.
+The model answers in its own words, with tools. The questions depend only on (seed, count), so every stage of a run is
+asked the same questions.
 """
 
 from quern.eval.task import Item, Task
@@ -17,7 +17,7 @@ def items(seed: int, count: int) -> list[Item]:
 
 
 def grade(item: Item, reply: str) -> bool:
-    return check(Question(item.kind, item.messages, item.answer, item.choices, item.chance), reply)
+    return check(Question(item.kind, item.messages, item.answer, item.chance), reply)
 
 
 def base_prompt(item: Item) -> str:

@@ -39,7 +39,7 @@ def ask(kind: str, seed: str) -> Item:
 
 
 def reward(item: Item, reply: str) -> float:
-    return float(check(Question(item.kind, item.messages, item.answer, None, item.chance), reply))
+    return float(check(Question(item.kind, item.messages, item.answer, item.chance), reply))
 
 
 def environment(name: str, folder: Path | None) -> Environment:

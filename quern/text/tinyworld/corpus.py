@@ -30,25 +30,26 @@ Maker = Callable[[Pen], str]
 
 # The percentage of documents of each kind, the kind of text for reports, and the function that makes one
 DOCUMENTS: tuple[tuple[int, str, Maker], ...] = (
-    (17, "stories", prose.story),
+    (11, "stories", prose.story),
     (10, "biographies", prose.biography),
     (3, "lists", prose.profile),
-    (7, "dialogue", prose.dialogue),
-    (4, "letters", prose.letter),
+    (5, "dialogue", prose.dialogue),
+    (3, "letters", prose.letter),
     (3, "letters", prose.diary),
-    (4, "biographies", prose.comparison),
+    (3, "biographies", prose.comparison),
     (2, "lists", lessons.roll),
     (2, "biographies", prose.village),
-    (14, "questions", lessons.questions_and_answers),
-    (7, "questions", lessons.quiz),
+    (13, "questions", lessons.questions_and_answers),
+    (8, "questions", lessons.quiz),
     (6, "arithmetic", lessons.arithmetic),
     (4, "arithmetic", lessons.problems),
     (8, "spelling", lessons.spelling),
-    (3, "spelling", lessons.counting),
+    (5, "spelling", lessons.counting),
     (1, "lists", lessons.order),
     (2, "lists", lessons.catalogue),
     (1, "lists", lessons.opposites),
     (1, "lists", lessons.errands),
+    (8, "lists", lessons.shelves),
     (1, "lists", lessons.about_quern),
 )
 KINDS_OF_TEXT = tuple(dict.fromkeys(kind for _, kind, _ in DOCUMENTS))
@@ -113,19 +114,18 @@ def kinds_of_text(seed: int = 0, bytes_per_kind: int = 50_000) -> dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out question: prompt, answer, the letters of a multiple choice, and the chance of a blind guess."""
+    """A held-out question: prompt, answer, and the chance of a blind guess."""
 
     kind: str
     messages: list[Message]
     answer: str
-    choices: tuple[str, ...] | None
     chance: float
 
 
 def _fact_question(pen: Pen) -> Question:
     character, relation = pen.someone(), pen.pick(RELATIONS)
     text = pen.pick(HELD_OUT_QUESTIONS[relation]).format_map(FIELDS[character.name])
-    return Question("facts", [{"role": "user", "content": text}], character.fact(relation), None, blind_guess(relation))
+    return Question("facts", [{"role": "user", "content": text}], character.fact(relation), blind_guess(relation))
 
 
 def questions(seed: int, kind: str, count: int) -> list[Question]:
@@ -145,7 +145,7 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
         else:
             exercise = skills.EXERCISES[kind](pen, held_out=True)
             prompt: list[Message] = [{"role": "user", "content": exercise.question}]
-            question = Question(kind, prompt, exercise.answer, exercise.choices, exercise.chance)
+            question = Question(kind, prompt, exercise.answer, exercise.chance)
         text = str(question.messages[-1]["content"])
         if text not in found:
             found[text], last_new = question, index
@@ -158,7 +158,7 @@ def questions(seed: int, kind: str, count: int) -> list[Question]:
 _WORD = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")  # the minus of "9-4" is not a sign
 _SPELLED = re.compile(r"[a-z](?:-[a-z])+")
-_LETTER = re.compile(r"\W*([A-Ea-e])\b(?! [a-z])")  # "B", "(b)", "B) Larkmoor", but not "A fox"
+_LETTER = re.compile(r"(?<!\w)([A-Ea-e])\W*$")  # "- Larkmoor B", "B", "(b)."
 _RELATION_OF = {value.lower(): relation for relation in RELATIONS for value in VALUES[relation]}
 
 
@@ -178,7 +178,7 @@ def check(question: Question, reply: str) -> bool:
     """Whether a reply (the text of the assistant's whole turn) is right. Case and punctuation are ignored.
 
     What must equal the answer depends on the kind. facts: see _check_fact. sums, word problems, counting: the last
-    number. spelling: the last spelled word (r-i-v-e-r). choice: the letter at the start of the reply.
+    number. spelling: the last spelled word (r-i-v-e-r). choice: the letter at the end of the reply.
     """
     if question.kind == "facts":
         return _check_fact(question, reply)
@@ -186,7 +186,7 @@ def check(question: Question, reply: str) -> bool:
         spelled = _SPELLED.findall(reply.lower())
         return bool(spelled) and spelled[-1].replace("-", "") == question.answer
     if question.kind == "choice":
-        letter = _LETTER.match(reply)
+        letter = _LETTER.search(reply)
         return letter is not None and letter.group(1).upper() == question.answer
     numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", reply))
     return bool(numbers) and numbers[-1] == question.answer

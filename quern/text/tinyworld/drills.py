@@ -7,8 +7,6 @@
   category. One list gives several targets; a single question gives one.
 """
 
-from collections.abc import Sequence
-
 from quern.text.tinyworld.data import wordings
 from quern.text.tinyworld.facts import CAST, RELATIONS, VALUES
 from quern.text.tinyworld.prose import Pen, joined
@@ -16,12 +14,12 @@ from quern.text.tinyworld.skills import (
     CATEGORIES,
     CATEGORY_NAMES,
     OPTION_COUNTS,
-    TRAIN_LETTERS,
     TRAIN_WORDS,
     Exchange,
     exchange,
     is_asked_in_conversations,
     lettered,
+    line_of,
     sentence,
 )
 from quern.text.tinyworld.words import WORDS
@@ -58,23 +56,17 @@ def options(pen: Pen) -> Exchange:
     if make is _named and pen.maybe(0.7):
         some = [value for _, value in asked][: 2 + pen.below(3)]
         question = pen.pick(_W["several_letters_questions"]).format(values=joined(some))
-        return exchange(f"{question}\n{lettered(values)}", f"{joined(placed(values, some))}.")
+        return exchange(f"{question}\n{lettered(values)}", "\n".join(line_of(values, value) for value in some))
     messages: Exchange = []
     for question, value in asked[: 2 + pen.below(2)]:
         text = question if messages else f"{question}\n{lettered(values)}"
-        messages += exchange(text, f"{TRAIN_LETTERS[values.index(value)]}) {value}")
+        messages += exchange(text, line_of(values, value))
     return messages
 
 
-def placed(values: Sequence[str], some: Sequence[str]) -> list[str]:
-    """The letters of some of the values. Here a letter follows its value, which is easier than a bare letter."""
-    return [f"{value} is {TRAIN_LETTERS[values.index(value)]}" for value in some]
-
-
 def _named(pen: Pen, count: int) -> tuple[list[str], list[Asked]]:
-    """Options that are asked for by name."""
-    relation = pen.pick(RELATIONS)
-    values = pen.rng.sample(VALUES[relation], count)
+    """Options that are asked for by name: values of a relation, or any words."""
+    values = pen.rng.sample(WORDS if pen.maybe(0.5) else VALUES[pen.pick(RELATIONS)], count)
     return values, [(pen.pick(_W["named_questions"]).format(value=value), value) for value in _shuffled(pen, values)]
 
 

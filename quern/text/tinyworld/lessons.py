@@ -2,12 +2,12 @@
 
 Each function takes a Pen and returns one document: solved sums and word problems, spelled words, counted letters,
 quizzes, questions with answers, characters that share a fact, the order of days and numbers, categories, opposites,
-errands, and facts about quern.
+errands, lettered lists that are read twice, and facts about quern.
 """
 
 from quern.text.tinyworld import drills, plots, skills
 from quern.text.tinyworld.data import table, wordings
-from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, VALUES, a, upper_first
+from quern.text.tinyworld.facts import CAST, FIELDS, HOMES, RELATIONS, VALUES, a, upper_first
 from quern.text.tinyworld.prose import Pen, joined
 from quern.text.tinyworld.words import ADJECTIVES, CATALOGUE, DOINGS, OPPOSITES, THINGS, WORDS
 
@@ -48,9 +48,28 @@ def spelling(pen: Pen) -> str:
 
 
 def counting(pen: Pen) -> str:
-    """Questions for the number of letters, with the word spelled and its letters numbered."""
-    exercises = [skills.counting_exercise(pen) for _ in range(4 + pen.below(6))]
-    return "\n".join(f"{exercise.question} {exercise.reply}" for exercise in exercises)
+    """Questions for the number of letters, with the word spelled and its letters numbered; also of letters in a row.
+
+    Nothing but copying predicts mixed letters, so a model that numbers them can number those of any word.
+    """
+    return "\n".join(_mixed_letters(pen) if pen.maybe(0.5) else _counted_word(pen) for _ in range(5 + pen.below(6)))
+
+
+def _counted_word(pen: Pen) -> str:
+    exercise = skills.counting_exercise(pen)
+    return f"{exercise.question} {exercise.reply}"
+
+
+def _mixed_letters(pen: Pen) -> str:
+    """The letters of a word of training in another order: shown, then numbered."""
+    while True:
+        word = pen.pick(skills.TRAIN_WORDS)
+        mixed = "".join(pen.rng.sample(word, len(word)))
+        if mixed not in WORDS:
+            break
+    letter = None if pen.maybe(0.4) else pen.pick(mixed)
+    what = "letters" if letter is None else f"letter {letter}"
+    return f"Count the {what} in {skills.spelled(mixed)}. {skills.count_shown(mixed, letter)}"
 
 
 def quiz(pen: Pen) -> str:
@@ -159,6 +178,22 @@ def errands(pen: Pen) -> str:
     days = [f"On {plots.DAYS[(first + day) % 7]} {words['he']} {doing}." for day, doing in enumerate(doings)]
     title = pen.pick(("A week in the life of {name}, {a_kind}:", "What {name} the {work} of {home} did last week:"))
     return title.format_map(words) + ("\n" if pen.maybe(0.5) else " ") + " ".join(days)
+
+
+def shelves(pen: Pen) -> str:
+    """Things in lettered places, and the same lines twice more, each time in another order.
+
+    The words and the orders are random, so nothing but copying from the list predicts the lines that follow it. A model
+    that has learned to copy can say a letter of a list, and name a word that it was never asked about.
+    """
+    blocks = []
+    for _ in range(2 + pen.below(3)):
+        things = pen.rng.sample(WORDS if pen.maybe(0.6) else VALUES[pen.pick(RELATIONS)], 3 + pen.below(3))
+        blocks += [pen.pick(_W["shelves_titles"]), skills.lettered(things)]
+        for _ in range(2):
+            again = pen.rng.sample(things, len(things))
+            blocks += [pen.pick(_W["shelves_again"]), *(skills.line_of(things, thing) for thing in again)]
+    return "\n".join(blocks)
 
 
 def about_quern(pen: Pen) -> str:

@@ -2,8 +2,9 @@
 
 An Exercise is a question, its answer, and a reply that shows the steps: a tool call for sums, and for counting the word
 spelled letter by letter, then again with running numbers. A reply spells as the documents do: "The word river is
-spelled r-i-v-e-r", so a model that has read how a word is spelled can say it. A letter of a choice is followed by its
-option. A hash of the content decides which exercises are held out for the evaluation:
+spelled r-i-v-e-r", so a model that has read how a word is spelled can say it. The letter of a choice stands directly
+after its option, in the list and in the reply ("- Pebblewick B"): a small model copies a line long before it can say
+the letter alone. A hash of the content decides which exercises are held out for the evaluation:
 
 - sums: one pair of operands in ten (in either order, for + and *) is in no training text;
 - word problems: held-out operands, and one pair of (character, things) in six, which no training problem uses;
@@ -64,7 +65,7 @@ TRAIN_WORDS = tuple(word for word in WORDS if word not in HELD_OUT_WORDS + PRACT
 class Exercise:
     """A question, its answer, and a reply. `call` is the expression that the reply sends to the calculator.
 
-    `choices` are the letters of a multiple choice; `chance` is the accuracy of the best blind guess.
+    `chance` is the accuracy of the best blind guess.
     """
 
     kind: str
@@ -72,7 +73,6 @@ class Exercise:
     answer: str
     reply: str
     call: str | None = None
-    choices: tuple[str, ...] | None = None
     chance: float = 0.0
 
 
@@ -164,6 +164,14 @@ def counted(word: str, letter: str | None) -> str:
     return "-".join(parts)
 
 
+def count_shown(letters: str, letter: str | None) -> str:
+    """The numbered letters and their count: "b-e-r1-r2-y: the letter r appears 2 times." """
+    count = len(letters) if letter is None else letters.count(letter)
+    what = "there are" if letter is None else f"the letter {letter} appears"
+    unit = "letter" if letter is None else "time"
+    return f"{counted(letters, letter)}: {what} {count} {unit}{'' if count == 1 else 's'}."
+
+
 def spelling_exercise(pen: Pen, held_out: bool = False, words: Sequence[str] | None = None) -> Exercise:
     """words: to pick from, instead of those that are trained or held out."""
     word = pen.pick(words or (HELD_OUT_WORDS if held_out else TRAIN_WORDS))
@@ -203,8 +211,7 @@ def counting_exercise(pen: Pen, held_out: bool = False, words: tuple[str, ...] |
     count = pen.pick(COUNTS)
     word, letter = pen.pick(pairs_by_count(words)[count])
     question = pen.pick(_W["counting_questions"]).format(word=word, letter=letter)
-    numbered = f"{counted(word, letter)}: the letter {letter} appears {count} time{'' if count == 1 else 's'}."
-    reply = f"{sentence(word)} {numbered}"
+    reply = f"{sentence(word)} {count_shown(word, letter)}"
     return Exercise("counting", question, str(count), reply, chance=COUNTS.count(2) / len(COUNTS))
 
 
@@ -226,13 +233,18 @@ CATEGORY_NAMES = tuple(CATEGORIES)
 CATEGORY_MEMBERS = tuple(CATEGORIES.values())
 
 
+def line_of(options: Sequence[str], option: str) -> str:
+    """The line of an option in a list: the option, then its letter."""
+    return f"- {option} {TRAIN_LETTERS[options.index(option)]}"
+
+
 def lettered(options: Sequence[str]) -> str:
-    """The options, one a line, each after its letter."""
-    return "\n".join(f"{letter}) {option}" for letter, option in zip(TRAIN_LETTERS, options, strict=False))
+    """The lines of all options."""
+    return "\n".join(line_of(options, option) for option in options)
 
 
 def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
-    """A question with lettered options, four in the evaluation. The reply is the letter with its option."""
+    """A question with lettered options, four in the evaluation. The reply is the line of the right one."""
     held = "held_out_" if held_out else ""
     count = len(LETTERS) if held_out else pen.pick(OPTION_COUNTS)
     kind = pen.rng.random()
@@ -258,9 +270,7 @@ def choice_exercise(pen: Pen, held_out: bool = False) -> Exercise:
     options = [right, *pen.rng.sample(wrong, count - 1)]
     pen.rng.shuffle(options)
     answer = TRAIN_LETTERS[options.index(right)]
-    question = f"{stem}\n{lettered(options)}"
-    letters = TRAIN_LETTERS[:count]
-    return Exercise("choice", question, answer, f"{answer}) {right}", choices=letters, chance=1 / count)
+    return Exercise("choice", f"{stem}\n{lettered(options)}", answer, line_of(options, right), chance=1 / count)
 
 
 EXERCISES = {
