@@ -31,10 +31,16 @@ def grug(setup: Setup) -> Iterator[Figure]:
     return grug(setup)
 
 
+def serve(setup: Setup) -> Iterator[Figure]:
+    from quern.bench.serve import serve  # needs the packages of the server
+
+    return serve(setup)
+
+
 QUICK = tokenizer, encode, packing, loading, train, prefill, decode, attention, windows, cross_entropy
 """The benchmarks that run when no name is given."""
 BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
-    run.__name__.replace("_", "-"): run for run in (*QUICK, ranks, grug, quality)
+    run.__name__.replace("_", "-"): run for run in (*QUICK, ranks, grug, serve, quality)
 }
 
 

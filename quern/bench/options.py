@@ -18,7 +18,7 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
-               "cross-entropy", "ranks", "grug", "quality"]  # fmt: skip
+               "cross-entropy", "ranks", "grug", "serve", "quality"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BenchOptions:
     """
 
     what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
-    """What to measure. Default: all except ranks, grug and quality."""
+    """What to measure. Default: all except ranks, grug, serve and quality."""
     out: Path = Path("out")
     """The folder of the records, which are written to bench/ in it."""
     rounds: int = 5

@@ -218,3 +218,5 @@ class ServeOptions(_ModelOptions):
     """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""
     port: int = 8000
     """The port to listen on; 0 picks a free one."""
+    prefix_megabytes: float = 256.0
+    """Memory for prompts that were read, so that later ones with the same beginning start sooner; 0 for none."""

@@ -192,14 +192,16 @@ def verb_run(verb: str, rest: list[str]) -> int:
     return run_all.run(options.recipe, session, questions=options.questions, fine_tune=options.sft)
 
 
-def open_engine(options: CompleteOptions | ChatOptions | ServeOptions, log: Callable[[str], None] = log) -> Any:
-    """The engine of the run's model, and the loaded model."""
+def open_engine(
+    options: CompleteOptions | ChatOptions | ServeOptions, log: Callable[[str], None] = log, **more: Any
+) -> Any:
+    """The engine of the run's model, and the loaded model. more: further arguments of the engine."""
     from quern.generate.engine import Engine
     from quern.runs.load import load
 
     machine = options.where.machine(log=log)
     loaded = load(options.where.run_dir, machine, log, options.stage)
-    return Engine(loaded.model, loaded.tokenizer, machine), loaded
+    return Engine(loaded.model, loaded.tokenizer, machine, **more), loaded
 
 
 def put(text: str) -> None:
@@ -252,12 +254,12 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 def verb_serve(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, ServeOptions)
     try:
-        from quern.serve.server import listen, serve
+        from quern.serve.server import WARM_ROWS, listen, serve
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
     with listen(options.host, options.port) as listener:  # earlier clients wait until the model is compiled
-        engine, loaded = open_engine(options)
-        engine.warm_up()
+        engine, loaded = open_engine(options, max_rows=WARM_ROWS[-1], prefix_megabytes=options.prefix_megabytes)
+        engine.warm_up(WARM_ROWS)
         name, port = f"quern-{options.where.run}", listener.getsockname()[1]
         log(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")
         serve(engine, loaded.tokenizer, name, listener, options.host)

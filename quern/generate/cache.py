@@ -80,20 +80,46 @@ class KVCache:
         taken.positions_B, taken.recent_BN = self.positions_B[rows], self.recent_BN[rows]
         return taken
 
-    @staticmethod
-    def join(caches: list[KVCache]) -> KVCache:
-        """Concatenates the rows of caches of one model and one length."""
-        if len(caches) == 1:
-            return caches[0]
-        joined = object.__new__(KVCache)
-        joined.max_tokens, joined.rings = caches[0].max_tokens, caches[0].rings
-        joined.filled = max(cache.filled for cache in caches)
-        joined.keys_BKRE = [torch.cat(keys) for keys in zip(*(cache.keys_BKRE for cache in caches), strict=True)]
-        joined.values_BKRE = [torch.cat(v) for v in zip(*(cache.values_BKRE for cache in caches), strict=True)]
-        joined.last = {name: torch.cat([cache.last[name] for cache in caches]) for name in caches[0].last}
-        joined.positions_B = torch.cat([cache.positions_B for cache in caches])
-        joined.recent_BN = torch.cat([cache.recent_BN for cache in caches])
-        return joined
+    def put(self, row: int, other: KVCache, theirs: int, length: int) -> None:
+        """Overwrites a row with row `theirs` of a cache of the same model, which holds `length` tokens there."""
+        for mine_BKRE, from_BKRE in zip(self._stored(), other._stored(), strict=True):
+            # Both rings have the window's length, or the row has not gone round either of them.
+            held = min(length, mine_BKRE.size(2))
+            mine_BKRE[row, :, :held] = from_BKRE[theirs, :, :held]
+        for name, last_BD in self.last.items():
+            last_BD[row] = other.last[name][theirs]
+        self.positions_B[row], self.recent_BN[row] = length, other.recent_BN[theirs]
+        self.filled = max(self.filled, length)
+
+    def copy_of(self, row: int, length: int) -> KVCache:
+        """A cache of one row with the `length` tokens of this row, and no room for more."""
+        copied = object.__new__(KVCache)
+        copied.max_tokens = copied.filled = length
+        copied.rings = [min(ring, length) for ring in self.rings]
+        copied.keys_BKRE = [keys[row : row + 1, :, :length].clone() for keys in self.keys_BKRE]
+        copied.values_BKRE = [values[row : row + 1, :, :length].clone() for values in self.values_BKRE]
+        copied.last = {name: last_BD[row : row + 1].clone() for name, last_BD in self.last.items()}
+        copied.positions_B = self.positions_B.new_full((1,), length)
+        copied.recent_BN = self.recent_BN[row : row + 1].clone()
+        return copied
+
+    def grow(self, max_tokens: int, windows: Sequence[int | None]) -> None:
+        """Makes room for `max_tokens` tokens in each row. windows: of the model."""
+        for layer, (ring, window) in enumerate(zip(self.rings, windows, strict=True)):
+            more = min(window or max_tokens, max_tokens) - ring
+            if ring and more > 0:  # no row has gone round this ring: its slots keep their positions
+                self.rings[layer] += more
+                self.keys_BKRE[layer] = F.pad(self.keys_BKRE[layer], (0, 0, 0, more))
+                self.values_BKRE[layer] = F.pad(self.values_BKRE[layer], (0, 0, 0, more))
+        self.max_tokens = max(self.max_tokens, max_tokens)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the keys and values."""
+        return sum(stored.numel() * stored.element_size() for stored in self._stored())
+
+    def _stored(self) -> list[Tensor]:
+        return [*self.keys_BKRE, *self.values_BKRE]
 
     def before(self, tokens_BT: Tensor, n: int) -> Tensor:
         """The ids (B, T) that are n tokens before each of the new tokens; -1 before a row's first token."""
@@ -122,14 +148,14 @@ class KVCache:
         Returns:
             The hidden state (B, D) of each row's last token; undefined for rows of length 0.
         """
-        T = tokens_BT.size(1)
-        if self.filled + T > self.max_tokens:
-            raise ValueError(f"the cache holds {self.max_tokens} tokens a row; {self.filled} + {T} do not fit")
+        longest = int((self.positions_B + lengths_B).max())
+        if longest > self.max_tokens:
+            raise ValueError(f"the cache holds {self.max_tokens} tokens a row; {longest} do not fit")
         x_BTD = model(tokens_BT, PrefillContext(self, lengths_B, attention))
         newest_BN = lengths_B[:, None] + torch.arange(self.recent_BN.size(1), device=lengths_B.device)
         self.recent_BN = torch.cat([self.recent_BN, tokens_BT], dim=1).gather(1, newest_BN)
         self.positions_B += lengths_B
-        self.filled += T
+        self.filled = longest
         return take_token(x_BTD, lengths_B - 1)
 
 

@@ -1,26 +1,23 @@
-"""Batched generation: one prefill, then one token per row and step, with tools, stop strings and unequal lengths.
+"""Generation with one model, for everyone who needs replies: evaluation, reinforcement learning, chat, the server.
 
-A row's tokens do not depend on the other rows of its batch: each row has its own cache and its own random numbers
-(sample.py). Rows start together and leave when they finish; the batch shrinks when half of its rows have left.
+All requests share one running batch (scheduler.py). Callers that wait for their replies iterate over `events`; a server
+submits requests and calls `step` itself.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from quern import compiler
-from quern.generate.cache import KVCache, decode
-from quern.generate.compiled import SPAN, CompiledDecode
-from quern.generate.reply import Completion, Delta, Reply
-from quern.generate.sample import Sampling, draw, generator, sample
+from quern.generate.compiled import CompiledDecode
+from quern.generate.prefix import PrefixCache
+from quern.generate.reply import Completion, Delta, Reply, Token
+from quern.generate.sample import Sampling, generator
+from quern.generate.scheduler import Event, Generation, Row, Scheduler, log_probabilities
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
-
-PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, padding included
 
 
 class ContextOverflow(ValueError):
@@ -35,26 +32,27 @@ class ContextOverflow(ValueError):
         self.context = context
 
 
-class Event(NamedTuple):
-    """A piece of the reply, or the finished reply, of sample number `sample` of prompt number `prompt`."""
-
-    prompt: int
-    sample: int
-    value: Delta | Completion
-
-
-class Row(NamedTuple):
-    prompt: int
-    sample: int
-    reply: Reply
-    random: np.random.Generator
-
-
 class Engine:
     """Generates with one model. Not thread-safe: the server runs it in a single thread (serve/worker.py)."""
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, machine: Machine, max_rows: int = 64):
-        """max_rows: The most rows in one batch; further rows wait for the next batch."""
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        machine: Machine,
+        max_rows: int = 64,
+        prefix_megabytes: float = 0,
+    ):
+        """An idle engine.
+
+        Args:
+            model: Its weights may change while no request is open.
+            tokenizer: The model's.
+            machine: Where it runs.
+            max_rows: The most rows in one batch; further rows wait until one of them leaves.
+            prefix_megabytes: Memory for the states of prompts that were read, for later prompts that begin alike.
+                With 0, every prompt is read anew. After a change of the weights, call `prefixes.clear`.
+        """
         vocabulary = model.embedding.weight.size(0)
         if vocabulary < tokenizer.vocab_size:
             raise ValueError(
@@ -64,9 +62,12 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.machine = machine
-        self.max_rows = max_rows
         self.context = int(model.shape.context or 0)
         self._compiled = CompiledDecode(model, self.context) if machine.compile else None
+        self.prefixes = PrefixCache(int(prefix_megabytes * 1e6)) if prefix_megabytes else None
+        self.scheduler = Scheduler(
+            model, machine, tokenizer.vocab_size, tokenizer.bos, max_rows, self._compiled, self.prefixes
+        )
 
     def warm_up(self, rows: Sequence[int] = (1,)) -> None:
         """Compiles the decode step for these numbers of rows; smaller batches are then padded to the next of them.
@@ -79,7 +80,7 @@ class Engine:
                 self._compiled.warm_up(count)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, samples: int = 1, **options: Any) -> list[list[Completion]]:
-        """`samples` completions of each prompt. Arguments and errors are those of `events`."""
+        """`samples` completions of each prompt. Arguments and errors are those of `submit`."""
         done: list[list[Any]] = [[None] * samples for _ in prompts]
         for event in self.events(prompts, samples=samples, **options):
             if isinstance(event.value, Completion):
@@ -92,7 +93,53 @@ class Engine:
             if isinstance(event.value, Delta) and event.value.kind == "text":
                 yield event.value.text
 
-    def events(
+    def events(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[Event]:
+        """Streams generation; closing the iterator stops the work. Arguments and errors are those of `submit`.
+
+        Returns:
+            The final pieces of every sample; the last event of a sample is its `Completion`.
+        """
+        return self._events(self.submit(prompts, **options))
+
+    def _events(self, generation: Generation) -> Iterator[Event]:
+        try:
+            while True:
+                while generation.events:
+                    yield generation.events.popleft()
+                if not generation.unfinished:
+                    return
+                self.step()
+        finally:
+            generation.cancel()
+
+    def step(self, prefill_tokens: int | None = None) -> None:
+        """One token for every running row of every generation. Arguments are those of `Scheduler.step`.
+
+        If it fails, all rows are lost, and the engine can be used again.
+        """
+        try:
+            self.scheduler.step(prefill_tokens)
+        except BaseException:
+            self.scheduler.reset()
+            raise
+
+    @torch.inference_mode()
+    def read(self, prompt: Sequence[int], top: int = 0) -> list[Token]:
+        """The tokens of a text after its first one, with their log-probabilities, and `top` likeliest ones each.
+
+        Raises:
+            ContextOverflow: The text is longer than the context.
+        """
+        if len(prompt) > self.context:
+            raise ContextOverflow(len(prompt), self.context)
+        tokens_BT = torch.tensor([list(prompt)], device=self.model.embedding.weight.device)
+        with compiler.eager():
+            context = self.model.context(tokens_BT)
+            logits_TV = self.model.logits(self.model(tokens_BT, context)[0, :-1])[:, : self.tokenizer.vocab_size]
+        scored = log_probabilities(logits_TV, prompt[1:], top)
+        return [Token(id, value, best, 0) for id, (value, best) in zip(prompt[1:], scored, strict=True)]
+
+    def submit(
         self,
         prompts: Sequence[Sequence[int]],
         *,
@@ -101,10 +148,12 @@ class Engine:
         sampling: Sampling | None = None,
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
         plain: bool = False,
-        logprobs: bool = False,
-    ) -> Iterator[Event]:
-        """Streams generation. The call checks the arguments; closing the iterator stops the work.
+        logprobs: bool | int = False,
+        bias: Mapping[int, float] | None = None,
+    ) -> Generation:
+        """Queues prompts. Their rows join the running batch as seats are free, in the order of arrival.
 
         Args:
             prompts: Token ids starting with BOS, each prompt shorter than the context.
@@ -113,11 +162,14 @@ class Engine:
             sampling: How a token is chosen.
             seed: Seed of the random choice, one for all prompts or one for each.
             stop: A completion ends before any of these strings.
+            stop_ids: A completion ends with any of these tokens.
             plain: Continue each prompt as text. Any special token ends it, and no tool is called.
-            logprobs: Also compute the log-probability of every token (`Completion.logprobs`).
+            logprobs: Also compute the log-probability of every token (`Completion.logprobs`), and of so many of the
+                likeliest tokens in its place (`Completion.top_logprobs`).
+            bias: Added to the logits of these tokens.
 
         Returns:
-            The final pieces of every sample; the last event of a sample is its `Completion`.
+            The open generation; `step` adds its events.
 
         Raises:
             ContextOverflow: A prompt leaves no room for one token.
@@ -130,115 +182,18 @@ class Engine:
                 raise ValueError("a prompt is empty: begin it with the tokenizer's BOS")
             if len(prompt) >= self.context:
                 raise ContextOverflow(len(prompt), self.context)
-        rows = []
+        wrong = [token for token in (*stop_ids, *(bias or {})) if not 0 <= token < self.tokenizer.vocab_size]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is no token: ids are 0 to {self.tokenizer.vocab_size - 1}")
         seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
+        generation = Generation(len(prompts) * samples)
+        top = {False: None, True: 0}[logprobs] if isinstance(logprobs, bool) else logprobs
+        rows = []
         for p, prompt in enumerate(prompts):
             room = min(max_tokens, self.context - len(prompt))
             for s in range(samples):
-                reply = Reply(self.tokenizer, len(prompt), room, stop, plain=plain)
-                rows.append(Row(p, s, reply, generator(seeds[p], prompt, s)))
-        return self._batches(prompts, rows, sampling or Sampling(), logprobs)
-
-    def _batches(
-        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, logprobs: bool
-    ) -> Iterator[Event]:
-        for first in range(0, len(rows), self.max_rows):
-            yield from self._batch(prompts, rows[first : first + self.max_rows], sampling, logprobs)
-
-    @torch.inference_mode()
-    def _batch(
-        self, prompts: Sequence[Sequence[int]], rows: list[Row], sampling: Sampling, logprobs: bool
-    ) -> Iterator[Event]:
-        if self._compiled is not None:
-            self._compiled.refresh()
-        device = self.model.embedding.weight.device
-        cache, logits_BV = self._prefill(prompts, rows)
-        while True:
-            uniform_BN = None
-            if sampling.temperature > 0:
-                uniform_BN = draw([row.random for row in rows], logits_BV.size(-1)).to(device)
-            picked = sample(logits_BV, sampling, uniform_BN).tolist()
-            live = [row.reply.finish_reason is None for row in rows]
-            tokens = [
-                row.reply.choose(token) if on else token for row, token, on in zip(rows, picked, live, strict=True)
-            ]
-            told = _logprobs(logits_BV, tokens) if logprobs else []
-            for number, row in enumerate(rows):
-                if live[number]:
-                    row.reply.logprobs += told[number : number + 1]
-                    for delta in row.reply.push(tokens[number]):
-                        yield Event(row.prompt, row.sample, delta)
-                    if row.reply.finish_reason is not None:
-                        yield Event(row.prompt, row.sample, row.reply.completion())
-            left = [i for i, row in enumerate(rows) if row.reply.finish_reason is None]
-            if not left:
-                return
-            if self._seats(len(left)) <= self._seats(len(rows)) // 2:
-                cache = cache.take(self._filled_up(left, device))
-                rows, tokens = [rows[i] for i in left], [tokens[i] for i in left]
-            logits_BV = self._decode(cache, rows, tokens)
-
-    def _decode(self, cache: KVCache, rows: list[Row], tokens: list[int]) -> Tensor:
-        """Appends a token to every row; returns the next logits (len(rows), V)."""
-        seats, device = len(cache.positions_B), cache.positions_B.device
-        tokens_B = torch.tensor(tokens + [0] * (seats - len(rows)), device=device)
-        # Finished rows may exceed this length: their logits are not used.
-        longest = max(row.reply.prompt_tokens + len(row.reply.ids) for row in rows if not row.reply.finish_reason)
-        slots_S = torch.arange(min(-(-longest // SPAN) * SPAN, cache.max_tokens), device=device)
-        if self._compiled is not None and self._compiled.fits(cache):
-            logits_BV = self._compiled(cache, tokens_B, slots_S)
-        else:
-            with compiler.eager():
-                logits_BV = decode(self.model, cache, tokens_B, slots_S)
-        return self._own(logits_BV[: len(rows)])
-
-    def _seats(self, rows: int) -> int:
-        """The number of rows that the decode step computes for this number of live rows."""
-        seats = None if self._compiled is None else self._compiled.seats(rows)
-        return rows if seats is None else seats
-
-    def _filled_up(self, rows: list[int], device: torch.device) -> Tensor:
-        """Row numbers, padded with the first one up to the number of seats."""
-        return torch.tensor(rows + rows[:1] * (self._seats(len(rows)) - len(rows)), device=device)
-
-    def _prefill(self, prompts: Sequence[Sequence[int]], rows: list[Row]) -> tuple[KVCache, Tensor]:
-        """Reads each prompt once for all its samples; returns the rows' cache and first logits."""
-        if self._compiled is not None and self._compiled.rows:
-            capacity = self._compiled.max_tokens
-        else:
-            capacity = max(row.reply.prompt_tokens + row.reply.max_tokens for row in rows)
-        needed = sorted({row.prompt for row in rows})
-        group_rows = max(1, PREFILL_TOKENS // max(len(prompts[p]) for p in needed))
-        caches, hidden = [], []
-        for first in range(0, len(needed), group_rows):
-            group = [prompts[p] for p in needed[first : first + group_rows]]
-            cache = KVCache.for_model(self.model, len(group), capacity)
-            with compiler.eager():  # a model in training is compiled for its training shape
-                padded = pad(group, self.tokenizer.bos, cache.positions_B.device)
-                hidden.append(cache.prefill(self.model, *padded, self.machine.attention))
-            caches.append(cache)
-        cache, x_BD = KVCache.join(caches), torch.cat(hidden)
-        order = [needed.index(row.prompt) for row in rows]
-        taken_B = self._filled_up(order, x_BD.device)
-        if taken_B.tolist() != list(range(len(needed))):
-            cache = cache.take(taken_B)
-        return cache, self._own(self.model.logits(x_BD[torch.tensor(order, device=x_BD.device)]))
-
-    def _own(self, logits_BV: Tensor) -> Tensor:
-        """The logits of the tokenizer's tokens; the model's vocabulary may be padded."""
-        return logits_BV[:, : self.tokenizer.vocab_size]
-
-
-def _logprobs(logits_BV: Tensor, tokens: Sequence[int]) -> list[float]:
-    """The log-probability of each row's token at temperature 1."""
-    tokens_B1 = torch.tensor(tokens, device=logits_BV.device).unsqueeze(-1)
-    return logits_BV.float().log_softmax(-1).gather(-1, tokens_B1).squeeze(-1).tolist()
-
-
-def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pads prompts on the right. Returns tokens (B, T) and lengths (B,), int64."""
-    lengths = [len(prompt) for prompt in prompts]
-    tokens = np.full((len(prompts), max(lengths)), filler, dtype=np.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    return torch.from_numpy(tokens).to(device), torch.tensor(lengths, device=device)
+                reply = Reply(self.tokenizer, len(prompt), room, stop, plain=plain, stop_ids=stop_ids)
+                random = generator(seeds[p], prompt, s)
+                rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
+        self.scheduler.waiting.extend(rows)
+        return generation

@@ -29,6 +29,18 @@ class Delta(NamedTuple):
     text: str
 
 
+class Token(NamedTuple):
+    """A token of a reply, with its log-probability and those of the likeliest tokens in its place.
+
+    start: where its characters begin in the assistant's text; None if they belong to a call, its output, or no part.
+    """
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    start: int | None
+
+
 @dataclass(frozen=True)
 class Completion:
     """A finished reply.
@@ -37,6 +49,7 @@ class Completion:
     calls and outputs; `parts` has them too. finish_reason: "stop" for an end token or a stop string, "length" for
     max_tokens or the end of the context. sampled: for each token, whether the model chose it (a tool's output is
     forced). logprobs: for each token, the log of its probability at temperature 1; empty unless asked for.
+    top_logprobs: for each token, the likeliest tokens in its place with theirs.
     """
 
     ids: list[int]
@@ -46,6 +59,7 @@ class Completion:
     prompt_tokens: int
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class Reply:
@@ -59,6 +73,7 @@ class Reply:
         stop: Sequence[str] = (),
         max_calls: int = MAX_CALLS,
         plain: bool = False,
+        stop_ids: Sequence[int] = (),
     ):
         """Starts an empty reply.
 
@@ -69,6 +84,7 @@ class Reply:
             stop: The text ends before any of these strings.
             max_calls: The number of tool calls that are answered; later calls get an error.
             plain: Continue a text instead of answering in the chat format.
+            stop_ids: Further tokens that end the reply.
 
         Raises:
             ValueError: A stop string is empty.
@@ -78,6 +94,7 @@ class Reply:
         self.ids: list[int] = []
         self.sampled: list[bool] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self.prompt_tokens = prompt_tokens
@@ -85,16 +102,23 @@ class Reply:
         self._stop = tuple(stop)
         self._specials = set(tokenizer.special_ids.values())
         self._ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
+        self._ends = self._ends | set(stop_ids)
         self._tools = NoTools() if plain else ToolState(tokenizer, max_calls)
         self._forced: deque[int] = deque()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""
+        self._characters = 0  # of the assistant's text, withheld ones included
         self._pieces: list[Delta] = []
 
     def choose(self, sampled: int) -> int:
         """The row's next token: the next token of a tool's answer, or the sampled token."""
         self.sampled.append(not self._forced)
         return self._forced.popleft() if self._forced else sampled
+
+    def start(self, token: int) -> int | None:
+        """`Token.start` of the next token, if it is this one."""
+        is_text = self._tools.kind == "text" and token not in self._specials and token not in self._ends
+        return self._characters if is_text else None
 
     def push(self, token: int) -> list[Delta]:
         """Takes the row's next token; returns the pieces that became final."""
@@ -126,11 +150,21 @@ class Reply:
             else:
                 parts.append({"type": kind, "text": text})
         text = "".join(part["text"] for part in parts if part["type"] == "text")
-        return Completion(self.ids, text, self.finish_reason, parts, self.prompt_tokens, self.sampled, self.logprobs)
+        return Completion(
+            self.ids,
+            text,
+            self.finish_reason,
+            parts,
+            self.prompt_tokens,
+            self.sampled,
+            self.logprobs,
+            self.top_logprobs,
+        )
 
     def _add(self, text: str) -> list[Delta]:
         """Takes decoded characters of the current part; returns the final pieces."""
         kind = self._tools.kind
+        self._characters += len(text) if kind == "text" else 0
         if kind == "text" and self._stop:
             text = self._withheld + text
             found = [place for stop in self._stop if (place := text.find(stop)) >= 0]

@@ -44,10 +44,33 @@ class Sampling:
     """Choose among the most likely tokens that together have this probability; 1 for all."""
     min_p: float = 0.0
     """Choose among the tokens with at least this share of the most likely token's probability; 0 for all."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that is in the reply already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it is in the reply."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens of the prompt and the reply are divided by it, negative ones multiplied; 1 is none."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
             refuse_outside(f.name, getattr(self, f.name), f.name)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the tokens before them in other ways than through the model."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def penalise(self, logits_V: Tensor, prompt: Sequence[int], reply: Sequence[int]) -> None:
+        """Changes a row's logits in place by the penalties, before the temperature (Keskar et al., 2019,
+        https://arxiv.org/abs/1909.05858, for the repetition penalty; OpenAI's API for the others).
+        """
+        if self.repetition_penalty != 1:
+            seen = torch.tensor(sorted({*prompt, *reply}), device=logits_V.device)
+            old = logits_V[seen]
+            logits_V[seen] = torch.where(old > 0, old / self.repetition_penalty, old * self.repetition_penalty)
+        if reply and (self.presence_penalty or self.frequency_penalty):
+            ids, counts = torch.tensor(reply, device=logits_V.device).unique(return_counts=True)
+            logits_V[ids] -= self.presence_penalty + self.frequency_penalty * counts
 
 
 GREEDY = Sampling(temperature=0.0)

@@ -1,42 +1,40 @@
-"""The wire format of `/v1/chat/completions`: requests and responses.
+"""The requests of the API: `/v1/chat/completions`, `/v1/completions`, `/tokenize`, `/detokenize`.
 
 Field names and error shapes are those of OpenAI's API, so its clients work unchanged. A parameter that the API does not
-define, or that this server does not support, is refused by name. Two kinds of fields are additions: the fields of
-`Sampling` that the API lacks (top_k, min_p), and `parts`, which holds the calculator's calls and their outputs in an
-assistant message and in a stream's delta.
+define, or that this server does not support, is refused by name. Additions are the fields of `Sampling` that the API
+lacks (top_k, min_p, repetition_penalty), `stop_token_ids`, and `parts`, which holds the calculator's calls and their
+outputs in an assistant message and in a stream's delta. The responses are in answers.py.
 
-Source: https://platform.openai.com/docs/api-reference/chat
+Sources: https://platform.openai.com/docs/api-reference/chat, https://platform.openai.com/docs/api-reference/completions;
+https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additions and for tokenizing.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from quern.bounds import BOUNDS, Bounds
-from quern.generate.reply import Completion
 from quern.generate.sample import Sampling
 from quern.text.chat import ContentPart, Message
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 200
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 32
 _NO_TOOLS = "the model calls its own calculator and no other tool: leave it out"
-_NO_LOGPROBS = "this server gives no log probabilities: leave it out"
-_NO_PENALTY = "this server has no penalties: leave it out, or send 0"
 # The correct usage of a parameter, where pydantic's message does not name it.
 INSTEAD = {
     "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
     "stop": f"give a text or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_CHARACTERS} characters",
     "tools": _NO_TOOLS,
     "tool_choice": _NO_TOOLS,
-    "logprobs": _NO_LOGPROBS,
-    "top_logprobs": _NO_LOGPROBS,
-    "frequency_penalty": _NO_PENALTY,
-    "presence_penalty": _NO_PENALTY,
-    "logit_bias": "this server does not bias tokens: leave it out",
+    "logit_bias": 'give token ids with numbers from -100 to 100, {"50": -100}',
+    "suffix": "the model continues texts and fills no gaps: leave it out",
+    "best_of": "every choice is returned: leave it out and set 'n'",
     "response_format": 'replies are plain text: leave it out, or send {"type": "text"}',
 }
 
@@ -104,8 +102,8 @@ class ResponseFormat(_Strict):
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_Zero = Annotated[float, Field(ge=0, le=0)]
-
+_Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 
 OWN_BOUNDS = {"temperature": Bounds(0, 2)}
 """Ranges of OpenAI's API that are narrower than those of quern/bounds.py."""
@@ -122,34 +120,19 @@ _SAMPLING_FIELDS: dict[str, Any] = {f.name: _field_of(f.name, f.type) for f in f
 _SamplingRequest = create_model("_SamplingRequest", __base__=_Strict, **_SAMPLING_FIELDS)
 
 
-class ChatRequest(_SamplingRequest):
-    """A request, with the fields of `Sampling`. The fields after `stop` are accepted only with their default effect."""
+class _Generating(_SamplingRequest):
+    """What requests for a reply have in common."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
-
-    frequency_penalty: _Zero | None = None
-    presence_penalty: _Zero | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=0)
-    logprobs: Literal[False] | None = None
-    top_logprobs: None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = Field(default=None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
+    logit_bias: dict[_Id, _Bias] | None = Field(default=None, max_length=1024)
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -159,26 +142,100 @@ class ChatRequest(_SamplingRequest):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
+    def bias(self) -> dict[int, float]:
+        return {int(token): value for token, value in (self.logit_bias or {}).items()}
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(_Generating):
+    """A chat. The fields after `top_logprobs` are accepted only with their default effect."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = Field(default=None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
     def limit(self, context: int) -> int:
         """The most tokens in the reply; the engine also ends the reply at the end of the context."""
         return min(self.max_completion_tokens or self.max_tokens or context, context)
 
+    def top(self) -> int | None:
+        """How many of the likeliest tokens are told; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
-def parse_request(body: Any) -> ChatRequest:
+
+_Ids = Annotated[list[int], Field(min_length=1)]
+
+
+class CompletionRequest(_Generating):
+    """A text, or its token ids, to be continued; or a list of them."""
+
+    prompt: str | _Ids | Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    # 0 is of use with `echo` only: the prompt's own log-probabilities.
+    max_tokens: int | None = Field(default=None, ge=0)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [one for one in self.prompt if not isinstance(one, int)]
+
+
+class TokenizeRequest(_Strict):
+    """A text, or a chat as the model reads it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+Request = TypeVar("Request", bound=BaseModel)
+
+
+def parse_request(kind: type[Request], body: Any) -> Request:
     """Validates a decoded JSON body. Raises ApiError, which names the first wrong parameter."""
     if not isinstance(body, dict):
-        raise ApiError("The body must be a JSON object with 'model' and 'messages'.")
+        required = [f"'{name}'" for name, field in kind.model_fields.items() if field.is_required()]
+        raise ApiError(f"The body must be a JSON object with {' and '.join(required) or 'the parameters'}.")
     try:
-        request = ChatRequest.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as error:
         raise _refusal(error) from None
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(
-            "'stream_options' is only allowed when 'stream' is true.",
-            param="stream_options",
-            code="invalid_value",
-        )
+    if isinstance(request, _Generating) and request.stream_options is not None and not request.stream:
+        raise _only_with("stream_options", "stream")
+    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+        raise _only_with("top_logprobs", "logprobs")
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
+        raise ApiError("'max_tokens' may be 0 only with 'echo'.", param="max_tokens", code="invalid_value")
     return request
+
+
+def _only_with(name: str, other: str) -> ApiError:
+    return ApiError(f"'{name}' is only allowed when '{other}' is true.", param=name, code="invalid_value")
 
 
 def _refusal(error: ValidationError) -> ApiError:
@@ -199,33 +256,3 @@ def _refusal(error: ValidationError) -> ApiError:
     name = param if param.startswith("messages") else re.split(r"[.\[]", param)[0]
     why = INSTEAD.get(name, first["msg"])
     return ApiError(f"Invalid value {where}: {why}.", param=param or None, code="invalid_value")
-
-
-def usage(replies: Sequence[Completion]) -> dict[str, int]:
-    """Tokens of the prompt, counted once, and of all replies together."""
-    prompt, completion = replies[0].prompt_tokens, sum(len(reply.ids) for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def assistant_message(text: str, parts: Sequence[ContentPart]) -> dict[str, Any]:
-    """The message of a reply; it has `parts` only if the calculator was called."""
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if any(part["type"] != "text" for part in parts):
-        message["parts"] = list(parts)
-    return message
-
-
-def completion_body(
-    kind: str, identifier: str, created: int, model: str, choices: list[dict[str, Any]], **more: Any
-) -> dict[str, Any]:
-    """A response, or one chunk of a stream. kind: its `object`; more: further fields, such as `usage`."""
-    return {"id": identifier, "object": kind, "created": created, "model": model, "choices": choices, **more}
-
-
-def choice(index: int, finish_reason: str | None = None, **content: Any) -> dict[str, Any]:
-    """content: `message`, or `delta` in a stream."""
-    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
-
-
-def model_body(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "quern"}

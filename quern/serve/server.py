@@ -2,14 +2,15 @@
 
 `create_app` builds the application, `serve` runs it, by default on loopback. Cross-origin requests fail: a body must
 be declared as JSON, which browsers send across origins only with a permission that the server never gives, and a
-request for another host name is refused. The wire format is in schema.py, the generating thread in worker.py.
+request for another host name is refused. Requests are in schema.py, responses in answers.py, what leads from the one to
+the other in generate.py, the generating thread in worker.py.
 """
 
 import asyncio
 import contextlib
 import json
-import secrets
 import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -18,20 +19,25 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Completion
-from quern.serve import schema
-from quern.serve.schema import ApiError, ChatRequest
-from quern.serve.worker import Busy, Job, Stopped, Worker
-from quern.text.chat import render_prompt
+from quern.serve import generate, schema
+from quern.serve.answers import JSON, Answer, EventStream, as_api_error, error_response
+from quern.serve.metrics import Metrics
+from quern.serve.schema import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from quern.serve.worker import Worker
 from quern.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 1 << 20
+DRAIN_SECONDS = 30
+"""Replies that are being written when the server is asked to stop have so long to end."""
+WARM_ROWS = (1, 8, 32)
+"""The sizes of the running batch for which `quern serve` compiles; the last one is the most rows that run together."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WEB = Path(__file__).parent / "web"
 PAGE = {
@@ -45,29 +51,6 @@ SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-
-
-class JSON(Response):
-    """A response in ASCII, which can carry any text of a client, including unpaired surrogates."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False).encode("ascii")
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of a job. The job ends with the response, even if no byte was sent."""
-
-    def __init__(self, job: Job, content: AsyncIterator[str]):
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._job = job
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._job.cancel()
 
 
 class Frontier:
@@ -106,10 +89,11 @@ def create_app(
     name: str,
     *,
     hosts: Sequence[str] | None = LOOPBACK,
-    max_waiting: int = 64,
+    max_waiting: int = 256,
 ) -> FastAPI:
     """Builds the application. name: the model's name; hosts: the accepted host names (None: any)."""
-    worker = Worker(max_waiting)
+    metrics = Metrics(engine, name)
+    worker = Worker(engine, metrics, max_waiting)
     created = int(time.time())
 
     @contextlib.asynccontextmanager
@@ -131,24 +115,44 @@ def create_app(
     async def health() -> Response:
         return JSON({"status": "ok"}) if worker.alive else JSON({"status": "the engine has stopped"}, 503)
 
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSON({"object": "list", "data": [schema.model_body(name, created)]})
+        return JSON({"object": "list", "data": [model_body(name, created, engine.context)]})
 
     @app.get("/v1/models/{model:path}")
     async def one_model(model: str) -> Response:
         require_model(model, name)
-        return JSON(schema.model_body(name, created))
+        return JSON(model_body(name, created, engine.context))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
-        request = schema.parse_request(await read_json(http))
+        request = schema.parse_request(ChatRequest, await read_json(http))
         require_model(request.model, name)
-        job = await submit(worker, engine, tokenizer, request)
-        identifier = f"chatcmpl-{uuid.uuid4().hex}"
-        if request.stream:
-            return EventStream(job, stream(job, request, identifier, name))
-        return await answer_or_disconnect(http, job, identifier, name)
+        return await respond(http, request, await generate.chat(worker, tokenizer, name, request))
+
+    @app.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        request = schema.parse_request(CompletionRequest, await read_json(http))
+        require_model(request.model, name)
+        return await respond(http, request, await generate.texts(worker, tokenizer, name, request))
+
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        request = schema.parse_request(TokenizeRequest, await read_json(http))
+        require_model(request.model or name, name)
+        tokens = await asyncio.to_thread(generate.tokens_of, tokenizer, request)
+        return JSON({"count": len(tokens), "max_model_len": engine.context, "tokens": tokens})
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = schema.parse_request(DetokenizeRequest, await read_json(http))
+        require_model(request.model or name, name)
+        generate.require_tokens(tokenizer, request.tokens, "tokens")
+        return JSON({"prompt": tokenizer.decode(request.tokens)})
 
     for path, (file, media_type) in PAGE.items():
         content = (WEB / file).read_bytes()
@@ -160,10 +164,16 @@ def create_app(
     return app
 
 
+def prepare_threads() -> None:
+    """Lets the event loop interrupt the engine's thread sooner than Python's 5 ms: a step takes less."""
+    sys.setswitchinterval(0.0005)
+
+
 def serve(engine: Engine, tokenizer: Tokenizer, name: str, listener: socket.socket, host: str) -> None:
     """Serves on a socket of `listen` until interrupted. host: the host of `listen`."""
     app = create_app(engine, tokenizer, name, hosts=LOOPBACK if host in LOOPBACK else None)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10)
+    prepare_threads()
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
     uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -205,46 +215,17 @@ async def read_json(http: Request) -> Any:
         raise ApiError("The body is not valid JSON.") from None
 
 
-async def submit(worker: Worker, engine: Engine, tokenizer: Tokenizer, request: ChatRequest) -> Job:
-    """Queues the request. Raises ApiError if it cannot be served."""
-    try:
-        messages = [message.message() for message in request.messages]
-        prompt = await asyncio.to_thread(render_prompt, tokenizer, messages)
-    except ValueError as error:
-        raise ApiError(f"Invalid value for 'messages': {error}.", param="messages", code="invalid_value") from None
-    if len(prompt) >= engine.context:
-        raise ApiError(
-            f"This model's context holds {engine.context} tokens; the messages already take {len(prompt)}. "
-            "Please shorten the messages.",
-            param="messages",
-            code="context_length_exceeded",
-            extra={"n_prompt_tokens": len(prompt), "n_ctx": engine.context},
-        )
-    seed = secrets.randbits(63) if request.seed is None else request.seed
-    try:
-        return worker.submit(
-            lambda: engine.events(
-                [prompt],
-                samples=request.n or 1,
-                max_tokens=request.limit(engine.context),
-                sampling=request.sampling,
-                seed=seed,
-                stop=request.stops(),
-            )
-        )
-    except (Busy, Stopped) as error:
-        raise as_api_error(error) from None
-
-
-async def answer_or_disconnect(http: Request, job: Job, identifier: str, name: str) -> Response:
-    """The complete response. The job is cancelled if the client disconnects."""
-    finished = asyncio.ensure_future(answer(job, identifier, name))
+async def respond(http: Request, request: ChatRequest | CompletionRequest, answer: Answer) -> Response:
+    """The stream, or the complete response. The job is cancelled if the client disconnects."""
+    if request.stream:
+        return EventStream(answer.job, answer.stream(request.include_usage))
+    finished = asyncio.ensure_future(answer.whole())
     gone = asyncio.ensure_future(disconnected(http))
     try:
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
         return JSON(finished.result()) if finished.done() else Response(status_code=499)
     finally:
-        job.cancel()
+        answer.job.cancel()
         finished.cancel()
         gone.cancel()
 
@@ -254,70 +235,8 @@ async def disconnected(http: Request) -> None:
         pass
 
 
-async def answer(job: Job, identifier: str, name: str) -> dict[str, Any]:
-    replies: dict[int, Completion] = {}
-    try:
-        async for event in job:
-            if isinstance(event.value, Completion):
-                replies[event.sample] = event.value
-    except Exception as error:
-        raise as_api_error(error) from error
-    choices = [
-        schema.choice(index, reply.finish_reason, message=schema.assistant_message(reply.text, reply.parts))
-        for index, reply in sorted(replies.items())
-    ]
-    used = schema.usage(list(replies.values()))
-    return schema.completion_body("chat.completion", identifier, int(time.time()), name, choices, usage=used)
-
-
-async def stream(job: Job, request: ChatRequest, identifier: str, name: str) -> AsyncIterator[str]:
-    """The events of a stream; it always ends with [DONE], after an error event if the job failed."""
-    include_usage = bool(request.stream_options and request.stream_options.include_usage)
-    created = int(time.time())
-
-    def chunk(*choices: dict[str, Any], usage: dict[str, int] | None = None) -> str:
-        more = {"usage": usage} if include_usage else {}
-        body = schema.completion_body("chat.completion.chunk", identifier, created, name, list(choices), **more)
-        return server_sent(body)
-
-    replies: list[Completion] = []
-    try:
-        for index in range(request.n or 1):
-            yield chunk(schema.choice(index, delta={"role": "assistant", "content": ""}))
-        async for event in job:
-            if isinstance(event.value, Completion):
-                replies.append(event.value)
-                yield chunk(schema.choice(event.sample, event.value.finish_reason, delta={}))
-            elif event.value.kind == "text":
-                yield chunk(schema.choice(event.sample, delta={"content": event.value.text}))
-            else:
-                part = {"type": event.value.kind, "text": event.value.text}
-                yield chunk(schema.choice(event.sample, delta={"parts": [part]}))
-        if include_usage:
-            yield chunk(usage=schema.usage(replies))
-    except Exception as error:
-        yield server_sent(as_api_error(error).body)
-    yield "data: [DONE]\n\n"
-
-
-def server_sent(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, allow_nan=False)}\n\n"
-
-
-def as_api_error(error: BaseException) -> ApiError:
-    """The error for the client: 429 and 503 mean try again later, 500 is an unexpected error."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, Busy):
-        return ApiError(f"The server is busy: {error}. Try again later.", status=429, kind="rate_limit_error")
-    if isinstance(error, Stopped):
-        return ApiError(f"The server is unavailable: {error}.", status=503, kind="server_error")
-    return ApiError("The server failed on this request.", status=500, kind="server_error")
-
-
-def error_response(error: ApiError) -> Response:
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSON(error.body, error.status, headers=headers)
+def model_body(name: str, created: int, context: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "quern", "max_model_len": context}
 
 
 async def on_api_error(_: Request, error: Exception) -> Response:

@@ -1,15 +1,24 @@
-"""The thread that owns the engine, and its queue of requests. HTTP is in server.py.
+"""The thread that owns the engine, and the requests it works on. HTTP is in server.py.
 
-The event loop never waits for the engine: a job's events are sent from the thread to the loop of the coroutine that
-reads them. A cancelled job stops at its next token.
+All open requests share the engine's running batch: a request joins it at any token and leaves it at its last one. The
+event loop never waits for the engine: after each step, what the requests produced is sent to the loops of the
+coroutines that read them, in one call. A reader that falls behind gets the pieces of several steps at once.
 """
 
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
-from quern.generate.engine import Event
+from quern.generate.engine import Engine
+from quern.generate.scheduler import Event, Generation
+from quern.serve.metrics import Metrics
+
+PREFILL_TOKENS = 256
+"""Prompt tokens that are read beside one token of each running request."""
 
 
 class Busy(Exception):
@@ -21,53 +30,66 @@ class Stopped(Exception):
 
 
 class Job:
-    """One request. `run` makes the events in the worker's thread; iterate over the job to receive them."""
+    """One request. `submit` starts it in the worker's thread; iterate over `batches` to receive its events."""
 
-    def __init__(self, run: Callable[[], Iterator[Event]]):
-        self._run = run
+    def __init__(self, submit: Callable[[], Generation]) -> None:
+        self._submit = submit
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-        self._cancelled = threading.Event()
+        self._items: asyncio.Queue[list[Event] | BaseException | None] = asyncio.Queue()
+        self._cancelled = False
+        self.generation: Generation | None = None
+        self.arrived = self.latest = time.perf_counter()
+        self.started = False
 
     def cancel(self) -> None:
-        self._cancelled.set()
+        """The request leaves the batch at its next token. Harmless after its end."""
+        self._cancelled = True
+        if self.generation is not None:
+            self.generation.cancel()
 
-    def work(self, stopping: threading.Event) -> None:
-        """Runs the job until it ends or is cancelled; never raises."""
-        try:
-            if self._cancelled.is_set():
-                return self._send(None)
-            events = self._run()
-            for event in events:
-                if self._cancelled.is_set() or stopping.is_set():
-                    break
-                self._send(event)
-            self._send(Stopped("the server is stopping") if stopping.is_set() else None)
-        except Exception as error:  # the reader reports the error; the thread continues
-            self._send(error)
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
 
-    def refuse(self, error: Exception) -> None:
-        self._send(error)
+    def begin(self) -> bool:
+        """Submits the request, in the worker's thread. Returns False if nobody waits for it any more."""
+        if not self._cancelled:
+            self.generation = self._submit()
+        return not self._cancelled
 
-    def _send(self, item: Event | BaseException | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
-        except RuntimeError:  # the loop is closed: there is no reader
-            self._cancelled.set()
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while (item := await self._events.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """What became final since the last time, until the end. Raises what ended the request early."""
+        ended = False
+        while not ended:
+            events: list[Event] = []
+            items = [await self._items.get()]
+            while not self._items.empty():
+                items.append(self._items.get_nowait())
+            for item in items:
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    ended = True
+                else:
+                    events += item
+            if events:
+                yield events
 
 
 class Worker:
-    """Runs jobs in order. At most `max_waiting` jobs wait; `submit` raises Busy for more."""
+    """Runs requests together.
 
-    def __init__(self, max_waiting: int = 64):
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+    Args:
+        engine: Used by the worker's thread alone once it has started.
+        metrics: Counts what happens.
+        max_waiting: Rows that may wait for a seat; `submit` raises Busy for more.
+    """
+
+    def __init__(self, engine: Engine, metrics: Metrics, max_waiting: int = 256) -> None:
+        self.engine, self.metrics = engine, metrics
         self._max_waiting = max_waiting
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: list[Job] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="quern-engine", daemon=True)
 
@@ -78,26 +100,122 @@ class Worker:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping.is_set()
 
-    def submit(self, run: Callable[[], Iterator[Event]]) -> Job:
-        """Queues a job. Must be called in the event loop that reads the job."""
+    @property
+    def waiting(self) -> int:
+        """Rows and requests that have no seat yet."""
+        return self._inbox.qsize() + len(self.engine.scheduler.waiting)
+
+    def submit(self, submit: Callable[[], Generation]) -> Job:
+        """Queues a request. Must be called in the event loop that reads the job."""
         if not self.alive:
             raise Stopped("the engine is not running")
-        if self._jobs.qsize() >= self._max_waiting:
+        if self.waiting >= self._max_waiting:
             raise Busy(f"{self._max_waiting} requests are waiting already")
-        job = Job(run)
-        self._jobs.put(job)
+        job = Job(submit)
+        self._inbox.put(job)
         return job
 
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function in the worker's thread, between two steps; returns its result."""
+        if not self.alive:
+            raise Stopped("the engine is not running")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, done, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done, result, None)
+
+        self._inbox.put(run)
+        return await done
+
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """Ends the running job at its next token, refuses waiting jobs, and joins the thread."""
+        """Ends all requests at their next token and joins the thread."""
         self._stopping.set()
-        self._jobs.put(None)
+        self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._stopping.is_set():
-                job.refuse(Stopped("the server is stopping"))
+        while not self._stopping.is_set():
+            self._take_new()
+            if self._open and not self._stopping.is_set():
+                try:
+                    self.engine.step(PREFILL_TOKENS)
+                except Exception as error:  # the readers report the error; the thread goes on
+                    _send([(job, error) for job in self._open])
+                    self._open = []
+                else:
+                    self._deliver()
+            self.metrics.set_load(self.engine.scheduler.running, self.waiting)
+        left = list(self._open)
+        while not self._inbox.empty():
+            if isinstance(item := self._inbox.get(), Job):
+                left.append(item)
+        _send([(job, Stopped("the server is stopping")) for job in left])
+
+    def _take_new(self) -> None:
+        """Starts the requests that have arrived; waits for one if nothing is open."""
+        while not self._stopping.is_set() and not (self._open and self._inbox.empty()):
+            item = self._inbox.get()
+            if isinstance(item, Job):
+                try:
+                    if item.begin():
+                        self._open.append(item)
+                except Exception as error:
+                    _send([(item, error)])
+            elif item is not None:
+                item()
+
+    def _deliver(self) -> None:
+        """Sends the events of the last step to their readers."""
+        items: list[tuple[Job, Any]] = []
+        still_open = []
+        now = time.perf_counter()
+        for job in self._open:
+            generation = job.generation
+            assert generation is not None
+            if generation.events and not job.cancelled:
+                events = list(generation.events)
+                generation.events.clear()
+                items.append((job, events))
+                self.metrics.observe(events, now - job.latest, not job.started)
+                job.started, job.latest = True, now
+            if generation.unfinished and not job.cancelled:
+                still_open.append(job)
             else:
-                job.work(self._stopping)
+                items.append((job, None))
+                self.metrics.finish(now - job.arrived, job.cancelled)
+        self._open = still_open
+        _send(items)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def _send(items: list[tuple[Job, Any]]) -> None:
+    """Hands items to their readers, with one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Any]]] = defaultdict(list)
+    for job, item in items:
+        by_loop[job._loop].append((job, item))
+    for loop, own in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put, own)
+        except RuntimeError:  # the loop is closed: there is no reader
+            for job, _ in own:
+                job.cancel()
+
+
+def _put(items: list[tuple[Job, Any]]) -> None:
+    for job, item in items:
+        job._items.put_nowait(item)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from quern.generate.engine import ContextOverflow, Engine
-from quern.generate.reply import Delta
+from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
 from quern.stages.complete import complete
 from quern.text.chat import Message, render_prompt
@@ -36,7 +36,7 @@ def ask(
         if isinstance(event.value, Delta):
             put(_between(kind, event.value.kind) + printable(event.value.text))
             kind = event.value.kind
-        else:
+        elif isinstance(event.value, Completion):
             put(_between(kind, "text"))
             reply = {"role": "assistant", "content": list(event.value.parts)}
     return reply

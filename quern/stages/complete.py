@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
-from quern.generate.engine import Engine, Event
+from quern.generate.engine import Engine
 from quern.generate.reply import Delta
 from quern.generate.sample import Sampling
+from quern.generate.scheduler import Event
 from quern.text.chat import render_text
 from quern.text.printable import printable
 from quern.text.tokenizer import well_formed

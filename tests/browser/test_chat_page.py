@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from quern.generate.engine import Engine, Event
+from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import GREEDY
+from quern.generate.scheduler import Event, Generation
 from quern.serve.server import create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome, find_chrome
@@ -37,15 +38,22 @@ class Parrot(Engine):
     said = 0
     failure: Exception | None = None
 
-    def events(self, prompts: Any, **arguments: Any) -> Iterator[Event]:
-        for piece in self.script:
+    def submit(self, prompts: Any, **arguments: Any) -> Generation:
+        text = "".join(piece.text for piece in self.script if piece.kind == "text")
+        end = Completion([1] * len(self.script), text, "stop", [], len(prompts[0]))
+        self.open, self.coming = Generation(1), [*self.script, end]
+        return self.open
+
+    def step(self, prefill_tokens: int | None = None) -> None:
+        if len(self.coming) == 1 and self.failure is not None:
+            raise self.failure
+        value = self.coming.pop(0)
+        if isinstance(value, Delta):
             time.sleep(self.seconds)
             self.said += 1
-            yield Event(0, 0, piece)
-        if self.failure is not None:
-            raise self.failure
-        text = "".join(piece.text for piece in self.script if piece.kind == "text")
-        yield Event(0, 0, Completion([1] * len(self.script), text, "stop", [], len(prompts[0])))
+        else:
+            self.open.unfinished = 0
+        self.open.events.append(Event(0, 0, value))
 
 
 @pytest.fixture(scope="module")

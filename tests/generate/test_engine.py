@@ -150,7 +150,7 @@ def test_events_tell_every_piece_and_every_end() -> None:
         assert key not in ends, "a piece after the end"
         if isinstance(value, Delta):
             pieces[key] = pieces.get(key, "") + (value.text if value.kind == "text" else "")
-        else:
+        elif isinstance(value, Completion):
             ends[key] = value
     assert ends == {(p, s): whole[p][s] for p in range(2) for s in range(2)}
     assert all(pieces.get(key, "") == end.text for key, end in ends.items())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quern.generate.cache import KVCache, decode
-from quern.generate.engine import pad
+from quern.generate.scheduler import pad
 from quern.model.unet import UNet
 from quern.recipe import ModelRecipe
 

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, cast
 
 import httpx
@@ -16,15 +16,18 @@ from torch import nn
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
-from quern.serve.schema import parse_request
+from quern.generate.scheduler import Event, Generation
+from quern.serve.schema import ChatRequest, parse_request
 from quern.serve.server import MAX_BODY_BYTES, create_app, host_name, listen
 from quern.text.chat import render_prompt
 from tests.support.http_server import running
-from tests.support.toy_engine import toy_engine
+from tests.support.toy_engine import toy_engine, toy_tokenizer
 
 NAME = "toy"
 HELLO: list[Any] = [{"role": "user", "content": "Grüß dich 👋🏽"}]
 CONTEXT = 256
+NO_END = {str(token): -100 for token in toy_tokenizer().special_ids.values()}
+"""Bias of a reply that ends at max_tokens only."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def test_every_field_of_sampling_reaches_the_engine(client: openai.OpenAI, engin
         )
         assert answer.choices[0].message.content == expected.text != plain.text
     everything = {f.name: getattr(Sampling(), f.name) for f in fields(Sampling)}
-    assert parse_request({"model": NAME, "messages": HELLO, **everything}).sampling == Sampling()
+    assert parse_request(ChatRequest, {"model": NAME, "messages": HELLO, **everything}).sampling == Sampling()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -174,21 +177,20 @@ def test_calls_of_the_calculator_travel_as_parts(engine: Engine) -> None:
     class Calling(Engine):
         """Replies with a call whatever it is asked; everything else is the engine's."""
 
-        def events(self, prompts, **arguments):  # noqa: ANN001, ANN003, ANN201
+        def submit(self, prompts, **arguments):  # noqa: ANN001, ANN003, ANN201
             tokens = self.tokenizer
             start, end = tokens.special("<|tool_start|>"), tokens.special("<|tool_end|>")
-            calls = [tokens.bos, start, *tokens.encode("1+1"), end]
-            events = list(super().events(prompts, **arguments))
-            for piece in (Delta("tool", "1+1"), Delta("output", "2"), Delta("text", "two")):
-                yield events[0]._replace(value=piece)
-            parts = [
+            parts: list[Any] = [
                 {"type": "tool", "text": "1+1"},
                 {"type": "output", "text": "2"},
                 {"type": "text", "text": "two"},
             ]
-            end_event = events[-1]
-            assert isinstance(end_event.value, Completion)
-            yield end_event._replace(value=replace(end_event.value, parts=parts, text="two", ids=calls))
+            ids = [tokens.bos, start, *tokens.encode("1+1"), end]
+            generation = Generation(0)
+            pieces = [Delta(part["type"], part["text"]) for part in parts]
+            for value in (*pieces, Completion(ids, "two", "stop", parts, len(prompts[0]))):
+                generation.events.append(Event(0, 0, value))
+            return generation
 
     calling = Calling(engine.model, engine.tokenizer, engine.machine)
     with running(create_app(calling, engine.tokenizer, NAME)) as base:
@@ -254,8 +256,14 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
         ({"stream_options": {"include_usage": True}}, "only allowed when 'stream' is true", "stream_options"),
         ({"tools": [{"type": "function"}]}, "'tools': the model calls its own calculator", "tools"),
         ({"tool_choice": "required"}, "leave it out", "tool_choice"),
-        ({"logprobs": True}, "gives no log probabilities", "logprobs"),
-        ({"presence_penalty": 1}, "leave it out, or send 0", "presence_penalty"),
+        ({"logprobs": 3}, "Invalid value for 'logprobs'", "logprobs"),
+        ({"top_logprobs": 3}, "only allowed when 'logprobs' is true", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "Invalid value for 'top_logprobs'", "top_logprobs"),
+        ({"presence_penalty": 2.5}, "Invalid value for 'presence_penalty'", "presence_penalty"),
+        ({"logit_bias": {"x": 1}}, "give token ids with numbers", "logit_bias.x"),
+        ({"logit_bias": {"5": 101}}, "give token ids with numbers", "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "99999 is no token", "logit_bias"),
+        ({"stop_token_ids": [-1]}, "-1 is no token", "stop_token_ids"),
         ({"response_format": {"type": "json_object"}}, "plain text", "response_format.type"),
         ({"model": 5}, "Invalid value for 'model'", "model"),
         ({"\ud800": 5}, "Invalid value in the body", None),
@@ -418,8 +426,25 @@ def test_the_event_loop_stays_free_and_requests_wait_in_line(url: str, slow: Ste
     assert answers == [200] * 4
 
 
+def test_requests_share_the_batch(url: str, slow: Steps) -> None:
+    """Eight answers take hardly more steps than one, and each is what it is alone."""
+    bodies = [ask(seed=seed, max_tokens=30, logit_bias=NO_END) for seed in range(8)]
+    alone = [post(url, body).json()["choices"] for body in bodies]
+    slow.count, found = 0, {}
+    threads = [
+        threading.Thread(target=lambda n=n: found.update({n: post(url, bodies[n]).json()["choices"]})) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[n] for n in range(8)] == alone
+    assert slow.count < 60, f"{slow.count} steps of the model for eight replies of 30 tokens"
+
+
 def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps) -> None:
-    with running(create_app(engine, engine.tokenizer, NAME, max_waiting=1)) as base:
+    narrow = Engine(engine.model, engine.tokenizer, engine.machine, max_rows=1)
+    with running(create_app(narrow, engine.tokenizer, NAME, max_waiting=1)) as base:
         slow.seconds = 0.1
         results: list[httpx.Response] = []
         threads = [
@@ -441,9 +466,13 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -
     class Failing(Engine):
         """Breaks in the middle of a reply."""
 
-        def events(self, prompts, **arguments):  # noqa: ANN001, ANN003, ANN201
-            yield next(iter(super().events(prompts, **{**arguments, "max_tokens": 64})))
-            raise RuntimeError("secret detail")
+        steps = 0
+
+        def step(self, prefill_tokens: int | None = None) -> None:
+            self.steps += 1
+            if self.steps % 3 == 0:
+                raise RuntimeError("secret detail")
+            super().step(prefill_tokens)
 
     failing = Failing(engine.model, engine.tokenizer, engine.machine)
     with running(create_app(failing, engine.tokenizer, NAME)) as base:

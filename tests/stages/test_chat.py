@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from quern.generate.engine import Engine, Event
+from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
+from quern.generate.scheduler import Event
 from quern.stages.chat import HELP, ask, chat
 from quern.text.chat import Message, render_prompt
 from quern.text.printable import printable

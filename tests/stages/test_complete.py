@@ -11,8 +11,9 @@ import torch
 
 from quern import compiler
 from quern.cli import main
-from quern.generate.engine import Engine, Event
+from quern.generate.engine import Engine
 from quern.generate.sample import Sampling
+from quern.generate.scheduler import Event
 from quern.model.context import CausalContext
 from quern.stages import chat, evaluate
 from quern.stages.complete import complete

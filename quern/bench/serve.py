@@ -1,0 +1,125 @@
+"""Throughput and latencies of the HTTP server, as ratios of what the engine decodes without it in the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import uvicorn
+
+from quern.bench.material import pair_tokenizer, reference, talking_model
+from quern.bench.measure import Figure, figure, seconds_of
+from quern.bench.options import Setup
+from quern.generate.engine import Engine
+from quern.generate.sample import Sampling
+from quern.serve.load import Load, Sent
+from quern.serve.server import WARM_ROWS, create_app, listen, prepare_threads
+
+PROMPT_TOKENS, REPLY_TOKENS = 64, 192
+ROWS = 32
+NAME = "bench"
+
+
+def serve(setup: Setup) -> Iterator[Figure]:
+    """32 clients in a closed loop, the same beside prompts of a whole context, a half-full open loop, a second turn."""
+    length, reply, seconds = (8, 12, 1.0) if setup.quick else (PROMPT_TOKENS, REPLY_TOKENS, 10.0)
+    setup.settings.update(prompt_tokens=length, reply_tokens=reply, clients=ROWS, seconds=seconds)
+    recipe = reference(setup.quick, setup.seed)
+    assert recipe.model.vocab_size
+    tokenizer = pair_tokenizer(recipe.model.vocab_size)
+    engine = Engine(talking_model(recipe, tokenizer, setup.machine), tokenizer, setup.machine, prefix_megabytes=256)
+    if setup.machine.compile:
+        yield figure("warm-up, once", "s", seconds_of(lambda: engine.warm_up(WARM_ROWS)))
+    ordinary = tokenizer.vocab_size - len(tokenizer.special_ids)
+    with running(engine) as port:
+        load = Load(port, NAME, ordinary, tokenizer.bos, ROWS, seconds, length, reply, setup.seed)
+        closed, offline = [], []
+        for turn in range(setup.rounds):
+            offline.append(offline_rate(engine, setup.seed + turn, ordinary, length, reply))
+            closed.append(sent(replace(load, seed=turn)))
+        rates = np.array([rate(one) for one in closed])
+        yield figure(f"engine alone, batch {ROWS}", "tokens/s", np.array(offline))
+        yield figure(f"{ROWS} clients, closed loop", "tokens/s", rates)
+        yield figure(f"{ROWS} clients / engine alone", "×", rates / np.array(offline))
+        yield from latencies(f"{ROWS} clients", closed)
+        single = [sent(replace(load, clients=1, seed=turn)) for turn in range(setup.rounds)]
+        yield figure("1 client", "tokens/s", np.array([rate(one) for one in single]))
+        yield from latencies("1 client", single)
+        whole = replace(load, long_tokens=engine.context - reply - 1)
+        beside = [[one for one in sent(replace(whole, seed=turn)) if one.client] for turn in range(setup.rounds)]
+        yield from latencies(f"{ROWS - 1} clients beside prompts of {whole.long_tokens} tokens", beside)
+        half = rates.mean() / reply / 2
+        opened = [sent(replace(load, rate=half, seed=turn)) for turn in range(setup.rounds)]
+        yield from latencies(f"open loop, {half:.1f} requests/s", opened)
+
+
+def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: int) -> float:
+    """Tokens a second of one batch of ROWS replies, prompts included: what the closed loop could reach."""
+    numbers = np.random.default_rng(seed)
+    prompts = [[engine.tokenizer.bos, *numbers.integers(0, ordinary, length - 1).tolist()] for _ in range(ROWS)]
+    seconds = seconds_of(lambda: engine.generate(prompts, max_tokens=reply, sampling=Sampling(), seed=seed))
+    return ROWS * reply / seconds
+
+
+def rate(requests: Sequence[Sent]) -> float:
+    """Tokens a second while all clients were busy: up to the last start of a request."""
+    until = max(one.start for one in requests)
+    tokens = sum(one.tokens for one in requests if one.end <= until)
+    for one in requests:  # of the others, the part that had arrived
+        if one.end > until and one.arrivals:
+            tokens += one.tokens * sum(at <= until for at in one.arrivals) / len(one.arrivals)
+    return tokens / until if until else 0.0
+
+
+def latencies(name: str, rounds: Sequence[Sequence[Sent]]) -> Iterator[Figure]:
+    """Time to the first token, gaps between pieces; medians and 95th percentiles of each round."""
+    first = [[one.arrivals[0] - one.start for one in requests] for requests in rounds]
+    gaps = [np.concatenate([np.diff(one.arrivals) for one in requests]) for requests in rounds]
+    for title, values in (("time to first token", first), ("gap between pieces", gaps)):
+        for share in (50, 95):
+            found = np.array([1000 * np.percentile(own, share) for own in values])
+            yield figure(f"{name}: {title}, {share}th percentile", "ms", found)
+    yield figure(
+        f"{name}: 95th percentile / median of gaps",
+        "×",
+        np.array([np.percentile(own, 95) / np.percentile(own, 50) for own in gaps]),
+    )
+
+
+def sent(load: Load) -> list[Sent]:
+    """Runs the load generator in a process of its own. Raises RuntimeError if a request failed."""
+    command = [sys.executable, "-m", "quern.serve.load"]
+    done = subprocess.run(command, input=json.dumps(asdict(load)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the load generator failed: {done.stderr[-500:]}")
+    requests = [Sent(**json.loads(line)) for line in done.stdout.splitlines()]
+    failed = [one.error for one in requests if one.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(requests)} requests failed, the first with: {failed[0]}")
+    return requests
+
+
+@contextlib.contextmanager
+def running(engine: Engine) -> Iterator[int]:
+    """A server in this process, as `quern serve` runs it; yields its port."""
+    prepare_threads()
+    with listen("127.0.0.1", 0) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(engine, engine.tokenizer, NAME), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the server did not start")
+            time.sleep(0.01)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(30)

@@ -1,0 +1,99 @@
+"""Prompts that were read before: the states of cache rows, kept for later prompts that begin with the same tokens.
+
+A windowed layer keeps the last tokens only, so a state cannot be cut shorter afterwards. States are therefore kept
+where later prompts can use them: at the end of a prompt (with its logits: the same prompt again reads nothing), at the
+end of a reply (the next turn of a chat begins there), and where a prompt parts from an earlier one (`branch`): a system
+prompt in front of different questions is kept from its second use on. The least recently used states leave first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from quern.generate.cache import KVCache
+
+LEAST_TOKENS = 16  # a shorter prefix is read as fast as it is copied
+MAX_PREFIXES = 512
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The state of a row after `length` tokens. logits_V: of the next token, if they were computed."""
+
+    length: int
+    cache: KVCache
+    logits_V: Tensor | None
+
+
+class PrefixCache:
+    """The states, up to `max_bytes` of keys and values."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
+        self.bytes = 0
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def find(self, tokens: Sequence[int]) -> Prefix | None:
+        """The longest state that `tokens` begins with. One of all the tokens is of use only with its logits."""
+        key = _key(tokens)
+        self.queried_tokens += len(tokens)
+        for length in sorted({prefix.length for prefix in self._prefixes.values()}, reverse=True):
+            found = self._prefixes.get(key[: 4 * length]) if length <= len(tokens) else None
+            if found is not None and (length < len(tokens) or found.logits_V is not None):
+                self._prefixes.move_to_end(key[: 4 * length])
+                self.hit_tokens += length
+                return found
+        return None
+
+    def branch(self, tokens: Sequence[int], start: int) -> int | None:
+        """Where `tokens` part from the earlier ones that they agree with longest; None unless well after `start`."""
+        mine = np.asarray(tokens, dtype=np.int32)
+        agreed = max((_agreement(mine, np.frombuffer(key, dtype=np.int32)) for key in self._prefixes), default=0)
+        return agreed if start + LEAST_TOKENS <= agreed < len(tokens) else None
+
+    def wants(self, tokens: Sequence[int], logits: bool) -> bool:
+        """Whether the state after these tokens is worth keeping and not kept yet. logits: its logits are known."""
+        if len(tokens) < LEAST_TOKENS:
+            return False
+        known = self._prefixes.get(_key(tokens))
+        return known is None or (logits and known.logits_V is None)
+
+    def add(self, tokens: Sequence[int], cache: KVCache, logits_V: Tensor | None = None) -> None:
+        """Keeps a state. cache: one row (`KVCache.copy_of`), not used by others."""
+        key = _key(tokens)
+        self._forget(key)
+        if cache.bytes > self._max_bytes:
+            return
+        self._prefixes[key] = Prefix(len(tokens), cache, logits_V)
+        self.bytes += cache.bytes
+        while self.bytes > self._max_bytes or len(self) > MAX_PREFIXES:
+            self._forget(next(iter(self._prefixes)))
+
+    def clear(self) -> None:
+        self._prefixes.clear()
+        self.bytes = 0
+
+    def _forget(self, key: bytes) -> None:
+        if (old := self._prefixes.pop(key, None)) is not None:
+            self.bytes -= old.cache.bytes
+
+
+def _key(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype=np.int32).tobytes()
+
+
+def _agreement(left: np.ndarray, right: np.ndarray) -> int:
+    """The number of equal tokens at the beginning."""
+    shorter = min(len(left), len(right))
+    different = left[:shorter] != right[:shorter]
+    return int(different.argmax()) if different.any() else shorter

@@ -1,0 +1,318 @@
+"""The responses of the API, whole or as server-sent events: `Chat` for chats, `Text` for completions of texts.
+
+Both are made from the events of a job. Log-probabilities are told for the tokens of the assistant's text, with the
+chunk in which the text of a token begins; joined, their bytes are the text, but for bytes that are no characters.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from quern.generate.reply import Completion, Delta, Token
+from quern.generate.scheduler import Event
+from quern.serve.schema import ApiError
+from quern.serve.worker import Busy, Job, Stopped
+from quern.text.chat import ContentPart
+from quern.text.tokenizer import Tokenizer
+
+UNKNOWN = float("inf")
+"""Stands for the log-probability of a token with nothing before it."""
+
+
+class JSON(Response):
+    """A response in ASCII, which can carry any text of a client, including unpaired surrogates."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode("ascii")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a job. The job ends with the response, even if no byte was sent."""
+
+    def __init__(self, job: Job, content: AsyncIterator[str]):
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()
+
+
+class Choice:
+    """One reply in the making: its text, its parts, and the tokens whose text has been written."""
+
+    def __init__(self) -> None:
+        self.parts: list[ContentPart] = []
+        self.tokens: list[Token] = []
+        self.completion: Completion | None = None
+        self._waiting: list[Token] = []
+        self._written = 0  # characters of text
+
+    @property
+    def text(self) -> str:
+        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+
+    def take(self, event: Event) -> tuple[Delta | None, list[Token]]:
+        """Takes an event; returns the piece that it adds, and the tokens that begin in it."""
+        value = event.value
+        if isinstance(value, Token):
+            if value.start is not None:
+                self._waiting.append(value)
+            return None, []
+        if isinstance(value, Completion):
+            self.completion = value
+            self.parts = list(value.parts)
+            # What a stop string cut off is not told; bytes that are no characters are.
+            cut = bool(self._waiting) and value.finish_reason == "stop" and value.ids[-1] == self._waiting[-1].id
+            return None, [] if cut else self._told(len(self._waiting))
+        if self.parts and self.parts[-1]["type"] == value.kind:
+            self.parts[-1]["text"] += value.text
+        else:
+            self.parts.append({"type": value.kind, "text": value.text})
+        self._written += len(value.text) if value.kind == "text" else 0
+        return value, self._told(sum(token.start < self._written for token in self._waiting if token.start is not None))
+
+    def _told(self, count: int) -> list[Token]:
+        told, self._waiting = self._waiting[:count], self._waiting[count:]
+        self.tokens += told
+        return told
+
+
+class Answer:
+    """The response to one request: subclasses say how its choices look.
+
+    Args:
+        job: Where the events come from.
+        tokenizer: The model's.
+        model: The model's name.
+        samples: Choices of each prompt.
+        prompts: The prompts' token ids.
+        logprobs: Whether log-probabilities are told.
+    """
+
+    whole_kind = chunk_kind = prefix = ""
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        logprobs: bool,
+    ) -> None:
+        self.job, self.tokenizer, self.model, self.logprobs = job, tokenizer, model, logprobs
+        self.prompts, self.samples = prompts, samples
+        self.choices = [Choice() for _ in range(len(prompts) * samples)]
+        self._identifier, self._created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The content of a choice's first chunk, if there is one before the first piece."""
+        return None
+
+    def first_told(self, index: int) -> Any:
+        """The log-probabilities in a choice's first chunk."""
+        return None
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The content of a chunk that adds a piece; an empty one for the chunk that ends a choice."""
+        raise NotImplementedError
+
+    def content(self, index: int, choice: Choice) -> dict[str, Any]:
+        """The content of a finished choice."""
+        raise NotImplementedError
+
+    def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> Any:
+        """The log-probabilities of tokens. from_start: whether they are the first ones of their choice."""
+        raise NotImplementedError
+
+    async def whole(self) -> dict[str, Any]:
+        """The complete response. Raises ApiError if the job fails."""
+        try:
+            async for events in self.job.batches():
+                for event in events:
+                    self._of(event)[1].take(event)
+        except Exception as error:
+            raise as_api_error(error) from error
+        choices = []
+        for index, choice in enumerate(self.choices):
+            assert choice.completion is not None
+            told = self.told(index, choice.tokens, True) if self.logprobs else None
+            choices.append(_choice(index, self.content(index, choice), told, choice.completion.finish_reason))
+        return self._body(self.whole_kind, choices, {"usage": self.usage()})
+
+    async def stream(self, include_usage: bool) -> AsyncIterator[str]:
+        """The events of a stream; it always ends with [DONE], after an error event if the job failed."""
+        usage = {"usage": None} if include_usage else {}
+
+        def chunk(*choices: dict[str, Any]) -> str:
+            return server_sent(self._body(self.chunk_kind, list(choices), usage))
+
+        try:
+            for index in range(len(self.choices)):
+                if (content := self.first(index)) is not None:
+                    yield chunk(_choice(index, content, self.first_told(index)))
+            async for events in self.job.batches():
+                written = [chunk(choice) for choice in self._pieces(events)]
+                if written:
+                    yield "".join(written)
+            if include_usage:
+                yield server_sent(self._body(self.chunk_kind, [], {"usage": self.usage()}))
+        except Exception as error:
+            yield server_sent(as_api_error(error).body)
+        yield "data: [DONE]\n\n"
+
+    def _pieces(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+        """The choices of the chunks for these events; neighbouring pieces of one kind become one."""
+        made: list[tuple[int, Delta | None, list[Token]]] = []
+        last: dict[int, int] = {}
+        for event in events:
+            index, choice = self._of(event)
+            delta, tokens = choice.take(event)
+            at = last.get(index)
+            old = made[at][1] if at is not None else None
+            if delta is not None and at is not None and old is not None and old.kind == delta.kind:
+                made[at] = (index, Delta(old.kind, old.text + delta.text), made[at][2] + tokens)
+            elif delta is not None or choice.completion is not None:
+                last[index] = len(made)
+                made.append((index, delta, tokens))
+        found = []
+        for index, delta, tokens in made:
+            told = self.told(index, tokens, False) if self.logprobs and tokens else None
+            completion = self.choices[index].completion
+            reason = completion.finish_reason if delta is None and completion is not None else None
+            found.append(_choice(index, self.piece(index, delta or Delta("text", "")), told, reason))
+        return found
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts, each counted once, and of all replies together."""
+        generation = self.job.generation
+        read = sum(len(prompt) for prompt in self.prompts)
+        written = sum(len(choice.completion.ids) for choice in self.choices if choice.completion is not None)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": 0 if generation is None else generation.cached_tokens},
+        }
+
+    def _of(self, event: Event) -> tuple[int, Choice]:
+        index = event.prompt * self.samples + event.sample
+        return index, self.choices[index]
+
+    def _body(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self._identifier, "object": kind, "created": self._created, "model": self.model}
+        return {**head, "choices": choices, **more}
+
+
+class Chat(Answer):
+    """`/v1/chat/completions`."""
+
+    whole_kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def first(self, index: int) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        if not delta.text:
+            return {"delta": {}}
+        if delta.kind == "text":
+            return {"delta": {"content": delta.text}}
+        return {"delta": {"parts": [{"type": delta.kind, "text": delta.text}]}}
+
+    def content(self, index: int, choice: Choice) -> dict[str, Any]:
+        """The message; it has `parts` only if the calculator was called."""
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if any(part["type"] != "text" for part in choice.parts):
+            message["parts"] = choice.parts
+        return {"message": message}
+
+    def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> dict[str, Any]:
+        content = []
+        for token in tokens:
+            top = [_scored(self.tokenizer, id, value) for id, value in token.top]
+            content.append({**_scored(self.tokenizer, token.id, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+
+class Text(Answer):
+    """`/v1/completions`. echo: for each prompt, the text in front of its completion and its scored tokens."""
+
+    whole_kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, *given: Any, echo: Sequence[tuple[str, Sequence[Token]]] | None = None) -> None:
+        super().__init__(*given)
+        self._echo = echo
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        return None if self._echo is None else {"text": self._echo[index // self.samples][0]}
+
+    def first_told(self, index: int) -> Any:
+        return self.told(index, [], True) if self.logprobs else None
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        return {"text": delta.text}
+
+    def content(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {"text": ("" if self._echo is None else self._echo[index // self.samples][0]) + choice.text}
+
+    def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> dict[str, Any]:
+        front, echoed = ("", []) if self._echo is None else self._echo[index // self.samples]
+        told = [*echoed, *tokens] if from_start else list(tokens)
+        starts = [token.start or 0 for token in told]
+        own = len(told) - len(tokens)  # the echoed ones come first; the others stand after the prompt's text
+        texts = [_spelled(self.tokenizer, token.id) for token in told]
+        offsets = [start + len(front) * (at >= own) for at, start in enumerate(starts)]
+        top = [{_spelled(self.tokenizer, id): value for id, value in reversed(token.top)} for token in told]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if token.logprob == UNKNOWN else token.logprob for token in told],
+            "top_logprobs": [one or None for one in top],
+            "text_offset": offsets,
+        }
+
+
+def _spelled(tokenizer: Tokenizer, id: int) -> str:
+    """A token's text; its bytes in hexadecimal, as OpenAI writes them, if they are no whole characters."""
+    own = tokenizer.decode_bytes([id])
+    try:
+        return own.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+
+def _scored(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
+    return {"token": _spelled(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([id]))}
+
+
+def _choice(index: int, content: dict[str, Any], told: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": told, "finish_reason": finish_reason}
+
+
+def server_sent(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, allow_nan=False)}\n\n"
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The error for the client: 429 and 503 mean try again later, 500 is an unexpected error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Busy):
+        return ApiError(f"The server is busy: {error}. Try again later.", status=429, kind="rate_limit_error")
+    if isinstance(error, Stopped):
+        return ApiError(f"The server is unavailable: {error}.", status=503, kind="server_error")
+    return ApiError("The server failed on this request.", status=500, kind="server_error")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSON(error.body, error.status, headers=headers)

@@ -1,0 +1,143 @@
+"""From a request to the job that answers it: prompts, limits, and the errors that they can have."""
+
+import asyncio
+import codecs
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from quern.generate.reply import Completion, Token
+from quern.generate.scheduler import Event, Generation
+from quern.serve.answers import UNKNOWN, Chat, Text, as_api_error
+from quern.serve.schema import ApiError, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from quern.serve.worker import Busy, Stopped, Worker
+from quern.text.chat import render_prompt, render_text
+from quern.text.tokenizer import Tokenizer
+
+DEFAULT_TEXT_TOKENS = 16
+"""Tokens of a completion whose request does not say, as in OpenAI's API."""
+
+
+async def chat(worker: Worker, tokenizer: Tokenizer, name: str, request: ChatRequest) -> Chat:
+    """Queues a chat. Raises ApiError if it cannot be served."""
+    prompt = await asyncio.to_thread(_chat_tokens, tokenizer, request.messages)
+    context = worker.engine.context
+    _require_room(prompt, context, "messages")
+    options: dict[str, Any] = {"max_tokens": request.limit(context), **_options(tokenizer, request)}
+    top = request.top()
+    logprobs = False if top is None else top
+    try:
+        job = worker.submit(lambda: worker.engine.submit([prompt], logprobs=logprobs, **options))
+    except (Busy, Stopped) as error:
+        raise as_api_error(error) from None
+    return Chat(job, tokenizer, name, [prompt], request.n or 1, top is not None)
+
+
+async def texts(worker: Worker, tokenizer: Tokenizer, name: str, request: CompletionRequest) -> Text:
+    """Queues the continuation of texts. Raises ApiError if it cannot be served."""
+    prompts = await asyncio.to_thread(_text_tokens, tokenizer, request.prompts())
+    engine = worker.engine
+    wanted = DEFAULT_TEXT_TOKENS if request.max_tokens is None else request.max_tokens
+    for prompt in prompts:
+        _require_room(prompt, engine.context + (wanted == 0), "prompt")
+    options = _options(tokenizer, request) | {"max_tokens": min(wanted, engine.context), "plain": True}
+    logprobs = False if request.logprobs is None else request.logprobs
+    try:
+        echo = (
+            await worker.call(lambda: [_echo(worker, prompt, logprobs) for prompt in prompts]) if request.echo else None
+        )
+    except Stopped as error:
+        raise as_api_error(error) from None
+
+    def begin() -> Generation:
+        if wanted:
+            return engine.submit(prompts, logprobs=logprobs, **options)
+        done = Generation(0)
+        for number, prompt in enumerate(prompts):
+            for sample in range(request.n or 1):
+                done.events.append(Event(number, sample, Completion([], "", "length", [], len(prompt))))
+        return done
+
+    try:
+        job = worker.submit(begin)
+    except (Busy, Stopped) as error:
+        raise as_api_error(error) from None
+    return Text(job, tokenizer, name, prompts, request.n or 1, logprobs is not False, echo=echo)
+
+
+def _echo(worker: Worker, prompt: Sequence[int], logprobs: bool | int) -> tuple[str, list[Token]]:
+    """The text of a prompt and, if they are asked for, its tokens' log-probabilities; BOS is no text."""
+    tokenizer = worker.engine.tokenizer
+    own = prompt[1:] if prompt[0] == tokenizer.bos else prompt
+    scored = [] if logprobs is False else worker.engine.read(prompt, logprobs)
+    if own is prompt and logprobs is not False:  # nothing stands before its first token
+        scored.insert(0, Token(prompt[0], UNKNOWN, [], 0))
+    text, decoder, placed = "", codecs.getincrementaldecoder("utf-8")("replace"), []
+    for token in scored:
+        placed.append(token._replace(start=len(text)))
+        text += decoder.decode(tokenizer.decode_bytes([token.id]))
+    return tokenizer.decode(own), placed
+
+
+def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
+    """The tokens of a text or of a chat. Raises ApiError unless exactly one of them is given."""
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError("Send either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
+    if request.messages is not None:
+        return _chat_tokens(tokenizer, request.messages)
+    text = request.prompt or ""
+    return tokenizer.encode(text) if request.add_special_tokens is False else render_text(tokenizer, text)
+
+
+def require_tokens(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None:
+    """Raises ApiError if an id is no token."""
+    wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
+    if wrong:
+        raise ApiError(
+            f"Invalid value for '{param}': {wrong[0]} is no token; ids are 0 to {tokenizer.vocab_size - 1}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def _options(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    """The arguments of `Engine.submit` that both kinds of requests have."""
+    bias = request.bias()
+    require_tokens(tokenizer, list(bias), "logit_bias")
+    require_tokens(tokenizer, request.stop_token_ids or [], "stop_token_ids")
+    return {
+        "samples": request.n or 1,
+        "sampling": request.sampling,
+        "seed": secrets.randbits(63) if request.seed is None else request.seed,
+        "stop": request.stops(),
+        "stop_ids": request.stop_token_ids or [],
+        "bias": bias,
+    }
+
+
+def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> list[int]:
+    try:
+        return render_prompt(tokenizer, [message.message() for message in messages])
+    except ValueError as error:
+        raise ApiError(f"Invalid value for 'messages': {error}.", param="messages", code="invalid_value") from None
+
+
+def _text_tokens(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """Token ids of each prompt. Ids are taken as they are; a text is the beginning of a document."""
+    found = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            require_tokens(tokenizer, prompt, "prompt")
+        found.append(render_text(tokenizer, prompt) if isinstance(prompt, str) else prompt)
+    return found
+
+
+def _require_room(prompt: Sequence[int], context: int, param: str) -> None:
+    if len(prompt) >= context:
+        raise ApiError(
+            f"This model's context holds {context} tokens; the {param} already take {len(prompt)}. "
+            f"Please shorten the {param}.",
+            param=param,
+            code="context_length_exceeded",
+            extra={"n_prompt_tokens": len(prompt), "n_ctx": context},
+        )

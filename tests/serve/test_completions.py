@@ -1,0 +1,221 @@
+"""Completions of texts, log-probabilities, tokenizing and metrics, as OpenAI's own client sees them."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from quern.generate.engine import Engine
+from quern.generate.sample import Sampling
+from quern.serve.server import create_app
+from quern.text.chat import render_prompt, render_text
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine, toy_tokenizer
+
+NAME, CONTEXT = "toy", 256
+TOKENIZER = toy_tokenizer()
+TEXT = "The miller grinds"
+HELLO: list[Any] = [{"role": "user", "content": "Grüß dich 👋🏽"}]
+FORMS: dict[str, Any] = {
+    "text": TEXT,
+    "texts": [TEXT, "What is 12?"],
+    "ids": render_text(TOKENIZER, TEXT),
+    "lists of ids": [render_text(TOKENIZER, TEXT), [5, 6, 7]],
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return toy_engine(context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    cached = Engine(engine.model, engine.tokenizer, engine.machine, prefix_megabytes=8)
+    with running(create_app(cached, engine.tokenizer, NAME)) as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ids_of(form: Any) -> list[list[int]]:
+    prompts = [form] if isinstance(form, str) or isinstance(form[0], int) else form
+    return [render_text(TOKENIZER, one) if isinstance(one, str) else one for one in prompts]
+
+
+@pytest.mark.parametrize(
+    ("form", "echo", "logprobs", "n"), list(itertools.product(FORMS, (False, True), (None, 5), (1, 2)))
+)
+def test_completions(client: openai.OpenAI, engine: Engine, form: str, echo: int, logprobs: int | None, n: int) -> None:
+    """Every combination: whole = streamed = the engine's; tokens and offsets spell the text."""
+    prompts = ids_of(FORMS[form])
+    body: dict[str, Any] = {"model": NAME, "prompt": FORMS[form], "max_tokens": 12, "seed": 3, "n": n}
+    body |= {"temperature": 0.8, "echo": bool(echo)} | ({} if logprobs is None else {"logprobs": logprobs})
+    answer = client.completions.create(**body)
+    options: dict[str, Any] = {"samples": n, "max_tokens": 12, "seed": 3, "sampling": Sampling(0.8), "plain": True}
+    expected = engine.generate(prompts, **options, logprobs=0)
+    front = [TOKENIZER.decode(ids[1:] if ids[0] == TOKENIZER.bos else ids) if echo else "" for ids in prompts]
+    wanted = [(front[p] + reply.text, reply.finish_reason) for p, replies in enumerate(expected) for reply in replies]
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert [(choice.text, choice.finish_reason) for choice in answer.choices] == wanted
+    assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.completion_tokens == sum(len(reply.ids) for replies in expected for reply in replies)
+    texts, ends, tokens, offsets = ([""] * len(wanted), [""] * len(wanted), {}, {})
+    for chunk in client.completions.create(**body, stream=True):
+        for choice in chunk.choices:
+            assert not ends[choice.index], "a piece after the end"
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ""
+            if choice.logprobs is not None:
+                tokens[choice.index] = tokens.get(choice.index, []) + (choice.logprobs.tokens or [])
+                offsets[choice.index] = offsets.get(choice.index, []) + (choice.logprobs.text_offset or [])
+    assert list(zip(texts, ends, strict=True)) == wanted
+    for choice in answer.choices:
+        if logprobs is None:
+            assert choice.logprobs is None
+            continue
+        told = choice.logprobs
+        assert told is not None and told.tokens is not None and told.text_offset is not None
+        assert told.token_logprobs is not None and told.top_logprobs is not None
+        assert tokens.get(choice.index, []) == told.tokens and offsets.get(choice.index, []) == told.text_offset
+        spelled = [(text, at) for text, at in zip(told.tokens, told.text_offset, strict=True) if "bytes:" not in text]
+        assert all(choice.text[at:].startswith(text) for text, at in spelled if "bytes:" not in "".join(told.tokens))
+        for value, top in zip(told.token_logprobs, told.top_logprobs, strict=True):
+            assert (value is None) == (top is None) and (top is None or 1 <= len(top) <= 5)
+            assert value is None or (top is not None and value <= max(top.values()) + 1e-6)
+        reply = expected[choice.index // n][choice.index % n]
+        own = [id not in TOKENIZER.special_ids.values() for id in reply.ids]
+        assert told.token_logprobs[len(told.tokens) - sum(own) :] == pytest.approx(reply.logprobs[: sum(own)], abs=1e-5)
+        assert echo or len(told.tokens) == sum(own)
+
+
+def test_the_log_probabilities_of_a_prompt_are_the_models(client: openai.OpenAI, engine: Engine) -> None:
+    """echo with max_tokens 0 scores a text, as evaluation harnesses ask."""
+    [ids] = ids_of(TEXT)
+    answer = client.completions.create(model=NAME, prompt=ids, max_tokens=0, echo=True, logprobs=1)
+    told = answer.choices[0].logprobs
+    assert told is not None and answer.choices[0].text == TEXT and answer.choices[0].finish_reason == "length"
+    assert told.token_logprobs == pytest.approx([token.logprob for token in engine.read(ids)], abs=1e-5)
+    assert told.tokens is not None and "".join(told.tokens) == TEXT
+    whole = client.completions.create(model=NAME, prompt=[ids[0], *ids[1:4]], max_tokens=0, echo=True, logprobs=1)
+    assert whole.choices[0].logprobs is not None and told.token_logprobs is not None
+    assert whole.choices[0].logprobs.token_logprobs == pytest.approx(told.token_logprobs[:3], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_log_probabilities_of_a_chat_spell_its_text(client: openai.OpenAI, engine: Engine, seed: int) -> None:
+    body: dict[str, Any] = {"model": NAME, "messages": HELLO, "seed": seed, "max_tokens": 30}
+    body |= {"logprobs": True, "top_logprobs": 3, "stop": ["e"]}
+    [choice] = client.chat.completions.create(**body).choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    told = choice.logprobs.content
+    spelled = b"".join(bytes(token.bytes or []) for token in told).decode("utf-8", "ignore")
+    assert spelled.startswith(choice.message.content or "") and len(told) > 2
+    for token in told:
+        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob >= token.logprob - 1e-6
+        assert token.token in (bytes(token.bytes or []).decode("utf-8", "ignore"), token.token)
+    streamed = []
+    for chunk in client.chat.completions.create(**body, stream=True):
+        for one in chunk.choices:
+            streamed += (one.logprobs.content or []) if one.logprobs is not None else []
+    assert streamed == told
+    [[reply]] = engine.generate([render_prompt(TOKENIZER, HELLO)], seed=seed, max_tokens=30, stop=["e"], logprobs=3)
+    assert told[0].logprob == pytest.approx(reply.logprobs[0], abs=1e-5)
+
+
+def test_bias_penalties_and_stop_tokens_reach_the_engine(client: openai.OpenAI) -> None:
+    letter = TOKENIZER.encode("q")[0]
+
+    def text(q: float, **more: Any) -> str:
+        bias = {str(token): -100 for token in TOKENIZER.special_ids.values()} | {str(letter): q}
+        body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "logit_bias": bias}
+        return client.completions.create(model=NAME, **body, **more).choices[0].text
+
+    assert text(100) == "q" * 20 == text(100, frequency_penalty=2)
+    assert text(8) == "q" * 20 != text(8, frequency_penalty=2)
+    assert text(1, presence_penalty=2) != text(1) != text(1, extra_body={"repetition_penalty": 5.0})
+    stopped = client.completions.create(
+        model=NAME, prompt=TEXT, max_tokens=20, logit_bias={str(letter): 100}, extra_body={"stop_token_ids": [letter]}
+    )
+    assert stopped.choices[0].finish_reason == "stop" and stopped.usage and stopped.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "param"),
+    [
+        ({"prompt": []}, "Invalid value for 'prompt", None),
+        ({"prompt": [99999]}, "99999 is no token", "prompt"),
+        ({"prompt": "x1 " * 400}, f"context holds {CONTEXT} tokens", "prompt"),
+        ({"max_tokens": 0}, "only with 'echo'", "max_tokens"),
+        ({"suffix": "x"}, "fills no gaps", "suffix"),
+        ({"best_of": 3}, "set 'n'", "best_of"),
+        ({"logprobs": 100}, "Invalid value for 'logprobs'", "logprobs"),
+        ({"messages": []}, "Unknown parameter: 'messages'", "messages"),
+    ],
+)
+def test_bad_parameters_are_400s(url: str, change: dict[str, Any], words: str, param: str | None) -> None:
+    response = httpx.post(f"{url}/v1/completions", json={"model": NAME, "prompt": TEXT, **change})
+    error = response.json()["error"]
+    assert response.status_code == 400 and words in error["message"], error
+    assert param is None or error["param"] == param
+
+
+def test_tokenize_and_detokenize(url: str) -> None:
+    def post(path: str, body: Any) -> tuple[int, Any]:
+        response = httpx.post(f"{url}{path}", json=body)
+        return response.status_code, response.json()
+
+    text = "Grüße <|bos|> 👋🏽"
+    status, found = post("/tokenize", {"prompt": text})
+    assert (status, found["tokens"]) == (200, render_text(TOKENIZER, text)) and found["max_model_len"] == CONTEXT
+    assert found["count"] == len(found["tokens"])
+    bare = post("/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"]
+    assert bare == TOKENIZER.encode(text) and post("/detokenize", {"tokens": bare}) == (200, {"prompt": text})
+    assert post("/tokenize", {"messages": HELLO})[1]["tokens"] == render_prompt(TOKENIZER, HELLO)
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "", "messages": HELLO}),
+        ("/detokenize", {"tokens": [-1]}),
+    ):
+        status, found = post(path, body)
+        assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
+    return {
+        re.sub(r"\{.*?(finished_reason=\"\w+\"|le=\".*?\")?.*\}", "", name): float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if "_bucket" not in line)
+    }
+
+
+def test_metrics_and_the_prefix_cache(client: openai.OpenAI, url: str) -> None:
+    """Counters move by what was asked; the second turn of a chat reads only what is new."""
+    before = metrics(url)
+    messages: list[Any] = [{"role": "user", "content": "a question that nobody asked before, of some length"}]
+    body: dict[str, Any] = {"model": NAME, "max_tokens": 5, "temperature": 0}
+    first = client.chat.completions.create(**body, messages=messages)
+    again = client.chat.completions.create(**body, messages=messages)
+    assert first.usage is not None and again.usage is not None
+    assert first.usage.prompt_tokens_details and again.usage.prompt_tokens_details
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
+    assert again.choices == first.choices
+    after = metrics(url)
+    assert after["quern:prompt_tokens_total"] - before["quern:prompt_tokens_total"] == 2 * first.usage.prompt_tokens
+    assert after["quern:prefix_cache_hits"] - before["quern:prefix_cache_hits"] == first.usage.prompt_tokens
+    generated = after["quern:generation_tokens_total"] - before["quern:generation_tokens_total"]
+    assert generated == 2 * first.usage.completion_tokens
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert after[f"quern:{name}_count"] - before[f"quern:{name}_count"] == 2
+    assert after["quern:num_requests_running"] == after["quern:num_requests_waiting"] == 0
+    assert json.dumps(after)  # all finite
