@@ -46,14 +46,17 @@ class PrefixCache:
     def find(self, tokens: Sequence[int]) -> Prefix | None:
         """The longest state that `tokens` begins with. One of all the tokens is of use only with its logits."""
         key = _key(tokens)
-        self.queried_tokens += len(tokens)
         for length in sorted({prefix.length for prefix in self._prefixes.values()}, reverse=True):
             found = self._prefixes.get(key[: 4 * length]) if length <= len(tokens) else None
             if found is not None and (length < len(tokens) or found.logits_V is not None):
                 self._prefixes.move_to_end(key[: 4 * length])
-                self.hit_tokens += length
                 return found
         return None
+
+    def count(self, tokens: Sequence[int], found: Prefix | None) -> None:
+        """Takes down that a prompt is read, and how much of it was known."""
+        self.queried_tokens += len(tokens)
+        self.hit_tokens += 0 if found is None else found.length
 
     def branch(self, tokens: Sequence[int], start: int) -> int | None:
         """Where `tokens` part from the earlier ones that they agree with longest; None unless well after `start`."""

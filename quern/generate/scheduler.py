@@ -163,9 +163,10 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         if any(row.generation.cancelled for row in self.waiting):
             self.waiting = deque(row for row in self.waiting if not row.generation.cancelled)
-        self._seats = [None if row is None or row.generation.cancelled else row for row in self._seats]
-        if not self._taken():
-            self._seats, self._cache = [], None
+        if any(row is not None and row.generation.cancelled for row in self._seats):
+            self._seats = [None if row is None or row.generation.cancelled else row for row in self._seats]
+            if not self._taken():
+                self._seats, self._cache = [], None
 
     def _decode(self, taken: list[int]) -> None:
         """Appends the last token of every running row to the cache; computes the next logits."""
@@ -210,6 +211,7 @@ class Scheduler:
                 break
             entry = Entry([self.waiting.popleft()], read=start)
             if self.prefixes is not None:
+                self.prefixes.count(row.tokens, prefix)
                 entry.cut = self.prefixes.branch(row.tokens, start)
             if row.prompt == 0:
                 row.generation.cached_tokens = start
