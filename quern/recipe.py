@@ -254,7 +254,7 @@ class RlRecipe:
     """Replies to each question; their mean reward is the baseline of its group."""
     max_tokens: int = 96
     """The most tokens in a reply."""
-    lr_share: float = 0.1
+    lr_share: float = 0.012
     """Rate of the first step as a share of what pretraining would use at its batch."""
     warmdown_share: float = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""

@@ -68,9 +68,11 @@ SLOWEST_FIRST = (
 )
 """The others follow in their order."""
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell without job control lets background jobs ignore SIGINT, and what the tests start would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell without job control lets background jobs ignore SIGINT, and nohup SIGHUP: what the tests start would inherit
+# that. A handler ends with `exec`.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 def group_of(nodeid: str) -> str:
@@ -81,12 +83,18 @@ def group_of(nodeid: str) -> str:
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the group's name into the test's id
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, a worker runs all tests of a group, and the slowest groups start first."""
-    if not hasattr(config, "workerinput") or config.getoption("dist") != "loadgroup":
+    if not getattr(config.option, "loadgroup", False):  # which xdist sets in its workers
         return
     place = {name: number for number, name in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuses versions of pytest and xdist that do not group: servers and compiled models would be made twice."""
+    if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("xdist cannot group tests under this version of pytest: use constraints.txt's")
 
 
 # Servers -----------------------------------------------------------------------------------------------------

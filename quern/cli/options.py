@@ -215,8 +215,12 @@ class ServeOptions(_ModelOptions):
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """The stage whose model replies. Default: the run's last stage."""
     host: str = "127.0.0.1"
-    """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""
+    """The address to listen on. Other hosts can connect to any address but loopback: ask for --keys then."""
     port: int = 8000
     """The port to listen on; 0 picks a free one."""
+    keys: Annotated[Path | None, UNSAID] = None
+    """A file with the SHA-256 hash of an API key and the holder's name in each line. Default: no key is asked for."""
+    access_log: Annotated[Path | None, UNSAID] = None
+    """Append a JSON line for each request, without its text. Default: no log."""
     prefix_megabytes: float = 256.0
     """Memory for prompts that were read, so that later ones with the same beginning start sooner; 0 for none."""

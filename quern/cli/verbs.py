@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shlex
 import sys
 from collections.abc import Callable
@@ -254,15 +256,22 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 def verb_serve(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, ServeOptions)
     try:
+        from quern.serve.frontier import Keys
         from quern.serve.server import WARM_ROWS, listen, serve
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
-    with listen(options.host, options.port) as listener:  # earlier clients wait until the model is compiled
+    with contextlib.ExitStack() as opened:
+        keys, access = None if options.keys is None else Keys.read(options.keys), None
+        if options.access_log is not None:
+            file = opened.enter_context(options.access_log.open("a", encoding="utf-8"))
+            access = functools.partial(print, file=file, flush=True)
+        # Clients that come now wait until the model is compiled.
+        listener = opened.enter_context(listen(options.host, options.port))
         engine, loaded = open_engine(options, max_rows=WARM_ROWS[-1], prefix_megabytes=options.prefix_megabytes)
         engine.warm_up(WARM_ROWS)
         name, port = f"quern-{options.where.run}", listener.getsockname()[1]
         log(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")
-        serve(engine, loaded.tokenizer, name, listener, options.host)
+        serve(engine, loaded.tokenizer, name, listener, options.host, keys, access)
     return 0
 
 

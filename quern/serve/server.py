@@ -12,22 +12,20 @@ import json
 import socket
 import sys
 import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.generate.engine import Engine
 from quern.serve import generate, schema
 from quern.serve.answers import JSON, Answer, EventStream, as_api_error, error_response
+from quern.serve.frontier import Frontier, Keys
 from quern.serve.metrics import Metrics
 from quern.serve.schema import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from quern.serve.worker import Worker
@@ -46,41 +44,6 @@ PAGE = {
     "/chat.css": ("chat.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-SECURITY_HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
-
-
-class Frontier:
-    """Middleware: refuses foreign host names, adds the security headers and a request id."""
-
-    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None):
-        self._app = app
-        self._hosts = None if hosts is None else {host.lower() for host in hosts}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers.update({**SECURITY_HEADERS, "x-request-id": f"req_{uuid.uuid4().hex}"})
-            await send(message)
-
-        host = Headers(scope=scope).get("host", "")
-        if self._hosts is not None and host_name(host) not in self._hosts:
-            error = ApiError(f"This server does not answer for the host {host!r}.", status=403, code="foreign_host")
-            return await error_response(error)(scope, receive, send_with_headers)
-        await self._app(scope, receive, send_with_headers)
-
-
-def host_name(host: str) -> str:
-    """The host name in a Host header, in lower case, without port and brackets."""
-    name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    return name.lower()
 
 
 def create_app(
@@ -90,8 +53,10 @@ def create_app(
     *,
     hosts: Sequence[str] | None = LOOPBACK,
     max_waiting: int = 256,
+    keys: Keys | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """Builds the application. name: the model's name; hosts: the accepted host names (None: any)."""
+    """Builds the application. name: the model's name; hosts, keys, log: as in `Frontier`."""
     metrics = Metrics(engine, name)
     worker = Worker(engine, metrics, max_waiting)
     created = int(time.time())
@@ -106,7 +71,7 @@ def create_app(
 
     # The interactive documentation would load scripts from other hosts.
     app = FastAPI(title="quern", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Frontier, hosts=hosts)
+    app.add_middleware(Frontier, hosts=hosts, keys=keys, log=log)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_failure)
@@ -169,11 +134,20 @@ def prepare_threads() -> None:
     sys.setswitchinterval(0.0005)
 
 
-def serve(engine: Engine, tokenizer: Tokenizer, name: str, listener: socket.socket, host: str) -> None:
-    """Serves on a socket of `listen` until interrupted. host: the host of `listen`."""
-    app = create_app(engine, tokenizer, name, hosts=LOOPBACK if host in LOOPBACK else None)
+def serve(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    name: str,
+    listener: socket.socket,
+    host: str,
+    keys: Keys | None = None,
+    log: Callable[[str], None] | None = None,
+) -> None:
+    """Serves on a socket of `listen` until interrupted. host: the host of `listen`; keys, log: as in `Frontier`."""
+    hosts = LOOPBACK if host in LOOPBACK else None
     prepare_threads()
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
+    app = create_app(engine, tokenizer, name, hosts=hosts, keys=keys, log=log)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
     uvicorn.Server(config).run(sockets=[listener])
 
 

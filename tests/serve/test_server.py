@@ -1,11 +1,13 @@
 """The server as OpenAI's own client and a plain HTTP client see it: a real one, with a small random model."""
 
+import hashlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -17,8 +19,9 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
 from quern.generate.scheduler import Event, Generation
+from quern.serve.frontier import Keys, host_name
 from quern.serve.schema import ChatRequest, parse_request
-from quern.serve.server import MAX_BODY_BYTES, create_app, host_name, listen
+from quern.serve.server import MAX_BODY_BYTES, create_app, listen
 from quern.text.chat import render_prompt
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine, toy_tokenizer
@@ -322,6 +325,38 @@ def test_no_access_from_other_origins_or_by_other_names(url: str) -> None:
     assert not [name for name in response.headers if name.startswith("access-control")]
     check_error(httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}), 403, "evil.example")
     assert httpx.get(f"{url}/v1/models", headers={"host": "localhost:8000"}).status_code == 200
+
+
+def test_keys_guard_the_api_and_the_log_has_no_text(engine: Engine, tmp_path: Path) -> None:
+    file, lines = tmp_path / "keys.txt", []
+    digest = hashlib.sha256(b"open sesame").hexdigest()
+    file.write_text(f"# who may ask\n{digest} ali   # until spring\n")
+    app = create_app(engine, engine.tokenizer, NAME, keys=Keys.read(file), log=lines.append)
+    good = {"authorization": "Bearer open sesame"}
+    bad = ("", "Bearer sesame", f"Bearer {digest}", "Basic open sesame", "x")
+    with running(app) as base:
+        for wrong in [{"authorization": text} for text in bad]:
+            for path in ("/v1/models", "/metrics", "/v1/nothing"):
+                check_error(httpx.get(base + path, headers=wrong), 401, "Authorization: Bearer KEY")
+            check_error(post(base, ask(), headers=wrong), 401, "API key")
+        with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+            assert [model.id for model in client.with_options(api_key="open sesame").models.list()] == [NAME]
+        assert post(base, ask(), headers=good).status_code == 200
+        assert httpx.get(f"{base}/health").status_code == httpx.get(base).status_code == 200
+    found = [json.loads(line) for line in lines]
+    [answered] = [line for line in found if line["path"] == "/v1/chat/completions" and line["status"] == 200]
+    assert answered["key"] == "ali" and answered["method"] == "POST" and answered["seconds"] > 0
+    assert {line["key"] for line in found if line["status"] == 401} == {None}
+    assert "Gr" not in "".join(lines) and "sesame" not in "".join(lines)
+
+
+@pytest.mark.parametrize("text", ["", "# nobody\n", "abc ali\n", f"{'0' * 64}\n", f"{'0' * 64} ali baba\n"])
+def test_a_file_without_good_keys_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys.txt").write_text(text)
+    with pytest.raises(ValueError, match=r"keys.txt.*SHA-256 hash of a key"):
+        Keys.read(tmp_path / "keys.txt")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ async function request(signal, box) {
   if (model === null) await discover();
   const response = await fetch("/v1/chat/completions", {
     method: "POST",
-    headers: { "Content-Type": "application/json" },
+    headers: { "Content-Type": "application/json", ...authorization() },
     signal,
     body: JSON.stringify({
       model,
@@ -130,8 +130,17 @@ function finish(parts, box, trouble) {
   }
 }
 
+function authorization() {
+  const key = element("key").value.trim();
+  return key === "" ? {} : { Authorization: `Bearer ${key}` };
+}
+
 async function discover() {
-  const response = await fetch("/v1/models");
+  const response = await fetch("/v1/models", { headers: authorization() });
+  if (response.status === 401) {
+    element("key").closest("details").open = true;
+    throw new Error("This server asks for an API key: enter it in the settings.");
+  }
   model = (await response.json()).data[0].id;
   element("model").textContent = model;
 }
@@ -178,4 +187,6 @@ element("clear").addEventListener("click", () => {
   element("input").focus();
 });
 
-discover().catch(() => show("error", "The server does not answer."));
+discover().catch((error) => {
+  show("error", error instanceof TypeError ? "The server does not answer." : error.message);
+});

@@ -3,6 +3,7 @@
 The oracle of escapes is the host: a secret file, an environment variable, a server on 127.0.0.1 and the processes.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -134,8 +135,9 @@ def children(pid: int) -> set[int]:
     """Process ids of the descendants of a process."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text(encoding="utf-8").split()):
-            found |= {child} | children(child)
+        with contextlib.suppress(FileNotFoundError):  # a thread or a process that has just ended
+            for child in map(int, (task / "children").read_text(encoding="utf-8").split()):
+                found |= {child} | children(child)
     return found
 
 
