@@ -150,7 +150,7 @@ def changes_between_stops(bench: Bench, trials: Sequence[int]) -> tuple[list[str
 
 
 def test_changes_between_stops(bench: Bench, law: Law) -> None:
-    wrong, done = changes_between_stops(bench, (0, 1, 2, 4, 5, 7))  # six that differ in what changes
+    wrong, done = changes_between_stops(bench, (0, 2, 5))  # three that differ in what changes; fifty are a campaign
     law("a resume after a change of text, conversations or tokenizer: wrong outcomes", len(wrong), "0")
     assert wrong == [], done
     assert any("refused" in what for what in done) and any("went on" in what for what in done)
