@@ -28,7 +28,7 @@ NAME = "bench"
 
 
 def serve(setup: Setup) -> Iterator[Figure]:
-    """32 clients in a closed loop, the same beside prompts of a whole context, a half-full open loop, a second turn."""
+    """32 clients in a closed loop, one, 31 beside prompts of a whole context, an open loop at half the rate."""
     length, reply, seconds = (8, 12, 1.0) if setup.quick else (PROMPT_TOKENS, REPLY_TOKENS, 10.0)
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, clients=ROWS, seconds=seconds)
     recipe = reference(setup.quick, setup.seed)
