@@ -268,6 +268,9 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         # Clients that come now wait until the model is compiled.
         listener = opened.enter_context(listen(options.host, options.port))
         engine, loaded = open_engine(options, max_rows=WARM_ROWS[-1], prefix_megabytes=options.prefix_megabytes)
+        if engine.machine.compile:
+            sizes = ", ".join(map(str, WARM_ROWS))
+            log(f"compiling for {sizes} replies at a time: a minute or two the first time, seconds later on")
         engine.warm_up(WARM_ROWS)
         name, port = f"quern-{options.where.run}", listener.getsockname()[1]
         log(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")

@@ -7,6 +7,7 @@ chunk in which the text of a token begins; joined, their bytes are the text, but
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class Choice:
         return told
 
 
-class Answer:
+class Answer(ABC):
     """The response to one request: subclasses say how its choices look.
 
     Args:
@@ -123,17 +124,17 @@ class Answer:
         """The log-probabilities in a choice's first chunk."""
         return None
 
+    @abstractmethod
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
         """The content of a chunk that adds a piece; an empty one for the chunk that ends a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def content(self, index: int, choice: Choice) -> dict[str, Any]:
         """The content of a finished choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> Any:
         """The log-probabilities of tokens. from_start: whether they are the first ones of their choice."""
-        raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
         """The complete response. Raises ApiError if the job fails."""
