@@ -51,7 +51,7 @@ class Engine:
             machine: Where it runs.
             max_rows: The most rows in one batch; further rows wait until one of them leaves.
             prefix_megabytes: Memory for the states of prompts that were read, for later prompts that begin alike.
-                With 0, every prompt is read anew. After a change of the weights, call `prefixes.clear`.
+                With 0, every prompt is read in full. Call `prefixes.clear` after the weights have changed.
         """
         vocabulary = model.embedding.weight.size(0)
         if vocabulary < tokenizer.vocab_size:
@@ -106,7 +106,7 @@ class Engine:
             while True:
                 while generation.events:
                     yield generation.events.popleft()
-                if not generation.unfinished:
+                if not generation.unfinished or generation.cancelled:
                     return
                 self.step()
         finally:

@@ -29,9 +29,15 @@ class Prefix:
     cache: KVCache
     logits_V: Tensor | None
 
+    @property
+    def bytes(self) -> int:
+        """Memory of keys, values and logits."""
+        logits = 0 if self.logits_V is None else self.logits_V.numel() * self.logits_V.element_size()
+        return self.cache.bytes + logits
+
 
 class PrefixCache:
-    """The states, up to `max_bytes` of keys and values."""
+    """The states, up to `max_bytes` of keys, values and logits."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -75,10 +81,11 @@ class PrefixCache:
         """Keeps a state. cache: one row (`KVCache.copy_of`), not used by others."""
         key = _key(tokens)
         self._forget(key)
-        if cache.bytes > self._max_bytes:
+        prefix = Prefix(len(tokens), cache, logits_V)
+        if prefix.bytes > self._max_bytes:
             return
-        self._prefixes[key] = Prefix(len(tokens), cache, logits_V)
-        self.bytes += cache.bytes
+        self._prefixes[key] = prefix
+        self.bytes += prefix.bytes
         while self.bytes > self._max_bytes or len(self) > MAX_PREFIXES:
             self._forget(next(iter(self._prefixes)))
 
@@ -88,7 +95,7 @@ class PrefixCache:
 
     def _forget(self, key: bytes) -> None:
         if (old := self._prefixes.pop(key, None)) is not None:
-            self.bytes -= old.cache.bytes
+            self.bytes -= old.bytes
 
 
 def _key(tokens: Sequence[int]) -> bytes:

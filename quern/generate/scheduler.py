@@ -110,7 +110,7 @@ class Scheduler:
         filler: A token id for padding.
         max_rows: The most rows that run or are read; further rows wait, in the order of arrival.
         compiled: The compiled decode step, if any.
-        prefixes: Where states of prompts are kept; None reads every prompt anew.
+        prefixes: Where states of prompts are kept; with None, every prompt is read in full.
     """
 
     def __init__(
@@ -125,15 +125,20 @@ class Scheduler:
     ) -> None:
         self.model, self.machine, self.max_rows, self.prefixes = model, machine, max_rows, prefixes
         self._vocab_size, self._filler, self._compiled = vocab_size, filler, compiled
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets all rows."""
         self.waiting: deque[Row] = deque()
         self._wave: Wave | None = None
         self._seats: list[Row | None] = []
         self._cache: KVCache | None = None
         self._logits_SV = torch.empty(0)
+
+    def reset(self) -> None:
+        """Cancels all generations and forgets their rows."""
+        reading = [] if self._wave is None else [row for entry in self._wave.entries for row in entry.rows]
+        for row in (*self.waiting, *reading, *self._seats):
+            if row is not None:
+                row.generation.cancel()
+        self.waiting.clear()
+        self._wave, self._seats, self._cache = None, [], None
 
     @property
     def running(self) -> int:

@@ -1,7 +1,7 @@
 """The responses of the API, whole or as server-sent events: `Chat` for chats, `Text` for completions of texts.
 
 Both are made from the events of a job. Log-probabilities are told for the tokens of the assistant's text, with the
-chunk in which the text of a token begins; joined, their bytes are the text, but for bytes that are no characters.
+chunk in which the text of a token begins. Their bytes, joined, are the text and the bytes that are not valid UTF-8.
 """
 
 import json

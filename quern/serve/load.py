@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 class Load:
     """What is sent. seconds: no request starts later; rate: requests a second of the open loop, 0 for a closed one.
 
-    long_every: each so many requests of client 0 have a prompt of `long_tokens`.
+    long_tokens: Client 0 of a closed loop sends prompts of this length; 0 for prompts like the others'.
     """
 
     port: int

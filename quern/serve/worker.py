@@ -151,6 +151,8 @@ class Worker:
                     self._open = []
                 else:
                     self._deliver()
+            if not self._open:  # the rows of clients that have left would keep their seats until the next request
+                self.engine.scheduler.reset()
             self.metrics.set_load(self.engine.scheduler.running, self.waiting)
         left = list(self._open)
         while not self._inbox.empty():

@@ -225,6 +225,10 @@ def test_a_failed_step_leaves_a_usable_engine(monkeypatch: pytest.MonkeyPatch) -
             engine.generate([prompt], max_tokens=9, seed=3)
     assert engine.scheduler.running == 0
     assert engine.generate([prompt], max_tokens=9, seed=3) == expected
+    lost = engine.events([prompt], max_tokens=9, seed=3, **{**NO_END, "logprobs": True})
+    next(iter(lost))
+    engine.scheduler.reset()
+    list(lost)  # ends, although its rows are gone
 
 
 def test_a_long_prompt_does_not_stall_a_running_row() -> None:

@@ -440,6 +440,7 @@ def test_a_client_that_leaves_stops_the_generation(url: str, slow: Steps, stream
         assert wait_until(lambda: slow.count > 3)
     assert wait_until(lambda: settled(slow)), "the engine went on for a client that had left"
     assert slow.count < 150
+    assert wait_until(lambda: 'num_requests_running{model_name="toy"} 0.0' in httpx.get(f"{url}/metrics").text)
     assert post(url, ask(max_tokens=2)).status_code == 200
 
 
