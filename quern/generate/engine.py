@@ -5,16 +5,18 @@ submits requests and calls `step` itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from quern import compiler
 from quern.generate.compiled import CompiledDecode
+from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.generate.prefix import PrefixCache
 from quern.generate.reply import Completion, Delta, Reply, Token
-from quern.generate.sample import Sampling, generator
-from quern.generate.scheduler import Event, Generation, Row, Scheduler, log_probabilities
+from quern.generate.sample import Sampling, generator, log_probabilities
+from quern.generate.scheduler import Event, Generation, Row, Scheduler
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
@@ -68,6 +70,11 @@ class Engine:
         self.scheduler = Scheduler(
             model, machine, tokenizer.vocab_size, tokenizer.bos, max_rows, self._compiled, self.prefixes
         )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles the forms that replies can be bound to."""
+        return Grammars(self.tokenizer)
 
     def warm_up(self, rows: Sequence[int] = (1,)) -> None:
         """Compiles the decode step for these numbers of rows; smaller batches are then padded to the next of them.
@@ -152,6 +159,9 @@ class Engine:
         plain: bool = False,
         logprobs: bool | int = False,
         bias: Mapping[int, float] | None = None,
+        form: Grammar | None = None,
+        calls: Grammar | None = None,
+        must_call: bool = False,
     ) -> Generation:
         """Queues prompts. Their rows join the running batch as seats are free, in the order of arrival.
 
@@ -166,13 +176,15 @@ class Engine:
             plain: Continue each prompt as text. Any special token ends it, and no tool is called.
             logprobs: Also compute the log-probability of every token (`Completion.logprobs`), and of so many of the
                 likeliest tokens in its place (`Completion.top_logprobs`).
-            bias: Added to the logits of these tokens.
+            bias: Added to the logits of these tokens; -inf forbids one.
+            form, calls, must_call: As in `Reply`. `grammars` makes them.
 
         Returns:
             The open generation; `step` adds its events.
 
         Raises:
             ContextOverflow: A prompt leaves no room for one token.
+            GrammarError: No text of the form is short enough.
             ValueError: A prompt or a stop string is empty, or a number is out of range.
         """
         if samples < 1 or max_tokens < 1:
@@ -191,8 +203,15 @@ class Engine:
         rows = []
         for p, prompt in enumerate(prompts):
             room = min(max_tokens, self.context - len(prompt))
+            if form is not None and form.shortest(room) is None:
+                raise GrammarError(f"no text of the form that ends within {room} tokens was found")
+            if must_call and (calls is None or calls.shortest(room - 1) is None):
+                raise GrammarError(f"no call that ends within {room} tokens was found")
             for s in range(samples):
-                reply = Reply(self.tokenizer, len(prompt), room, stop, plain=plain, stop_ids=stop_ids)
+                reply = Reply(
+                    self.tokenizer, len(prompt), room, stop, plain=plain, stop_ids=stop_ids, form=form, calls=calls,
+                    must_call=must_call,
+                )  # fmt: skip
                 random = generator(seeds[p], prompt, s)
                 rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
         self.scheduler.waiting.extend(rows)

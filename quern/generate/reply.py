@@ -5,7 +5,8 @@ stop string. Bytes that cannot become valid UTF-8 are dropped, so a replacement 
 wrote one. Stop strings are searched in text, not in tool calls; the reply ends before them.
 
 A reply in the chat format may call tools, and STOP_TOKENS end it. A plain reply continues a text: any special token
-ends it, and no tool is called.
+ends it, and no tool is called. A reply can be bound to a form (grammar.py), and so can the calls in it, which are then
+tools of the caller: the first call ends the reply.
 """
 
 import codecs
@@ -14,12 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from quern.generate.tools import MAX_CALLS, Kind, NoTools, ToolState
+import numpy as np
+
+from quern.generate.grammar import Grammar
+from quern.generate.tools import MAX_CALLS, CallerTools, Kind, NoTools, ToolState
 from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
 STOP_TOKENS = ("<|assistant_end|>", "<|bos|>")
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Delta(NamedTuple):
@@ -47,9 +51,10 @@ class Completion:
 
     ids: all tokens of the reply, including forced tokens and the end token. text: the assistant's text, without tool
     calls and outputs; `parts` has them too. finish_reason: "stop" for an end token or a stop string, "length" for
-    max_tokens or the end of the context. sampled: for each token, whether the model chose it (a tool's output is
-    forced). logprobs: for each token, the log of its probability at temperature 1; empty unless asked for.
-    top_logprobs: for each token, the likeliest tokens in its place with theirs.
+    max_tokens or the end of the context, "tool_calls" for a call of the caller's tools. sampled: for each token,
+    whether the model chose it (a tool's output is forced, and where a form must end, so is its ending). logprobs: for
+    each token, the log of its probability at temperature 1; empty unless asked for. top_logprobs: for each token, the
+    likeliest tokens in its place with theirs.
     """
 
     ids: list[int]
@@ -74,6 +79,9 @@ class Reply:
         max_calls: int = MAX_CALLS,
         plain: bool = False,
         stop_ids: Sequence[int] = (),
+        form: Grammar | None = None,
+        calls: Grammar | None = None,
+        must_call: bool = False,
     ):
         """Starts an empty reply.
 
@@ -85,6 +93,9 @@ class Reply:
             max_calls: The number of tool calls that are answered; later calls get an error.
             plain: Continue a text instead of answering in the chat format.
             stop_ids: Further tokens that end the reply.
+            form: What the text must look like; special tokens cannot occur in it.
+            calls: What a call of the caller's tools must look like; they replace the calculator.
+            must_call: Begin with a call.
 
         Raises:
             ValueError: A stop string is empty.
@@ -103,17 +114,30 @@ class Reply:
         self._specials = set(tokenizer.special_ids.values())
         self._ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
         self._ends = self._ends | set(stop_ids)
-        self._tools = NoTools() if plain else ToolState(tokenizer, max_calls)
-        self._forced: deque[int] = deque()
+        self._tools = NoTools() if plain else CallerTools(tokenizer) if calls else ToolState(tokenizer, max_calls)
+        self._calls = calls
+        self._constraint = form.start(tokenizer.bos if plain else tokenizer.special(STOP_TOKENS[0])) if form else None
+        self._forced: deque[int] = deque([tokenizer.special("<|tool_start|>")] if must_call else [])
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""
         self._characters = 0  # of the assistant's text, withheld ones included
         self._pieces: list[Delta] = []
 
+    def allowed(self) -> np.ndarray | None:
+        """Which tokens may be sampled next, bool (vocabulary,); None for all."""
+        return None if self._forced or self._constraint is None else self._constraint.allowed()
+
     def choose(self, sampled: int) -> int:
-        """The row's next token: the next token of a tool's answer, or the sampled token."""
-        self.sampled.append(not self._forced)
-        return self._forced.popleft() if self._forced else sampled
+        """The row's next token: the next token of a tool's answer, the sampled one, or one that ends the form."""
+        if self._forced:
+            token = self._forced.popleft()
+            self.sampled.append(False)
+            return token
+        token = sampled
+        if self._constraint is not None:
+            token = self._constraint.choose(sampled, self.max_tokens - len(self.ids))
+        self.sampled.append(token == sampled)
+        return token
 
     def start(self, token: int) -> int | None:
         """`Token.start` of the next token, if it is this one."""
@@ -129,8 +153,16 @@ class Reply:
         elif token in self._specials:
             deltas = self._release()
             self._forced.extend(self._tools.push(token))
+            if self._tools.called:
+                self.finish_reason = "tool_calls"
+            elif self._calls is not None and self._tools.kind == "tool":
+                self._begin_call(token)
         else:
             self._tools.push(token)
+            if self._constraint is not None:
+                self._constraint.push(token)
+                if self._constraint.failed:
+                    self.finish_reason = "length"
             deltas = self._add(self._decoder.decode(self._tokenizer.decode_bytes([token])))
         if self.finish_reason is None and len(self.ids) >= self.max_tokens:
             self.finish_reason = "length"
@@ -160,6 +192,13 @@ class Reply:
             self.logprobs,
             self.top_logprobs,
         )
+
+    def _begin_call(self, token: int) -> None:
+        """The form of a call begins, if a call still fits."""
+        assert self._calls is not None
+        self._constraint = self._calls.start(self._tokenizer.special("<|tool_end|>"))
+        if self._calls.shortest(self.max_tokens - len(self.ids)) is None:
+            self.finish_reason = "length"
 
     def _add(self, text: str) -> list[Delta]:
         """Takes decoded characters of the current part; returns the final pieces."""

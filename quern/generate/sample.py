@@ -154,3 +154,15 @@ def _race(weights_BV: Tensor, uniform_BN: Tensor) -> Tensor:
 def _argmax(x_BV: Tensor) -> Tensor:
     """The first maximum of each row. On a CPU NumPy's argmax is some ten times faster than torch's."""
     return torch.from_numpy(x_BV.numpy().argmax(-1)) if x_BV.device.type == "cpu" else x_BV.argmax(-1)
+
+
+def log_probabilities(
+    logits_BV: Tensor, tokens: Sequence[int], top: int
+) -> list[tuple[float, list[tuple[int, float]]]]:
+    """For each row, the log-probability of its token at temperature 1, and the `top` likeliest tokens with theirs."""
+    log_BV = logits_BV.float().log_softmax(-1)
+    tokens_B1 = torch.tensor(tokens, device=logits_BV.device).unsqueeze(-1)
+    own = log_BV.gather(-1, tokens_B1).squeeze(-1).tolist()
+    best = log_BV.topk(min(top, log_BV.size(-1)), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [(value, list(zip(ids, values, strict=True))) for value, (ids, values) in zip(own, pairs, strict=True)]

@@ -24,7 +24,7 @@ from quern.generate.cache import KVCache, decode
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.prefix import PrefixCache
 from quern.generate.reply import Completion, Delta, Reply, Token
-from quern.generate.sample import Sampling, draw, sample
+from quern.generate.sample import Sampling, draw, log_probabilities, sample
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 
@@ -356,15 +356,18 @@ class Scheduler:
 
 def choose(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
     """Samples every row's next token, each with its own settings."""
-    changed = [at for at, row in enumerate(rows) if row.bias or row.sampling.penalises]
+    allowed = [row.reply.allowed() for row in rows]
+    changed = [at for at, row in enumerate(rows) if row.bias or row.sampling.penalises or allowed[at] is not None]
     if changed:
         logits_BV = logits_BV.clone()
         for at in changed:
-            row = rows[at]
+            row, mask_V = rows[at], allowed[at]
             row.sampling.penalise(logits_BV[at], row.tokens, row.reply.ids)
             if row.bias:
                 ids = torch.tensor(list(row.bias), device=logits_BV.device)
                 logits_BV[at, ids] += torch.tensor(list(row.bias.values()), device=logits_BV.device)
+            if mask_V is not None:
+                logits_BV[at].masked_fill_(torch.from_numpy(~mask_V).to(logits_BV.device), -torch.inf)
     groups: dict[Sampling, list[int]] = {}
     for at, row in enumerate(rows):
         groups.setdefault(row.sampling, []).append(at)
@@ -377,18 +380,6 @@ def choose(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
         for at, token in zip(group, sample(own_BV, sampling, uniform_BN).tolist(), strict=True):
             picked[at] = token
     return picked
-
-
-def log_probabilities(
-    logits_BV: Tensor, tokens: Sequence[int], top: int
-) -> list[tuple[float, list[tuple[int, float]]]]:
-    """For each row, the log-probability of its token at temperature 1, and the `top` likeliest tokens with theirs."""
-    log_BV = logits_BV.float().log_softmax(-1)
-    tokens_B1 = torch.tensor(tokens, device=logits_BV.device).unsqueeze(-1)
-    own = log_BV.gather(-1, tokens_B1).squeeze(-1).tolist()
-    best = log_BV.topk(min(top, log_BV.size(-1)), dim=-1)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [(value, list(zip(ids, values, strict=True))) for value, (ids, values) in zip(own, pairs, strict=True)]
 
 
 def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -135,8 +135,25 @@ class NoTools:
     """`ToolState` for plain text: every token is text, and nothing is forced."""
 
     kind: Kind = "text"
+    called = False
 
     def push(self, token: int) -> list[int]:
+        return []
+
+
+class CallerTools:
+    """`ToolState` for tools of the caller: the first call ends the reply, and `called` is True then."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.kind: Kind = "text"
+        self.called = False
+        self._start, self._end = tokenizer.special("<|tool_start|>"), tokenizer.special("<|tool_end|>")
+
+    def push(self, token: int) -> list[int]:
+        if token == self._start:
+            self.kind = "tool"
+        elif token == self._end:
+            self.called = self.kind == "tool"
         return []
 
 
@@ -145,6 +162,8 @@ class ToolState:
 
     `push` takes all tokens of the row in order, sampled and forced.
     """
+
+    called = False
 
     def __init__(self, tokenizer: Tokenizer, max_calls: int = MAX_CALLS):
         self.kind: Kind = "text"

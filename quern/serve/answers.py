@@ -9,6 +9,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from quern.generate.reply import Completion, Delta, Token
 from quern.generate.scheduler import Event
-from quern.serve.schema import ApiError
+from quern.serve.api import ApiError
 from quern.serve.worker import Busy, Job, Stopped
 from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
@@ -49,9 +50,13 @@ class EventStream(StreamingResponse):
 
 
 class Choice:
-    """One reply in the making: its text, its parts, and the tokens whose text has been written."""
+    """One reply in the making: its text, its parts, and the tokens whose text has been written.
 
-    def __init__(self) -> None:
+    calls: whether tool parts are calls of the caller's tools; they are told when they are complete.
+    """
+
+    def __init__(self, calls: bool = False) -> None:
+        self._calls = calls
         self.parts: list[ContentPart] = []
         self.tokens: list[Token] = []
         self.completion: Completion | None = None
@@ -79,8 +84,19 @@ class Choice:
             self.parts[-1]["text"] += value.text
         else:
             self.parts.append({"type": value.kind, "text": value.text})
+        if value.kind == "tool" and self._calls:
+            return None, []
         self._written += len(value.text) if value.kind == "text" else 0
         return value, self._told(sum(token.start < self._written for token in self._waiting if token.start is not None))
+
+    @cached_property
+    def called(self) -> list[dict[str, Any]]:
+        """The finished reply's call of one of the caller's tools, if it ends with one."""
+        if self.completion is None or self.completion.finish_reason != "tool_calls":
+            return []
+        call = json.loads(self.parts[-1]["text"])
+        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        return [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}]
 
     def _told(self, count: int) -> list[Token]:
         told, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -98,6 +114,7 @@ class Answer(ABC):
         samples: Choices of each prompt.
         prompts: The prompts' token ids.
         logprobs: Whether log-probabilities are told.
+        calls: Whether the reply may call tools of the caller.
     """
 
     whole_kind = chunk_kind = prefix = ""
@@ -110,10 +127,11 @@ class Answer(ABC):
         prompts: Sequence[Sequence[int]],
         samples: int,
         logprobs: bool,
+        calls: bool = False,
     ) -> None:
         self.job, self.tokenizer, self.model, self.logprobs = job, tokenizer, model, logprobs
         self.prompts, self.samples = prompts, samples
-        self.choices = [Choice() for _ in range(len(prompts) * samples)]
+        self.choices = [Choice(calls) for _ in range(len(prompts) * samples)]
         self._identifier, self._created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -225,7 +243,8 @@ class Chat(Answer):
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
         if not delta.text:
-            return {"delta": {}}
+            called = [{"index": number, **call} for number, call in enumerate(self.choices[index].called)]
+            return {"delta": {"tool_calls": called} if called else {}}
         if delta.kind == "text":
             return {"delta": {"content": delta.text}}
         return {"delta": {"parts": [{"type": delta.kind, "text": delta.text}]}}
@@ -233,6 +252,8 @@ class Chat(Answer):
     def content(self, index: int, choice: Choice) -> dict[str, Any]:
         """The message; it has `parts` only if the calculator was called."""
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.called:
+            return {"message": {**message, "content": choice.text or None, "tool_calls": choice.called}}
         if any(part["type"] != "text" for part in choice.parts):
             message["parts"] = choice.parts
         return {"message": message}

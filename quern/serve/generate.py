@@ -2,14 +2,20 @@
 
 import asyncio
 import codecs
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from quern.generate.engine import Engine
+from quern.generate.grammar import Grammar
 from quern.generate.reply import Completion, Token
 from quern.generate.scheduler import Event, Generation
 from quern.serve.answers import UNKNOWN, Chat, Text, as_api_error
-from quern.serve.schema import ApiError, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from quern.serve.api import ApiError, invalid
+from quern.serve.forms import NamedTool, calls_of, describe, form_of
+from quern.serve.messages import ChatMessage, turns
+from quern.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest, bound
 from quern.serve.worker import Busy, Stopped, Worker
 from quern.text.chat import render_prompt, render_text
 from quern.text.tokenizer import Tokenizer
@@ -20,17 +26,33 @@ DEFAULT_TEXT_TOKENS = 16
 
 async def chat(worker: Worker, tokenizer: Tokenizer, name: str, request: ChatRequest) -> Chat:
     """Queues a chat. Raises ApiError if it cannot be served."""
-    prompt = await asyncio.to_thread(_chat_tokens, tokenizer, request.messages)
-    context = worker.engine.context
-    _require_room(prompt, context, "messages")
-    options: dict[str, Any] = {"max_tokens": request.limit(context), **_options(tokenizer, request)}
+    prompt, options = await asyncio.to_thread(_read_chat, worker.engine, request)
     top = request.top()
     logprobs = False if top is None else top
     try:
         job = worker.submit(lambda: worker.engine.submit([prompt], logprobs=logprobs, **options))
     except (Busy, Stopped) as error:
         raise as_api_error(error) from None
-    return Chat(job, tokenizer, name, [prompt], request.n or 1, top is not None)
+    return Chat(job, tokenizer, name, [prompt], request.n or 1, top is not None, calls="calls" in options)
+
+
+def _read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str, Any]]:
+    """The prompt of a chat, and the arguments of `Engine.submit`."""
+    tokenizer, choice = engine.tokenizer, request.tool_choice
+    tools = [] if choice == "none" else request.tools or []
+    prompt = _chat_tokens(tokenizer, request.messages, describe(tools))
+    _require_room(prompt, engine.context, "messages")
+    wanted = request.limit(engine.context)
+    options: dict[str, Any] = {"max_tokens": wanted, **_options(engine, request, prompt, wanted)}
+    if choice == "none":
+        options["bias"][tokenizer.special("<|tool_start|>")] = -math.inf
+    if tools or choice not in (None, "auto", "none"):
+        calls = calls_of(engine.grammars, tools, choice)
+        must_call = choice == "required" or isinstance(choice, NamedTool)
+        if must_call:
+            _require_ending(calls, min(wanted, engine.context - len(prompt)) - 1, "tools")
+        options |= {"calls": calls, "must_call": must_call}
+    return prompt, options
 
 
 async def texts(worker: Worker, tokenizer: Tokenizer, name: str, request: CompletionRequest) -> Text:
@@ -40,7 +62,8 @@ async def texts(worker: Worker, tokenizer: Tokenizer, name: str, request: Comple
     wanted = DEFAULT_TEXT_TOKENS if request.max_tokens is None else request.max_tokens
     for prompt in prompts:
         _require_room(prompt, engine.context + (wanted == 0), "prompt")
-    options = _options(tokenizer, request) | {"max_tokens": min(wanted, engine.context), "plain": True}
+    shared = await asyncio.to_thread(_options, engine, request, max(prompts, key=len), wanted)
+    options = shared | {"max_tokens": min(wanted, engine.context), "plain": True}
     logprobs = False if request.logprobs is None else request.logprobs
     try:
         echo = (
@@ -93,15 +116,21 @@ def require_tokens(tokenizer: Tokenizer, ids: Sequence[int], param: str) -> None
     """Raises ApiError if an id is no token."""
     wrong = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
     if wrong:
-        raise ApiError(
-            f"Invalid value for '{param}': {wrong[0]} is no token; ids are 0 to {tokenizer.vocab_size - 1}.",
-            param=param,
-            code="invalid_value",
-        )
+        raise invalid(param, f"{wrong[0]} is no token; ids are 0 to {tokenizer.vocab_size - 1}")
 
 
-def _options(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    """The arguments of `Engine.submit` that both kinds of requests have."""
+def _options(
+    engine: Engine, request: ChatRequest | CompletionRequest, longest: Sequence[int], wanted: int
+) -> dict[str, Any]:
+    """The arguments of `Engine.submit` that both kinds of requests have.
+
+    longest: the longest prompt; wanted: the most tokens of a reply.
+    """
+    tokenizer = engine.tokenizer
+    form = None
+    if bound(request) and wanted:
+        form = form_of(engine.grammars, request.response_format, request.structured_outputs)
+        _require_ending(form, min(wanted, engine.context - len(longest)), "response_format")
     bias = request.bias()
     require_tokens(tokenizer, list(bias), "logit_bias")
     require_tokens(tokenizer, request.stop_token_ids or [], "stop_token_ids")
@@ -112,14 +141,21 @@ def _options(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> 
         "stop": request.stops(),
         "stop_ids": request.stop_token_ids or [],
         "bias": bias,
+        "form": form,
     }
 
 
-def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> list[int]:
+def _require_ending(form: Grammar, room: int, param: str) -> None:
+    """Raises ApiError unless a text of the form that ends within `room` tokens is found."""
+    if form.shortest(room) is None:
+        raise invalid(param, f"no such text that ends within {room} tokens was found: allow more, or demand less")
+
+
+def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: str = "") -> list[int]:
     try:
-        return render_prompt(tokenizer, [message.message() for message in messages])
+        return render_prompt(tokenizer, turns(messages, tools))
     except ValueError as error:
-        raise ApiError(f"Invalid value for 'messages': {error}.", param="messages", code="invalid_value") from None
+        raise invalid("messages", error) from None
 
 
 def _text_tokens(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:

@@ -2,103 +2,49 @@
 
 Field names and error shapes are those of OpenAI's API, so its clients work unchanged. A parameter that the API does not
 define, or that this server does not support, is refused by name. Additions are the fields of `Sampling` that the API
-lacks (top_k, min_p, repetition_penalty), `stop_token_ids`, and `parts`, which holds the calculator's calls and their
-outputs in an assistant message and in a stream's delta. The responses are in answers.py.
+lacks (top_k, min_p, repetition_penalty), `stop_token_ids`, `structured_outputs`, and `parts`, which holds the
+calculator's calls and their outputs in an assistant message and in a stream's delta. The responses are in answers.py.
 
 Sources: https://platform.openai.com/docs/api-reference/chat, https://platform.openai.com/docs/api-reference/completions;
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additions and for tokenizing.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from quern.bounds import BOUNDS, Bounds
 from quern.generate.sample import Sampling
-from quern.text.chat import ContentPart, Message
+from quern.serve.api import ApiError, Strict
+from quern.serve.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
+from quern.serve.messages import ChatMessage
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 200
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 32
-_NO_TOOLS = "the model calls its own calculator and no other tool: leave it out"
 # The correct usage of a parameter, where pydantic's message does not name it.
 INSTEAD = {
     "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
     "stop": f"give a text or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_CHARACTERS} characters",
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
+    "tools": f"give up to {MAX_TOOLS} functions, "
+    '{"type": "function", "function": {"name": "…", "parameters": {…}}}',
+    "tool_choice": 'it is "none", "auto", "required" or {"type": "function", "function": {"name": "…"}}',
     "logit_bias": 'give token ids with numbers from -100 to 100, {"50": -100}',
     "suffix": "the model continues texts and fills no gaps: leave it out",
     "best_of": "every choice is returned: leave it out and set 'n'",
-    "response_format": 'replies are plain text: leave it out, or send {"type": "text"}',
+    "response_format": 'it is {"type": "text"}, {"type": "json_object"} or '
+    '{"type": "json_schema", "json_schema": {"name": "…", "schema": {…}}}',
+    "structured_outputs": 'give one of {"json": schema}, {"regex": "…"} and {"choice": ["…", …]}',
 }
 
 
-class ApiError(Exception):
-    """An error for the client, in OpenAI's shape: {"error": {message, type, param, code}}."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **(extra or {})}}
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ReplyPart(_Strict):
-    type: Literal["text", "tool", "output"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    parts: list[ReplyPart] | None = None
-    # Fields of a response message: a client may send it back unchanged.
-    refusal: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-    audio: None = None
-    function_call: None = None
-    tool_calls: list[Any] | None = Field(default=None, max_length=0)
-
-    def message(self) -> Message:
-        """The message in the chat format of quern/text/chat.py."""
-        if self.parts is not None and self.role == "assistant":
-            parts: list[ContentPart] = [{"type": part.type, "text": part.text} for part in self.parts]
-            return {"role": "assistant", "content": parts}
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class ResponseFormat(_Strict):
-    type: Literal["text"]
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -117,7 +63,7 @@ def _field_of(name: str, kind: Any) -> tuple[Any, Any]:
 
 
 _SAMPLING_FIELDS: dict[str, Any] = {f.name: _field_of(f.name, f.type) for f in fields(Sampling)}
-_SamplingRequest = create_model("_SamplingRequest", __base__=_Strict, **_SAMPLING_FIELDS)
+_SamplingRequest = create_model("_SamplingRequest", __base__=Strict, **_SAMPLING_FIELDS)
 
 
 class _Generating(_SamplingRequest):
@@ -132,6 +78,8 @@ class _Generating(_SamplingRequest):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     logit_bias: dict[_Id, _Bias] | None = Field(default=None, max_length=1024)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
 
     @property
@@ -151,16 +99,15 @@ class _Generating(_SamplingRequest):
 
 
 class ChatRequest(_Generating):
-    """A chat. The fields after `top_logprobs` are accepted only with their default effect."""
+    """A chat. The fields after `tool_choice` are accepted only with their default effect."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
 
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = Field(default=None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -199,7 +146,7 @@ class CompletionRequest(_Generating):
         return [one for one in self.prompt if not isinstance(one, int)]
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """A text, or a chat as the model reads it."""
 
     model: str | None = None
@@ -208,7 +155,7 @@ class TokenizeRequest(_Strict):
     add_special_tokens: bool | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: list[int]
 
@@ -231,7 +178,26 @@ def parse_request(kind: type[Request], body: Any) -> Request:
         raise _only_with("top_logprobs", "logprobs")
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise ApiError("'max_tokens' may be 0 only with 'echo'.", param="max_tokens", code="invalid_value")
+    form = request.response_format if isinstance(request, _Generating) else None
+    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+        raise ApiError(
+            "'response_format.json_schema' belongs to the type 'json_schema', which needs it.",
+            param="response_format.json_schema",
+            code="invalid_value",
+        )
+    if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none" and bound(request):
+        raise ApiError(
+            "A reply that may call tools cannot have a given form as well: leave out 'tools' or 'response_format'.",
+            param="response_format",
+            code="invalid_value",
+        )
     return request
+
+
+def bound(request: _Generating) -> bool:
+    """Whether the text of the reply must have a certain form."""
+    form = request.response_format
+    return request.structured_outputs is not None or (form is not None and form.type != "text")
 
 
 def _only_with(name: str, other: str) -> ApiError:
@@ -244,7 +210,7 @@ def _refusal(error: ValidationError) -> ApiError:
     for place in first["loc"]:
         if isinstance(place, int):
             param += f"[{place}]"
-        elif (place.isidentifier() and place != "str") or not param:
+        elif (place.isidentifier() and place != "str" and not place[0].isupper()) or not param:
             # Skip the names of a union's branches: they are not part of the path.
             param += f".{place}" if param else place
     if first["type"] == "extra_forbidden":

@@ -25,9 +25,10 @@ from starlette.responses import Response
 from quern.generate.engine import Engine
 from quern.serve import generate, schema
 from quern.serve.answers import JSON, Answer, EventStream, as_api_error, error_response
+from quern.serve.api import ApiError
 from quern.serve.frontier import Frontier, Keys
 from quern.serve.metrics import Metrics
-from quern.serve.schema import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from quern.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from quern.serve.worker import Worker
 from quern.text.tokenizer import Tokenizer
 

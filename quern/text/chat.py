@@ -114,8 +114,14 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarra
 
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Encodes a conversation that ends with a user message, up to <|assistant_start|>, where the model continues."""
+    """Encodes a conversation up to where the model continues: <|assistant_start|> after a user message at its end.
+
+    A conversation may also end with a tool's output; the assistant's turn goes on behind it.
+    """
     validate(messages)
+    last = parts(messages[-1])
+    if messages[-1]["role"] == "assistant" and last and last[-1]["type"] == "output":
+        return render(tokenizer, messages)[0][:-1].tolist()
     if messages[-1]["role"] != "user":
         raise ValueError("the last message must be the user's: the assistant answers it")
     ids, _ = render(tokenizer, messages)

@@ -232,13 +232,13 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
         ({"messages": []}, "send at least one message", "messages"),
         (
             {"messages": [{"role": "user"}]},
-            "Missing required parameter: 'messages[0].content'",
-            "messages[0].content",
+            "a user message has 'content'",
+            "messages[0]",
         ),
         (
             {"messages": [{"role": "tool", "content": ""}]},
-            "Invalid value for 'messages[0].role'",
-            "messages[0].role",
+            "must be the id of a call",
+            "messages[0].tool_call_id",
         ),
         ({"messages": [{"role": "user", "content": "", "x": 1}]}, "Unknown parameter", "messages[0].x"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "user", "messages"),
@@ -257,8 +257,6 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
         ({"seed": 2**70}, "Invalid value for 'seed'", "seed"),
         ({"stream": "yes"}, "Invalid value for 'stream'", "stream"),
         ({"stream_options": {"include_usage": True}}, "only allowed when 'stream' is true", "stream_options"),
-        ({"tools": [{"type": "function"}]}, "'tools': the model calls its own calculator", "tools"),
-        ({"tool_choice": "required"}, "leave it out", "tool_choice"),
         ({"logprobs": 3}, "Invalid value for 'logprobs'", "logprobs"),
         ({"top_logprobs": 3}, "only allowed when 'logprobs' is true", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "Invalid value for 'top_logprobs'", "top_logprobs"),
@@ -267,7 +265,6 @@ def test_a_prompt_too_long_is_a_400_with_the_numbers(client: openai.OpenAI, stre
         ({"logit_bias": {"5": 101}}, "give token ids with numbers", "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "99999 is no token", "logit_bias"),
         ({"stop_token_ids": [-1]}, "-1 is no token", "stop_token_ids"),
-        ({"response_format": {"type": "json_object"}}, "plain text", "response_format.type"),
         ({"model": 5}, "Invalid value for 'model'", "model"),
         ({"\ud800": 5}, "Invalid value in the body", None),
     ],
@@ -521,7 +518,7 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -
             openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
             pytest.raises(openai.APIError, match="failed on this request"),
         ):
-            list(client.chat.completions.create(model=NAME, messages=HELLO, stream=True))
+            list(client.chat.completions.create(model=NAME, messages=HELLO, stream=True, seed=5))
         assert httpx.get(f"{base}/health").status_code == 200
 
 

@@ -1,0 +1,222 @@
+"""Replies in a given form: JSON of a schema, a regular expression, one of several texts.
+
+llguidance (https://github.com/guidance-ai/llguidance) says which tokens may come next. It does not know how long the
+reply may become, so a weak model would be cut off in the middle of a string. Here a reply also ends in its form: a
+token is refused if the shortest ending that is found behind it needs more tokens than are left, and the first token of
+the shortest ending stands in its place. The search for an ending is greedy, a byte at a time; where it finds none, the
+reply has the form but may be cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quern.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+KEPT = 64  # compiled grammars
+CHECK_EVERY = 16  # tokens between two searches for an ending while many tokens are left
+MARGIN = 64  # "many": so many more than the last ending and the first one have together
+
+QUOTE, COMMA = ord('"'), ord(",")
+# Bytes that end what is open come first. In a string, that is the quote alone.
+IN_STRING = b'"'
+BETWEEN = b'}]"0,:'
+
+
+class GrammarError(ValueError):
+    """The form cannot be followed, with the reason."""
+
+
+class Grammars:
+    """Compiles forms for one tokenizer and keeps the last ones. Safe to use from several threads.
+
+    Raises:
+        ImportError: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ImportError("replies in a given form need llguidance: pip install llguidance") from error
+        self.tokenizer = tokenizer
+        self._matcher = llguidance.LLMatcher
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def json(self, schema: Mapping[str, Any] | bool) -> Grammar:
+        """JSON that fits a schema, without white space between its parts. Raises GrammarError."""
+        try:
+            text = json.dumps({} if schema is True else schema, allow_nan=False)
+            return self._compile(self._matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}))
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(str(error)) from None
+
+    def regex(self, pattern: str) -> Grammar:
+        """Text that a regular expression matches as a whole. Raises GrammarError."""
+        return self._compile(self._matcher.grammar_from_regex(pattern))
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of several texts. Raises GrammarError."""
+        return self._compile(self._matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
+
+    def _compile(self, grammar: str) -> Grammar:
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+        if kept is None:
+            kept = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
+            if kept.is_error():
+                lines = kept.get_error().strip().splitlines()
+                raise GrammarError(" ".join(lines[:1] + [line for line in lines[1:] if line.startswith("error:")]))
+            with self._lock:
+                self._kept[grammar] = kept
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+        return Grammar(kept, self.tokenizer)
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance reads it. It knows one end token, BOS; `Constraint` puts its own in its place."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = self.bos_token_id = tokenizer.bos
+        self.tokens = [tokenizer.decode_bytes([id]) for id in range(256)]
+        self.tokens += [*tokenizer.merges, *(name.encode("utf-8") for name in tokenizer.special_tokens)]
+        self.special_token_ids = list(tokenizer.special_ids.values())
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+class Grammar:
+    """A compiled form. `start` makes the state of one reply."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer) -> None:
+        self._start, self._tokenizer = matcher, tokenizer
+
+    def shortest(self, most: int) -> int | None:
+        """Tokens of the shortest reply that is found, its end token included; None if it has more than `most`."""
+        ending = _ending(self._start, self._tokenizer, most)
+        return None if ending is None else len(ending) + 1
+
+    def start(self, end: int) -> Constraint:
+        """end: the token that ends the reply."""
+        return Constraint(self._start.deep_copy(), self._tokenizer, end)
+
+
+class Constraint:
+    """Where one reply is in its form. For each token `allowed`, then `choose`, then `push`."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, end: int) -> None:
+        self._matcher, self._tokenizer, self._end = matcher, tokenizer, end
+        self._ending: list[int] | None = None  # from here on, if it was searched at the token before
+        self._length = self._first = 0  # of the ending that was found last, and of the first one
+        self._unchecked = CHECK_EVERY
+
+    @property
+    def failed(self) -> bool:
+        """Whether the form became too complex to follow further."""
+        return self._matcher.is_error()
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may come next: bool (vocabulary,)."""
+        allowed_V = _mask(self._matcher, self._tokenizer)
+        may_end = allowed_V[self._tokenizer.bos]
+        allowed_V[self._tokenizer.bos] = False
+        allowed_V[self._end] = may_end or not allowed_V.any()
+        return allowed_V
+
+    def choose(self, token: int, left: int) -> int:
+        """The token itself, or the first one of the shortest ending.
+
+        Args:
+            token: An allowed token.
+            left: Tokens of the reply that may still come, this one included.
+        """
+        if token == self._end:
+            return token
+        self._unchecked += 1
+        if self._unchecked < CHECK_EVERY and left - self._length - self._first > MARGIN:
+            self._ending = None
+            return token
+        self._unchecked = 0
+        after = self._matcher.deep_copy()
+        after.consume_token(token)
+        ending = _ending(after, self._tokenizer, left - 1)
+        if ending is None:  # nothing that fits is behind the token
+            if self._ending is None:
+                self._ending = _ending(self._matcher, self._tokenizer, left)
+            if self._ending is None:
+                return token
+            token, *ending = [*self._ending, self._end]
+            ending = ending[:-1]
+        self._ending, self._length = ending, len(ending)
+        self._first = self._first or self._length
+        return token
+
+    def push(self, token: int) -> None:
+        if token != self._end:
+            self._matcher.consume_token(token)
+
+
+def _mask(matcher: LLMatcher, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens that may come next; BOS stands for the end."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bits, count=tokenizer.vocab_size, bitorder="little").astype(bool)
+
+
+def _ending(matcher: LLMatcher, tokenizer: Tokenizer, most: int) -> list[int] | None:
+    """Tokens that complete the form, without the end token; None if none are found, or `most` or more."""
+    for spread in (False, True):
+        found = _greedy(matcher.deep_copy(), tokenizer, 4 * most, spread)
+        if found is not None:
+            tokens = _tokens(found, tokenizer)
+            if matcher.validate_tokens(tokens) < len(tokens):
+                tokens = [tokenizer.single_bytes.index(byte) for byte in found]
+            return tokens if len(tokens) < most else None
+    return None
+
+
+def _tokens(text: bytes, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of bytes, whose first ones may complete a character."""
+    start = next((at for at, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
+    front = [tokenizer.single_bytes.index(byte) for byte in text[:start]]
+    return front + tokenizer.encode(text[start:].decode("utf-8", "replace"))
+
+
+def _greedy(matcher: LLMatcher, tokenizer: Tokenizer, most: int, spread: bool) -> bytes | None:
+    """Bytes that complete the form, each the one that closes most, otherwise (spread: always) the one used least."""
+    found = bytearray()
+    used = [0] * 256
+    byte_of = tokenizer.single_bytes  # ids 0 to 255 are the single bytes
+    while not (matcher.is_accepting() or matcher.is_error()):
+        allowed = np.flatnonzero(_mask(matcher, tokenizer)).tolist()
+        ok = {byte_of[id] for id in allowed if id < 256}
+        if not allowed or len(found) >= most:
+            return None
+        if not ok:  # where only one text can follow, its usual tokens are allowed and no others
+            found += tokenizer.decode_bytes(allowed[:1])
+            matcher.consume_token(allowed[0])
+            continue
+        order = () if spread else IN_STRING if QUOTE in ok and COMMA in ok else BETWEEN
+        byte = next((one for one in order if one in ok), -1)
+        if byte < 0:
+            byte = min(ok, key=lambda one: (used[one], one))
+        used[byte] += 1
+        found.append(byte)
+        matcher.consume_token(byte_of.index(byte))
+    return None if matcher.is_error() else bytes(found)

@@ -1,0 +1,35 @@
+"""What every request of the API shares: its errors, and strict validation of its fields."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ApiError(Exception):
+    """An error for the client, in OpenAI's shape: {"error": {message, type, param, code}}."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **(extra or {})}}
+
+
+def invalid(param: str, why: object) -> ApiError:
+    """The error for a parameter with a wrong value."""
+    return ApiError(f"Invalid value for '{param}': {why}.", param=param, code="invalid_value")
+
+
+class Strict(BaseModel):
+    """A part of a request: unknown fields are refused, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

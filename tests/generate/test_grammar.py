@@ -1,0 +1,154 @@
+"""Replies in a given form: whatever an untrained model would say, the text has the form and ends in time.
+
+The oracle is jsonschema-rs for schemas, Python's `re` for expressions. The last test takes the ending away and sees the
+texts being cut off.
+"""
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from quern.generate import grammar as grammar_module
+from quern.generate.grammar import Grammar, GrammarError, Grammars
+from quern.generate.sample import Sampling
+from quern.text.chat import render_prompt
+from tests.support.toy_engine import toy_engine, toy_tokenizer
+
+TOKENIZER = toy_tokenizer()
+END = TOKENIZER.special("<|assistant_end|>")
+ROOM = 400
+NODE = {"type": "object", "properties": {"child": {"$ref": "#/$defs/n"}, "v": {"type": "number"}}, "required": ["v"]}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {
+    "any": True,
+    "object": {"type": "object"},
+    "person": PERSON,
+    "recursive": {"$defs": {"n": NODE}, "$ref": "#/$defs/n"},
+    "pattern": {"type": "string", "pattern": "^[}]+x$"},
+    "long": {"type": "string", "minLength": 9, "maxLength": 12},
+    "booleans": {"type": "array", "items": {"type": "boolean"}, "minItems": 3},
+    "date": {"type": "string", "format": "date-time"},
+    "range": {"type": "integer", "minimum": 1000, "maximum": 2000},
+    "either": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"ä ö": {"const": "x y"}}}]},
+}
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER)
+
+
+def walk(form: Grammar, room: int, seed: int) -> tuple[str, bool]:
+    """A reply of a model that finds every allowed token equally likely; whether it ended by itself."""
+    random, constraint, ids = np.random.default_rng(seed), form.start(END), []
+    while len(ids) < room:
+        allowed_V = constraint.allowed()
+        token = constraint.choose(int(random.choice(np.flatnonzero(allowed_V))), room - len(ids))
+        if token == END:
+            return TOKENIZER.decode_bytes(ids).decode("utf-8"), True
+        constraint.push(token)
+        assert not constraint.failed
+        ids.append(token)
+    return TOKENIZER.decode_bytes(ids).decode("utf-8", "replace"), False
+
+
+def read(text: str) -> Any:
+    """JSON with every fraction as 0.5: 7E457 is a number of JSON, but none of Python's."""
+    return json.loads(text, parse_float=lambda _: 0.5)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_json_fits_its_schema_and_ends_in_time(name: str) -> None:
+    form = grammars().json(SCHEMAS[name])
+    least = form.shortest(ROOM)
+    assert least is not None and form.shortest(least) == least and form.shortest(least - 1) is None
+    check = jsonschema_rs.validator_for(SCHEMAS[name])
+    for seed in range(12):
+        text, ended = walk(form, least + 7 * seed, seed)
+        assert ended, text
+        check.validate(read(text))
+    assert walk(form, 120, 1) == walk(grammars().json(SCHEMAS[name]), 120, 1)
+
+
+@pytest.mark.parametrize("pattern", [r"[a-z]*[0-9]{3}", r"(ab)*c", r"[A-Z][a-z]+ [0-9]+ (mills|stones)\.", r"é+ü"])
+def test_text_that_an_expression_matches(pattern: str) -> None:
+    form = grammars().regex(pattern)
+    least = form.shortest(ROOM)
+    assert least is not None
+    for seed in range(25):
+        text, ended = walk(form, least + 3 * seed, seed)
+        assert ended and re.fullmatch(pattern, text), text
+
+
+def test_one_of_several_texts() -> None:
+    texts = ["yes", "no\n", 'ü"x\\', "👋🏽 no", "<|bos|>"]
+    form = grammars().choice(texts)
+    assert {walk(form, 40, seed)[0] for seed in range(60)} == set(texts)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: grammars().json({"type": "strin"}), "Invalid type: strin"),
+        (lambda: grammars().json({"$ref": "#/none"}), "does not exist"),
+        (lambda: grammars().json({"not": {"type": "string"}}), "not"),
+        (lambda: grammars().json(False), "object"),
+        (lambda: grammars().regex("(a|b"), "unclosed group"),
+        (lambda: grammars().regex("(?=x)"), "look-around"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(make: Any, words: str) -> None:
+    with pytest.raises(GrammarError, match=words):
+        make()
+
+
+def test_an_untrained_model_answers_in_json() -> None:
+    """Every row of one batch has its own form or none; rows without one are the same as alone."""
+    engine = toy_engine(context=256)
+    prompt = render_prompt(TOKENIZER, [{"role": "user", "content": "Who?"}])
+    forms = [grammars().json(SCHEMAS[name]) for name in ("person", "recursive", "date")]
+    [[alone]] = toy_engine(context=256).generate([prompt], max_tokens=60, seed=3)
+    open_ones = [engine.submit([prompt], max_tokens=90, seed=seed, form=forms[seed]) for seed in range(3)]
+    [[beside]] = engine.generate([prompt], max_tokens=60, seed=3)
+    assert beside == alone
+    while any(one.unfinished for one in open_ones):
+        engine.step()
+    for one, name in zip(open_ones, ("person", "recursive", "date"), strict=True):
+        reply = one.events[-1].value
+        assert not isinstance(reply, tuple) and reply.finish_reason == "stop"
+        jsonschema_rs.validator_for(SCHEMAS[name]).validate(read(reply.text))
+    [[greedy]] = engine.generate([prompt], max_tokens=90, sampling=Sampling(0), form=forms[0])
+    jsonschema_rs.validator_for(PERSON).validate(read(greedy.text))
+    with pytest.raises(GrammarError, match="ends within 12 tokens"):
+        engine.submit([prompt], max_tokens=12, form=forms[0])
+
+
+def test_a_call_is_json_of_the_schema() -> None:
+    engine = toy_engine(context=256)
+    prompt = render_prompt(TOKENIZER, [{"role": "user", "content": "Who?"}])
+    [[reply]] = engine.generate([prompt], max_tokens=80, calls=grammars().json(PERSON), must_call=True)
+    assert reply.finish_reason == "tool_calls" and reply.text == ""
+    assert [part["type"] for part in reply.parts] == ["tool"] and not reply.sampled[0]
+    jsonschema_rs.validator_for(PERSON).validate(json.loads(reply.parts[0]["text"]))
+
+
+def test_without_the_search_for_an_ending_texts_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = grammars().json(PERSON)
+    least = form.shortest(ROOM)
+    assert least is not None
+    monkeypatch.setattr(grammar_module, "_ending", lambda *_: None)
+    assert not all(walk(form, least + 7 * seed, seed)[1] for seed in range(12))
