@@ -111,7 +111,7 @@ def running(engine: Engine) -> Iterator[int]:
     """A server in this process, as `quern serve` runs it; yields its port."""
     prepare_threads()
     with listen("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(engine, engine.tokenizer, NAME), log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(create_app({NAME: engine}), log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:

@@ -223,4 +223,20 @@ class ServeOptions(_ModelOptions):
     access_log: Annotated[Path | None, UNSAID] = None
     """Append a JSON line for each request, without its text. Default: no log."""
     prefix_megabytes: float = 256.0
-    """Memory for prompts that were read, so that later ones with the same beginning start sooner; 0 for none."""
+    """Memory of each model for prompts that were read: later ones with the same beginning start sooner. 0 for none."""
+    also: tuple[str, ...] = ()
+    """Further runs to serve. Requests choose by name: quern-RUN."""
+    watch_seconds: float = 0.0
+    """Look so often for a newer checkpoint, and send new requests to it; 0 for never."""
+    requests_per_minute: int = 0
+    """The most requests for replies by one holder of a key, or by one address without keys; 0 for any number."""
+    requests_at_once: int = 0
+    """The most open requests for replies by one holder of a key, or by one address without keys; 0 for any number."""
+    request_seconds: float = 600.0
+    """The longest time that a request may take."""
+    cors: tuple[str, ...] = ()
+    """Origins, as https://example.org, whose web pages may use the API in a browser. Default: none."""
+    tls_cert: Annotated[Path | None, UNSAID] = None
+    """The file of a certificate (PEM), to serve HTTPS; with --tls-key. Default: HTTP."""
+    tls_key: Annotated[Path | None, UNSAID] = None
+    """The file of the certificate's private key (PEM). Default: HTTP."""

@@ -256,25 +256,38 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 def verb_serve(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, ServeOptions)
     try:
-        from quern.serve.frontier import Keys
-        from quern.serve.server import WARM_ROWS, listen, serve
+        from quern.runs.run_dir import RunDir
+        from quern.serve import command
+        from quern.serve.frontier import Gate, Keys
+        from quern.serve.server import LOOPBACK
+        from quern.serve.worker import Limits
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise ValueError("HTTPS needs both files: give --tls-cert and --tls-key")
+    tls = (options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
+    machine = options.where.machine(log=log)
+    sources = {
+        f"quern-{run}": command.Source(RunDir(options.where.out, run), options.stage, machine, options.prefix_megabytes)
+        for run in (options.where.run, *options.also)
+    }
     with contextlib.ExitStack() as opened:
-        keys, access = None if options.keys is None else Keys.read(options.keys), None
+        access = None
         if options.access_log is not None:
             file = opened.enter_context(options.access_log.open("a", encoding="utf-8"))
             access = functools.partial(print, file=file, flush=True)
-        # Clients that come now wait until the model is compiled.
-        listener = opened.enter_context(listen(options.host, options.port))
-        engine, loaded = open_engine(options, max_rows=WARM_ROWS[-1], prefix_megabytes=options.prefix_megabytes)
-        if engine.machine.compile:
-            sizes = ", ".join(map(str, WARM_ROWS))
-            log(f"compiling for {sizes} replies at a time: a minute or two the first time, seconds later on")
-        engine.warm_up(WARM_ROWS)
-        name, port = f"quern-{options.where.run}", listener.getsockname()[1]
-        log(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")
-        serve(engine, loaded.tokenizer, name, listener, options.host, keys, access)
+        gate = Gate(
+            hosts=LOOPBACK if options.host in LOOPBACK else None,
+            keys=None if options.keys is None else Keys.read(options.keys),
+            log=access,
+            per_minute=options.requests_per_minute,
+            at_once=options.requests_at_once,
+            origins=options.cors,
+        )
+        limits = Limits(seconds=options.request_seconds)
+        command.run(
+            sources, options.host, options.port, gate, limits, log, watch_seconds=options.watch_seconds, tls=tls
+        )
     return 0
 
 

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from quern.generate.reply import Completion, Delta, Token
 from quern.generate.scheduler import Event
-from quern.serve.api import ApiError
-from quern.serve.worker import Busy, Job, Stopped
+from quern.serve.requests.errors import ApiError
+from quern.serve.worker import Job
 from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
@@ -132,7 +132,7 @@ class Answer(ABC):
         self.job, self.tokenizer, self.model, self.logprobs = job, tokenizer, model, logprobs
         self.prompts, self.samples = prompts, samples
         self.choices = [Choice(calls) for _ in range(len(prompts) * samples)]
-        self._identifier, self._created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
+        self._identifier, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The content of a choice's first chunk, if there is one before the first piece."""
@@ -229,7 +229,7 @@ class Answer(ABC):
         return index, self.choices[index]
 
     def _body(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": self._identifier, "object": kind, "created": self._created, "model": self.model}
+        head = {"id": self._identifier, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **more}
 
 
@@ -325,16 +325,12 @@ def server_sent(data: dict[str, Any]) -> str:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The error for the client: 429 and 503 mean try again later, 500 is an unexpected error."""
+    """The error for the client; 500 for an unexpected one."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Busy):
-        return ApiError(f"The server is busy: {error}. Try again later.", status=429, kind="rate_limit_error")
-    if isinstance(error, Stopped):
-        return ApiError(f"The server is unavailable: {error}.", status=503, kind="server_error")
     return ApiError("The server failed on this request.", status=500, kind="server_error")
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    headers = {"retry-after": str(error.retry_after)} if error.status in (429, 503) else None
     return JSON(error.body, error.status, headers=headers)

@@ -1,21 +1,24 @@
-"""What every request passes first: the host names that are answered for, API keys, security headers, the access log."""
+"""What every request passes first: host names, API keys, rates, security headers, the access log."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
+import math
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.serve.answers import error_response
-from quern.serve.api import ApiError
+from quern.serve.requests.errors import ApiError
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -24,6 +27,9 @@ SECURITY_HEADERS = {
 }
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/metrics")
 """Paths that need a key, if the server has keys. The page and /health are public."""
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Paths whose requests count for the rates."""
+MOST_CLIENTS = 10_000  # whose rates are remembered
 
 
 class Keys:
@@ -60,25 +66,74 @@ class Keys:
         return found[0] if found and kind.lower() == "bearer" else None
 
 
+@dataclass(frozen=True)
+class Gate:
+    """Who may come in, and how often."""
+
+    hosts: Sequence[str] | None = None
+    """The accepted host names; None for any."""
+    keys: Keys | None = None
+    """The keys that are accepted; None for no keys."""
+    log: Callable[[str], None] | None = None
+    """Takes a JSON line for each request when it has ended; no line has text of a prompt or a reply."""
+    per_minute: int = 0
+    """The most requests for replies that the holder of a key may make in a minute; 0 for any number. Without keys, this
+    and `at_once` count by the client's address."""
+    at_once: int = 0
+    """The most requests for replies that a holder may have open at the same time; 0 for any number."""
+    origins: Sequence[str] = ()
+    """Web pages of these origins may use the API in a browser."""
+
+
+class Rates:
+    """Counts the requests of each client, who gains 1/60 of `per_minute` each second and keeps a minute's worth."""
+
+    def __init__(self, per_minute: int, at_once: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute, self._at_once, self._clock = per_minute, at_once, clock
+        self._left: dict[str, tuple[float, float]] = {}  # client → requests left, and when
+        self._open: Counter[str] = Counter()
+
+    def enter(self, client: str) -> ApiError | None:
+        """Counts a request in, or says why it has to wait. Call `leave` for one that was let in."""
+        if self._at_once and self._open[client] >= self._at_once:
+            return _too_many(f"{self._at_once} of your requests are open already", 1)
+        if self._per_minute:
+            now = self._clock()
+            left, before = self._left.get(client, (float(self._per_minute), now))
+            left = min(self._per_minute, left + (now - before) * self._per_minute / 60)
+            self._left[client] = (left, now)
+            if left < 1:
+                wait = math.ceil((1 - left) * 60 / self._per_minute)
+                return _too_many(f"you may make {self._per_minute} requests a minute", wait)
+            self._left[client] = (left - 1, now)
+            if len(self._left) > MOST_CLIENTS:  # a client that is forgotten has a whole minute's worth again
+                self._left.pop(next(iter(self._left)))
+        self._open[client] += 1
+        return None
+
+    def leave(self, client: str) -> None:
+        self._open[client] -= 1
+        if self._open[client] <= 0:
+            del self._open[client]
+
+
+def _too_many(why: str, seconds: int) -> ApiError:
+    return ApiError(
+        f"Too many requests: {why}. Try again in {seconds} s.",
+        status=429,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after=seconds,
+    )
+
+
 class Frontier:
-    """Middleware.
+    """Middleware. gate: Who may come in."""
 
-    Args:
-        app: The application.
-        hosts: The accepted host names; None for any.
-        keys: The keys that are accepted; None for no keys.
-        log: Takes a JSON line for each request when it has ended; no line has text of a prompt or a reply.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Sequence[str] | None,
-        keys: Keys | None = None,
-        log: Callable[[str], None] | None = None,
-    ) -> None:
-        self._app, self._keys, self._log = app, keys, log
-        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app, self._keys, self._log = app, gate.keys, gate.log
+        self._hosts = None if gate.hosts is None else {host.lower() for host in gate.hosts}
+        self._rates = Rates(gate.per_minute, gate.at_once)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,18 +156,26 @@ class Frontier:
                 line["status"] = message["status"]
             await send(message)
 
+        client = holder or (scope["client"] or ("",))[0]
+        counted = False
         try:
-            refusal = self._refusal(headers.get("host", ""), scope["path"], holder)
+            refusal = self._refusal(headers.get("host", ""), scope["path"], holder, scope["method"])
+            if refusal is None and scope["method"] == "POST" and scope["path"].startswith(GENERATING):
+                refusal = self._rates.enter(client)
+                counted = refusal is None
             app = self._app if refusal is None else error_response(refusal)
             await app(scope, receive, send_with_headers)
         finally:
+            if counted:
+                self._rates.leave(client)
             if self._log is not None:
                 self._log(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
 
-    def _refusal(self, host: str, path: str, holder: str | None) -> ApiError | None:
+    def _refusal(self, host: str, path: str, holder: str | None, method: str) -> ApiError | None:
         if self._hosts is not None and host_name(host) not in self._hosts:
             return ApiError(f"This server does not answer for the host {host!r}.", status=403, code="foreign_host")
-        if self._keys is not None and holder is None and path.startswith(GUARDED):
+        # A browser asks with OPTIONS, without a key, whether a page of another origin may send its request.
+        if self._keys is not None and holder is None and path.startswith(GUARDED) and method != "OPTIONS":
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
             return ApiError(message, status=401, code="invalid_api_key", kind="authentication_error")
         return None

@@ -11,12 +11,12 @@ from quern.generate.engine import Engine
 from quern.generate.grammar import Grammar
 from quern.generate.reply import Completion, Token
 from quern.generate.scheduler import Event, Generation
-from quern.serve.answers import UNKNOWN, Chat, Text, as_api_error
-from quern.serve.api import ApiError, invalid
-from quern.serve.forms import NamedTool, calls_of, describe, form_of
-from quern.serve.messages import ChatMessage, turns
-from quern.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest, bound
-from quern.serve.worker import Busy, Stopped, Worker
+from quern.serve.answers import UNKNOWN, Chat, Text
+from quern.serve.models import Model
+from quern.serve.requests.errors import ApiError, invalid
+from quern.serve.requests.forms import NamedTool, calls_of, describe, form_of
+from quern.serve.requests.messages import ChatMessage, turns
+from quern.serve.requests.schema import ChatRequest, CompletionRequest, TokenizeRequest, bound
 from quern.text.chat import render_prompt, render_text
 from quern.text.tokenizer import Tokenizer
 
@@ -24,16 +24,14 @@ DEFAULT_TEXT_TOKENS = 16
 """Tokens of a completion whose request does not say, as in OpenAI's API."""
 
 
-async def chat(worker: Worker, tokenizer: Tokenizer, name: str, request: ChatRequest) -> Chat:
+async def chat(model: Model, request: ChatRequest) -> Chat:
     """Queues a chat. Raises ApiError if it cannot be served."""
-    prompt, options = await asyncio.to_thread(_read_chat, worker.engine, request)
+    engine, worker = model.engine, model.worker
+    prompt, options = await asyncio.to_thread(_read_chat, engine, request)
     top = request.top()
     logprobs = False if top is None else top
-    try:
-        job = worker.submit(lambda: worker.engine.submit([prompt], logprobs=logprobs, **options))
-    except (Busy, Stopped) as error:
-        raise as_api_error(error) from None
-    return Chat(job, tokenizer, name, [prompt], request.n or 1, top is not None, calls="calls" in options)
+    job = worker.submit(lambda: engine.submit([prompt], logprobs=logprobs, **options))
+    return Chat(job, model.tokenizer, model.name, [prompt], request.n or 1, top is not None, calls="calls" in options)
 
 
 def _read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[str, Any]]:
@@ -55,22 +53,19 @@ def _read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[st
     return prompt, options
 
 
-async def texts(worker: Worker, tokenizer: Tokenizer, name: str, request: CompletionRequest) -> Text:
+async def texts(model: Model, request: CompletionRequest) -> Text:
     """Queues the continuation of texts. Raises ApiError if it cannot be served."""
-    prompts = await asyncio.to_thread(_text_tokens, tokenizer, request.prompts())
-    engine = worker.engine
+    engine, worker = model.engine, model.worker
+    prompts = await asyncio.to_thread(_text_tokens, model.tokenizer, request.prompts())
     wanted = DEFAULT_TEXT_TOKENS if request.max_tokens is None else request.max_tokens
     for prompt in prompts:
         _require_room(prompt, engine.context + (wanted == 0), "prompt")
     shared = await asyncio.to_thread(_options, engine, request, max(prompts, key=len), wanted)
     options = shared | {"max_tokens": min(wanted, engine.context), "plain": True}
     logprobs = False if request.logprobs is None else request.logprobs
-    try:
-        echo = (
-            await worker.call(lambda: [_echo(worker, prompt, logprobs) for prompt in prompts]) if request.echo else None
-        )
-    except Stopped as error:
-        raise as_api_error(error) from None
+    echo = None
+    if request.echo:
+        echo = await worker.call(lambda: [_echo(engine, prompt, logprobs) for prompt in prompts])
 
     def begin() -> Generation:
         if wanted:
@@ -81,18 +76,15 @@ async def texts(worker: Worker, tokenizer: Tokenizer, name: str, request: Comple
                 done.events.append(Event(number, sample, Completion([], "", "length", [], len(prompt))))
         return done
 
-    try:
-        job = worker.submit(begin)
-    except (Busy, Stopped) as error:
-        raise as_api_error(error) from None
-    return Text(job, tokenizer, name, prompts, request.n or 1, logprobs is not False, echo=echo)
+    job = worker.submit(begin)
+    return Text(job, model.tokenizer, model.name, prompts, request.n or 1, logprobs is not False, echo=echo)
 
 
-def _echo(worker: Worker, prompt: Sequence[int], logprobs: bool | int) -> tuple[str, list[Token]]:
+def _echo(engine: Engine, prompt: Sequence[int], logprobs: bool | int) -> tuple[str, list[Token]]:
     """The text of a prompt and, if they are asked for, its tokens' log-probabilities; BOS is no text."""
-    tokenizer = worker.engine.tokenizer
+    tokenizer = engine.tokenizer
     own = prompt[1:] if prompt[0] == tokenizer.bos else prompt
-    scored = [] if logprobs is False else worker.engine.read(prompt, logprobs)
+    scored = [] if logprobs is False else engine.read(prompt, logprobs)
     if own is prompt and logprobs is not False:  # nothing stands before its first token
         scored.insert(0, Token(prompt[0], UNKNOWN, [], 0))
     text, decoder, placed = "", codecs.getincrementaldecoder("utf-8")("replace"), []

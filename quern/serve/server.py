@@ -1,38 +1,31 @@
-"""The HTTP server: an OpenAI-compatible chat API over one engine, and the page to chat on.
+"""The HTTP server: an OpenAI-compatible API over one or more engines, and the page to chat on.
 
-`create_app` builds the application, `serve` runs it, by default on loopback. Cross-origin requests fail: a body must
-be declared as JSON, which browsers send across origins only with a permission that the server never gives, and a
-request for another host name is refused. Requests are in schema.py, responses in answers.py, what leads from the one to
-the other in generate.py, the generating thread in worker.py.
+`create_app` builds the application, `serve` runs it, by default on loopback. Cross-origin requests fail, unless an
+origin is named: a body must be declared as JSON, which browsers send across origins only with a permission, and a
+request for another host name is refused. What every request passes first is in frontier.py, the paths are in routes.py,
+requests in schema.py, responses in answers.py, what leads from the one to the other in generate.py, the generating
+thread in worker.py.
 """
 
 import asyncio
 import contextlib
-import json
 import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from quern.generate.engine import Engine
-from quern.serve import generate, schema
-from quern.serve.answers import JSON, Answer, EventStream, as_api_error, error_response
-from quern.serve.api import ApiError
-from quern.serve.frontier import Frontier, Keys
-from quern.serve.metrics import Metrics
-from quern.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from quern.serve.worker import Worker
-from quern.text.tokenizer import Tokenizer
+from quern.serve.frontier import Frontier, Gate
+from quern.serve.models import Models
+from quern.serve.routes import add_routes
+from quern.serve.worker import Limits
 
-MAX_BODY_BYTES = 1 << 20
 DRAIN_SECONDS = 30
 """Replies that are being written when the server is asked to stop have so long to end."""
 WARM_ROWS = (1, 8, 32)
@@ -48,85 +41,49 @@ PAGE = {
 
 
 def create_app(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    name: str,
-    *,
-    hosts: Sequence[str] | None = LOOPBACK,
-    max_waiting: int = 256,
-    keys: Keys | None = None,
-    log: Callable[[str], None] | None = None,
+    engines: Mapping[str, Engine],
+    gate: Gate | None = None,
+    limits: Limits | None = None,
+    watch: Callable[[Models], Awaitable[None]] | None = None,
 ) -> FastAPI:
-    """Builds the application. name: the model's name; hosts, keys, log: as in `Frontier`."""
-    metrics = Metrics(engine, name)
-    worker = Worker(engine, metrics, max_waiting)
-    created = int(time.time())
+    """Builds the application.
+
+    Args:
+        engines: The engines by the names of their models.
+        gate: Who may come in; by default everyone who asks for a loopback host.
+        limits: Of each engine's requests.
+        watch: Runs beside the server, to replace models.
+    """
+    models = Models(engines, limits or Limits())
+    gate = gate or Gate(hosts=LOOPBACK)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        models.start()
+        watching = None if watch is None else asyncio.ensure_future(watch(models))
         try:
             yield
         finally:
-            await asyncio.to_thread(worker.stop)
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            await asyncio.to_thread(models.stop)
 
     # The interactive documentation would load scripts from other hosts.
-    app = FastAPI(title="quern", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Frontier, hosts=hosts, keys=keys, log=log)
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_failure)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return JSON({"status": "ok"}) if worker.alive else JSON({"status": "the engine has stopped"}, 503)
-
-    @app.get("/metrics")
-    async def show_metrics() -> Response:
-        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSON({"object": "list", "data": [model_body(name, created, engine.context)]})
-
-    @app.get("/v1/models/{model:path}")
-    async def one_model(model: str) -> Response:
-        require_model(model, name)
-        return JSON(model_body(name, created, engine.context))
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(http: Request) -> Response:
-        request = schema.parse_request(ChatRequest, await read_json(http))
-        require_model(request.model, name)
-        return await respond(http, request, await generate.chat(worker, tokenizer, name, request))
-
-    @app.post("/v1/completions")
-    async def completions(http: Request) -> Response:
-        request = schema.parse_request(CompletionRequest, await read_json(http))
-        require_model(request.model, name)
-        return await respond(http, request, await generate.texts(worker, tokenizer, name, request))
-
-    @app.post("/tokenize")
-    async def tokenize(http: Request) -> Response:
-        request = schema.parse_request(TokenizeRequest, await read_json(http))
-        require_model(request.model or name, name)
-        tokens = await asyncio.to_thread(generate.tokens_of, tokenizer, request)
-        return JSON({"count": len(tokens), "max_model_len": engine.context, "tokens": tokens})
-
-    @app.post("/detokenize")
-    async def detokenize(http: Request) -> Response:
-        request = schema.parse_request(DetokenizeRequest, await read_json(http))
-        require_model(request.model or name, name)
-        generate.require_tokens(tokenizer, request.tokens, "tokens")
-        return JSON({"prompt": tokenizer.decode(request.tokens)})
-
+    app = FastAPI(title="quern", lifespan=lifespan, docs_url=None, redoc_url=None)
+    if gate.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=gate.origins, allow_methods=["*"], allow_headers=["*"], max_age=600
+        )
+    app.add_middleware(Frontier, gate=gate)
+    add_routes(app, models)
     for path, (file, media_type) in PAGE.items():
         content = (WEB / file).read_bytes()
 
         async def page(content: bytes = content, media_type: str = media_type) -> Response:
             return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
 
-        app.add_api_route(path, page, methods=["GET"])
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     return app
 
 
@@ -135,20 +92,10 @@ def prepare_threads() -> None:
     sys.setswitchinterval(0.0005)
 
 
-def serve(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    name: str,
-    listener: socket.socket,
-    host: str,
-    keys: Keys | None = None,
-    log: Callable[[str], None] | None = None,
-) -> None:
-    """Serves on a socket of `listen` until interrupted. host: the host of `listen`; keys, log: as in `Frontier`."""
-    hosts = LOOPBACK if host in LOOPBACK else None
+def serve(app: FastAPI, listener: socket.socket, **tls: Any) -> None:
+    """Serves on a socket of `listen` until interrupted. tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config."""
     prepare_threads()
-    app = create_app(engine, tokenizer, name, hosts=hosts, keys=keys, log=log)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
     uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -162,67 +109,3 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise OSError(f"cannot serve at {host}:{port} ({reason}): choose another --port or --host") from error
-
-
-def require_model(asked: str, name: str) -> None:
-    if asked != name:
-        raise ApiError(
-            f"The model '{asked}' does not exist; this server has '{name}'.",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-
-
-async def read_json(http: Request) -> Any:
-    """Decodes the body. Raises ApiError for a wrong media type, a body that is too large, or invalid JSON."""
-    media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise ApiError("Send the body as JSON, with the header 'Content-Type: application/json'.", status=415)
-    body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages.", status=413)
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError("The body is not valid JSON.") from None
-
-
-async def respond(http: Request, request: ChatRequest | CompletionRequest, answer: Answer) -> Response:
-    """The stream, or the complete response. The job is cancelled if the client disconnects."""
-    if request.stream:
-        return EventStream(answer.job, answer.stream(request.include_usage))
-    finished = asyncio.ensure_future(answer.whole())
-    gone = asyncio.ensure_future(disconnected(http))
-    try:
-        await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return JSON(finished.result()) if finished.done() else Response(status_code=499)
-    finally:
-        answer.job.cancel()
-        finished.cancel()
-        gone.cancel()
-
-
-async def disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-def model_body(name: str, created: int, context: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "quern", "max_model_len": context}
-
-
-async def on_api_error(_: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error))
-
-
-async def on_http_error(http: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    words = {404: "There is nothing at", 405: f"{http.method} is not allowed at"}
-    return error_response(ApiError(f"{words.get(status, 'Error at')} {http.url.path}.", status=status))
-
-
-async def on_failure(_: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error))

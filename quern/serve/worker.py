@@ -11,30 +11,39 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from quern.generate.engine import Engine
 from quern.generate.scheduler import Event, Generation
-from quern.serve.metrics import Metrics
+from quern.serve.metrics import ModelMetrics
+from quern.serve.requests.errors import ApiError
 
 PREFILL_TOKENS = 256
 """Prompt tokens that are read beside one token of each running request."""
 
 
-class Busy(Exception):
-    """Too many requests are waiting."""
+def stopped(why: str) -> ApiError:
+    return ApiError(f"The server is unavailable: {why}.", status=503, kind="server_error")
 
 
-class Stopped(Exception):
-    """The worker has stopped or is about to."""
+@dataclass(frozen=True)
+class Limits:
+    """Of one engine's requests."""
+
+    waiting: int = 256
+    """Rows that may wait for a seat; further requests are refused."""
+    seconds: float = 600.0
+    """The longest time from a request's arrival to its last token."""
 
 
 class Job:
     """One request. `submit` starts it in the worker's thread; iterate over `batches` to receive its events."""
 
-    def __init__(self, submit: Callable[[], Generation]) -> None:
+    def __init__(self, submit: Callable[[], Generation], seconds: float) -> None:
         self._submit = submit
         self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(seconds, self._expire, seconds)
         self._items: asyncio.Queue[list[Event] | BaseException | None] = asyncio.Queue()
         self._cancelled = False
         self.generation: Generation | None = None
@@ -42,10 +51,15 @@ class Job:
         self.started = False
 
     def cancel(self) -> None:
-        """The request leaves the batch at its next token. Harmless after its end."""
+        """The request leaves the batch at its next token. Harmless after its end. In the event loop or the worker."""
         self._cancelled = True
         if self.generation is not None:
             self.generation.cancel()
+
+    def _expire(self, seconds: float) -> None:
+        self.cancel()
+        message = f"The reply took longer than {seconds:g} s: ask for fewer tokens, or try again later."
+        self._items.put_nowait(ApiError(message, status=504, kind="server_error", code="timeout"))
 
     @property
     def cancelled(self) -> bool:
@@ -82,14 +96,16 @@ class Worker:
     Args:
         engine: Used by the worker's thread alone once it has started.
         metrics: Counts what happens.
-        max_waiting: Rows that may wait for a seat; `submit` raises Busy for more.
+        limits: How many rows may wait, and how long a request may take.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics, max_waiting: int = 256) -> None:
+    def __init__(self, engine: Engine, metrics: ModelMetrics, limits: Limits) -> None:
         self.engine, self.metrics = engine, metrics
-        self._max_waiting = max_waiting
+        self._limits = limits
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._open: list[Job] = []
+        # Jobs, the first counted in the event loop alone, the second in the worker's thread alone.
+        self._submitted = self._ended = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="quern-engine", daemon=True)
 
@@ -105,20 +121,31 @@ class Worker:
         """Rows and requests that have no seat yet."""
         return self._inbox.qsize() + len(self.engine.scheduler.waiting)
 
+    @property
+    def open(self) -> bool:
+        """Whether a request is waiting or being answered."""
+        return self._submitted > self._ended
+
     def submit(self, submit: Callable[[], Generation]) -> Job:
-        """Queues a request. Must be called in the event loop that reads the job."""
+        """Queues a request. Must be called in the event loop that reads the job.
+
+        Raises:
+            ApiError: Too many rows are waiting (429), or the worker has stopped (503).
+        """
         if not self.alive:
-            raise Stopped("the engine is not running")
-        if self.waiting >= self._max_waiting:
-            raise Busy(f"{self._max_waiting} requests are waiting already")
-        job = Job(submit)
+            raise stopped("the engine is not running")
+        if self.waiting >= self._limits.waiting:
+            message = f"The server is busy: {self._limits.waiting} requests are waiting already. Try again later."
+            raise ApiError(message, status=429, kind="rate_limit_error")
+        job = Job(submit, self._limits.seconds)
+        self._submitted += 1
         self._inbox.put(job)
         return job
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Runs a function in the worker's thread, between two steps; returns its result."""
         if not self.alive:
-            raise Stopped("the engine is not running")
+            raise stopped("the engine is not running")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
@@ -147,7 +174,7 @@ class Worker:
                 try:
                     self.engine.step(PREFILL_TOKENS)
                 except Exception as error:  # the readers report the error; the thread goes on
-                    _send([(job, error) for job in self._open])
+                    self._end([(job, error) for job in self._open])
                     self._open = []
                 else:
                     self._deliver()
@@ -158,7 +185,7 @@ class Worker:
         while not self._inbox.empty():
             if isinstance(item := self._inbox.get(), Job):
                 left.append(item)
-        _send([(job, Stopped("the server is stopping")) for job in left])
+        self._end([(job, stopped("the server is stopping")) for job in left])
 
     def _take_new(self) -> None:
         """Starts the requests that have arrived; waits for one if nothing is open."""
@@ -168,10 +195,17 @@ class Worker:
                 try:
                     if item.begin():
                         self._open.append(item)
+                    else:
+                        self._end([(item, None)])
                 except Exception as error:
-                    _send([(item, error)])
+                    self._end([(item, error)])
             elif item is not None:
                 item()
+
+    def _end(self, items: list[tuple[Job, Any]]) -> None:
+        """Sends jobs their last item."""
+        self._ended += len(items)
+        _send(items)
 
     def _deliver(self) -> None:
         """Sends the events of the last step to their readers."""
@@ -191,6 +225,7 @@ class Worker:
                 still_open.append(job)
             else:
                 items.append((job, None))
+                self._ended += 1
                 self.metrics.finish(now - job.arrived, job.cancelled)
         self._open = still_open
         _send(items)
@@ -220,4 +255,6 @@ def _send(items: list[tuple[Job, Any]]) -> None:
 
 def _put(items: list[tuple[Job, Any]]) -> None:
     for job, item in items:
+        if item is None or isinstance(item, BaseException):
+            job._timer.cancel()
         job._items.put_nowait(item)

@@ -87,7 +87,7 @@ def texts(chrome: Chrome, role: str) -> list[str]:
 
 def test_a_conversation_with_the_real_engine(chrome: Chrome) -> None:
     engine = toy_engine(context=512)
-    with running(create_app(engine, engine.tokenizer, "toy model")) as url:
+    with running(create_app({"toy model": engine})) as url:
         chrome.open(url)
         chrome.wait("document.getElementById('model').textContent === 'toy model'")
         chrome.run("document.getElementById('temperature').value = 0")
@@ -112,7 +112,7 @@ def test_a_conversation_with_the_real_engine(chrome: Chrome) -> None:
 def test_a_reply_streams_and_can_be_stopped(chrome: Chrome) -> None:
     engine = parrot()
     engine.script, engine.seconds = [Delta("text", f"{n} ") for n in range(400)], 0.03
-    with running(create_app(engine, engine.tokenizer, "parrot")) as url:
+    with running(create_app({"parrot": engine})) as url:
         chrome.open(url)
         log(chrome, "count")
         chrome.wait("(document.querySelector('.assistant')?.textContent ?? '').startsWith('0 1 2 ')")
@@ -141,7 +141,7 @@ def test_calls_of_the_calculator_are_shown_as_such(chrome: Chrome, tmp_path: Pat
         Delta("output", "579"),
         Delta("text", "\nSo Mira carries 579 sacks of flour to the mill."),
     ]
-    with running(create_app(engine, engine.tokenizer, "quern-d4")) as url:
+    with running(create_app({"quern-d4": engine})) as url:
         chrome.open(url)
         log(chrome, "Mira has 123 sacks and gets 456 more. How many does she carry?")
         chrome.wait(f"document.querySelectorAll('.tool').length === 2 && {DONE}")
@@ -163,7 +163,7 @@ def test_hostile_text_is_only_ever_text(chrome: Chrome) -> None:
     for payload in PAYLOADS:
         engine.failure = None
         engine.script = [Delta("text", payload[:5]), Delta("text", payload[5:]), Delta("tool", payload)]
-        with running(create_app(engine, engine.tokenizer, payload)) as url:
+        with running(create_app({payload: engine})) as url:
             chrome.open(url)
             chrome.wait("document.getElementById('model').textContent !== ''")
             assert chrome.run("document.getElementById('model').textContent") == payload
@@ -179,7 +179,7 @@ def test_hostile_text_is_only_ever_text(chrome: Chrome) -> None:
 def test_errors_are_told_and_the_message_comes_back(chrome: Chrome) -> None:
     engine = parrot()
     engine.script, engine.failure = [], RuntimeError("<img src=x onerror=window.pwned=1>")
-    with running(create_app(engine, engine.tokenizer, "broken")) as url:
+    with running(create_app({"broken": engine})) as url:
         chrome.open(url)
         log(chrome, "hello?")
         chrome.wait("document.querySelectorAll('.error').length === 1")
@@ -195,7 +195,7 @@ def test_a_conversation_longer_than_the_context_begins_anew(chrome: Chrome) -> N
     engine = toy_engine(context=64)
     parrot = Parrot(engine.model, engine.tokenizer, engine.machine)
     parrot.script = [Delta("text", "the miller grinds the grain at dawn")]
-    with running(create_app(parrot, parrot.tokenizer, "parrot")) as url:
+    with running(create_app({"parrot": parrot})) as url:
         chrome.open(url)
         for turn in range(1, 5):
             log(chrome, "and the stone, does it hum?")
@@ -221,7 +221,7 @@ def test_a_conversation_longer_than_the_context_begins_anew(chrome: Chrome) -> N
 def test_empty_settings_are_the_servers_own(chrome: Chrome) -> None:
     engine = parrot()
     engine.script = [Delta("text", "fine")]
-    with running(create_app(engine, engine.tokenizer, "parrot")) as url:
+    with running(create_app({"parrot": engine})) as url:
         chrome.open(url)
         for name in ("temperature", "limit"):
             chrome.run(f"document.getElementById('{name}').value = ''")
@@ -233,7 +233,7 @@ def test_empty_settings_are_the_servers_own(chrome: Chrome) -> None:
 def test_the_checks_would_notice(chrome: Chrome) -> None:
     """Inserted markup is found by the same query, and the policy stops and reports its script."""
     engine = parrot()
-    with running(create_app(engine, engine.tokenizer, "parrot")) as url:
+    with running(create_app({"parrot": engine})) as url:
         chrome.open(url)
         chrome.run(f"document.getElementById('conversation')['inner' + 'HTML'] = {PAYLOADS[0]!r}")
         assert chrome.run("document.querySelectorAll('img').length") == 1

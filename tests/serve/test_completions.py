@@ -37,7 +37,7 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
     cached = Engine(engine.model, engine.tokenizer, engine.machine, prefix_megabytes=8)
-    with running(create_app(cached, engine.tokenizer, NAME)) as base:
+    with running(create_app({NAME: cached})) as base:
         yield base
 
 

@@ -10,7 +10,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from quern.serve.messages import ChatMessage, turns
+from quern.serve.requests.messages import ChatMessage, turns
 from quern.serve.server import create_app
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine, toy_tokenizer
@@ -32,7 +32,7 @@ TOOLS: list[Any] = [WEATHER, CLOCK]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     engine = toy_engine(context=512)
-    with running(create_app(engine, engine.tokenizer, NAME)) as base:
+    with running(create_app({NAME: engine})) as base:
         yield base
 
 

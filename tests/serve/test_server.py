@@ -19,9 +19,11 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
 from quern.generate.scheduler import Event, Generation
-from quern.serve.frontier import Keys, host_name
-from quern.serve.schema import ChatRequest, parse_request
-from quern.serve.server import MAX_BODY_BYTES, create_app, listen
+from quern.serve.frontier import Gate, Keys, host_name
+from quern.serve.requests.schema import ChatRequest, parse_request
+from quern.serve.routes import MAX_BODY_BYTES
+from quern.serve.server import LOOPBACK, create_app, listen
+from quern.serve.worker import Limits
 from quern.text.chat import render_prompt
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine, toy_tokenizer
@@ -40,7 +42,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
-    with running(create_app(engine, engine.tokenizer, NAME)) as base:
+    with running(create_app({NAME: engine})) as base:
         yield base
 
 
@@ -196,7 +198,7 @@ def test_calls_of_the_calculator_travel_as_parts(engine: Engine) -> None:
             return generation
 
     calling = Calling(engine.model, engine.tokenizer, engine.machine)
-    with running(create_app(calling, engine.tokenizer, NAME)) as base:
+    with running(create_app({NAME: calling})) as base:
         message = post(base, ask()).json()["choices"][0]["message"]
         assert message["content"] == "two"
         assert [part["type"] for part in message["parts"]] == ["tool", "output", "text"]
@@ -328,7 +330,7 @@ def test_keys_guard_the_api_and_the_log_has_no_text(engine: Engine, tmp_path: Pa
     file, lines = tmp_path / "keys.txt", []
     digest = hashlib.sha256(b"open sesame").hexdigest()
     file.write_text(f"# who may ask\n{digest} ali   # until spring\n")
-    app = create_app(engine, engine.tokenizer, NAME, keys=Keys.read(file), log=lines.append)
+    app = create_app({NAME: engine}, Gate(LOOPBACK, Keys.read(file), lines.append))
     good = {"authorization": "Bearer open sesame"}
     bad = ("", "Bearer sesame", f"Bearer {digest}", "Basic open sesame", "x")
     with running(app) as base:
@@ -477,7 +479,7 @@ def test_requests_share_the_batch(url: str, slow: Steps) -> None:
 
 def test_too_many_waiting_are_told_to_come_back(engine: Engine, slow: Steps) -> None:
     narrow = Engine(engine.model, engine.tokenizer, engine.machine, max_rows=1)
-    with running(create_app(narrow, engine.tokenizer, NAME, max_waiting=1)) as base:
+    with running(create_app({NAME: narrow}, limits=Limits(waiting=1))) as base:
         slow.seconds = 0.1
         results: list[httpx.Response] = []
         threads = [
@@ -508,7 +510,7 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -
             super().step(prefill_tokens)
 
     failing = Failing(engine.model, engine.tokenizer, engine.machine)
-    with running(create_app(failing, engine.tokenizer, NAME)) as base:
+    with running(create_app({NAME: failing})) as base:
         text = post(base, ask(stream=True)).text
         blocks = text.split("\n\n")
         assert blocks[-2] == "data: [DONE]" and "error" in json.loads(blocks[-3][6:])
@@ -524,7 +526,7 @@ def test_a_failing_engine_ends_a_stream_with_an_error_and_done(engine: Engine) -
 
 def test_stopping_the_server_ends_what_is_running(engine: Engine, slow: Steps) -> None:
     slow.seconds = 0.05
-    app = create_app(engine, engine.tokenizer, NAME)
+    app = create_app({NAME: engine})
     threads_before = threading.active_count()
     results: list[Any] = []
 

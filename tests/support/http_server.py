@@ -5,18 +5,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 
 @contextmanager
-def running(app: FastAPI) -> Iterator[str]:
-    """Yields the base URL, "http://127.0.0.1:PORT"; stops the server afterwards."""
+def running(app: FastAPI, **more: Any) -> Iterator[str]:
+    """Yields the base URL, "http://127.0.0.1:PORT"; stops the server afterwards. more: uvicorn's settings."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5, **more))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         deadline = time.monotonic() + 30

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from quern.serve.api import Strict, invalid
+from quern.serve.requests.errors import Strict, invalid
 from quern.text.chat import ContentPart, Message, parts
 
 

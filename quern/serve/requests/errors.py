@@ -18,9 +18,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         extra: Mapping[str, Any] | None = None,
+        retry_after: int = 1,
     ):
+        """retry_after: seconds after which a request with status 429 or 503 may be repeated."""
         super().__init__(message)
-        self.status = status
+        self.status, self.retry_after = status, retry_after
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **(extra or {})}}
 
 

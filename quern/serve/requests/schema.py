@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 
 from quern.bounds import BOUNDS, Bounds
 from quern.generate.sample import Sampling
-from quern.serve.api import ApiError, Strict
-from quern.serve.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
-from quern.serve.messages import ChatMessage
+from quern.serve.requests.errors import ApiError, Strict
+from quern.serve.requests.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
+from quern.serve.requests.messages import ChatMessage
 
 MAX_CHOICES = 8
 MAX_STOPS = 4

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quern.generate.grammar import Grammar, GrammarError, Grammars
-from quern.serve.api import Strict, invalid
+from quern.serve.requests.errors import Strict, invalid
 
 MAX_TOOLS = 64
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

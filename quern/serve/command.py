@@ -1,0 +1,102 @@
+"""`quern serve`: opens the runs' models, compiles them, serves them, and watches for newer checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quern.generate.engine import Engine
+from quern.machine import Machine
+from quern.runs.load import load
+from quern.runs.run_dir import STAGES, RunDir
+from quern.serve.frontier import Gate
+from quern.serve.models import Models
+from quern.serve.server import WARM_ROWS, create_app, listen, serve
+from quern.serve.worker import Limits
+from quern.train import checkpoint
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. stage: None for the run's last one."""
+
+    run_dir: RunDir
+    stage: str | None
+    machine: Machine
+    prefix_megabytes: float
+
+    def newest(self) -> tuple[str, int] | None:
+        """The stage and step of the newest checkpoint, good or damaged."""
+        for stage in [self.stage] if self.stage else reversed(STAGES):
+            if steps := checkpoint.steps(self.run_dir.checkpoints(stage)):
+                return stage, max(steps)
+        return None
+
+    def open(self, log: Callable[[str], None]) -> tuple[Engine, str]:
+        """An engine that is ready to serve, and what it holds. Errors are those of `runs.load.load`."""
+        loaded = load(self.run_dir, self.machine, log, self.stage)
+        engine = Engine(
+            loaded.model, loaded.tokenizer, self.machine, max_rows=WARM_ROWS[-1], prefix_megabytes=self.prefix_megabytes
+        )
+        engine.warm_up(WARM_ROWS)
+        return engine, f"step {loaded.step:,} of {loaded.stage}"
+
+
+def run(
+    sources: Mapping[str, Source],
+    host: str,
+    port: int,
+    gate: Gate,
+    limits: Limits,
+    log: Callable[[str], None],
+    *,
+    watch_seconds: float = 0,
+    tls: tuple[Path, Path] | None = None,
+) -> None:
+    """Serves until interrupted.
+
+    Args:
+        sources: The models' sources by the names that requests use.
+        host: The address to listen on.
+        port: 0 picks a free one.
+        gate: Who may come in.
+        limits: Of each model's requests.
+        log: Takes lines for the user.
+        watch_seconds: Time between two looks for newer checkpoints; 0 for never.
+        tls: The files of the certificate and of its key, for HTTPS.
+
+    Raises:
+        OSError: The port is taken, or a file cannot be read.
+        FileNotFoundError, CheckpointError: As `runs.load.load`.
+    """
+    files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
+    with listen(host, port) as listener:  # clients that come now wait until the model is compiled
+        engines = {}
+        address = f"http{'s' if tls else ''}://{host}:{listener.getsockname()[1]}"
+        shown = {name: source.newest() for name, source in sources.items()}
+        for name, source in sources.items():
+            if source.machine.compile:
+                sizes = ", ".join(map(str, WARM_ROWS))
+                log(f"compiling for {sizes} replies at a time: a minute or two the first time, seconds later on")
+            engines[name], what = source.open(log)
+            log(f"serving {name} ({what}) at {address}")
+
+        async def watch(models: Models) -> None:
+            while True:
+                await asyncio.sleep(watch_seconds)
+                for name, source in sources.items():
+                    newest = source.newest()
+                    if newest == shown[name]:
+                        continue
+                    shown[name] = newest
+                    try:
+                        engine, what = await asyncio.to_thread(source.open, log)
+                    except Exception as error:  # the server goes on with the model that it has
+                        log(f"{name}: the newest checkpoint cannot be served ({error}); going on with the one before")
+                        continue
+                    log(f"{name}: new requests go to {what}")
+                    await models.replace(name, engine)
+
+        serve(create_app(engines, gate, limits, watch if watch_seconds else None), listener, **files)

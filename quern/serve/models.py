@@ -1,0 +1,74 @@
+"""The models of a server, by name. Each has a worker of its own, and can be replaced while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from quern.generate.engine import Engine
+from quern.serve.metrics import Metrics
+from quern.serve.requests.errors import ApiError
+from quern.serve.worker import Limits, Worker
+
+
+class Model:
+    """One engine with its worker."""
+
+    def __init__(self, name: str, engine: Engine, metrics: Metrics, limits: Limits) -> None:
+        self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
+        self.worker = Worker(engine, metrics.of(name, engine), limits)
+        self.created = int(time.time())
+
+    def body(self) -> dict[str, Any]:
+        """The model as `/v1/models` shows it."""
+        context = self.engine.context
+        head = {"id": self.name, "object": "model", "created": self.created, "owned_by": "quern"}
+        return {**head, "max_model_len": context}
+
+
+class Models:
+    """Every model of a server.
+
+    Args:
+        engines: Engines by the names that requests use; at least one.
+        limits: Of each model's worker.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], limits: Limits) -> None:
+        self.metrics, self._limits = Metrics(), limits
+        self._models = {name: Model(name, engine, self.metrics, limits) for name, engine in engines.items()}
+        self._retired: list[Model] = []
+
+    def start(self) -> None:
+        for model in self.all():
+            model.worker.start()
+
+    def stop(self) -> None:
+        """Ends all requests at their next token."""
+        for model in (*self.all(), *self._retired):
+            model.worker.stop()
+
+    def all(self) -> list[Model]:
+        return list(self._models.values())
+
+    def find(self, name: str | None) -> Model:
+        """The model with a name; with None, the first one. Raises ApiError for an unknown name."""
+        model = self._models.get(next(iter(self._models)) if name is None else name)
+        if model is None:
+            known = "', '".join(self._models)
+            message = f"The model '{name}' does not exist; this server has '{known}'."
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+        return model
+
+    async def replace(self, name: str, engine: Engine) -> None:
+        """Sends new requests to another engine; returns when the old one has answered those that it had."""
+        old, new = self._models[name], Model(name, engine, self.metrics, self._limits)
+        new.worker.start()
+        self._models[name] = new
+        self._retired.append(old)
+        while old.worker.open:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(old.worker.stop)
+        self._retired.remove(old)

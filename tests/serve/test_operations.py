@@ -1,0 +1,224 @@
+"""What someone who runs the server relies on: rates, time limits, CORS, HTTPS, several models, newer checkpoints."""
+
+import json
+import re
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from quern.generate.engine import Engine
+from quern.serve.frontier import Gate, Rates
+from quern.serve.models import Models
+from quern.serve.server import LOOPBACK, create_app
+from quern.serve.worker import Limits
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine, toy_tokenizer
+
+HELLO = [{"role": "user", "content": "Hello?"}]
+NO_END = {str(token): -100 for token in toy_tokenizer().special_ids.values()}
+
+
+class Slow(Engine):
+    """Takes a while for each token."""
+
+    def step(self, prefill_tokens: int | None = None) -> None:
+        time.sleep(0.02)
+        super().step(prefill_tokens)
+
+
+def slow_engine(seed: int = 0) -> Slow:
+    engine = toy_engine(context=256, seed=seed)
+    return Slow(engine.model, engine.tokenizer, engine.machine)
+
+
+def ask(url: str, *, model: str = "toy", **more: Any) -> httpx.Response:
+    headers = more.pop("headers", {})
+    body = {"model": model, "messages": HELLO, "max_tokens": 5, "temperature": 0, "logit_bias": NO_END, **more}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+
+# Rates and times ---------------------------------------------------------------------------------------------
+
+
+def test_a_client_gains_requests_as_time_passes() -> None:
+    now = [0.0]
+    rates = Rates(6, 2, lambda: now[0])
+    for _ in range(6):
+        assert rates.enter("a") is None
+        rates.leave("a")
+    refusal = rates.enter("a")
+    assert refusal is not None and refusal.status == 429 and refusal.retry_after == 10
+    assert rates.enter("b") is None and rates.enter("b") is None
+    busy = rates.enter("b")
+    assert busy is not None and "open already" in str(busy)
+    now[0] = 10.0
+    assert rates.enter("a") is None and rates.enter("a") is not None
+    rates.leave("b")
+    assert rates.enter("b") is None
+    now[0] = 1e6  # an hour of silence is worth a minute of requests
+    assert [rates.enter("c") is None for _ in range(3)] == [True, True, False]
+
+
+def test_rates_over_http() -> None:
+    gate = Gate(LOOPBACK, per_minute=3, at_once=2)
+    with running(create_app({"toy": slow_engine()}, gate)) as url:
+        with ThreadPoolExecutor(3) as pool:
+            found = sorted(response.status_code for response in pool.map(lambda _: ask(url), range(3)))
+        assert found == [200, 200, 429]
+        answers = [ask(url) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert answers[1].json()["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(answers[1].headers["retry-after"]) <= 20
+        assert httpx.get(f"{url}/v1/models").status_code == 200, "only replies count"
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
+    with running(create_app({"toy": slow_engine()}, limits=Limits(seconds=0.3))) as url:
+        late = ask(url, max_tokens=200)
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        text = ask(url, max_tokens=200, stream=True).text
+        assert text.endswith("data: [DONE]\n\n") and "took longer than 0.3 s" in text
+        assert ask(url, max_tokens=2).status_code == 200
+
+
+# Browsers and HTTPS --------------------------------------------------------------------------------------------
+
+
+def test_pages_of_named_origins_alone_may_use_the_api() -> None:
+    gate = Gate(LOOPBACK, origins=["https://good.example"])
+    with running(create_app({"toy": toy_engine()}, gate)) as url:
+        for origin, allowed in (("https://good.example", True), ("https://bad.example", False)):
+            wish = {"origin": origin, "access-control-request-method": "POST"}
+            wish["access-control-request-headers"] = "authorization,content-type"
+            before = httpx.options(f"{url}/v1/chat/completions", headers=wish)
+            assert (before.headers.get("access-control-allow-origin") == origin) is allowed
+            answer = ask(url, headers={"origin": origin})
+            assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+            assert "access-control-allow-credentials" not in answer.headers
+    with running(create_app({"toy": toy_engine()})) as url:
+        closed = httpx.options(f"{url}/v1/chat/completions", headers={"origin": "https://good.example"})
+        assert closed.status_code == 405 and "access-control-allow-origin" not in closed.headers
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -days 2 -subj /CN=localhost"
+    try:
+        subprocess.run([*command.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    return cert, key
+
+
+def test_https(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    with running(create_app({"toy": toy_engine()}), ssl_certfile=str(cert), ssl_keyfile=str(key)) as url:
+        secure = url.replace("http:", "https:")
+        trusting = ssl.create_default_context(cafile=str(cert))
+        assert httpx.get(f"{secure}/health", verify=trusting).status_code == 200
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{secure}/health")
+
+
+# Several models, newer checkpoints ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two() -> Iterator[str]:
+    with running(create_app({"first": toy_engine(seed=0), "second": toy_engine(seed=1)})) as url:
+        yield url
+
+
+def test_several_models_answer_by_name(two: str) -> None:
+    assert [model["id"] for model in httpx.get(f"{two}/v1/models").json()["data"]] == ["first", "second"]
+    texts = [ask(two, model=name).json()["choices"][0]["message"]["content"] for name in ("first", "second")]
+    assert texts[0] != texts[1]
+    wrong = ask(two, model="third")
+    assert wrong.status_code == 404 and "this server has 'first', 'second'" in wrong.json()["error"]["message"]
+    counted = httpx.get(f"{two}/metrics").text
+    for name in ("first", "second"):
+        assert f'quern:generation_tokens_total{{model_name="{name}"}} 5.0' in counted
+
+
+def test_new_requests_go_to_the_newer_model_and_open_streams_end_with_the_old() -> None:
+    """Replaced three times under eight clients: no request fails, and each answer is one model's, whole."""
+    engines = [slow_engine(seed) for seed in range(4)]
+    prompts: dict[int, str] = {}
+    for seed in range(4):
+        with running(create_app({"toy": toy_engine(context=256, seed=seed)})) as url:
+            prompts[seed] = ask(url, max_tokens=25).json()["choices"][0]["message"]["content"]
+    assert len(set(prompts.values())) == 4
+    replaced, answers = threading.Event(), []
+
+    async def watch(models: Models) -> None:
+        for engine in engines[1:]:
+            await models.replace("toy", engine)
+        replaced.set()
+
+    def client(url: str) -> None:
+        while True:
+            last = replaced.is_set()
+            lines = ask(url, max_tokens=25, stream=True).text.split("\n\n")
+            assert lines[-2] == "data: [DONE]"
+            chunks = [json.loads(line[6:])["choices"][0] for line in lines[:-2]]
+            answers.append("".join(chunk["delta"].get("content") or "" for chunk in chunks))
+            assert chunks[-1]["finish_reason"] == "length"
+            if last:
+                return
+
+    with running(create_app({"toy": engines[0]}, watch=watch)) as url, ThreadPoolExecutor(8) as pool:
+        list(pool.map(client, [url] * 8))
+        assert ask(url, max_tokens=25).json()["choices"][0]["message"]["content"] == prompts[3]
+    assert set(answers) <= set(prompts.values()) and prompts[3] in answers
+
+
+# The published schema ----------------------------------------------------------------------------------------
+
+
+def test_the_published_schema_accepts_what_the_server_accepts(two: str) -> None:
+    published = httpx.get(f"{two}/openapi.json").json()
+    path = published["paths"]["/v1/chat/completions"]["post"]
+    schema = path["requestBody"]["content"]["application/json"]["schema"]
+    check = jsonschema_rs.validator_for({**schema, "components": published["components"]})
+    good: list[dict[str, Any]] = [{}, {"n": 2}, {"stop": ["x"]}, {"response_format": {"type": "text"}}]
+    for change in good:
+        assert check.is_valid({"model": "first", "messages": HELLO, **change})
+        assert ask(two, model="first", **change).status_code == 200
+    bad: list[dict[str, Any]] = [{"n": 0}, {"temperature": 3}, {"foo": 1}, {"response_format": {"type": "xml"}}]
+    for change in bad:
+        assert not check.is_valid({"model": "first", "messages": HELLO, **change})
+        assert ask(two, model="first", **change).status_code == 400
+
+
+def fuzz(examples: int) -> str:
+    """Lets schemathesis send requests that it makes up from the published schema; returns its summary."""
+    schemathesis = Path(sys.executable).with_name("schemathesis")
+    options = f"--checks not_a_server_error --phases fuzzing --seed 1 --max-examples {examples}"
+    with running(create_app({"toy": toy_engine(context=256)})) as url:
+        done = subprocess.run(
+            [schemathesis, "run", f"{url}/openapi.json", *options.split()], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert "generation_tokens_total" in httpx.get(f"{url}/metrics").text
+    return re.sub(r"\s+", " ", done.stdout[done.stdout.index("Test cases:") :])
+
+
+def test_no_request_of_the_published_schema_is_a_server_error() -> None:
+    assert int(re.findall(r"([\d,]+) passed", fuzz(12))[-1]) >= 50
+
+
+@pytest.mark.campaign
+def test_5000_requests_of_the_published_schema() -> None:
+    assert int(re.findall(r"(\d+) passed", fuzz(850).replace(",", ""))[-1]) >= 5000

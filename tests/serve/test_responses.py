@@ -1,0 +1,116 @@
+"""`/v1/responses` as OpenAI's own client sees it: the chat's answer in another shape, whole = streamed."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import openai
+import pytest
+
+from quern.generate.engine import Engine
+from quern.serve.server import create_app
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine
+
+NAME = "toy"
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+TOOL: Any = {"type": "function", "name": "count", "parameters": {**PARAMETERS, "additionalProperties": False}}
+FORM = {"type": "json_schema", "name": "n", "schema": {**PARAMETERS, "additionalProperties": False}, "strict": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return toy_engine(context=512)
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    with running(create_app({NAME: engine})) as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_the_text_is_the_chat_s(client: openai.OpenAI) -> None:
+    said: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+    chat = client.chat.completions.create(model=NAME, messages=said, temperature=0, max_tokens=20)
+    ask: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 20}
+    forms: list[dict[str, Any]] = [
+        {"input": "Hello?"},
+        {"input": [{"role": "user", "content": "Hello?"}]},
+        {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello?"}]}]},
+    ]
+    for given in forms:
+        answer: Any = client.responses.create(**ask, instructions="Be brief.", **given)
+        assert answer.output_text == chat.choices[0].message.content
+        assert answer.object == "response" and answer.id.startswith("resp_") and answer.usage and chat.usage
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+        assert answer.usage.output_tokens == chat.usage.completion_tokens
+        cut = chat.choices[0].finish_reason == "length"
+        assert answer.status == ("incomplete" if cut else "completed")
+        assert (answer.incomplete_details is not None) == cut
+    # The answer goes back as it came.
+    again: list[Any] = [*said[1:], *(item.model_dump(exclude_none=True) for item in answer.output), said[1]]
+    assert client.responses.create(**ask, input=again).object == "response"
+
+
+@pytest.mark.parametrize("more", [{}, {"text": {"format": FORM}}, {"tools": [TOOL], "tool_choice": "required"}])
+def test_stream_equals_non_stream(client: openai.OpenAI, more: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"model": NAME, "input": "How many?", "temperature": 0, "max_output_tokens": 60, **more}
+    whole: Any = client.responses.create(**body)
+    events: list[Any] = list(client.responses.create(**body, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text == last.response.output_text
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.type for item in done] == [item.type for item in whole.output]
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [event.output_index for event in added] == list(range(len(done)))
+    if "tools" in more:
+        [call] = whole.output
+        assert call.type == "function_call" and call.name == "count" and not text
+        jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(call.arguments))
+        told = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+        assert told == [call.arguments]
+        items = [{"role": "user", "content": "How many?"}, call.model_dump(exclude_none=True)]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
+        assert client.responses.create(model=NAME, input=items, tools=[TOOL], max_output_tokens=20).output is not None
+    elif more:
+        jsonschema_rs.validator_for(PARAMETERS).validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": []}, "input"),
+        ({"temperature": 3.0}, "temperature"),
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"model": "gpt-4"}, "model"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "messages[0].tool_call_id"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(url: str, change: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{url}/v1/responses", json={"model": NAME, "input": "Hello?", **change})
+    assert response.status_code in (400, 404) and response.json()["error"]["param"] == param, response.text
+
+
+def test_a_failing_engine_ends_a_stream_with_an_error(engine: Engine) -> None:
+    class Failing(Engine):
+        def step(self, prefill_tokens: int | None = None) -> None:
+            raise RuntimeError("secret detail")
+
+    with running(create_app({NAME: Failing(engine.model, engine.tokenizer, engine.machine)})) as base:
+        text = httpx.post(f"{base}/v1/responses", json={"model": NAME, "input": "Hello?", "stream": True}).text
+        assert text.split("\n\n")[-2].startswith("event: error") and "secret" not in text
