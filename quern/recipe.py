@@ -68,7 +68,7 @@ class TextRecipe:
     column: str = "text"
     """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     digits: int = 2
-    """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768."""
+    """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768, llama.cpp needs 1."""
     tokenizer_megabytes: float = 16.0
     """Text read to train the tokenizer."""
     tinyworld_megabytes: float = 24.0

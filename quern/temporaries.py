@@ -12,6 +12,8 @@ import hashlib
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -40,12 +42,14 @@ class TemporaryFolder:
         self._lock.close()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a UTF-8 file atomically, and removes temporaries of killed writers of the same file.
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """The body writes the temporary file that it is given, which is synced and renamed to `path` when the body ends.
+
+    Removes temporaries of killed writers of the same file. An error in the body keeps the previous version.
 
     Args:
         path: The file; its folder is created if needed.
-        text: The contents.
 
     Raises:
         OSError: The file cannot be written; the previous version is kept.
@@ -55,18 +59,23 @@ def write_whole(path: Path, text: str) -> None:
     while True:
         temporary = _temporary_name(path)
         try:
-            file = _locked(temporary)
+            lock = _locked(temporary)
             break
         except FileNotFoundError:
             continue
     try:
-        with file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with lock:
+            yield temporary
+            sync_path(temporary)
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a UTF-8 file atomically: `whole_file` with this text."""
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def remove_abandoned(folder: Path, name: str = "*") -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.support import faulty_ranks, interpreter, jax_process
+from tests.support import faulty_ranks, interpreter, jax_process, llama_cpp
 from tests.support import ranks as ranks_process
 from tests.support.small_text import write_text
 
@@ -43,6 +43,7 @@ GROUPS = {
         "tests/train/test_replicas.py",
         "tests/stages/test_main_first.py",
     ),
+    "llama.cpp": ("tests/interop/test_export_gguf.py", "tests/laws/test_gguf_law.py"),
 }
 """Files that use one server process run in one worker, so the process starts once."""
 SLOWEST_FIRST = (
@@ -140,6 +141,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bench"]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[llama_cpp.LlamaCpp]:
+    """llama.cpp, installed into pytest's cache: tests/support/llama_cpp.py. Skips where npm cannot install it."""
+    cache = request.config.cache
+    folder = cache.mkdir("llama_cpp") if cache else tmp_path_factory.mktemp("llama_cpp")
+    try:
+        with llama_cpp.running(folder) as oracle:
+            yield oracle
+    except llama_cpp.NoLlamaCpp as error:
+        pytest.skip(str(error))
+
+
 # Laws --------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +216,7 @@ def _is_local(address: object) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network() -> Iterator[None]:
-    """Refuse every connection to another machine."""
+    """Refuse every connection to another machine. Child processes are not guarded: npm installs llama.cpp."""
     connect = socket.socket.connect
 
     def guarded(self: socket.socket, address: Any) -> None:

@@ -37,7 +37,7 @@ SUMMARIES = {
     "serve": "serve a run's model: an OpenAI-compatible API and a chat page",
     "report": "write a run's report.md and report.html from its records",
     "bench": "measure this machine: data, training, generation",
-    "export": "write a run's model in a format of other programs",
+    "export": "write a run's model for other programs: transformers (--to hf), llama.cpp and ollama (--to gguf)",
     "import": "make a run from a Llama in Hugging Face's format",
     "grug": "the JAX twin: train, eval, export, import, gauntlet",
     "lab": "compare ideas over paired seeds; sweep; scaling; log; board; plan",

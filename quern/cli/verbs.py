@@ -315,9 +315,9 @@ def verb_bench(verb: str, rest: list[str]) -> int:
 
 
 def verb_export(verb: str, rest: list[str]) -> int:
-    from quern.interop import export_hf
+    from quern.interop import export
 
-    return export_hf.main(rest, log, described(verb))
+    return export.main(rest, log, described(verb))
 
 
 def verb_import(verb: str, rest: list[str]) -> int:

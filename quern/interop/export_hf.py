@@ -1,7 +1,7 @@
-"""`quern export`: writes a run's model as a folder for other programs, atomically.
+"""Writes a run's Llama as a folder in Hugging Face's format, whole or not at all.
 
-`--to hf`: Hugging Face's Llama format: weights in safetensors, configuration, tokenizer, chat template.
-`transformers.LlamaForCausalLM` and `quern import` read it.
+It holds weights in safetensors, configuration, tokenizer and chat template. `transformers.LlamaForCausalLM` and
+`quern import` read it.
 """
 
 from __future__ import annotations
@@ -11,49 +11,19 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from quern.flags import check_flags
-from quern.flags.check_flags import UNSAID
 from quern.interop.llama_format import config_to, weights_to
-from quern.machine import detect
-from quern.model.llama import Llama
-from quern.runs.load import LoadedModel, load
+from quern.interop.load_llama import load_llama
+from quern.runs.load import LoadedModel
 from quern.runs.run_dir import RunDir
 from quern.temporaries import sync_path
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from quern.text.tokenizer import Tokenizer
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass
-class ExportOptions:
-    """Flags of `quern export`."""
-
-    dir: Path
-    """The folder to write; it must be empty or missing."""
-    to: Literal["hf"] = "hf"
-    """hf: Hugging Face's Llama format."""
-    run: str = "first"
-    """The run's name."""
-    out: Path = Path("out")
-    """The output folder that holds the run."""
-    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
-    """Default: the run's last stage."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32 is exact; bf16 has half the size."""
-
-
-def main(arguments: list[str], log: Callable[[str], None], description: str = "") -> int:
-    options = check_flags.read(ExportOptions, arguments, prog="quern export", description=description)
-    run(RunDir(options.out, options.run), options.dir, stage=options.stage, dtype=DTYPES[options.dtype], log=log)
-    return 0
 
 
 def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype, log: Callable[[str], None]) -> None:
@@ -66,12 +36,7 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")
-    loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
-    if type(loaded.model) is not Llama:
-        raise ValueError(
-            f"run '{run_dir.run}' holds a {type(loaded.model).__name__}, for which Hugging Face has no name: "
-            "export a run of the recipe `llama` (quern pretrain llama)"
-        )
+    loaded = load_llama(run_dir, stage, log)
     texts = _texts(loaded, dtype, log)
     weights = weights_to(loaded.model.state_dict(), len(loaded.model.blocks))
     with_dtype = {name: tensor.to(dtype) for name, tensor in weights.items()}

@@ -82,11 +82,6 @@ def weights_from(weights: Mapping[str, Tensor], depth: int, *, tied: bool) -> di
 def config_to(shape: ModelRecipe, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
     """The body of config.json. Raises ValueError for a model that Hugging Face's Llama cannot represent."""
     assert shape.width and shape.heads and shape.head_dim
-    if any(window is not None for window in shape.window_sizes()):
-        raise ValueError(
-            f"the model's attention has windows ({shape.windows}), Hugging Face's Llama sees everything: "
-            "train with --model.windows L"
-        )
     if shape.width % shape.heads:
         raise ValueError(
             f"transformers refuses a width of {shape.width} for {shape.heads} heads, since it is no multiple: "

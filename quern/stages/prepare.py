@@ -27,7 +27,7 @@ from quern.text.content import content_fingerprint
 from quern.text.documents import read
 from quern.text.sources import Listing, format_of, list_source
 from quern.text.tinyworld import corpus
-from quern.text.tokenizer import SPLIT_PATTERN, Tokenizer, compression_report
+from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
 SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
@@ -177,11 +177,6 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
     filtered, marks = _filter(recipe, documents)
     _check_splits("tinyworld", filtered, log)
     return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample, *marks), filtered)
-
-
-def split_pattern(digits: int) -> str:
-    """The split pattern with up to `digits` digits in a token."""
-    return SPLIT_PATTERN.replace(r"\p{N}{1,2}", rf"\p{{N}}{{1,{digits}}}")
 
 
 def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:

@@ -1,9 +1,7 @@
 """Hugging Face's files of the tokenizer and the chat format: tokenizer.json, its settings, the template; both ways.
 
 The ids of any text are equal, because three things carry over: the split pattern (in Oniguruma's dialect), the rule
-that a piece which is a whole token is not merged, and the merges. tiktoken merges a pair by the rank of the bytes that
-it spells, `tokenizers` merges only listed pairs. One pair per token is enough: the last pair of the token's own
-derivation is the only one that can occur.
+that a piece which is a whole token is not merged, and the merges as pairs (`byte_characters.py`).
 
 Special tokens in text differ: quern never reads them from text, Hugging Face does unless it is called with
 `split_special_tokens=True`. Its chat template relies on this, so a user's message can end a turn there.
@@ -13,16 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
-from quern.text.tokenizer import GPT2_SPLIT_PATTERN, SPLIT_PATTERN, Tokenizer
+from quern.text.byte_characters import byte_characters, merge_pairs, spell
+from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
 from quern.validate import install
 
 # Oniguruma reads two things differently. A + after a counted repetition is left out, because nothing follows that could
 # take characters back. $ matches at the end of any line, so its case is left out; the next case covers it.
 DIALECT = {
-    **{SPLIT_PATTERN.replace("{1,2}", f"{{1,{n}}}"): SPLIT_PATTERN.replace("{1,2}+", f"{{1,{n}}}") for n in (1, 2, 3)},
+    **{split_pattern(n): split_pattern(n).replace(f"{{1,{n}}}+", f"{{1,{n}}}") for n in (1, 2, 3)},
     GPT2_SPLIT_PATTERN: GPT2_SPLIT_PATTERN.replace(r"|\s++$", ""),
 }
 """quern's split patterns, and the same patterns in Oniguruma's dialect."""
@@ -55,18 +53,12 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if tokenizer.pattern not in DIALECT:
         raise ValueError("the tokenizer splits text by a pattern of its own, which may mean something else there")
-    hf, character = _library(), _alphabet()
-
-    def spell(token: bytes) -> str:
-        return "".join(character[byte] for byte in token)
-
+    hf = _library()
     tokens = [*(bytes([byte]) for byte in tokenizer.single_bytes), *tokenizer.merges]
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    pairs = filter(None, (_last_pair(token, ranks) for token in tokenizer.merges))
     made = hf.Tokenizer(
         hf.models.BPE(
-            {spell(token): rank for token, rank in ranks.items()},
-            [(spell(left), spell(right)) for left, right in pairs],
+            {spell(token): rank for rank, token in enumerate(tokens)},
+            [(spell(left), spell(right)) for left, right in merge_pairs(tokenizer).values()],
             ignore_merges=True,
         )
     )
@@ -100,7 +92,7 @@ def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
             merges and then the special tokens, which include BOS.
         ImportError: `tokenizers` is not installed.
     """
-    byte_of = {character: byte for byte, character in enumerate(_alphabet())}
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     ours_of = {theirs: ours for ours, theirs in DIALECT.items()}
     try:
         special = [entry["content"] for entry in sorted(body["added_tokens"], key=lambda entry: entry["id"])]
@@ -142,22 +134,3 @@ def _library() -> Any:
             f"Hugging Face's tokenizer.json needs an extra package ({error}): {install('export')}"
         ) from error
     return tokenizers
-
-
-def _alphabet() -> list[str]:
-    """The character for each byte in tokenizer.json: the byte itself if printable, else the next one above 255."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = count(256)
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The last pair that merging by rank joins to form a token; None if merging never forms it."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        found = [(ranks[joined], i) for i in range(len(parts) - 1) if (joined := parts[i] + parts[i + 1]) in ranks]
-        if not found:
-            return None
-        at = min(found)[1]
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]

@@ -35,6 +35,12 @@ SPLIT_PATTERN = (
 # GPT-2's split (Radford et al., 2019), for its vocabulary.
 GPT2_SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
+
+def split_pattern(digits: int) -> str:
+    """The split pattern with up to `digits` digits in a token."""
+    return SPLIT_PATTERN.replace(r"\p{N}{1,2}", rf"\p{{N}}{{1,{digits}}}")
+
+
 SPECIAL_TOKENS = (
     "<|bos|>",
     "<|system_start|>",

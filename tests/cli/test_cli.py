@@ -17,7 +17,7 @@ from quern.cli import lab, main, options, summaries, verbs
 from quern.estimate import plan
 from quern.flags import check_flags
 from quern.generate.sample import Sampling
-from quern.interop import export_hf, import_hf
+from quern.interop import export, import_hf
 from quern.lab.board.server import BoardOptions
 from quern.lab.command import CompareOptions
 from quern.lab.scaling.study import ScalingOptions
@@ -217,7 +217,7 @@ def test_every_number_among_the_flags_has_its_range() -> None:
     """A new flag goes into the table of quern/bounds.py, or this fails."""
     of_verbs = [options.PrepareOptions, options.RunAllOptions, options.TrainOptions, options.EvaluateOptions]
     of_verbs += [options.CompleteOptions, options.ChatOptions, options.ServeOptions, options.ReportOptions]
-    stages = [import_hf.ImportOptions, bench_command.BenchOptions, export_hf.ExportOptions, plan.PlanOptions]
+    stages = [import_hf.ImportOptions, bench_command.BenchOptions, export.ExportOptions, plan.PlanOptions]
     of_lab = [CompareOptions, ScalingOptions, SweepOptions, BoardOptions]
     kinds = [
         *of_verbs,

@@ -162,7 +162,7 @@ def test_another_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     write_run(tmp_path, llama_recipe(base=GPT_RECIPE, mlp_width=None, norm_eps=None))
     assert main.main(["export", "--dir", str(tmp_path / "hf"), "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert "quern export: run 'first' holds a GPT, for which Hugging Face has no name" in said
+    assert "quern export: run 'first' holds a GPT, for which other programs have no name" in said
     assert "export a run of the recipe `llama`" in said and not (tmp_path / "hf").exists()
 
 

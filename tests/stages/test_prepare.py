@@ -18,9 +18,9 @@ from quern.recipe import Recipe, TextRecipe
 from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.stages.prepare import Prepared, open_source, prepare, split_pattern, train_tokenizer
+from quern.stages.prepare import Prepared, open_source, prepare, train_tokenizer
 from quern.text.tinyworld import corpus as tinyworld_corpus
-from quern.text.tokenizer import Tokenizer
+from quern.text.tokenizer import Tokenizer, split_pattern
 
 
 def recipe_for(data: Path | str, **text: Any) -> Recipe:

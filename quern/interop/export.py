@@ -1,0 +1,62 @@
+"""`quern export`: writes a run's model for other programs, whole or not at all.
+
+`--to hf` writes a folder in Hugging Face's Llama format (`export_hf.py`), `--to gguf` one file for llama.cpp
+(`export_gguf.py`). docs/export.md says what is exact and what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+
+from quern.flags import check_flags
+from quern.flags.check_flags import UNSAID
+from quern.interop import export_gguf, export_hf
+from quern.runs.run_dir import RunDir
+
+HF_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class ExportOptions:
+    """Flags of `quern export`."""
+
+    dir: Path
+    """hf: the folder to write; it must be empty or missing. gguf: the file (….gguf), or a folder for it."""
+    to: Literal["hf", "gguf"] = "hf"
+    """hf: Hugging Face's Llama format, for transformers and `quern import`. gguf: llama.cpp's, also for ollama."""
+    run: str = "first"
+    """The run's name."""
+    out: Path = Path("out")
+    """The output folder that holds the run."""
+    stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
+    """Default: the run's last stage."""
+    dtype: Literal["fp32", "bf16", "fp16", "q8_0"] = "fp32"
+    """fp32 is exact; bf16 has half the size. Only gguf: fp16, and q8_0, 8.5 bits per weight."""
+    accept_other_ids: bool = False
+    """gguf: export although llama.cpp splits text otherwise than the run's tokenizer, so that ids differ."""
+
+
+def main(arguments: list[str], log: Callable[[str], None], description: str = "") -> int:
+    options = check_flags.read(ExportOptions, arguments, prog="quern export", description=description)
+    run_dir = RunDir(options.out, options.run)
+    if options.to == "gguf":
+        export_gguf.run(
+            run_dir,
+            options.dir,
+            stage=options.stage,
+            dtype=options.dtype,
+            accept_other_ids=options.accept_other_ids,
+            log=log,
+        )
+        return 0
+    if options.dtype not in HF_DTYPES:
+        raise ValueError(f"--to hf takes --dtype {' or '.join(HF_DTYPES)}, not {options.dtype}: only gguf has that one")
+    if options.accept_other_ids:
+        raise ValueError("--accept-other-ids is for --to gguf: Hugging Face's format keeps the ids of every tokenizer")
+    export_hf.run(run_dir, options.dir, stage=options.stage, dtype=HF_DTYPES[options.dtype], log=log)
+    return 0

@@ -1,0 +1,200 @@
+"""GGUF export as someone uses it: the file and its contents, the dtypes, what is refused, nothing by halves.
+
+That llama.cpp computes the same is a law of its own (tests/laws/test_gguf_law.py).
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quern import compiler
+from quern.cli import main
+from quern.interop import export_gguf
+from quern.recipes.gpt import RECIPE as GPT_RECIPE
+from quern.runs.run_dir import RunDir
+from quern.text.tokenizer import Tokenizer
+from tests.support.gguf_run import BLOCKS, gguf_recipe, single_digits
+from tests.support.llama_cpp import LlamaCpp
+from tests.support.llama_run import llama_recipe, model_of, write_run
+from tests.support.toy_engine import toy_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+TOY = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
+ --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512
+ --train.steps 2 --no-compile --dtype fp32 --threads 1""".split()
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    with compiler.eager():
+        yield
+    torch.set_num_threads(threads)
+
+
+def quiet(line: str) -> None: ...
+
+
+def toy_run(out: Path, tokenizer: Tokenizer | None = None, **shape: Any) -> RunDir:
+    tokenizer = tokenizer or single_digits()
+    return write_run(out, gguf_recipe(tokenizer, **shape), tokenizer)
+
+
+def tensors_of(path: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_a_run_becomes_a_file_that_llama_cpp_loads(
+    llama: LlamaCpp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command line, with the tokenizer that llama.cpp has; then refused without it."""
+    out = ["--out", str(tmp_path)]
+    assert main.main(["pretrain", "llama", *TOY, "--text.digits", "1", "--run", "one", *out]) == 0
+    export = ["export", "--to", "gguf", "--dtype", "q8_0", "--run", "one", "--dir", str(tmp_path / "files"), *out]
+    assert main.main(export) == 0
+    assert "step 2 of pretrain" in capsys.readouterr().out
+    facts = llama.open(tmp_path / "files" / "one-q8_0.gguf")
+    assert facts["metadata"]["general"]["name"] == "one" and facts["context"] == 256
+    assert facts["metadata"]["tokenizer"]["ggml"]["pre"] == "qwen35"
+    assert main.main(export) == 1
+    assert "one-q8_0.gguf is there already: name another file with --dir" in capsys.readouterr().err
+    assert main.main(["pretrain", "llama", *TOY, "--run", "two", *out]) == 0
+    capsys.readouterr()
+    export = ["export", "--to", "gguf", "--run", "two", "--dir", str(tmp_path / "two.gguf"), *out]
+    assert main.main(export) == 1
+    said = capsys.readouterr().err
+    assert "other ids to " in said and "of 9,990 numbers from 10 to 9,999" in said
+    assert "train with a tokenizer of --text.digits 1" in said and not (tmp_path / "two.gguf").exists()
+    assert main.main([*export, "--accept-other-ids"]) == 0
+    assert "warning: llama.cpp has no split like this tokenizer's" in capsys.readouterr().out
+    assert llama.open(tmp_path / "two.gguf")["metadata"]["tokenizer"]["ggml"]["pre"] == "qwen35"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--to hf --dtype q8_0", "--to hf takes --dtype fp32 or bf16, not q8_0: only gguf has that one"),
+        ("--to hf --dtype fp16", "--to hf takes --dtype fp32 or bf16, not fp16: only gguf has that one"),
+        ("--to gguf --dtype fp8", "--dtype takes one of fp32, bf16, fp16, q8_0, not 'fp8'"),
+        ("--to hf --accept-other-ids", "--accept-other-ids is for --to gguf"),
+    ],
+)
+def test_flags_of_another_format_are_refused(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy_run(tmp_path / "out")
+    target = ["--dir", str(tmp_path / "x"), "--out", str(tmp_path / "out")]
+    assert main.main(["export", *arguments.split(), *target]) == 1
+    assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+@pytest.mark.parametrize("dtype", export_gguf.TYPES)
+def test_every_weight_is_the_nearest_of_its_dtype(dtype: str, tmp_path: Path) -> None:
+    """Against torch's own roundings; Q8_0 by hand: integers of at most 127, times a scale for 32 weights."""
+    run_dir = toy_run(tmp_path, **BLOCKS)
+    path = export_gguf.run(run_dir, tmp_path / f"{dtype}.gguf", stage=None, dtype=dtype, log=quiet)
+    found, weights = tensors_of(path), model_of(gguf_recipe(single_digits(), **BLOCKS)).state_dict()
+    assert {t.tensor_type.name for t in found.values()} == {"F32", export_gguf.TYPES[dtype]}
+    norm, value = found["blk.1.ffn_norm.weight"], found["blk.1.attn_v.weight"]
+    assert norm.tensor_type.name == "F32"
+    assert np.array_equal(norm.data, weights["blocks.1.mlp_norm.weight"].numpy())
+    expected = weights["blocks.1.attention.value.weight"]
+    if dtype == "fp32":
+        assert np.array_equal(value.data, expected.numpy())
+    elif dtype == "fp16":
+        assert np.array_equal(value.data, expected.half().numpy())
+    elif dtype == "bf16":
+        assert np.array_equal(value.data.view(np.uint16), bits_of(expected.bfloat16()))
+    else:
+        blocks = value.data.reshape(-1, 2 + 32)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        steps = blocks[:, 2:].copy().view(np.int8).astype(np.float32)
+        wanted = expected.numpy().reshape(-1, 32)
+        assert np.allclose(scales[:, 0], np.abs(wanted).max(1) / 127, rtol=2.0**-11)
+        # Half a step, and the rounding of the scale to fp16 at up to 127 steps.
+        assert (np.abs(scales * steps - wanted) <= scales * (0.5 + 127 * 2.0**-11) * 1.001).all()
+
+
+def test_rows_that_q8_0_cannot_hold_are_fp16(llama: LlamaCpp, tmp_path: Path) -> None:
+    said: list[str] = []
+    path = export_gguf.run(toy_run(tmp_path), tmp_path / "a.gguf", stage=None, dtype="q8_0", log=said.append)
+    assert "Q8_0 needs rows of a multiple of 32 weights" in said[0]
+    assert {t.tensor_type.name for t in tensors_of(path).values()} == {"F16", "F32"}
+    llama.open(path)
+
+
+def test_a_weight_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    weights = {"token_embd.weight": torch.tensor([[7e4, 1.0]])}
+    with pytest.raises(ValueError, match=r"token_embd.weight has a weight of 70,000, too large for fp16: .* bf16"):
+        export_gguf.kinds_of(weights, "F16", quiet)
+    assert export_gguf.kinds_of(weights, "BF16", quiet) == {"token_embd.weight": "BF16"}
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run_dir = toy_run(tmp_path / "out")
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def windows(out: Path) -> RunDir:
+    return toy_run(out, windows="SL")
+
+
+def another_architecture(out: Path) -> RunDir:
+    return write_run(out, llama_recipe(base=GPT_RECIPE, mlp_width=None, norm_eps=None))
+
+
+def fewer_rows(out: Path) -> RunDir:
+    return toy_run(out, vocab_size=320)
+
+
+def own_pattern(out: Path) -> RunDir:
+    return toy_run(out, Tokenizer(toy_tokenizer().merges, r"\p{L}+|\P{L}+"))
+
+
+def unreachable(out: Path) -> RunDir:
+    return toy_run(out, Tokenizer([b"abc", b"bcd"], single_digits().pattern))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (windows, r"attention has windows \(SL\), the Llama of other programs sees everything"),
+        (
+            another_architecture,
+            "holds a GPT, for which other programs have no name: export a run of the recipe",
+        ),
+        (fewer_rows, "the model has 320 embeddings for 330 tokens"),
+        (own_pattern, r"its nearest one gives other ids to .* or accept the other ids with --accept-other-ids"),
+        (unreachable, "llama.cpp never forms 2 of the tokenizer's 2 merges"),
+    ],
+)
+def test_what_llama_cpp_cannot_have_is_refused(make: Callable[[Path], RunDir], message: str, tmp_path: Path) -> None:
+    run_dir = make(tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_the_extra_the_command_that_installs_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = toy_run(tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"GGUF needs an extra package .*pip install -e '\.\[export\]'"):
+        export_gguf.run(run_dir, tmp_path / "a.gguf", stage=None, dtype="fp32", log=quiet)
