@@ -237,7 +237,7 @@ def other_words(folder: Path) -> None:
         (reconfigure(model_type="gpt2"), "hf: it holds a model of type 'gpt2': only llama can be imported"),
         (
             reconfigure(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}),
-            "this kind of Llama cannot be imported: it has rope_type 'llama3' instead of 'default'",
+            "this kind of Llama cannot be imported: it has rope_parameters.rope_type 'llama3' instead of 'default'",
         ),
         (reconfigure(rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope_type 'linear'"),
         (reconfigure(mlp_bias=True, hidden_act="gelu"), "hidden_act 'gelu' instead of 'silu', mlp_bias True"),
