@@ -67,9 +67,16 @@ def imported(folder: Path) -> RunDir:
     return run_dir
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "tied"),
+    [
+        (torch.float32, 4, False),
+        (torch.float32, 1, True),
+        (torch.bfloat16, 2, True),
+        (torch.bfloat16, 2, False),
+        (torch.float16, 1, False),
+    ],
+)
 def test_logits_are_those_of_transformers(dtype: torch.dtype, kv_heads: int, tied: bool, tmp_path: Path) -> None:
     folder = written(tmp_path / "theirs", dtype, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
     assert (folder / INDEX).exists()
