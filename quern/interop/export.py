@@ -1,6 +1,6 @@
 """`quern export`: writes a run's model for other programs, whole or not at all.
 
-`--to hf` writes a folder in Hugging Face's Llama format (`export_hf.py`), `--to gguf` one file for llama.cpp
+`--to hf` writes a folder in Hugging Face's format (`export_hf.py`), `--to gguf` one file for llama.cpp
 (`export_gguf.py`). docs/export.md says what is exact and what is refused.
 """
 
@@ -28,7 +28,7 @@ class ExportOptions:
     dir: Path
     """hf: the folder to write; it must be empty or missing. gguf: the file (….gguf), or a folder for it."""
     to: Literal["hf", "gguf"] = "hf"
-    """hf: Hugging Face's Llama format, for transformers and `quern import`. gguf: llama.cpp's, also for ollama."""
+    """hf: Hugging Face's format, for transformers. gguf: llama.cpp's, also for ollama; for runs of the recipe llama."""
     run: str = "first"
     """The run's name."""
     out: Path = Path("out")

@@ -1,7 +1,8 @@
-"""Writes a run's Llama as a folder in Hugging Face's format, whole or not at all.
+"""Writes a run's model as a folder in Hugging Face's format, whole or not at all.
 
-It holds weights in safetensors, configuration, tokenizer and chat template. `transformers.LlamaForCausalLM` and
-`quern import` read it.
+It holds weights in safetensors, configuration, tokenizer, chat template and a model card. `llama` is Hugging Face's own
+Llama, which `quern import` reads too. `gpt` and `unet` bring their Python files (quern_format.py), which
+`trust_remote_code=True` runs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from quern.interop.llama_format import config_to, weights_to
-from quern.interop.load_llama import load_llama
-from quern.runs.load import LoadedModel
+from quern.interop import llama_format, quern_format
+from quern.interop.load_llama import refuse_windows
+from quern.interop.model_card import model_card
+from quern.machine import detect
+from quern.model.llama import Llama
+from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.temporaries import sync_path
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
@@ -31,19 +36,20 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: `folder` is not empty, or the model is not a Llama.
+        ValueError: `folder` is not empty, the model is of a class of its own, or a record is damaged.
         ImportError: `tokenizers` is not installed.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: name another folder with --dir, or remove it first")
-    loaded = load_llama(run_dir, stage, log)
+    loaded = load(run_dir, detect("cpu", "fp32", compile=False), log, stage)
+    _require_known(loaded, run_dir)
+    weights = {name: tensor.to(dtype) for name, tensor in _weights(loaded).items()}
     texts = _texts(loaded, dtype, log)
-    weights = weights_to(loaded.model.state_dict(), len(loaded.model.blocks))
-    with_dtype = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    texts["README.md"] = model_card(loaded, run_dir, weights, has_tokenizer="tokenizer.json" in texts)
     temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
-        save_file(with_dtype, temporary / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         # safetensors makes its file readable by the owner only; the other files follow the umask.
@@ -59,21 +65,39 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     log(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
 
 
+def _require_known(loaded: LoadedModel, run_dir: RunDir) -> None:
+    """Raises ValueError for the model of an idea: what its code computes is not in the exported files."""
+    kind = loaded.recipe.make_model
+    if kind not in (Llama, *quern_format.ARCHITECTURES) or type(loaded.model) is not kind:
+        raise ValueError(
+            f"run '{run_dir.run}' holds a {type(loaded.model).__name__} that its own recipe file makes, which other "
+            "programs cannot compute: export a run of the recipes gpt, unet or llama as they come with quern"
+        )
+
+
+def _weights(loaded: LoadedModel) -> dict[str, Tensor]:
+    if type(loaded.model) is Llama:
+        return llama_format.weights_to(loaded.model.state_dict(), len(loaded.model.blocks))
+    return quern_format.weights_to(loaded.model)
+
+
 def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:
-    """File name → text, for every file except the weights."""
+    """File name → text, for every file except the weights and the model card."""
     tokenizer, shape = loaded.tokenizer, loaded.recipe.model
     assert shape.context
-    bodies: dict[str, Any] = {
-        "config.json": config_to(shape, tokenizer, dtype),
-        "generation_config.json": _generation_config(tokenizer),
-    }
+    if type(loaded.model) is Llama:
+        refuse_windows(shape)
+        config, texts = llama_format.config_to(shape, tokenizer, dtype), {}
+    else:
+        config, texts = quern_format.config_to(loaded.model, tokenizer, dtype), quern_format.python_files(loaded.model)
+    texts |= {"config.json": _json(config), "generation_config.json": _json(_generation_config(tokenizer))}
     try:
-        bodies["tokenizer.json"] = tokenizer_json(tokenizer)
+        texts["tokenizer.json"] = _json(tokenizer_json(tokenizer))
+        texts["tokenizer_config.json"] = _json(tokenizer_config(tokenizer, shape.context))
+        texts["chat_template.jinja"] = CHAT_TEMPLATE
     except ValueError as error:
         log(f"exported without a tokenizer: {error}")
-        return {name: _json(body) for name, body in bodies.items()}
-    bodies["tokenizer_config.json"] = tokenizer_config(tokenizer, shape.context)
-    return {name: _json(body) for name, body in bodies.items()} | {"chat_template.jinja": CHAT_TEMPLATE}
+    return texts
 
 
 def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:

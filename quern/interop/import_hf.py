@@ -149,10 +149,8 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Every tensor in fp32, from one file or from the files that an index names."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
     found: dict[str, Tensor] = {}
-    for name in names:
+    for name in _weight_files(folder):
         path = folder / name
         if not path.is_file() or Path(name).name != name:
             raise FileNotFoundError(
@@ -160,10 +158,25 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
                 "which transformers writes with save_pretrained"
             )
         try:
-            found |= {key: tensor.to(torch.float32) for key, tensor in load_file(path).items()}
+            tensors = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise ValueError(f"{name} holds {twice[0]}, which another file holds too: write the folder again")
+        found |= {key: tensor.to(torch.float32) for key, tensor in tensors.items()}
     return found
+
+
+def _weight_files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(
+            f"{index.name} does not say in weight_map which file holds each weight: write the folder again"
+        )
+    return sorted(set(places.values()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

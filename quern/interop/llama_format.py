@@ -32,6 +32,17 @@ IN_BLOCK = {
 }
 MERGED = ("mlp.gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight")
 """quern's parameter, and the two of Hugging Face that it stacks."""
+PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+"""Fields of config.json, and the only value that quern computes; it is also the value of a missing field."""
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+"""Whole numbers that config.json must give."""
 
 
 def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
@@ -119,19 +130,20 @@ def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
     """The shape that a config.json describes. Raises ValueError for another architecture or an unsupported Llama."""
     if config.get("model_type") != "llama":
         raise ValueError(f"it holds a model of type {config.get('model_type')!r}: only llama can be imported")
-    # transformers 5 has both in rope_parameters; earlier versions have rope_theta and rope_scaling.
-    rope = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {})}
-    rope |= config.get("rope_parameters") or {}
-    found = {
-        "hidden_act": config.get("hidden_act", "silu"),
-        "attention_bias": config.get("attention_bias", False),
-        "mlp_bias": config.get("mlp_bias", False),
-        "rope_type": rope.get("rope_type", rope.get("type", "default")),
-    }
-    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_type": "default"}
+    # transformers 5 has the base and the scaling in rope_parameters; earlier versions have rope_theta and rope_scaling.
+    rope = {name: config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    found = {name: config.get(name, default) for name, default in PLAIN.items()}
+    for name, body in rope.items():
+        found[f"{name}.rope_type"] = body.get("rope_type", body.get("type", "default"))
+        found[f"{name}.partial_rotary_factor"] = body.get("partial_rotary_factor", 1.0)
+    wanted = PLAIN | {name: "default" if name.endswith("type") else 1.0 for name in found.keys() - PLAIN.keys()}
     wrong = [f"{name} {value!r} instead of {wanted[name]!r}" for name, value in found.items() if value != wanted[name]]
     if wrong:
         raise ValueError(f"this kind of Llama cannot be imported: it has {', '.join(wrong)}")
+    no_numbers = [name for name in SIZES if not isinstance(config.get(name, 1), int)]
+    if no_numbers:
+        raise ValueError(f"its config.json gives no whole number for {', '.join(no_numbers)}")
+    base = rope["rope_parameters"].get("rope_theta", config.get("rope_theta", 10_000.0))
     try:
         width, heads = config["hidden_size"], config["num_attention_heads"]
         return ModelRecipe(
@@ -144,7 +156,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
             vocab_size=config["vocab_size"],
             context=config["max_position_embeddings"],
             norm_eps=config["rms_norm_eps"],
-            rope_base=float(rope["rope_theta"]),
+            rope_base=float(base),
             windows="L",
         )
     except KeyError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from quern.machine import detect
 from quern.model.llama import Llama
+from quern.recipe import ModelRecipe
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 
@@ -23,10 +24,14 @@ def load_llama(run_dir: RunDir, stage: str | None, log: Callable[[str], None]) -
             f"run '{run_dir.run}' holds a {type(loaded.model).__name__}, for which other programs have no name: "
             "export a run of the recipe `llama` (quern pretrain llama)"
         )
-    shape = loaded.recipe.model
+    refuse_windows(loaded.recipe.model)
+    return loaded
+
+
+def refuse_windows(shape: ModelRecipe) -> None:
+    """Raises ValueError for a Llama whose attention has windows."""
     if any(window is not None for window in shape.window_sizes()):
         raise ValueError(
             f"the model's attention has windows ({shape.windows}), the Llama of other programs sees everything: "
             "train with --model.windows L"
         )
-    return loaded

@@ -81,6 +81,8 @@ def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
         "eos_token": "<|assistant_end|>",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
+        # transformers 4 gives token_type_ids by default, which `generate` then refuses.
+        "model_input_names": ["input_ids", "attention_mask"],
     }
 
 

@@ -1,0 +1,224 @@
+"""What the language models `gpt` and `unet` of quern share, in plain PyTorch for the library transformers.
+
+This file needs torch and transformers only. Attention is `scaled_dot_product_attention` with an explicit mask: exact,
+and slower than quern's kernels. A key-value cache holds all tokens, also for layers with a window.
+
+Shapes: B rows, T all tokens so far, N new tokens (the last of the T), D width, H query heads, K key and value heads,
+E head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_quern import QuernConfig
+
+EPS = 1e-6
+"""Added to the mean square under the norms' root."""
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm without parameters over the last dim, computed in fp32 (arXiv 1910.07467)."""
+    return F.rms_norm(x.float(), (x.size(-1),), eps=EPS).to(x.dtype)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the pairs (i, i + E/2) of each head clockwise, in fp32 (arXiv 2104.09864). x: (B, N, heads, E)."""
+    cos, sin = rotary
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(x.dtype)
+
+
+def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (1 or B, N, 1, E / 2) for positions (1 or B, N) and frequencies (E / 2,) in radians."""
+    angles = positions.float()[..., None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+class SquaredReluMLP(nn.Module):
+    """D → 4D → D with ReLU² in between (arXiv 2109.08668)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Text:
+    """What one forward pass knows about its text: positions, masks, and the cache.
+
+    Args:
+        input_ids: (B, T) tokens from the first one on, those in the cache included.
+        attention_mask: (B, T): 1 for a token, 0 for padding on the left or right; None: no padding.
+        cache: Keys and values of the tokens before; None: there are none.
+        bos: The token that begins a document, if attention does not cross from one document into the next.
+
+    Raises:
+        ValueError: The arguments do not fit together; the message says what to pass.
+    """
+
+    def __init__(
+        self, input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None, bos: int | None
+    ) -> None:
+        self.input_ids, self.cache = input_ids, cache
+        self.total = input_ids.size(1)
+        self.new = self.total - (cache.get_seq_length() if cache is not None else 0)
+        if self.new <= 0:
+            raise ValueError(
+                f"the cache holds {self.total - self.new} tokens and input_ids {self.total}: pass the whole text in "
+                "input_ids, with the tokens that are in the cache"
+            )
+        self.valid_BT = None if attention_mask is None else _checked(attention_mask, input_ids)
+        documents_BT = input_ids == bos if bos is not None else None
+        if documents_BT is not None:
+            documents_BT = documents_BT if self.valid_BT is None else documents_BT & self.valid_BT
+            documents_BT = documents_BT.cumsum(1)
+        self.documents_BT = documents_BT
+        self._masks: dict[int | None, Tensor] = {}
+
+    def positions(self) -> Tensor:
+        """Positions (1 or B, N) of the new tokens; the first token that is not padding has position 0."""
+        if self.valid_BT is None:
+            return torch.arange(self.total, device=self.input_ids.device)[None, -self.new :]
+        return (self.valid_BT.cumsum(1) - 1).clamp(min=0)[:, -self.new :]
+
+    def mask(self, window: int | None) -> Tensor:
+        """(1 or B, 1, N, T): whether a new token sees a token."""
+        if window not in self._masks:
+            keys = torch.arange(self.total, device=self.input_ids.device)
+            queries = keys[-self.new :, None]
+            seen = keys <= queries
+            if window is not None:
+                seen = seen & (keys > queries - window)
+            seen = seen[None, None]
+            if self.documents_BT is not None:
+                documents = self.documents_BT
+                seen = seen & (documents[:, None, -self.new :, None] == documents[:, None, None, :])
+            if self.valid_BT is not None:
+                # Padding sees itself: a softmax over nothing would be NaN.
+                seen = seen & self.valid_BT[:, None, None, :] | (keys == queries)
+            self._masks[window] = seen
+        return self._masks[window]
+
+    def attend(
+        self, layer: int, q_BNHE: Tensor, k_BNKE: Tensor, v_BNKE: Tensor, window: int | None, scale: float | None
+    ) -> Tensor:
+        """Causal attention of the new tokens → (B, N, H·E). Adds their keys and values to the cache."""
+        q, k, v = (x.transpose(1, 2) for x in (q_BNHE, k_BNKE, v_BNKE))
+        if self.cache is not None:
+            k, v = self.cache.update(k, v, layer)
+        grouped = q.size(1) != k.size(1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(window), scale=scale, enable_gqa=grouped)
+        return y.transpose(1, 2).flatten(2)
+
+
+def _checked(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
+    """The mask as booleans; raises ValueError unless it says which tokens are padding on the left or right."""
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}: both must be "
+            "(rows, tokens) of the whole text, with the tokens that are in the cache"
+        )
+    valid = attention_mask.bool()
+    starts = F.pad(valid, (1, 0))[:, :-1].logical_not() & valid
+    if (starts.sum(1) > 1).any():
+        raise ValueError("attention_mask has zeros between ones: only padding on the left or right can be masked")
+    return valid
+
+
+class QuernForCausalLM(PreTrainedModel, GenerationMixin):
+    """What both architectures share: the logits, the loss and generation.
+
+    The cache holds keys and values only. Whatever else depends on earlier tokens is computed again from their ids, so
+    `input_ids` always holds the whole text; `generate` does that.
+    """
+
+    config_class = QuernConfig
+    _supports_sdpa = True
+
+    embedding: nn.Embedding
+    head: nn.Linear
+
+    def hidden_states(self, text: Text) -> Tensor:
+        """The normed hidden states (B, N, D) of the new tokens."""
+        raise NotImplementedError
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Bounds fp32 logits."""
+        raise NotImplementedError
+
+    def document_start(self) -> int | None:
+        """The token that begins a document, if documents of one row do not see each other."""
+        return None
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """The logits of the next tokens.
+
+        Args:
+            input_ids: (B, T) tokens of the whole text, also of what the cache holds.
+            attention_mask: (B, T): 1 for a token, 0 for padding on the left or right; None: no padding.
+            past_key_values: The cache; the tokens that it does not hold are new.
+            labels: (B, T) tokens as `input_ids`, -100 where no loss is wanted; the loss shifts them itself.
+            use_cache: Whether to begin a cache.
+            logits_to_keep: Only the last so many logits, or the logits at these indices; 0: of all new tokens.
+            return_dict: False for a tuple.
+            kwargs: `num_items_in_batch`, which the loss is divided by.
+
+        Returns:
+            `logits` (B, N, V) in fp32, `loss`, `past_key_values`.
+
+        Raises:
+            ValueError: An argument is missing or not supported.
+        """
+        items = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        unknown = [name for name, value in kwargs.items() if value is not None and value is not False]
+        if unknown:
+            raise ValueError(f"this model does not support the arguments {', '.join(sorted(unknown))}: leave them out")
+        if input_ids is None:
+            raise ValueError("this model needs input_ids: embeddings alone do not determine its output")
+        if past_key_values is not None and not isinstance(past_key_values, DynamicCache):
+            raise ValueError(f"the cache must be a DynamicCache, not a {type(past_key_values).__name__}")
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        text = Text(input_ids, attention_mask, past_key_values, self.document_start())
+        x = self.hidden_states(text)
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.cap(self.head(x[:, kept]).float())
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **items)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output.to_tuple() if return_dict is False else output
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of `forward` for the next step: the whole text, not its last token alone."""
+        names = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")
+        return {"input_ids": input_ids} | {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        raise NotImplementedError("the vocabulary cannot be resized: the value embeddings have a row for each token")

@@ -1,0 +1,234 @@
+"""Export of `gpt` and `unet` as someone uses it: a process without quern, the model card, what is refused.
+
+That the numbers agree is a law of its own (tests/laws/test_export_code_law.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from quern import compiler
+from quern.cli import main
+from quern.interop import export_hf
+from quern.model.llama import Llama
+from quern.records import StageFolder
+from quern.runs.run_dir import RunDir
+from tests.support.exported_code import exported, load_exported, model_of, modules_in, toy_recipe, write_run
+from tests.support.llama_run import llama_recipe
+from tests.support.llama_run import write_run as write_llama
+
+KINDS = ("gpt", "unet")
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_QUERN = """
+import json, sys
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "quern":
+            raise ImportError("quern is not installed here")
+
+sys.modules["quern"] = None
+sys.meta_path.insert(0, Guard())
+try:
+    import quern
+except ImportError:
+    pass
+else:
+    raise AssertionError("quern can be imported")
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+found = []
+for folder in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    inputs = tokenizer("The miller grinds the grain", return_tensors="pt")
+    reply = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], add_generation_prompt=True)
+    found.append([inputs["input_ids"].tolist(), model(**inputs).logits.tolist(), reply.size(1), len(asked) > 0])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    with compiler.eager():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with modules_in(tmp_path_factory.mktemp("modules")):
+        yield
+
+
+def quiet(line: str) -> None: ...
+
+
+def test_the_folder_works_where_quern_is_not_installed(tmp_path: Path) -> None:
+    """A process of its own, in another folder, that can import nothing of quern and reach no network."""
+    recipes = [toy_recipe(kind) for kind in KINDS]
+    folders = [exported(tmp_path / recipe.name, recipe) for recipe in recipes]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
+    environment |= {"HF_HOME": str(elsewhere / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", WITHOUT_QUERN, *map(str, folders)],
+        cwd=elsewhere,
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    for recipe, (ids, logits, length, asked) in zip(recipes, json.loads(done.stdout), strict=True):
+        model, tokens = model_of(recipe), torch.tensor(ids)
+        with torch.no_grad():
+            expected = model.logits(model(tokens, model.context(tokens)))[..., : len(logits[0][0])]
+        assert (torch.tensor(logits) - expected).abs().max() <= 1e-5
+        assert len(ids[0]) < length <= len(ids[0]) + 4 and asked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_files_of_the_folder(kind: str, tmp_path: Path) -> None:
+    folder = exported(tmp_path, toy_recipe(kind))
+    code = {"configuration_quern.py", "modeling_quern.py", f"modeling_quern_{kind}.py"}
+    assert {path.name for path in folder.iterdir()} == code | {
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    for name in code:
+        assert (folder / name).read_bytes() == (ROOT / "quern" / "interop" / "hf" / name).read_bytes()
+
+
+# What transformers may pass ---------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
+    model = load_exported(exported(tmp_path, toy_recipe("gpt")))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with pytest.raises(ValueError, match="does not support the arguments inputs_embeds: leave them out"):
+        model(inputs_embeds=torch.zeros(1, 4, 32))
+    with pytest.raises(ValueError, match="does not support the arguments output_attentions, position_ids"):
+        model(ids, position_ids=ids, output_attentions=True)
+    with pytest.raises(ValueError, match="this model needs input_ids"):
+        model()
+    with pytest.raises(ValueError, match="zeros between ones: only padding on the left or right can be masked"):
+        model(ids, attention_mask=torch.tensor([[1, 0, 1, 1]]))
+    with pytest.raises(ValueError, match=r"attention_mask is \(1, 3\) and input_ids \(1, 4\)"):
+        model(ids, attention_mask=torch.ones(1, 3))
+    cache = DynamicCache()
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache holds 4 tokens and input_ids 1: pass the whole text in input_ids"):
+        model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache must be a DynamicCache, not a StaticCache"):
+        model(ids, past_key_values=StaticCache(model.config, max_cache_len=8))
+    with pytest.raises(NotImplementedError, match="the vocabulary cannot be resized"):
+        model.resize_token_embeddings(400)
+
+
+def test_logits_of_some_tokens_only(tmp_path: Path) -> None:
+    model, ids = load_exported(exported(tmp_path, toy_recipe("gpt"))), torch.arange(12)[None]
+    whole = model(ids).logits
+    assert torch.allclose(model(ids, logits_to_keep=3).logits, whole[:, -3:], atol=1e-5)
+    assert torch.allclose(model(ids, logits_to_keep=torch.tensor([2, 5])).logits, whole[:, [2, 5]], atol=1e-5)
+    assert torch.equal(model(ids, return_dict=False)[0], whole)
+
+
+def test_beams_are_those_without_a_cache(tmp_path: Path) -> None:
+    for kind in KINDS:
+        model = load_exported(exported(tmp_path / kind, toy_recipe(kind)))
+        settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "temperature": None, "top_k": None}
+        ids = torch.tensor([[5, 6, 7, 8, 9]])
+        assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+
+
+# What is refused --------------------------------------------------------------------------------------------
+
+
+def test_the_model_of_an_idea_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = """--depth 2 --text.vocab-size 400 --text.tinyworld-megabytes 0.1 --text.tokenizer-megabytes 0.1
+     --text.val-megabytes 0.01 --model.width 32 --model.head-dim 16 --model.context 64 --train.batch-tokens 128
+     --train.steps 1 --no-compile --dtype fp32 --threads 1""".split()
+    idea = str(ROOT / "experiments" / "no_x0.py")
+    assert main.main(["pretrain", idea, *sizes, "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main.main(["export", "--dir", str(tmp_path / "hf"), "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "that its own recipe file makes, which other programs cannot compute" in said
+    assert "export a run of the recipes gpt, unet or llama as they come with quern" in said
+    assert not (tmp_path / "hf").exists()
+
+
+# The model card ---------------------------------------------------------------------------------------------
+
+
+def card_of(run_dir: RunDir, folder: Path) -> str:
+    export_hf.run(run_dir, folder, stage=None, dtype=torch.float32, log=quiet)
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_card_says_what_the_records_say(tmp_path: Path) -> None:
+    recipe = toy_recipe("unet")
+    run_dir = write_run(tmp_path / "out", recipe)
+    with StageFolder(run_dir.stage("pretrain")) as records:
+        records.write_recipe(recipe.to_json() | {"data": "/home/somebody/private/letters.txt"}, None)
+        records.metric(step=7, tokens=1234567, loss=3.25)
+        records.metric(step=7, tokens=1234567, val_loss=3.5, val_bpb=1.75)
+        records.metric(step=9, tokens=9999999, loss=1.0)  # of steps after the exported one
+    score = {"metric": "accuracy", "low": 0.4, "high": 0.6, "chance": 0.25, "count": 200, "stage": "pretrain"}
+    lines = [
+        score | {"step": 7, "task": "choice", "value": 0.4321},
+        score | {"step": 7, "task": "choice", "value": 0.5},
+        score | {"step": 5, "task": "an earlier step", "value": 0.9},
+        {"stage": "untrained", "step": 0, "task": "validation", "metric": "bpb", "value": 8.0},
+    ]
+    run_dir.append("evaluate.jsonl", lines)
+    card = card_of(run_dir, tmp_path / "hf")
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\nlicense: unknown\n")
+    assert "| pretrain | letters.txt | 7 | 1,234,567 | 3.2500 | 3.5000 (1.7500 bits per byte) |" in card
+    assert "| choice | accuracy | 0.5000 | 0.4000 to 0.6000 | 0.2500 | 200 |" in card
+    assert "an earlier step" not in card and "untrained" not in card and "9,999,999" not in card
+    assert "/home" not in card and str(tmp_path) not in card
+    assert "trust_remote_code=True" in card and "A BOS token begins a document" in card
+    weights = sum(p.numel() for p in load_exported(tmp_path / "hf").parameters())
+    assert f"with {weights:,} parameters" in card
+    assert "| tokens that each layer sees | 256, 128, 128, 256 |" in card
+
+
+def test_the_card_of_a_llama_needs_no_code(tmp_path: Path) -> None:
+    card = card_of(write_llama(tmp_path / "out", llama_recipe()), tmp_path / "hf")
+    assert f"architecture `{Llama.__name__.lower()}`" in card and "trust_remote_code" not in card
+    assert "## Scores" not in card and "## License" in card
+
+
+def test_the_code_in_the_card_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in KINDS:
+        folder = exported(tmp_path / kind, toy_recipe(kind))
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        code = card.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(folder))
+        capsys.readouterr()
+        exec(compile(code.replace("max_new_tokens=100", "max_new_tokens=5"), "README.md", "exec"), {})
+        assert "Once upon a time" in capsys.readouterr().out
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "out", toy_recipe("gpt"))
+    (run_dir.folder / "evaluate.jsonl").write_text("{\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"evaluate.jsonl, line 1, is not JSON .*: remove that line"):
+        card_of(run_dir, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
