@@ -16,6 +16,8 @@ import httpx
 import jsonschema_rs
 import pytest
 
+from quern.cli.options import ServeOptions
+from quern.cli.verbs import parse
 from quern.generate.engine import Engine
 from quern.serve.frontier import Gate, Rates
 from quern.serve.models import Models
@@ -181,6 +183,17 @@ def test_new_requests_go_to_the_newer_model_and_open_streams_end_with_the_old() 
         list(pool.map(client, [url] * 8))
         assert ask(url, max_tokens=25).json()["choices"][0]["message"]["content"] == prompts[3]
     assert set(answers) <= set(prompts.values()) and prompts[3] in answers
+
+
+def test_the_container_copies_what_exists_and_starts_with_flags_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    lines = (root / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert copied and all((root / name).exists() for name in copied)
+    entry, default = (json.loads(line.split(maxsplit=1)[1]) for line in lines if line.startswith(("ENTRYPOINT", "CMD")))
+    assert entry[:2] == ["quern", "serve"]
+    options, _ = parse("serve", [*entry[2:], *default], ServeOptions)
+    assert options.host == "0.0.0.0" and options.where.out == Path("/data")
 
 
 # The published schema ----------------------------------------------------------------------------------------
