@@ -257,6 +257,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, ServeOptions)
     try:
         from quern.serve.frontier import Keys
+        from quern.serve.page import read_welcome
         from quern.serve.server import WARM_ROWS, listen, serve
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
@@ -274,7 +275,8 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         engine.warm_up(WARM_ROWS)
         name, port = f"quern-{options.where.run}", listener.getsockname()[1]
         log(f"serving {name} (step {loaded.step:,} of {loaded.stage}) at http://{options.host}:{port}")
-        serve(engine, loaded.tokenizer, name, listener, options.host, keys, access)
+        welcome = read_welcome(options.where.run_dir.folder, loaded.stage)
+        serve(engine, loaded.tokenizer, name, listener, options.host, keys, access, welcome)
     return 0
 
 

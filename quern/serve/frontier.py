@@ -22,8 +22,8 @@ SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/metrics")
-"""Paths that need a key, if the server has keys. The page and /health are public."""
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/metrics", "/welcome")
+"""Paths that need a key, if the server has keys. The page's files and /health are public."""
 
 
 class Keys:

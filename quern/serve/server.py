@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -27,6 +26,7 @@ from quern.serve import generate, schema
 from quern.serve.answers import JSON, Answer, EventStream, as_api_error, error_response
 from quern.serve.frontier import Frontier, Keys
 from quern.serve.metrics import Metrics
+from quern.serve.page import Welcome, add_page
 from quern.serve.schema import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from quern.serve.worker import Worker
 from quern.text.tokenizer import Tokenizer
@@ -37,13 +37,6 @@ DRAIN_SECONDS = 30
 WARM_ROWS = (1, 8, 32)
 """The sizes of the running batch for which `quern serve` compiles; the last one is the most rows that run together."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-WEB = Path(__file__).parent / "web"
-PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
-    "/chat.css": ("chat.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
 
 
 def create_app(
@@ -55,8 +48,9 @@ def create_app(
     max_waiting: int = 256,
     keys: Keys | None = None,
     log: Callable[[str], None] | None = None,
+    welcome: Welcome | None = None,
 ) -> FastAPI:
-    """Builds the application. name: the model's name; hosts, keys, log: as in `Frontier`."""
+    """Builds the application. name: the model's name; hosts, keys, log: as in `Frontier`; welcome: the page's begin."""
     metrics = Metrics(engine, name)
     worker = Worker(engine, metrics, max_waiting)
     created = int(time.time())
@@ -119,13 +113,7 @@ def create_app(
         generate.require_tokens(tokenizer, request.tokens, "tokens")
         return JSON({"prompt": tokenizer.decode(request.tokens)})
 
-    for path, (file, media_type) in PAGE.items():
-        content = (WEB / file).read_bytes()
-
-        async def page(content: bytes = content, media_type: str = media_type) -> Response:
-            return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
-
-        app.add_api_route(path, page, methods=["GET"])
+    add_page(app, welcome or Welcome())
     return app
 
 
@@ -142,11 +130,12 @@ def serve(
     host: str,
     keys: Keys | None = None,
     log: Callable[[str], None] | None = None,
+    welcome: Welcome | None = None,
 ) -> None:
-    """Serves on a socket of `listen` until interrupted. host: the host of `listen`; keys, log: as in `Frontier`."""
+    """Serves on a socket of `listen` until interrupted. host: the host of `listen`; the others as in `create_app`."""
     hosts = LOOPBACK if host in LOOPBACK else None
     prepare_threads()
-    app = create_app(engine, tokenizer, name, hosts=hosts, keys=keys, log=log)
+    app = create_app(engine, tokenizer, name, hosts=hosts, keys=keys, log=log, welcome=welcome)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
     uvicorn.Server(config).run(sockets=[listener])
 
