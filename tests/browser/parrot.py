@@ -26,6 +26,7 @@ class Parrot(Engine):
     """
 
     script: list[Delta]
+    coming: list[Any]
     seconds = 0.0
     said = 0
     cached = 0
@@ -55,6 +56,8 @@ class Parrot(Engine):
         return self.open
 
     def step(self, prefill_tokens: int | None = None) -> None:
+        if not self.coming:  # a prompt was scored: nothing is generated
+            return
         if len(self.coming) == 1 and self.failure is not None:
             raise self.failure
         value = self.coming.pop(0)
@@ -68,7 +71,7 @@ class Parrot(Engine):
     def will_say(self, *pieces: Delta | str, seconds: float = 0.0, reason: str = "stop") -> None:
         self.script = [Delta("text", piece) if isinstance(piece, str) else piece for piece in pieces]
         self.seconds, self.failure, self.reason, self.cached = seconds, None, reason, 0
-        self.said, self.asked = 0, []
+        self.said, self.asked, self.coming = 0, [], []
 
 
 def alternatives(id: int, tokenizer: Tokenizer) -> list[tuple[int, float]]:

@@ -20,6 +20,7 @@ let current = null; // the conversation on the page
 let reply = null; // the reply that is being written
 let frame = 0;
 let context = 0;
+let modeChosen = false; // by the user, before the server said which one it would take
 let welcome = { suggestions: [], mode: "chat" };
 
 // What a message can ask for -----------------------------------------------------------------------------------
@@ -276,13 +277,13 @@ const sidebar = new Sidebar({
 // The server ---------------------------------------------------------------------------------------------------
 
 async function discover() {
-  const found = await api.models();
+  const [found, begun] = await Promise.all([api.models(), api.welcome()]);
+  welcome = begun;
   const select = byId("model");
   select.replaceChildren(...found.map((model) => el("option", { value: model.id, text: model.id, data: { context: model.max_model_len } })));
   context = found[0].max_model_len;
   select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); };
-  welcome = await api.welcome();
-  if (current.leaf === null && !conversations.has(current.id)) current.mode = welcome.mode;
+  if (current.leaf === null && !modeChosen) current.mode = welcome.mode;
   ui.suggest(welcome.suggestions, (text) => send(text));
   draw();
 }
@@ -300,7 +301,7 @@ async function main() {
     start: () => start(),
     busy: () => reply !== null,
     conversation: () => current,
-    setMode: (mode) => { current.mode = mode; draw(); },
+    setMode: (mode) => { current.mode = mode; modeChosen = true; draw(); },
     setSystem: (text) => { current.system = text; if (conversations.has(current.id)) keep(current); },
     exportAll: async () => download(await pack([...conversations.values()]), fileName([])),
     importFile: async (file) => {

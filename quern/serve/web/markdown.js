@@ -11,7 +11,6 @@ const TAGS = "p br hr h1 h2 h3 h4 h5 h6 strong em s code pre blockquote ul ol li
 const MOST_MATH = 2000; // characters of a formula
 
 const markdown = new MarkdownIt({ html: false, linkify: false, typographer: false, breaks: true });
-markdown.disable("image"); // nothing is loaded because a model wrote its address
 markdown.validateLink = isWebAddress;
 
 function isWebAddress(address) {
@@ -26,6 +25,12 @@ for (const rule of ["th_open", "td_open"]) {
     return self.renderToken(tokens, index, options);
   };
 }
+
+// Nothing is loaded because a model wrote its address: an image is a link to itself.
+markdown.renderer.rules.image = (tokens, index) => {
+  const { escapeHtml } = markdown.utils;
+  return `<a href="${escapeHtml(tokens[index].attrGet("src"))}">${escapeHtml(tokens[index].content || "image")}</a>`;
+};
 
 const PAIRS = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false], ["$", "$", false]];
 

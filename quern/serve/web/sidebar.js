@@ -52,9 +52,9 @@ export class Sidebar {
   }
 
   draw(conversations = this.conversations, current = this.current) {
-    Object.assign(this, { conversations, current });
+    Object.assign(this, { conversations: [...conversations], current });
     const query = byId("search").value;
-    const found = [...conversations].filter((one) => matches(one, query)).sort((a, b) => b.updated - a.updated);
+    const found = this.conversations.filter((one) => matches(one, query)).sort((a, b) => b.updated - a.updated);
     const groups = Map.groupBy ? Map.groupBy(found, (one) => period(one.updated)) : group(found);
     const box = byId("conversations");
     box.replaceChildren();

@@ -118,6 +118,7 @@ export function follow(asked) {
   if (asked) following = true;
   const view = byId("conversation");
   if (following) view.scrollTop = view.scrollHeight;
+  if (asked) byId("to-end").hidden = true;
 }
 
 function onKey(event) {

@@ -11,7 +11,9 @@ export const MEASURES = {
 const PROBABILITIES = [0.9, 0.6, 0.3, 0.1, 0.02]; // lower bounds of the classes 0 to 4
 const RANKS = [1, 2, 3, 5, 10]; // upper bounds
 const BITS = [0.25, 0.75, 1.5, 2.5, 4];
-const RUN = 64; // tokens of a run of spans, which ends at a line's end: only the last run is laid out again
+// Tokens of a run of spans: only the last run is laid out again. It ends at a line's end, or, in a long line, anyway.
+const RUN = 64;
+const LONGEST_RUN = 512;
 
 export const probability = (token) => Math.exp(token.logprob);
 
@@ -41,6 +43,14 @@ export function level(token, measure) {
 /** Text and bytes: bytes that are no whole character are written as such. */
 export function shownText(token) {
   return token.text.startsWith("bytes:") ? token.bytes.map((byte) => `⟨${hex(byte)}⟩`).join("") : token.text;
+}
+
+const WHITE = { " ": "space", "\n": "line break", "\t": "tab" };
+
+/** What a screen reader says for a token that has nothing to read; null for others. */
+function spoken(text) {
+  if (text.trim() !== "") return null;
+  return text === "" ? "nothing" : [...text].map((one) => WHITE[one] ?? "white space").join(", ");
 }
 
 const hex = (byte) => byte.toString(16).toUpperCase().padStart(2, "0");
@@ -85,11 +95,19 @@ export class TokenView {
       const token = tokens[index];
       const text = shownText(token);
       if (this.run === null) this.box.append((this.run = el("div", { class: "run", role: "group", "aria-label": "Tokens" })));
-      const span = el("span", { role: "option", id: `${this.name}-${index}`, "aria-selected": "false", data: { index }, text: text === "" ? "∅" : text });
+      const span = el("span", {
+        role: "option",
+        id: `${this.name}-${index}`,
+        "aria-selected": "false",
+        "aria-label": spoken(text),
+        data: { index },
+        text: text === "" ? "∅" : text,
+      });
       this.spans.push(span);
       this.paint(span, token, index, measure);
       this.run.append(span);
-      if (text.endsWith("\n") && this.run.childElementCount >= RUN) this.run = null;
+      const length = this.run.childElementCount;
+      if (length >= LONGEST_RUN || (length >= RUN && text.endsWith("\n"))) this.run = null;
     }
     this.tokens = tokens;
   }
