@@ -36,4 +36,5 @@ def page(shared_page: Page) -> Iterator[Page]:
     shared_page.open()
     yield shared_page
     chrome.open("about:blank")
-    assert chrome.problems == []
+    problems, chrome.problems = chrome.problems, []
+    assert problems == []

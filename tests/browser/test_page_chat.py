@@ -275,3 +275,23 @@ def test_a_server_with_keys_asks_for_one(browser: Chrome) -> None:
         assert "secret" not in page.run("JSON.stringify(localStorage)")
     assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 401
     browser.problems.clear()
+
+
+def test_a_reader_who_scrolls_up_is_left_there(page: Page) -> None:
+    view = "document.getElementById('conversation')"
+    page.engine.will_say("The miller grinds.\n\n" * 25)
+    page.ask("one")
+    distance = f"{view}.scrollHeight - {view}.scrollTop - {view}.clientHeight"
+    page.wait(f"{distance} < 5")
+    page.engine.will_say("The stone hums.\n\n" * 60, seconds=0.005)
+    page.send("two")
+    page.wait("document.querySelectorAll('.message:last-child .block').length > 5")
+    for _ in range(2):
+        page.chrome.send("Input.dispatchMouseEvent", type="mouseWheel", x=600, y=300, deltaX=0, deltaY=-500)
+        page.run("new Promise((done) => setTimeout(() => done(1), 150))")
+    page.wait("!document.getElementById('to-end').hidden")
+    at = page.run(f"{view}.scrollTop")
+    page.wait(DONE)
+    assert abs(page.run(f"{view}.scrollTop") - at) < 5 and page.run(distance) > 200
+    page.click("#to-end")
+    page.wait(f"{distance} < 5 && document.getElementById('to-end').hidden")

@@ -106,10 +106,16 @@ function setMeasure(name) {
 
 function prepareFollowing() {
   const view = byId("conversation");
+  let [top, height] = [0, 0];
   view.addEventListener("scroll", () => {
-    following = view.scrollHeight - view.scrollTop - view.clientHeight < NEAR;
+    const near = view.scrollHeight - view.scrollTop - view.clientHeight < NEAR;
+    // Only a reader scrolls up while the content stays: messages that come into view change their height.
+    if (near) following = true;
+    else if (view.scrollTop < top && view.scrollHeight === height) following = false;
+    [top, height] = [view.scrollTop, view.scrollHeight];
     byId("to-end").hidden = following;
   }, { passive: true });
+  new ResizeObserver(() => follow(false)).observe(byId("messages"));
   byId("to-end").addEventListener("click", () => follow(true));
 }
 
