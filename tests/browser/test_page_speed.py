@@ -24,7 +24,9 @@ PARAGRAPH = (
     "## The miller\n\nThe miller **grinds** the grain at dawn, and the stone hums; `rye` and $a^2$ of it.\n\n"
     "- What is 123 + 456?\n- It is 579, says the baker.\n\n```text\nstop there, please\nthe end is near\n```\n\n"
 )
-TOKENS = 10_000
+KEPT_TOKENS = 6_000
+REPLY = PARAGRAPH * 32
+"""Over 4,000 tokens: what each frame costs must not grow with the reply."""
 
 
 def conversation(page: Page, tokens: int) -> dict[str, Any]:
@@ -72,16 +74,17 @@ COUNT = """(() => {
 @pytest.mark.parametrize("xray", [False, True], ids=["markdown", "x-ray"])
 def test_a_long_conversation_streams_at_sixty_frames(browser: Chrome, tmp_path: Path, xray: bool) -> None:
     engine = make_parrot(context=16384)
+    assert len(engine.tokenizer.encode(REPLY)) > 4_000
     with running(create_app(engine, engine.tokenizer, "parrot")) as url:
         page = Page(browser, url, engine)
         page.open()
-        made = {"format": "quern-conversations", "version": 1, "conversations": [conversation(page, TOKENS)]}
+        made = {"format": "quern-conversations", "version": 1, "conversations": [conversation(page, KEPT_TOKENS)]}
         import_file(page, tmp_path / "long.json", json.dumps(made))
         page.wait("document.querySelectorAll('.message').length > 20")
         if xray:
             page.click("#xray")
-            page.wait(f"document.querySelectorAll('.token').length >= {TOKENS}")
-        engine.will_say(PARAGRAPH * 6, seconds=0.003)
+            page.wait(f"document.querySelectorAll('.token').length >= {KEPT_TOKENS}")
+        engine.will_say(REPLY, seconds=0.0006)
         page.send("and now?")
         page.wait(
             "document.querySelectorAll('.waiting').length === 1 && document.querySelector('.waiting .text') !== null"
