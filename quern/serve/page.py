@@ -57,10 +57,10 @@ def _opening(sample: Mapping[str, Any]) -> str | None:
     return text.strip() if isinstance(text, str) else None
 
 
-def _spread(texts: Sequence[str], most: int) -> list[str]:
+def _spread(texts: Sequence[str], most: int) -> tuple[str, ...]:
     """At most so many of the texts, evenly spread: neighbouring samples are of one kind."""
     count = min(most, len(texts))
-    return [texts[number * len(texts) // count] for number in range(count)]
+    return tuple(texts[number * len(texts) // count] for number in range(count))
 
 
 def add_page(app: FastAPI, welcome: Welcome) -> None:

@@ -70,6 +70,19 @@ def test_conversations_are_kept_renamed_searched_and_deleted(page: Page) -> None
     assert titles(page) == ["Where is the bakery?"]
 
 
+def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -> None:
+    page.engine.will_say("never " * 400, seconds=0.05)
+    page.send("Are you there?")
+    page.wait("document.querySelector('.waiting .text') !== null")
+    page.open(fresh=False)
+    page.click("#conversations .open")
+    assert page.said() == ["Are you there?"]
+    page.engine.will_say("Yes.")
+    page.click("#problem button")
+    page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
+    assert page.said() == ["Are you there?", "Yes."]
+
+
 def test_edits_and_other_tries_are_branches(page: Page) -> None:
     engine = page.engine
     engine.will_say("one")

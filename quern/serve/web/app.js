@@ -105,6 +105,7 @@ async function answer(conversation, node, plan = {}, tokens = []) {
   ui.busy(true);
   draw();
   ui.follow(true);
+  if (conversations.has(conversation.id)) keep(conversation); // the question outlives a closed tab
   announce("The model is replying.");
   const clock = setInterval(onupdate, 100);
   let trouble = null;
@@ -319,7 +320,11 @@ async function main() {
     editLast: () => [...views.values()].filter((view) => view.node.role === "user").at(-1)?.edit(),
   });
   if (!(await store.open())) toast("This browser keeps no data: conversations last as long as this page.");
-  for (const conversation of await store.all()) conversations.set(conversation.id, conversation);
+  for (const conversation of await store.all()) {
+    conversations.set(conversation.id, conversation);
+    const leaf = conversation.nodes[conversation.leaf];
+    if (leaf?.role === "assistant" && leaf.parts.length === 0) removeNode(conversation, leaf); // the tab was closed
+  }
   draw();
   tabs?.addEventListener("message", async () => {
     if (reply !== null) return; // this page's own state is newer
