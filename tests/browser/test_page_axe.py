@@ -34,10 +34,11 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
 
 
-def check(page: Page, axe: str, state: str) -> None:
+def check(page: Page, axe: str, state: str, *, narrow: bool = False) -> None:
+    """Wide and dark; with `narrow` also as on a phone, in light colours."""
     if not page.run("typeof axe === 'object'"):
         page.run(axe + "; 0")
-    for width, dark in ((1100, True), (390, False)):
+    for width, dark in ((1100, True), (390, False))[: 1 + narrow]:
         page.chrome.screenshot(Path("/dev/null"), width=width, height=760, dark=dark)
         page.run("new Promise((done) => setTimeout(() => done(1), 250))")  # the list slides
         assert page.run(RUN) == [], f"{state}, {width} pixels, {'dark' if dark else 'light'}"
@@ -51,7 +52,7 @@ def test_no_violation_in_any_state(page: Page, axe: str) -> None:
     page.click("[aria-label='Try again']")
     page.wait(f"document.querySelectorAll('.walk').length === 1 && {DONE}")
     page.click(".call summary")
-    check(page, axe, "a conversation")
+    check(page, axe, "a conversation", narrow=True)
     page.click("[aria-label='Edit']")
     check(page, axe, "editing")
     page.press("Escape")
@@ -59,7 +60,7 @@ def test_no_violation_in_any_state(page: Page, axe: str) -> None:
     page.click(".prompt summary")
     page.wait("document.querySelectorAll('.prompt .token').length > 3")
     page.run("document.querySelectorAll('.text .token')[2].click()")
-    check(page, axe, "x-ray with its card")
+    check(page, axe, "x-ray with its card", narrow=True)
     page.press("Escape")
     for button in ("#settings-open", "#shortcuts-open"):
         page.click(button)
