@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 GROUPS = {
     "grug": ("tests/grug/", "tests/laws/test_grug_law.py"),
+    "page": ("tests/browser/test_page_",),
     "bench": ("tests/laws/test_resume_law.py", "tests/laws/test_run_ownership_law.py"),
     "faulty ranks": (
         "tests/parallel/test_faults.py",
@@ -45,7 +46,7 @@ GROUPS = {
     ),
     "llama.cpp": ("tests/interop/test_export_gguf.py", "tests/laws/test_gguf_law.py"),
 }
-"""Files that use one server process run in one worker, so the process starts once."""
+"""Files that use one server process, or one browser, run in one worker, so it starts once."""
 SLOWEST_FIRST = (
     "grug",
     "bench",

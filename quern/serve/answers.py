@@ -259,11 +259,7 @@ class Chat(Answer):
         return {"message": message}
 
     def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> dict[str, Any]:
-        content = []
-        for token in tokens:
-            top = [_scored(self.tokenizer, id, value) for id, value in token.top]
-            content.append({**_scored(self.tokenizer, token.id, token.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return {"content": _content(self.tokenizer, tokens), "refusal": None}
 
 
 class Text(Answer):
@@ -300,6 +296,7 @@ class Text(Answer):
             "token_logprobs": [None if token.logprob == UNKNOWN else token.logprob for token in told],
             "top_logprobs": [one or None for one in top],
             "text_offset": offsets,
+            "content": _content(self.tokenizer, told),  # as in a chat: OpenAI's shape has neither ids nor bytes
         }
 
 
@@ -312,8 +309,21 @@ def _spelled(tokenizer: Tokenizer, id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
+def _content(tokenizer: Tokenizer, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """Tokens with their likeliest alternatives, in the shape of a chat's log-probabilities."""
+    return [
+        {
+            **_scored(tokenizer, token.id, token.logprob),
+            "top_logprobs": [_scored(tokenizer, id, value) for id, value in token.top],
+        }
+        for token in tokens
+    ]
+
+
 def _scored(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
-    return {"token": _spelled(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([id]))}
+    """OpenAI's fields, and the token's id."""
+    value = None if logprob == UNKNOWN else logprob
+    return {"token": _spelled(tokenizer, id), "logprob": value, "bytes": list(tokenizer.decode_bytes([id])), "id": id}
 
 
 def _choice(index: int, content: dict[str, Any], told: Any = None, finish_reason: str | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.frontier import Gate
 from quern.serve.models import Models
+from quern.serve.page import read_welcome
 from quern.serve.server import WARM_ROWS, create_app, listen, serve
 from quern.serve.worker import Limits
 from quern.train import checkpoint
@@ -99,4 +100,6 @@ def run(
                     log(f"{name}: new requests go to {what}")
                     await models.replace(name, engine)
 
-        serve(create_app(engines, gate, limits, watch if watch_seconds else None), listener, **files)
+        first = next(iter(sources.values()))
+        welcome = read_welcome(first.run_dir.folder, (first.newest() or ("",))[0])
+        serve(create_app(engines, gate, limits, watch if watch_seconds else None, welcome), listener, **files)

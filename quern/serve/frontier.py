@@ -25,8 +25,8 @@ SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/metrics")
-"""Paths that need a key, if the server has keys. The page and /health are public."""
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/metrics", "/welcome")
+"""Paths that need a key, if the server has keys. The page's files and /health are public."""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Paths whose requests count for the rates."""
 MOST_CLIENTS = 10_000  # whose rates are remembered

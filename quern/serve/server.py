@@ -12,17 +12,16 @@ import contextlib
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 
 from quern.generate.engine import Engine
 from quern.serve.frontier import Frontier, Gate
 from quern.serve.models import Models
+from quern.serve.page import Welcome, add_page
 from quern.serve.routes import add_routes
 from quern.serve.worker import Limits
 
@@ -31,13 +30,6 @@ DRAIN_SECONDS = 30
 WARM_ROWS = (1, 8, 32)
 """The sizes of the running batch for which `quern serve` compiles; the last one is the most rows that run together."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-WEB = Path(__file__).parent / "web"
-PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
-    "/chat.css": ("chat.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
 
 
 def create_app(
@@ -45,6 +37,7 @@ def create_app(
     gate: Gate | None = None,
     limits: Limits | None = None,
     watch: Callable[[Models], Awaitable[None]] | None = None,
+    welcome: Welcome | None = None,
 ) -> FastAPI:
     """Builds the application.
 
@@ -53,6 +46,7 @@ def create_app(
         gate: Who may come in; by default everyone who asks for a loopback host.
         limits: Of each engine's requests.
         watch: Runs beside the server, to replace models.
+        welcome: How the page begins.
     """
     models = Models(engines, limits or Limits())
     gate = gate or Gate(hosts=LOOPBACK)
@@ -77,13 +71,7 @@ def create_app(
         )
     app.add_middleware(Frontier, gate=gate)
     add_routes(app, models)
-    for path, (file, media_type) in PAGE.items():
-        content = (WEB / file).read_bytes()
-
-        async def page(content: bytes = content, media_type: str = media_type) -> Response:
-            return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
-
-        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
+    add_page(app, welcome or Welcome())
     return app
 
 

@@ -313,7 +313,7 @@ def test_wrong_media_types_sizes_paths_and_methods(url: str) -> None:
         "/../pyproject.toml",
         "/%2e%2e/server.py",
         "/..%2fserver.py",
-        "/chat.js/../server.py",
+        "/app.js/../server.py",
         "/server.py",
     ):
         assert httpx.get(url + path).status_code == 404, path
@@ -385,7 +385,7 @@ def test_an_address_that_cannot_be_had_names_the_flag() -> None:
 
 
 def test_the_page_and_its_headers(url: str) -> None:
-    for path, media_type in (("/", "text/html"), ("/chat.js", "text/javascript"), ("/chat.css", "text/css")):
+    for path, media_type in (("/", "text/html"), ("/app.js", "text/javascript"), ("/base.css", "text/css")):
         response = httpx.get(url + path)
         assert response.status_code == 200 and response.headers["content-type"].startswith(media_type)
         assert response.headers["content-security-policy"].startswith("default-src 'self';")

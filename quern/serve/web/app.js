@@ -1,0 +1,338 @@
+// The page: which conversation is open, which reply is being written, and what the buttons and keys do.
+
+import * as api from "./api.js";
+import { announce, byId, el, newId, toast } from "./dom.js";
+import { MessageView } from "./message.js";
+import { Reply, beginningIds, promptIds, textOfTokens } from "./reply.js";
+import * as settingsOf from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import * as store from "./store.js";
+import { download, fileName, pack, unpack } from "./transfer.js";
+import { addNode, newConversation, path, removeNode, textOf, titleOf, walkTo } from "./tree.js";
+import * as ui from "./ui.js";
+import * as xray from "./xray.js";
+
+const conversations = new Map();
+const views = new Map(); // node id → MessageView, of the shown branch
+const tokensKnown = new Map(); // node id → tokens, of this page's replies
+const tabs = "BroadcastChannel" in window ? new BroadcastChannel("quern") : null;
+let current = null; // the conversation on the page
+let reply = null; // the reply that is being written
+let frame = 0;
+let context = 0;
+let modeChosen = false; // by the user, before the server said which one it would take
+let welcome = { suggestions: [], mode: "chat" };
+
+// What a message can ask for -----------------------------------------------------------------------------------
+
+const page = {
+  measure: ui.measure,
+  live: (node) => (reply !== null && reply.node === node ? reply : null),
+  tokens: async (node) => tokensKnown.get(node.id) ?? store.loadTokens(current.id, node.id),
+  promptTokens: async (node) => {
+    const ids = await promptIds(current, node);
+    const scored = await api.scorePrompt(byId("model").value, ids, Math.max(settingsOf.settings.alternatives, 5));
+    // The first token of a text begins it: nothing stands before it, and the server does not score it.
+    const first = { text: "<|bos|>", id: ids[0], logprob: null, bytes: [], part: 0, top: [] };
+    return scored.length < ids.length ? [first, ...scored] : scored;
+  },
+  // A chat's prompt is made of several messages, which have their own editors; a text's can go on from any token.
+  promptBranch: (node, tokens) =>
+    current.mode === "chat" ? null : (index, token) => {
+      const before = addNode(current, null, "user", [{ type: "text", text: textOfTokens([...tokens.slice(1, index), token]) }]);
+      answer(current, addNode(current, before.id, "assistant", []));
+    },
+  walk: (node) => { walkTo(current, node); keep(current); draw(); focusOn(node); },
+  regenerate: (node) => reply === null && answer(current, addNode(current, node.parent, "assistant", [])),
+  edited: (node, text) => {
+    if (reply !== null) return;
+    const edited = addNode(current, node.parent, "user", [{ type: "text", text }]);
+    answer(current, addNode(current, edited.id, "assistant", []));
+  },
+  branch: (node, part, tokens, token) => begin(node, part, tokens, token),
+  goOn: async (node) => {
+    const part = node.parts.length - 1;
+    const all = ((await page.tokens(node)) ?? []).filter((token) => token.part === part);
+    const whole = all.length > 0 && textOfTokens(all) === node.parts[part].text;
+    // Without the tokens themselves, those of the text do.
+    begin(node, part, whole ? all : await encoded(node.parts[part].text), null);
+  },
+};
+
+/** The tokens of a text that the page has no record of; in the x-ray they have no probability. */
+async function encoded(text) {
+  const ids = await api.tokenize({ prompt: text, add_special_tokens: false });
+  return ids.map((id) => ({ text: "", id, logprob: null, bytes: [], part: 0, top: [] }));
+}
+
+/** A branch that begins with `tokens` of a part of a reply, then with `token`, another one. */
+async function begin(node, part, tokens, token) {
+  if (reply !== null) return;
+  const earlier = ((await page.tokens(node)) ?? []).filter((one) => one.part < part);
+  const ends = token?.text === "<|assistant_end|>";
+  const own = token === null || ends ? tokens : [...tokens, { ...token, part, top: tokenAlternatives(node, part, tokens.length) }];
+  const known = own.every((one) => one.bytes.length > 0);
+  const parts = node.parts.slice(0, part).map((one) => ({ ...one }));
+  parts.push({ type: "text", text: known ? textOfTokens(own) : node.parts[part].text });
+  const conversation = current;
+  try {
+    const ids = ends ? null : await beginningIds(conversation, node, parts, own);
+    const branched = addNode(conversation, node.parent, "assistant", parts);
+    const given = known ? [...earlier, ...own] : [];
+    if (ends) {
+      branched.finish = "stop";
+      await store.saveTokens(conversation.id, branched.id, given);
+      keep(conversation);
+      return draw();
+    }
+    await answer(conversation, branched, { ids }, given);
+  } catch (error) {
+    ui.problem(error.message);
+  }
+}
+
+function tokenAlternatives(node, part, index) {
+  return (views.get(node.id)?.ofPart(part) ?? [])[index]?.top ?? [];
+}
+
+// Replies ------------------------------------------------------------------------------------------------------
+
+async function answer(conversation, node, plan = {}, tokens = []) {
+  ui.problem(null);
+  const onupdate = () => { frame ||= requestAnimationFrame(drawLive); };
+  reply = new Reply({ model: byId("model").value, context, conversation, node, plan, tokens: [...tokens], onupdate });
+  const own = reply;
+  ui.busy(true);
+  draw();
+  ui.follow(true);
+  if (conversations.has(conversation.id)) keep(conversation); // the question outlives a closed tab
+  announce("The model is replying.");
+  const clock = setInterval(onupdate, 100);
+  let trouble = null;
+  try {
+    if (own.model === "") await discover();
+    own.model = byId("model").value;
+    own.context = context;
+    await own.run();
+  } catch (error) {
+    trouble = error;
+  }
+  clearInterval(clock);
+  cancelAnimationFrame(frame);
+  frame = 0;
+  reply = null;
+  ui.busy(false);
+  await finish(conversation, own, trouble);
+}
+
+/** Keeps what was said. A reply that brought nothing leaves the question, with a way to ask it again. */
+async function finish(conversation, { node, tokens }, trouble) {
+  const empty = node.parts.length === 0;
+  if (empty && (trouble !== null || node.finish === "stopped")) removeNode(conversation, node);
+  else if (empty) node.parts.push({ type: "text", text: "" });
+  if (conversations.has(conversation.id)) {
+    conversation.updated = Date.now();
+    if (tokens.length > 0 && conversation.nodes[node.id]) {
+      tokensKnown.set(node.id, tokens);
+      await store.saveTokens(conversation.id, node.id, tokens);
+    }
+    await keep(conversation);
+  }
+  if (current !== conversation) return;
+  views.get(node.id)?.update(true);
+  draw();
+  if (trouble !== null) ui.problem(explain(trouble), empty ? retry : null);
+  else if (empty && !conversation.nodes[node.id]) ui.problem("Stopped before the reply began.", retry);
+  else announce(`Reply: ${textOf(node).slice(0, 1500)}`);
+}
+
+function explain(error) {
+  if (error.status === 401) {
+    byId("settings").showModal();
+    byId("set-key").focus();
+    return "This server asks for an API key: enter it in the settings.";
+  }
+  return error instanceof TypeError ? "The server does not answer." : error.message;
+}
+
+function retry() {
+  const leaf = current.nodes[current.leaf];
+  if (reply === null && leaf !== undefined) answer(current, addNode(current, leaf.id, "assistant", []));
+}
+
+function send(text) {
+  if (reply !== null) return false;
+  const textMode = current.mode === "text";
+  if (text.trim() === "" && !(textMode && current.leaf !== null)) return false;
+  conversations.set(current.id, current);
+  const leaf = current.nodes[current.leaf] ?? null;
+  let parent = current.leaf;
+  if (text.trim() !== "") {
+    // A question without an answer is replaced by the next one: user and assistant take turns.
+    const above = leaf?.role === "user" && !textMode ? leaf.parent : parent;
+    parent = addNode(current, above, "user", [{ type: "text", text: textMode ? text : text.trim() }]).id;
+  }
+  answer(current, addNode(current, parent, "assistant", []));
+  return true;
+}
+
+function drawLive() {
+  frame = 0;
+  const view = reply === null ? undefined : views.get(reply.node.id);
+  if (view === undefined) return;
+  view.update(false);
+  view.drawLive(reply);
+  ui.follow(false);
+}
+
+// Conversations ------------------------------------------------------------------------------------------------
+
+async function keep(conversation) {
+  sidebar.draw(conversations.values(), current.id);
+  try {
+    await store.save(conversation);
+    tabs?.postMessage(conversation.id);
+  } catch (error) {
+    toast(`The browser could not keep the conversation: ${error.message}`);
+  }
+}
+
+function open(conversation) {
+  current = conversation;
+  views.clear();
+  byId("messages").replaceChildren();
+  ui.problem(null);
+  xray.card.hide();
+  draw();
+  ui.follow(true);
+  const leaf = conversation.nodes[conversation.leaf];
+  if (leaf?.role === "user" && page.live(leaf) === null) ui.problem("This message has no reply yet.", retry);
+  if (sidebar.isNarrow()) sidebar.toggle(false);
+  byId("input").focus();
+}
+
+/** Shows the branch of the leaf; messages that stay are not drawn again. */
+function draw() {
+  const shown = path(current);
+  const ids = new Set(shown.map((node) => node.id));
+  for (const [id, view] of views) {
+    if (ids.has(id)) continue;
+    view.box.remove();
+    views.delete(id);
+  }
+  for (const node of shown) {
+    const view = views.get(node.id);
+    if (view !== undefined) {
+      if (page.live(node) === null) view.drawBar();
+      continue;
+    }
+    const made = new MessageView(page, current, node);
+    views.set(node.id, made);
+    byId("messages").append(made.box);
+  }
+  ui.show(current, shown.length === 0, titleOf(current));
+  sidebar.draw(conversations.values(), current.id);
+}
+
+function focusOn(node) {
+  const buttons = views.get(node.id)?.bar.querySelectorAll(".walk button:not(:disabled)");
+  buttons?.[0]?.focus();
+}
+
+function start(mode = welcome.mode) {
+  open(newConversation(mode, current?.system ?? ""));
+}
+
+async function remove(conversation) {
+  if (reply?.conversation === conversation) reply.stop();
+  const packed = await pack([conversation]);
+  conversations.delete(conversation.id);
+  await store.remove(conversation.id);
+  if (current === conversation) start();
+  else sidebar.draw(conversations.values(), current.id);
+  toast("Deleted.", "Undo", () => bringIn(packed));
+}
+
+async function bringIn(text) {
+  const found = unpack(text);
+  for (const { conversation, tokens } of found) {
+    conversations.set(conversation.id, conversation);
+    await store.save(conversation);
+    for (const [node, list] of tokens) await store.saveTokens(conversation.id, node, list);
+  }
+  if (found.length > 0) open(found[0].conversation);
+  return found.length;
+}
+
+const sidebar = new Sidebar({
+  open,
+  remove,
+  rename: (conversation, title) => {
+    Object.assign(conversation, { title, named: true });
+    keep(conversation);
+    if (conversation === current) draw();
+  },
+  export: async (chosen) => download(await pack(chosen), fileName(chosen)),
+});
+
+// The server ---------------------------------------------------------------------------------------------------
+
+async function discover() {
+  const [found, begun] = await Promise.all([api.models(), api.welcome()]);
+  welcome = begun;
+  const select = byId("model");
+  select.replaceChildren(...found.map((model) => el("option", { value: model.id, text: model.id, data: { context: model.max_model_len } })));
+  context = found[0].max_model_len;
+  select.onchange = () => { context = Number(select.selectedOptions[0].dataset.context); };
+  if (current.leaf === null && !modeChosen) current.mode = welcome.mode;
+  ui.suggest(welcome.suggestions, (text) => send(text));
+  draw();
+}
+
+// Begin --------------------------------------------------------------------------------------------------------
+
+async function main() {
+  settingsOf.load();
+  settingsOf.build();
+  xray.prepare();
+  current = newConversation("chat");
+  ui.prepare({
+    send,
+    stop: () => reply?.stop(),
+    start: () => start(),
+    busy: () => reply !== null,
+    conversation: () => current,
+    setMode: (mode) => { current.mode = mode; modeChosen = true; draw(); },
+    setSystem: (text) => { current.system = text; if (conversations.has(current.id)) keep(current); },
+    exportAll: async () => download(await pack([...conversations.values()]), fileName([])),
+    importFile: async (file) => {
+      try {
+        const count = await bringIn(await file.text());
+        toast(count === 1 ? "Imported a conversation." : `Imported ${count} conversations.`);
+      } catch (error) {
+        ui.problem(error.message);
+      }
+    },
+    measured: (again) => {
+      for (const view of views.values()) if (again) view.refresh(); else view.repaint(ui.measure());
+    },
+    toggleList: () => sidebar.toggle(),
+    editLast: () => [...views.values()].filter((view) => view.node.role === "user").at(-1)?.edit(),
+  });
+  if (!(await store.open())) toast("This browser keeps no data: conversations last as long as this page.");
+  for (const conversation of await store.all()) {
+    conversations.set(conversation.id, conversation);
+    const leaf = conversation.nodes[conversation.leaf];
+    if (leaf?.role === "assistant" && leaf.parts.length === 0) removeNode(conversation, leaf); // the tab was closed
+  }
+  draw();
+  tabs?.addEventListener("message", async () => {
+    if (reply !== null) return; // this page's own state is newer
+    for (const conversation of await store.all()) if (conversation.id !== current.id) conversations.set(conversation.id, conversation);
+    sidebar.draw(conversations.values(), current.id);
+  });
+  document.body.dataset.ready = newId();
+  await discover().catch((error) => ui.problem(explain(error)));
+}
+
+main();

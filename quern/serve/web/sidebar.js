@@ -1,0 +1,130 @@
+// The list of conversations: newest first, by day, searched as one types.
+
+import { byId, el, iconButton } from "./dom.js";
+import { matches, titleOf } from "./tree.js";
+
+const DAY = 86400000;
+const NARROW = "(max-width: 760px)"; // as in base.css
+
+function period(time) {
+  const midnight = new Date().setHours(0, 0, 0, 0);
+  if (time >= midnight) return "Today";
+  if (time >= midnight - DAY) return "Yesterday";
+  if (time >= midnight - 7 * DAY) return "Last 7 days";
+  return new Date(time).toLocaleDateString("en", { month: "long", year: "numeric" });
+}
+
+export class Sidebar {
+  /** page: {open(conversation), rename(conversation, title), remove(conversation), export(conversations)} */
+  constructor(page) {
+    this.page = page;
+    this.renaming = null;
+    byId("search").addEventListener("input", () => this.draw());
+    byId("search").addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || event.target.value === "") return;
+      event.stopPropagation();
+      event.target.value = "";
+      this.draw();
+    });
+    byId("menu").addEventListener("click", () => this.toggle());
+    byId("shade").addEventListener("click", () => this.toggle(false));
+    window.matchMedia(NARROW).addEventListener("change", () => this.toggle(!this.isNarrow()));
+    if (this.isNarrow()) this.toggle(false);
+  }
+
+  /** On a narrow screen, the list is over the conversation: opens or closes it there; elsewhere it folds it away. */
+  toggle(open = !this.isOpen()) {
+    const narrow = this.isNarrow();
+    document.body.classList.toggle("list-open", narrow && open);
+    document.body.classList.toggle("list-folded", !narrow && !open);
+    byId("menu").setAttribute("aria-expanded", String(open));
+    byId("sidebar").inert = !open;
+    byId("main").inert = narrow && open;
+    if (open && narrow) byId("search").focus();
+  }
+
+  isNarrow() {
+    return window.matchMedia(NARROW).matches;
+  }
+
+  isOpen() {
+    return this.isNarrow() ? document.body.classList.contains("list-open") : !document.body.classList.contains("list-folded");
+  }
+
+  draw(conversations = this.conversations, current = this.current) {
+    Object.assign(this, { conversations: [...conversations], current });
+    const query = byId("search").value;
+    const found = this.conversations.filter((one) => matches(one, query)).sort((a, b) => b.updated - a.updated);
+    const groups = Map.groupBy ? Map.groupBy(found, (one) => period(one.updated)) : group(found);
+    const box = byId("conversations");
+    box.replaceChildren();
+    for (const [name, members] of groups) {
+      const list = el("ul", { "aria-label": name }, ...members.map((one) => this.item(one)));
+      box.append(el("h2", { text: name }), list);
+    }
+    if (found.length === 0) {
+      box.append(el("p", { class: "hint", text: query === "" ? "Conversations are kept in this browser only." : "Nothing found." }));
+    }
+    byId("search-count").textContent = query === "" ? "" : `${found.length} found`;
+  }
+
+  item(conversation) {
+    const chosen = conversation.id === this.current;
+    const title = titleOf(conversation);
+    if (this.renaming === conversation.id) return el("li", {}, this.nameField(conversation, title));
+    return el("li", { class: chosen ? "chosen" : null, data: { id: conversation.id } },
+      el("button", {
+        type: "button",
+        class: "open",
+        text: title,
+        title,
+        "aria-current": chosen ? "true" : null,
+        ondblclick: () => this.rename(conversation),
+        onclick: () => this.page.open(conversation),
+      }),
+      el("span", { class: "item-buttons" },
+        iconButton("edit", `Rename ${title}`, () => this.rename(conversation)),
+        iconButton("download", `Export ${title}`, () => this.page.export([conversation])),
+        iconButton("bin", `Delete ${title}`, () => this.page.remove(conversation))));
+  }
+
+  rename(conversation) {
+    this.renaming = conversation.id;
+    this.draw();
+    const field = byId("conversations").querySelector("input");
+    field.focus();
+    field.select();
+  }
+
+  nameField(conversation, title) {
+    const done = (keep) => {
+      if (this.renaming !== conversation.id) return;
+      this.renaming = null;
+      const name = field.value.replace(/\s+/g, " ").trim().slice(0, 200);
+      if (keep && name !== "" && name !== title) this.page.rename(conversation, name);
+      this.draw();
+    };
+    const field = el("input", {
+      type: "text",
+      "aria-label": "Title",
+      maxlength: 200,
+      onblur: () => done(true),
+      onkeydown: (event) => {
+        if (event.key === "Enter") done(true);
+        if (event.key === "Escape") { event.stopPropagation(); done(false); }
+      },
+    });
+    field.value = title;
+    return field;
+  }
+}
+
+/** For browsers without Map.groupBy. */
+function group(conversations) {
+  const groups = new Map();
+  for (const one of conversations) {
+    const name = period(one.updated);
+    groups.set(name, [...(groups.get(name) ?? []), one]);
+  }
+  return groups;
+}

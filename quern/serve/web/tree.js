@@ -1,0 +1,92 @@
+// A conversation as a tree of messages: to edit or to regenerate adds a branch, and the leaf says which one is shown.
+//
+// conversation: {id, title, named, mode: "chat" | "text", system, created, updated, nodes: {id: node}, leaf}
+// node: {id, parent, role: "user" | "assistant", parts: [{type: "text" | "tool" | "output", text}], time, pick, …}
+// An assistant's node also has `finish`, `error`, `skipped` and `stats` of the reply. In a text, roles say who wrote.
+
+import { newId } from "./dom.js";
+
+export function newConversation(mode, system = "") {
+  const now = Date.now();
+  return { id: newId(), title: "", named: false, mode, system, created: now, updated: now, nodes: {}, leaf: null };
+}
+
+/** Adds a message below `parent` (an id, or null for a first message) and shows it. */
+export function addNode(conversation, parent, role, parts) {
+  const node = { id: newId(), parent, role, parts, time: Date.now(), pick: null };
+  conversation.nodes[node.id] = node;
+  show(conversation, node);
+  return node;
+}
+
+export function removeNode(conversation, node) {
+  delete conversation.nodes[node.id];
+  const others = siblings(conversation, node);
+  if (others.length > 0) return show(conversation, deepest(conversation, others[others.length - 1]));
+  conversation.leaf = node.parent;
+  if (node.parent !== null) conversation.nodes[node.parent].pick = null;
+}
+
+/** The messages from the first one to the shown leaf, or to `end`. */
+export function path(conversation, end = conversation.leaf) {
+  const found = [];
+  for (let id = end; id !== null; id = conversation.nodes[id].parent) found.push(conversation.nodes[id]);
+  return found.reverse();
+}
+
+/** The messages in the place of this one, in the order in which they were made. */
+export function siblings(conversation, node) {
+  return Object.values(conversation.nodes).filter((other) => other.parent === node.parent);
+}
+
+/** Shows the branch of a message as it was when it was last seen. */
+export function walkTo(conversation, node) {
+  show(conversation, deepest(conversation, node));
+}
+
+function deepest(conversation, node) {
+  while (node.pick !== null && node.pick !== undefined) node = conversation.nodes[node.pick];
+  return node;
+}
+
+function show(conversation, leaf) {
+  conversation.leaf = leaf.id;
+  for (let node = leaf; node.parent !== null; node = conversation.nodes[node.parent]) {
+    conversation.nodes[node.parent].pick = node.id;
+  }
+}
+
+export function textOf(node) {
+  return node.parts.filter((part) => part.type === "text").map((part) => part.text).join("");
+}
+
+/** The conversation as the API takes it, up to the node `end`. */
+export function messagesOf(conversation, end) {
+  const messages = path(conversation, end).map((node) =>
+    node.role === "user"
+      ? { role: "user", content: textOf(node) }
+      : { role: "assistant", content: textOf(node), parts: node.parts },
+  );
+  const system = conversation.system.trim();
+  return system === "" ? messages : [{ role: "system", content: system }, ...messages];
+}
+
+/** The text of a completion, up to the node `end`. */
+export function documentOf(conversation, end) {
+  return path(conversation, end).map(textOf).join("");
+}
+
+export function titleOf(conversation) {
+  if (conversation.title !== "") return conversation.title;
+  const first = Object.values(conversation.nodes).find((node) => node.role === "user");
+  const text = first === undefined ? "" : textOf(first).trim().replace(/\s+/g, " ");
+  return text === "" ? "New conversation" : text.length > 60 ? `${text.slice(0, 57)}…` : text;
+}
+
+/** Whether all words of a search are in the title or in a message. */
+export function matches(conversation, query) {
+  const words = query.toLowerCase().split(/\s+/).filter((word) => word !== "");
+  if (words.length === 0) return true;
+  const all = [titleOf(conversation), ...Object.values(conversation.nodes).map(textOf)].join("\n").toLowerCase();
+  return words.every((word) => all.includes(word));
+}

@@ -1,0 +1,40 @@
+"""One browser and one server for all tests of the chat page."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from quern.serve.page import Welcome
+from quern.serve.server import create_app
+from tests.browser.chrome import Chrome
+from tests.browser.parrot import Page, make_parrot
+from tests.support.http_server import running
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    chrome = Chrome(tmp_path_factory.mktemp("profile"))
+    yield chrome
+    chrome.close()
+
+
+@pytest.fixture(scope="session")
+def shared_page(browser: Chrome) -> Iterator[Page]:
+    engine = make_parrot()
+    app = create_app({"parrot": engine}, welcome=Welcome(["What is 2 + 3?", "Tell me a story."]))
+    with running(app) as url:
+        yield Page(browser, url, engine)
+
+
+@pytest.fixture
+def page(shared_page: Page) -> Iterator[Page]:
+    """The page as at a first visit, on a wide window. Its console has no errors afterwards."""
+    chrome = shared_page.chrome
+    chrome.problems.clear()
+    chrome.send("Emulation.setDeviceMetricsOverride", width=1100, height=760, deviceScaleFactor=1, mobile=False)
+    shared_page.engine.will_say("fine")
+    shared_page.open()
+    yield shared_page
+    chrome.open("about:blank")
+    problems, chrome.problems = chrome.problems, []
+    assert problems == []

@@ -1,0 +1,154 @@
+"""What the tests of the chat page share: an engine that says what it is told to, and a hand on the page."""
+
+import codecs
+import json
+import time
+from typing import Any
+
+from quern.generate.engine import Engine
+from quern.generate.reply import Completion, Delta, Token
+from quern.generate.scheduler import Event, Generation
+from quern.text.tokenizer import Tokenizer
+from tests.browser.chrome import Chrome
+from tests.support.toy_engine import toy_engine
+
+READY = "document.body.dataset.ready !== undefined && document.getElementById('model').value !== ''"
+DONE = "document.getElementById('send').hidden === false && document.querySelectorAll('.waiting').length === 0"
+LOGPROB = -0.25
+"""Of each token that the parrot says."""
+
+
+class Parrot(Engine):
+    """Says its script, piece by piece, at a pace; everything before and after is the real thing.
+
+    A text is said token by token, with log-probabilities if they are asked for. asked: the prompts of each request,
+    and its other arguments.
+    """
+
+    script: list[Delta]
+    coming: list[Any]
+    seconds = 0.0
+    said = 0
+    cached = 0
+    failure: Exception | None = None
+    reason: Any = "stop"
+
+    def submit(self, prompts: Any, **arguments: Any) -> Generation:
+        self.asked.append(([list(prompt) for prompt in prompts], arguments))
+        self.open, self.coming = Generation(1), []
+        self.open.cached_tokens = self.cached
+        logprobs, start, ids = arguments.get("logprobs", False), 0, []
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for piece in self.script:
+            if piece.kind != "text":
+                self.coming.append(piece)
+                continue
+            for id in self.tokenizer.encode(piece.text):
+                text = decoder.decode(self.tokenizer.decode_bytes([id]))
+                if logprobs is not False:
+                    self.coming.append(Token(id, LOGPROB, alternatives(id, self.tokenizer)[:logprobs], start))
+                if text:
+                    self.coming.append(Delta("text", text))
+                start += len(text)
+                ids.append(id)
+        text = "".join(piece.text for piece in self.script if piece.kind == "text")
+        self.coming.append(Completion([*ids, 1], text, self.reason, [], len(prompts[0])))
+        return self.open
+
+    def step(self, prefill_tokens: int | None = None) -> None:
+        if not self.coming:  # a prompt was scored: nothing is generated
+            return
+        if len(self.coming) == 1 and self.failure is not None:
+            raise self.failure
+        value = self.coming.pop(0)
+        if isinstance(value, Delta):
+            time.sleep(self.seconds)
+            self.said += 1
+        elif isinstance(value, Completion):
+            self.open.unfinished = 0
+        self.open.events.append(Event(0, 0, value))
+
+    def will_say(self, *pieces: Delta | str, seconds: float = 0.0, reason: str = "stop") -> None:
+        self.script = [Delta("text", piece) if isinstance(piece, str) else piece for piece in pieces]
+        self.seconds, self.failure, self.reason, self.cached = seconds, None, reason, 0
+        self.said, self.asked, self.coming = 0, [], []
+
+
+def alternatives(id: int, tokenizer: Tokenizer) -> list[tuple[int, float]]:
+    """The token itself, then others, each half as likely as the one before, and the end of a reply."""
+    others = [65 + id % 20, 66 + id % 20, tokenizer.special("<|assistant_end|>")]
+    return [(id, LOGPROB), *((other, LOGPROB - 2 - place) for place, other in enumerate(others))]
+
+
+def make_parrot(context: int = 512) -> Parrot:
+    engine = toy_engine(context=context)
+    made = Parrot(engine.model, engine.tokenizer, engine.machine)
+    made.will_say("fine")
+    return made
+
+
+class Page:
+    """The chat page in the browser. engine: what the server behind it says."""
+
+    def __init__(self, chrome: Chrome, url: str, engine: Parrot) -> None:
+        self.chrome, self.url, self.engine = chrome, url, engine
+
+    def open(self, *, fresh: bool = True) -> None:
+        """Loads the page. fresh: with nothing kept from before."""
+        if fresh:
+            self.chrome.open("about:blank")
+            self.chrome.send("Storage.clearDataForOrigin", origin=self.url, storageTypes="all")
+        self.chrome.open(self.url)
+        self.chrome.wait(READY)
+
+    def run(self, script: str) -> Any:
+        return self.chrome.run(script)
+
+    def wait(self, condition: str) -> None:
+        self.chrome.wait(condition)
+
+    def click(self, selector: str, index: int = 0) -> None:
+        self.wait(f"document.querySelectorAll({json.dumps(selector)}).length > {index}")
+        self.run(f"document.querySelectorAll({json.dumps(selector)})[{index}].click()")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((box) => box.textContent)")
+
+    def count(self, selector: str) -> int:
+        return self.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+    def type(self, selector: str, text: str) -> None:
+        """Types over what a field has."""
+        self.run(f"document.querySelector({json.dumps(selector)}).select()")
+        self.run(f"document.querySelector({json.dumps(selector)}).focus()")
+        self.chrome.type(text)
+
+    def set(self, name: str, value: str) -> None:
+        """Sets a field of the settings."""
+        field = f"document.getElementById('set-{name}')"
+        self.run(f"{field}.value = {json.dumps(value)}")
+        for event in ("input", "change"):
+            self.run(f"{field}.dispatchEvent(new Event('{event}'))")
+
+    def send(self, text: str) -> None:
+        self.type("#input", text)
+        self.chrome.press_enter()
+
+    def ask(self, text: str) -> None:
+        """Sends a message and waits for the end of the reply."""
+        self.send(text)
+        # The message is there a moment before the reply begins.
+        last = "[...document.querySelectorAll('.message')].at(-1)"
+        asked = f"[...document.querySelectorAll('.user')].at(-1)?.textContent.includes({json.dumps(text)})"
+        self.wait(f"{asked} && {last}.classList.contains('assistant') && {DONE}")
+
+    def press(self, key: str, *, ctrl: bool = False, shift: bool = False) -> None:
+        codes = {"Escape": 27, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "ArrowLeft": 37, "Enter": 13, "Tab": 9}
+        held = 2 * ctrl + 8 * shift
+        for kind in ("rawKeyDown", "keyUp"):
+            code = codes.get(key, ord(key[0].upper()))
+            self.chrome.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, modifiers=held)
+
+    def said(self) -> list[str]:
+        """The text of the messages that are shown."""
+        return [text.strip() for text in self.texts(".message .body")]

@@ -1,0 +1,81 @@
+"""axe-core finds no violation on any state of the chat page, wide in dark colours and narrow in light ones."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quern.generate.reply import Delta
+from tests.browser.chrome import find_chrome
+from tests.browser.parrot import DONE, Page
+from tests.browser.test_page_chat import MARKDOWN
+
+pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
+
+AXE = "axe-core@4.14.1"
+RUN = (
+    "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations.map((one) => "
+    "[one.id, one.nodes.map((node) => node.html.slice(0, 200) + ' ' + node.failureSummary.slice(0, 300))]))"
+)
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core, which npm fetches: half a megabyte that only this file needs."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs npm, which fetches axe-core")
+    folder = tmp_path_factory.mktemp("axe")
+    command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--prefer-offline", AXE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        pytest.skip(f"npm could not fetch {AXE}: {done.stderr[-300:]}")
+    return (folder / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
+
+
+def check(page: Page, axe: str, state: str, *, narrow: bool = False) -> None:
+    """Wide and dark; with `narrow` also as on a phone, in light colours."""
+    if not page.run("typeof axe === 'object'"):
+        page.run(axe + "; 0")
+    for width, dark in ((1100, True), (390, False))[: 1 + narrow]:
+        page.chrome.screenshot(Path("/dev/null"), width=width, height=760, dark=dark)
+        page.run("new Promise((done) => setTimeout(() => done(1), 250))")  # the list slides
+        assert page.run(RUN) == [], f"{state}, {width} pixels, {'dark' if dark else 'light'}"
+
+
+def test_no_violation_in_any_state(page: Page, axe: str) -> None:
+    check(page, axe, "welcome")
+    text = MARKDOWN.replace(r"\color{red}", "")  # the colour is the model's own
+    page.engine.will_say("Let me see. ", Delta("tool", "1+1"), Delta("output", "2"), text, reason="length")
+    page.ask("What is 1 + 1?")
+    page.click("[aria-label='Try again']")
+    page.wait(f"document.querySelectorAll('.walk').length === 1 && {DONE}")
+    page.click(".call summary")
+    check(page, axe, "a conversation", narrow=True)
+    page.click("[aria-label='Edit']")
+    check(page, axe, "editing")
+    page.press("Escape")
+    page.click("#xray")
+    page.click(".prompt summary")
+    page.wait("document.querySelectorAll('.prompt .token').length > 3")
+    page.run("document.querySelectorAll('.text .token')[2].click()")
+    check(page, axe, "x-ray with its card", narrow=True)
+    page.press("Escape")
+    for button in ("#settings-open", "#shortcuts-open"):
+        page.click(button)
+        page.run("for (const more of document.querySelectorAll('dialog details')) more.open = true")
+        check(page, axe, button)
+        page.run("document.querySelector('dialog[open]').close()")
+    page.chrome.screenshot(Path("/dev/null"), width=390, height=760)
+    page.click("#menu")
+    page.run("new Promise((done) => setTimeout(() => done(1), 300))")
+    assert page.run(RUN) == []
+
+
+def test_a_violation_would_be_found(page: Page, axe: str) -> None:
+    page.run(axe + "; 0")
+    page.run("document.querySelector('#settings-open').removeAttribute('aria-label')")
+    page.run("document.querySelector('#settings-open').removeAttribute('title')")
+    page.run("document.getElementById('title').style.color = '#ddd'")
+    assert {json.dumps(one[0]) for one in page.run(RUN)} == {'"button-name"', '"color-contrast"'}

@@ -1,0 +1,297 @@
+"""The chat page in a real browser, on a real server: sending, streaming, stopping, Markdown, calls, settings, keys."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.generate.reply import Delta
+from quern.generate.sample import GREEDY
+from quern.serve.frontier import Gate, Keys
+from quern.serve.server import LOOPBACK, create_app
+from quern.text.chat import render_prompt
+from tests.browser.chrome import Chrome, find_chrome
+from tests.browser.parrot import DONE, Page, make_parrot
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine
+
+pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
+
+MARKDOWN = r"""# A heading
+
+Some **bold**, *slanted* and `code`, a [link](https://example.org/) and ![no image](https://example.org/x.png).
+
+1. first
+2. second
+
+| name | share |
+|:-----|------:|
+| rye  | 12.5  |
+
+```python
+def grind(grain):
+    return "flour" * grain
+```
+
+It costs $5 or $6. Yet $a^2 + b^2 = c^2$ and
+
+$$\frac{1}{2} + \sum_{i=1}^{n} x_i$$
+
+\[ \color{red} \text{end} \]
+"""
+
+
+def test_a_conversation_with_the_real_engine(browser: Chrome) -> None:
+    engine = toy_engine(context=512)
+    with running(create_app({"toy model": engine})) as url:
+        page = Page(browser, url, make_parrot())
+        page.open()
+        assert page.texts("#model option") == ["toy model"]
+        page.set("temperature", "0")
+        page.set("max_tokens", "30")
+        messages: list[Any] = []
+        for text in ("Grüß dich 👋🏽", "und?"):
+            page.ask(text)
+            messages.append({"role": "user", "content": text})
+            expected = toy_engine(context=512).generate(
+                [render_prompt(engine.tokenizer, messages)], max_tokens=30, sampling=GREEDY
+            )[0][0]
+            messages.append({"role": "assistant", "content": [dict(part) for part in expected.parts]})
+            assert page.texts(".assistant .stats")[-1].startswith(f"{len(expected.ids)} tokens")
+        assert page.texts(".user .body") == ["Grüß dich 👋🏽", "und?"]
+        # What the browser kept is the reply, whatever Markdown makes of it.
+        kept = page.run(
+            "new Promise((done) => { indexedDB.open('quern').onsuccess = (event) => "
+            "{ event.target.result.transaction('conversations').objectStore('conversations').getAll().onsuccess = "
+            "(found) => done(Object.values(found.target.result[0].nodes).map((node) => node.parts)); }; })"
+        )
+        assert [one for one in kept if one][1::2] == [m["content"] for m in messages if m["role"] == "assistant"]
+        page.click("#new")
+        assert page.count(".message") == 0 and page.count("#conversations li") == 1
+
+
+def test_a_reply_streams_and_can_be_stopped(page: Page) -> None:
+    engine = page.engine
+    engine.will_say(" ".join(str(n) for n in range(400)), seconds=0.02)
+    page.send("count")
+    page.wait("(document.querySelector('.assistant .body')?.textContent ?? '').startsWith('0 1 2 ')")
+    page.wait("/\\d+ tokens · [\\d.]+ tokens\\/s · first after/.test(document.querySelector('.stats').textContent)")
+    page.press("Escape")
+    page.wait(DONE)
+    shown = page.said()[1]
+    time.sleep(0.4)
+    before = engine.said
+    time.sleep(0.3)
+    assert engine.said == before < 400, "the server went on after Stop"
+    assert page.said()[1] == shown and "stopped" in page.texts(".assistant .stats")[0]
+    # What had been said stays in the conversation, which goes on.
+    engine.will_say("fine")
+    page.ask("and now?")
+    assert page.said() == ["count", shown, "and now?", "fine"]
+    assert page.count(".message:last-child .text-button") == 0, "a reply that ended by itself has nothing to continue"
+
+
+def test_a_cut_reply_is_continued_after_its_last_token(page: Page) -> None:
+    engine, tokenizer = page.engine, page.engine.tokenizer
+    engine.will_say("The miller grinds", reason="length")
+    page.ask("go")
+    [[prompt]], first = [asked[0] for asked in engine.asked], tokenizer.encode("The miller grinds")
+    engine.will_say(" the grain")
+    page.click(".assistant .text-button")
+    page.wait(
+        f"document.querySelector('.assistant .body').textContent.trim() === 'The miller grinds the grain' && {DONE}"
+    )
+    assert engine.asked[0][0] == [[*prompt, *first]]
+    assert page.texts(".assistant .walk span") == ["2 / 2"]
+
+
+def test_waiting_shows_a_clock(page: Page) -> None:
+    page.engine.will_say("x", seconds=1.0)
+    page.send("wait")
+    page.wait("/reading the prompt · 0\\.[3-9] s/.test(document.querySelector('.stats')?.textContent)")
+    page.wait(DONE)
+    assert "first after 1." in page.texts(".assistant .stats")[0]
+
+
+def test_calls_of_the_calculator_are_cards(page: Page, tmp_path: Path) -> None:
+    page.engine.will_say(
+        "Let me see. ", Delta("tool", "123 "), Delta("tool", "+ 456"), Delta("output", "579"), "\nIt is 579."
+    )
+    page.ask("What is 123 + 456?")
+    assert page.texts(".call summary") == ["Calculator123 + 456579"]
+    assert not page.run("document.querySelector('.call').open")
+    page.click(".call summary")
+    assert page.run("document.querySelector('.call').open")
+    assert page.texts(".call dd") == ["123 + 456", "579"]
+    # The next turn tells the model what was called.
+    page.ask("Thank you!")
+    told = page.engine.tokenizer.decode(page.engine.asked[-1][0][0])
+    assert "<|tool_start|>123 + 456<|tool_end|><|output_start|>579<|output_end|>" in told
+    for dark in (False, True):
+        for width, height in ((1000, 640), (390, 760)):
+            page.chrome.screenshot(tmp_path / "page.png", width=width, height=height, dark=dark)
+            assert page.run("document.documentElement.scrollWidth <= window.innerWidth"), (width, dark)
+
+
+@pytest.mark.parametrize("pace", [0.0, 0.002])
+def test_markdown_code_tables_and_math(page: Page, pace: float) -> None:
+    """The same at once and in a stream, and after loading the page again."""
+    page.engine.will_say(MARKDOWN, seconds=pace)
+    page.ask("show")
+    page.engine.will_say("")
+    shapes = []
+    for _ in range(2):
+        assert page.texts(".markdown h1") == ["A heading"]
+        assert page.texts(".markdown strong") == ["bold"] and page.texts(".markdown em") == ["slanted"]
+        assert page.texts(".markdown ol li") == ["first", "second"]
+        assert page.texts(".markdown td.to-right, .markdown th.to-right") == ["share", "12.5"]
+        assert page.texts(".code pre") == ['def grind(grain):\n    return "flour" * grain\n']
+        assert page.texts(".code-head > span") == ["python"]
+        assert page.count("math") == 3 and page.count("math mfrac") == 1 and page.count(".math.display") == 2
+        assert "It costs $5 or $6." in page.said()[1] and page.count("#messages img") == 0
+        links = page.run("[...document.querySelectorAll('.markdown a')].map((a) => [a.href, a.rel, a.target])")
+        guarded = ["noopener noreferrer nofollow", "_blank"]
+        assert links == [["https://example.org/", *guarded], ["https://example.org/x.png", *guarded]]
+        shapes.append(page.run("document.querySelector('.markdown').innerHTML"))
+        page.open(fresh=False)
+        page.click("#conversations .open")
+    assert shapes[0] == shapes[1]
+    page.chrome.send("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    page.run("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
+    page.click(".copy-code")
+    page.wait("document.querySelector('.copy-code').textContent === 'Copied'")
+    assert page.run("window.copied") == 'def grind(grain):\n    return "flour" * grain\n'
+
+
+def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
+    page.engine.will_say()
+    page.engine.failure = RuntimeError("<img src=x onerror=window.pwned=1>")
+    page.send("hello?")
+    page.wait("!document.getElementById('problem').hidden")
+    assert page.texts("#problem span") == ["The server failed on this request."]
+    assert page.said() == ["hello?"]
+    page.engine.will_say("here")
+    page.click("#problem button")
+    page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
+    assert page.said() == ["hello?", "here"] and page.run("document.getElementById('problem').hidden")
+    # A question that was not answered is replaced by the next one: user and assistant take turns.
+    page.engine.will_say()
+    page.engine.failure = RuntimeError("again")
+    page.send("and?")
+    page.wait("!document.getElementById('problem').hidden")
+    page.engine.will_say("well")
+    page.ask("now?")
+    assert page.said() == ["hello?", "here", "now?", "well"]
+
+
+def test_a_conversation_longer_than_the_context_goes_on(browser: Chrome) -> None:
+    engine = make_parrot(context=96)
+    engine.will_say("the miller grinds the grain at dawn")
+    with running(create_app({"parrot": engine})) as url:
+        page = Page(browser, url, engine)
+        page.open()
+        for _ in range(5):
+            page.ask("and the stone, does it hum?")
+        assert page.texts(".note") and "were left out" in page.texts(".note")[-1]
+        assert page.run("document.getElementById('problem').hidden")
+        # A message that is too long by itself is told, and can be edited.
+        page.send("and the stone, does it hum? " * 20)
+        page.wait(f"!document.getElementById('problem').hidden && {DONE}")
+        assert "context holds 96 tokens" in page.texts("#problem span")[0]
+    assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 400s
+    browser.problems.clear()
+
+
+def test_settings_reach_the_model_and_are_kept(page: Page) -> None:
+    page.press(",", ctrl=True)
+    page.wait("document.getElementById('settings').open")
+    for name, value in (("temperature", ""), ("max_tokens", "77"), ("top_k", "5"), ("min_p", "7"), ("seed", "3")):
+        page.set(name, value)
+    assert page.run("document.getElementById('set-min_p').hasAttribute('aria-invalid')")
+    page.type("#system", "You are a miller.")
+    page.set("stop", "END")
+    page.press("Escape")
+    page.wait("!document.getElementById('settings').open")
+    page.ask("well?")
+    [prompt], asked = page.engine.asked[-1]
+    sampling = asked["sampling"]
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (1.0, 5, 0.0)
+    assert (asked["max_tokens"], asked["seed"], asked["stop"], asked["logprobs"]) == (77, 3, ["END"], 10)
+    assert page.engine.tokenizer.decode(prompt).startswith("<|bos|><|system_start|>You are a miller.<|system_end|>")
+    page.set("theme", "dark")
+    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(25, 24, 22)"
+    page.open(fresh=False)
+    assert page.run("document.getElementById('set-top_k').value") == "5"
+    assert page.run("document.documentElement.dataset.theme") == "dark"
+
+
+def test_keys_and_the_list(page: Page) -> None:
+    page.ask("one")
+    page.press("o", ctrl=True, shift=True)
+    page.wait("document.querySelectorAll('.message').length === 0")
+    page.press("k", ctrl=True)
+    assert page.run("document.activeElement.id") == "search"
+    page.press("b", ctrl=True)
+    assert page.run("getComputedStyle(document.getElementById('sidebar')).display") == "none"
+    page.press("b", ctrl=True)
+    page.press("/", ctrl=True)
+    assert page.run("document.getElementById('shortcuts').open")
+    page.press("Escape")
+    page.wait("!document.getElementById('shortcuts').open")
+    page.press("x", ctrl=True, shift=True)
+    assert page.run("document.getElementById('xray').getAttribute('aria-pressed')") == "true"
+    # On a phone the list lies over the conversation, and what is under it cannot be reached.
+    page.chrome.screenshot(Path("/dev/null"), width=390, height=760)
+    page.wait("document.getElementById('sidebar').inert")
+    page.click("#menu")
+    assert page.run("document.getElementById('main').inert && !document.getElementById('sidebar').inert")
+    page.press("Escape")
+    assert page.run("!document.getElementById('main').inert && document.getElementById('sidebar').inert")
+
+
+def test_suggestions_begin_a_conversation(page: Page) -> None:
+    page.wait("document.querySelectorAll('#suggestions button').length === 2")
+    assert page.texts("#suggestions button") == ["What is 2 + 3?", "Tell me a story."]
+    page.click("#suggestions button", 1)
+    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
+    assert page.said() == ["Tell me a story.", "fine"]
+
+
+def test_a_server_with_keys_asks_for_one(browser: Chrome) -> None:
+    import hashlib
+
+    engine = make_parrot()
+    keys = Keys({hashlib.sha256(b"secret").digest(): "alice"})
+    with running(create_app({"parrot": engine}, Gate(LOOPBACK, keys))) as url:
+        page = Page(browser, url, engine)
+        browser.open(url)
+        page.wait("document.getElementById('settings').open && !document.getElementById('problem').hidden")
+        assert page.run("document.activeElement.id") == "set-key"
+        browser.type("secret")
+        page.run("document.getElementById('settings').close()")
+        page.ask("hello")
+        assert page.said() == ["hello", "fine"]
+        assert "secret" not in page.run("JSON.stringify(localStorage)")
+    assert {problem.split(":")[0] for problem in browser.problems} == {"Failed to load resource"}  # the 401
+    browser.problems.clear()
+
+
+def test_a_reader_who_scrolls_up_is_left_there(page: Page) -> None:
+    view = "document.getElementById('conversation')"
+    page.engine.will_say("The miller grinds.\n\n" * 25)
+    page.ask("one")
+    distance = f"{view}.scrollHeight - {view}.scrollTop - {view}.clientHeight"
+    page.wait(f"{distance} < 5")
+    page.engine.will_say("The stone hums.\n\n" * 60, seconds=0.005)
+    page.send("two")
+    page.wait("document.querySelectorAll('.message:last-child .block').length > 5")
+    for _ in range(2):
+        page.chrome.send("Input.dispatchMouseEvent", type="mouseWheel", x=600, y=300, deltaX=0, deltaY=-500)
+        page.run("new Promise((done) => setTimeout(() => done(1), 150))")
+    page.wait("!document.getElementById('to-end').hidden")
+    at = page.run(f"{view}.scrollTop")
+    page.wait(DONE)
+    assert abs(page.run(f"{view}.scrollTop") - at) < 5 and page.run(distance) > 200
+    page.click("#to-end")
+    page.wait(f"{distance} < 5 && document.getElementById('to-end').hidden")

@@ -1,0 +1,214 @@
+"""Text of a user, a model, a server and a file is only ever text on the chat page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.generate.reply import Delta
+from quern.serve.page import Welcome
+from quern.serve.server import create_app
+from tests.browser.chrome import Chrome, find_chrome
+from tests.browser.parrot import DONE, Page, make_parrot
+from tests.browser.test_page_kept import import_file
+from tests.support.http_server import running
+
+pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
+
+RUN = "window.pwned=1"
+TAGS = (
+    f"<script>{RUN}</script>",
+    f"<img src=x onerror={RUN}>",
+    f'<img src=x onerror="{RUN}"//',
+    f"<IMG SRC=x ONERROR={RUN}>",
+    f"<svg onload={RUN}>",
+    f"<svg><script>{RUN}</script></svg>",
+    f"<svg><animate onbegin={RUN} attributeName=x dur=1s>",
+    f"<svg><a xlink:href='javascript:{RUN}'><text x=20 y=20>x</text></a></svg>",
+    f"<math><maction actiontype=statusline xlink:href=javascript:{RUN}>x</maction></math>",
+    f"<math><mtext></form><form><mglyph><style></math><img src onerror={RUN}>",
+    f"<iframe srcdoc='<script>parent.{RUN}</script>'></iframe>",
+    f"<iframe src=javascript:parent.{RUN}></iframe>",
+    f"<object data=javascript:{RUN}></object>",
+    f"<embed src=javascript:{RUN}>",
+    f"<body onload={RUN}>",
+    f"<details open ontoggle={RUN}>x</details>",
+    f"<video><source onerror={RUN}></video>",
+    f"<audio src=x onerror={RUN}>",
+    f"<input autofocus onfocus={RUN}>",
+    f"<select autofocus onfocus={RUN}></select>",
+    f"<textarea autofocus onfocus={RUN}></textarea>",
+    f"<marquee onstart={RUN}>x</marquee>",
+    f"<form action=javascript:{RUN}><button>x</button></form>",
+    f"<button formaction=javascript:{RUN}>x</button>",
+    f"<a href='javascript:{RUN}'>x</a>",
+    f"<a href='java\tscript:{RUN}'>x</a>",
+    f"<div style='background:url(javascript:{RUN})'>x</div>",
+    f"<div style='animation-name:beat' onanimationstart={RUN}>x</div>",
+    f"<style>@import 'javascript:{RUN}';</style>",
+    "<style>body{display:none}</style>",
+    "<link rel=stylesheet href=//evil.example/x.css>",
+    "<meta http-equiv=refresh content='0;url=//evil.example/'>",
+    "<base href=//evil.example/>",
+    f"<template><script>{RUN}</script></template>",
+    f"<noscript><p title='</noscript><img src=x onerror={RUN}>'>",
+    f"<!--><img src=x onerror={RUN}>-->",
+    f"<![CDATA[<img src=x onerror={RUN}>]]>",
+    f"</title><script>{RUN}</script>",
+    f"</textarea><script>{RUN}</script>",
+    f"</div></article></main><script>{RUN}</script>",
+    f"&lt;script&gt;{RUN}&lt;/script&gt;",
+    f"&#60;img src=x onerror={RUN}&#62;",
+    f"\\u003cimg src=x onerror={RUN}\\u003e",
+    f"<x onclick={RUN}>x</x>",
+    f"<custom-tag autofocus tabindex=1 onfocus={RUN}>x</custom-tag>",
+    f"<img src='x' id='dmp' name='attributes' onerror={RUN}>",
+    "<form id=messages><input name=replaceChildren></form>",
+    "<img name=getElementById><a id=defaultView></a>",
+)
+MARKDOWN = (
+    f"[x](javascript:{RUN})",
+    f"[x](JaVaScRiPt:{RUN})",
+    f"[x](java&#x0A;script:{RUN})",
+    f"[x](&#106;avascript:{RUN})",
+    f"[x](data:text/html,<script>{RUN}</script>)",
+    f"[x](vbscript:{RUN})",
+    f"[x](blob:{RUN})",
+    "[x](//evil.example/)",
+    "[x](file:///etc/passwd)",
+    f"[x](https://a.example/ '\"onmouseover={RUN} x')",
+    f'[x](https://a.example/"onmouseover={RUN})',
+    f"[x]: javascript:{RUN}\n\n[x]",
+    f'![x](x"onerror={RUN})',
+    "![x](https://evil.example/pixel.png)",
+    f"<javascript:{RUN}>",
+    f'<https://a.example/?"onmouseover={RUN}>',
+    f"```<img/src=x/onerror={RUN}>\nx\n```",
+    f'```x"onmouseover={RUN}\n</code></pre><script>{RUN}</script>\n```',
+    f"`<img src=x onerror={RUN}>`",
+    f"| <img src=x onerror={RUN}> |\n|---|\n| <script>{RUN}</script> |",
+    f"# <svg onload={RUN}>",
+    f"$\\href{{javascript:{RUN}}}{{x}}$",
+    f"$\\url{{javascript:{RUN}}}$",
+    f'$\\includegraphics{{x" onerror={RUN}}}$',
+    f'$\\class{{x" onmouseover="{RUN}}}{{y}}$ $\\id{{messages}}{{y}}$ $\\data{{a=b}}{{y}}$ $\\style{{color:red}}{{y}}$',
+    f"$\\text{{<img src=x onerror={RUN}>}}$",
+    f"$</math><img src=x onerror={RUN}>$",
+    "$\\def\\a{\\a\\a}\\a$",
+    '$$\\color{"onmouseover=x}y$$',
+)
+PAYLOADS = (*TAGS, *MARKDOWN, '&lt;b&gt; &amp; "quotes" `ticks` ${1+1} {{7*7}}')
+
+# Whatever of the page's own markup could not be: counted in what users, models and files have written.
+STRANGE = (
+    "script, style, link, meta, base, iframe, object, embed, img, video, audio, source, form, input, select, textarea, "
+    "template, marquee, noscript, x, custom-tag, [srcdoc], [style*=url], [id=dmp], [name]"
+)
+CHECK = f"""(() => {{
+  const places = '#messages .body, #conversations, #title, #model, #suggestions, #problem, #token-card';
+  const boxes = [...document.querySelectorAll(places)];
+  const all = boxes.flatMap((box) => [...box.querySelectorAll('*')]);
+  return {{
+    strange: all.filter((node) => node.matches({json.dumps(STRANGE)})).map((node) => node.outerHTML),
+    handlers: all.flatMap((node) => [...node.attributes].map((one) => one.name).filter((it) => it.startsWith('on'))),
+    links: all.filter((node) => node.hasAttribute('href') && node.localName !== 'use')
+      .map((node) => node.getAttribute('href')).filter((href) => !/^https?:\\/\\//.test(href)),
+    pwned: typeof window.pwned,
+  }};
+}})()"""
+CLEAN = {"strange": [], "handlers": [], "links": [], "pwned": "undefined"}
+
+
+def poke(page: Page) -> None:
+    """Moves the focus and the pointer over everything, for the handlers that wait for it."""
+    page.run(
+        "for (const node of document.querySelectorAll('#messages .body *')) "
+        "for (const name of ['mouseover', 'mouseenter', 'focus', 'click', 'animationstart', 'toggle']) "
+        "if (node.localName !== 'button' && node.localName !== 'a') node.dispatchEvent(new Event(name))"
+    )
+
+
+def test_payloads_from_everywhere_on_one_page(browser: Chrome, tmp_path: Path) -> None:
+    assert len(PAYLOADS) > 60
+    engine, name = make_parrot(context=16384), "</select><img src=x onerror=window.pwned=1>"
+    engine.will_say(
+        *(
+            piece
+            for payload in PAYLOADS
+            for piece in (payload + "\n\n", Delta("tool", payload), Delta("output", payload))
+        )
+    )
+    welcome = Welcome([*PAYLOADS[:6]])
+    with running(create_app({name: engine}, welcome=welcome)) as url:
+        page = Page(browser, url, engine)
+        page.open()
+        assert page.texts("#model option") == [name] and page.texts("#suggestions button") == list(PAYLOADS[:6])
+        page.ask("\n".join(PAYLOADS))
+        assert page.texts(".user .body") == ["\n".join(PAYLOADS)]
+        assert page.texts(".call dd:nth-of-type(2)") == list(PAYLOADS)
+        poke(page)
+        assert page.run(CHECK) == CLEAN
+        # Every payload of tags is read on the page as it was written.
+        shown = page.run("document.querySelector('.assistant').innerText")
+        flat = "".join(shown.split())
+        for payload in TAGS:
+            if "&" not in payload and "\\" not in payload:
+                assert "".join(payload.split()) in flat, payload
+        page.run("for (const call of document.querySelectorAll('.call')) call.open = true")
+        # The same as tokens, as a title, and from a file.
+        page.click("#xray")
+        page.wait("document.querySelectorAll('.token').length > 100")
+        page.run("document.querySelectorAll('.text .token')[3].click()")
+        assert page.run(CHECK) == CLEAN
+        page.press("Escape")
+        page.click("#xray")
+        page.run("document.querySelector('#conversations .item-buttons button').click()")
+        browser.type(PAYLOADS[0] + PAYLOADS[1])
+        page.press("Enter")
+        page.wait("document.getElementById('title').textContent.includes('pwned')")
+        nodes: dict[str, Any] = {
+            "a": {"parent": None, "role": "user", "parts": [{"type": "text", "text": PAYLOADS[1]}]},
+            "b": {
+                "parent": "a",
+                "role": "assistant",
+                "finish": PAYLOADS[1],
+                "parts": [{"type": "text", "text": payload + "\n\n"} for payload in PAYLOADS],
+            },
+        }
+        one = {"title": "".join(PAYLOADS[:2]), "mode": PAYLOADS[1], "system": PAYLOADS[1], "nodes": nodes, "leaf": "b"}
+        import_file(
+            page,
+            tmp_path / "hostile.json",
+            json.dumps({"format": "quern-conversations", "version": 1, "conversations": [one]}),
+        )
+        page.wait("document.querySelectorAll('#conversations .open').length === 2")
+        poke(page)
+        assert page.run(CHECK) == CLEAN
+        page.run("new Promise((done) => setTimeout(() => done(1), 200))")
+        assert page.run("typeof window.pwned") == "undefined"
+    browser.open("about:blank")
+    assert browser.problems == [], "the policy had to stop something, or the page failed"
+
+
+def test_an_error_of_the_server_is_text(page: Page) -> None:
+    page.run(
+        "window.fetch = async () => new Response("
+        "JSON.stringify({error: {message: '<img src=x onerror=window.pwned=1>'}}), {status: 500}); 0"
+    )
+    page.send("x")
+    page.wait(f"!document.getElementById('problem').hidden && {DONE}")
+    assert page.texts("#problem span") == ["<img src=x onerror=window.pwned=1>"]
+    assert page.run(CHECK) == CLEAN
+
+
+def test_the_checks_would_notice(page: Page) -> None:
+    """Inserted markup is found by the same query, and the policy stops and reports its script."""
+    page.ask("x")
+    for payload in (TAGS[1], TAGS[24], "<b onclick=window.pwned=1>x</b>", TAGS[28]):
+        page.run(f"document.querySelector('.assistant .body')['inner' + 'HTML'] = {json.dumps(payload)}")
+        assert page.run(CHECK) != CLEAN, payload
+    page.wait("new Promise((done) => setTimeout(() => done(true), 200))")
+    assert page.run("typeof window.pwned") == "undefined"
+    assert any("Content Security Policy" in problem for problem in page.chrome.problems)
+    page.chrome.problems.clear()

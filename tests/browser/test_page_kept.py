@@ -1,0 +1,196 @@
+"""What the chat page keeps: conversations over a reload, their titles, search, files, and the branches of a tree."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.chrome import find_chrome
+from tests.browser.parrot import DONE, Page
+
+pytestmark = pytest.mark.skipif(find_chrome() is None, reason="needs Chromium or Chrome on the PATH")
+
+# What a download would be written to a folder is taken from the page instead.
+CATCH_DOWNLOAD = "URL.createObjectURL = (blob) => { window.saved = blob.text(); return 'blob:none'; }"
+
+
+def titles(page: Page) -> list[str]:
+    return page.texts("#conversations .open")
+
+
+def exported(page: Page, button: str) -> dict[str, Any]:
+    page.run(CATCH_DOWNLOAD + "; HTMLAnchorElement.prototype.click = () => {}; delete window.saved")
+    page.click(button)
+    page.wait("window.saved !== undefined")
+    return json.loads(page.run("window.saved"))
+
+
+def import_file(page: Page, path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    found = page.chrome.send("Runtime.evaluate", expression="document.getElementById('file')")
+    page.chrome.send("DOM.setFileInputFiles", files=[str(path)], objectId=found["result"]["objectId"])
+
+
+def test_conversations_are_kept_renamed_searched_and_deleted(page: Page) -> None:
+    for question, answer in (("What does the miller do?", "He grinds rye."), ("Where is the bakery?", "In the lane.")):
+        page.click("#new")
+        page.engine.will_say(answer)
+        page.ask(question)
+    page.open(fresh=False)
+    assert titles(page) == ["Where is the bakery?", "What does the miller do?"]
+    page.click("#conversations .open", 1)
+    assert page.said() == ["What does the miller do?", "He grinds rye."]
+    assert page.run("document.title") == "What does the miller do? – quern"
+    page.click("[aria-label='Rename What does the miller do?']")
+    page.chrome.type("The mill")
+    page.press("Enter")
+    page.wait("document.getElementById('title').textContent === 'The mill'")
+    for query, expected in (
+        ("RYE grinds", ["The mill"]),
+        ("mill", ["The mill"]),
+        ("lane", ["Where is the bakery?"]),
+        ("x", []),
+    ):
+        page.type("#search", query)
+        page.wait(f"document.querySelectorAll('#conversations .open').length === {len(expected)}")
+        assert titles(page) == expected
+    assert "Nothing found" in page.texts("#conversations")[0]
+    page.press("Escape")
+    page.open(fresh=False)
+    assert sorted(titles(page)) == ["The mill", "Where is the bakery?"]
+    page.click("[aria-label='Delete The mill']")
+    page.wait("document.querySelectorAll('#conversations .open').length === 1")
+    page.open(fresh=False)
+    assert titles(page) == ["Where is the bakery?"]
+    page.click("[aria-label='Delete Where is the bakery?']")
+    page.click("#toast button")
+    page.wait("document.querySelectorAll('.message').length === 2")
+    page.open(fresh=False)
+    assert titles(page) == ["Where is the bakery?"]
+
+
+def test_a_question_outlives_a_tab_that_is_closed_during_the_reply(page: Page) -> None:
+    page.engine.will_say("never " * 400, seconds=0.05)
+    page.send("Are you there?")
+    page.wait("document.querySelector('.waiting .text') !== null")
+    page.open(fresh=False)
+    page.click("#conversations .open")
+    assert page.said() == ["Are you there?"]
+    page.engine.will_say("Yes.")
+    page.click("#problem button")
+    page.wait(f"document.querySelectorAll('.assistant').length === 1 && {DONE}")
+    assert page.said() == ["Are you there?", "Yes."]
+
+
+def test_edits_and_other_tries_are_branches(page: Page) -> None:
+    engine = page.engine
+    engine.will_say("one")
+    page.ask("first")
+    engine.will_say("two")
+    page.ask("second")
+    engine.will_say("another two")
+    page.click(".message:nth-child(4) [aria-label='Try again']")
+    page.wait(f"document.querySelector('.message:nth-child(4) .body')?.textContent.trim() === 'another two' && {DONE}")
+    asked = engine.tokenizer.decode(engine.asked[-1][0][0])
+    assert "one" in asked and "second" in asked and "two" not in asked
+    # An edited first message has a branch of its own; the other one keeps its replies.
+    engine.will_say("changed")
+    page.click(".message:nth-child(1) [aria-label='Edit']")
+    page.type(".edit textarea", "edited")
+    page.chrome.press_enter()
+    page.wait(f"document.querySelectorAll('.message').length === 2 && {DONE}")
+    assert page.said() == ["edited", "changed"]
+    assert "first" not in engine.tokenizer.decode(engine.asked[-1][0][0])
+    page.click(".message:nth-child(1) [aria-label='Previous version']")
+    assert page.said() == ["first", "one", "second", "another two"]
+    page.click(".message:nth-child(4) [aria-label='Previous version']")
+    assert page.said() == ["first", "one", "second", "two"]
+    assert page.texts(".message:nth-child(4) .walk span") == ["1 / 2"]
+    page.open(fresh=False)
+    page.click("#conversations .open")
+    assert page.said() == ["first", "one", "second", "two"]
+    page.click(".message:nth-child(1) [aria-label='Next version']")
+    assert page.said() == ["edited", "changed"]
+    # With the keyboard: the arrow up edits the last message, Escape leaves it as it was.
+    page.run("document.getElementById('input').focus()")
+    page.press("ArrowUp")
+    assert page.run("document.activeElement.value") == "edited"
+    page.press("Escape")
+    assert page.said() == ["edited", "changed"] and page.count(".edit") == 0
+
+
+def test_a_file_brings_everything_back(page: Page, tmp_path: Path) -> None:
+    page.engine.will_say("The grain, 12 sacks.")
+    page.ask("How much?")
+    page.engine.will_say("Twelve sacks.")
+    page.click("[aria-label='Try again']")
+    page.wait(f"document.querySelector('.assistant .body').textContent.trim() === 'Twelve sacks.' && {DONE}")
+    data = exported(page, "#export")
+    [conversation] = data["conversations"]
+    assert data["format"] == "quern-conversations" and len(conversation["nodes"]) == 3
+    assert sum(len(tokens) for tokens in conversation["tokens"].values()) > 4
+    page.open()
+    assert titles(page) == []
+    import_file(page, tmp_path / "export.json", json.dumps(data))
+    page.wait("document.querySelectorAll('.message').length === 2")
+    assert page.said() == ["How much?", "Twelve sacks."] and titles(page) == ["How much?"]
+    page.click("#xray")
+    page.wait("document.querySelectorAll('.text .token').length > 1")
+    again = exported(page, "#export")["conversations"][0]
+    assert {**again, "id": 0} == {**conversation, "id": 0}
+
+
+def test_damaged_files_are_refused_and_change_nothing(page: Page, tmp_path: Path) -> None:
+    page.ask("keep me")
+    good = exported(page, "#export")
+    node_id = next(iter(good["conversations"][0]["nodes"]))
+
+    def changed(**fields: Any) -> str:
+        made = json.loads(json.dumps(good))
+        for name, value in fields.items():
+            target = made["conversations"][0]
+            if name in ("parent", "role", "parts"):
+                target = target["nodes"][node_id]
+            target[name] = value
+        return json.dumps(made)
+
+    ids = list(good["conversations"][0]["nodes"])
+    damaged = {
+        "not JSON": "{",
+        "another format": json.dumps({"format": "chats", "conversations": []}),
+        "a later version": json.dumps({**good, "version": 2}),
+        "no list": json.dumps({**good, "conversations": {"a": 1}}),
+        "no nodes": changed(nodes=[]),
+        "a strange role": changed(role="system"),
+        "a strange part": changed(parts=[{"type": "html", "text": "x"}]),
+        "a missing parent": changed(parent="beef"),
+        "a loop": changed(parent=ids[1]),
+        "a strange token": changed(tokens={ids[1]: [{"text": 1, "id": 0, "logprob": 0, "bytes": [], "top": []}]}),
+    }
+    for name, text in damaged.items():
+        page.run("document.getElementById('problem').hidden = true")
+        import_file(page, tmp_path / "damaged.json", text)
+        page.wait("!document.getElementById('problem').hidden")
+        assert titles(page) == ["keep me"], name
+    assert page.run("({}).polluted") is None
+    # Fields that the page does not know are left out; ids that every object has are like others.
+    strange = json.loads(changed(script="x", title="<b>t</b>\n2"))
+    strange["conversations"][0]["__proto__"] = {"polluted": 1}
+    import_file(page, tmp_path / "strange.json", json.dumps(strange))
+    page.wait("document.querySelectorAll('#conversations .open').length === 2")
+    assert "<b>t</b> 2" in titles(page) and page.run("({}).polluted") is None
+    assert "script" not in exported(page, "#export")["conversations"][1]
+
+
+def test_what_another_tab_keeps_is_listed(page: Page) -> None:
+    """The other tab is played by its two effects: a conversation in the database, and a word on the channel."""
+    page.run(
+        "new Promise((done) => { indexedDB.open('quern').onsuccess = ({target}) => {"
+        " const change = target.result.transaction('conversations', 'readwrite');"
+        " change.objectStore('conversations').put({id: 'ab', title: 'From elsewhere', named: true, mode: 'chat',"
+        " system: '', created: 1, updated: Date.now(), nodes: {}, leaf: null});"
+        " change.oncomplete = () => { new BroadcastChannel('quern').postMessage('ab'); done(1); }; }; })"
+    )
+    page.wait("document.querySelectorAll('#conversations .open').length === 1")
+    assert titles(page) == ["From elsewhere"]

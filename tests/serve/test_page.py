@@ -1,0 +1,82 @@
+"""What the chat page asks of its server: its files, how to begin, and log-probabilities with token ids."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quern.serve.frontier import Gate, Keys
+from quern.serve.page import MEDIA_TYPES, WEB, Welcome, read_welcome
+from quern.serve.server import LOOPBACK, create_app
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine
+
+
+def chat(stage: str, *turns: str) -> str:
+    return json.dumps({"stage": stage, "kind": "chat", "messages": [{"role": "user", "content": one} for one in turns]})
+
+
+def test_suggestions_are_the_first_turns_of_the_stages_samples(tmp_path: Path) -> None:
+    assert read_welcome(tmp_path, "sft") == Welcome()
+    lines = [
+        json.dumps({"stage": "pretrain", "kind": "completion", "prompt": "Once upon a time", "text": " there"}),
+        *(chat("sft", f"question {n}", "a second turn") for n in range(12)),
+        chat("sft", "question 0"),
+        chat("sft", "of two\nlines"),
+        chat("sft", "long " * 100),
+        chat("rl", "of another stage"),
+    ]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert read_welcome(tmp_path, "sft") == Welcome(tuple(f"question {n}" for n in range(0, 12, 2)))
+    assert read_welcome(tmp_path, "rl") == Welcome(("of another stage",))
+    assert read_welcome(tmp_path, "pretrain") == Welcome(("Once upon a time",), completes=True)
+
+
+def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
+    engine = toy_engine()
+    keys = Keys({hashlib.sha256(b"secret").digest(): "alice"})
+    welcome = Welcome(["<b>hello</b>"], completes=True)
+    with running(create_app({"toy": engine}, Gate(LOOPBACK, keys), welcome=welcome)) as url:
+        files = [file for file in WEB.rglob("*") if file.suffix in MEDIA_TYPES]
+        assert len(files) > 15
+        for file in files:
+            path = "" if file.name == "index.html" else file.relative_to(WEB).as_posix()
+            answer = httpx.get(f"{url}/{path}")
+            assert answer.content == file.read_bytes(), path
+            assert answer.headers["content-type"].startswith(MEDIA_TYPES[file.suffix].split(";")[0])
+            # The page's own files name no other host and set no markup.
+            if file.parent == WEB and file.suffix != ".svg":
+                assert "https://" not in answer.text and "innerHTML" not in answer.text, path
+        for path in ("index.html", "vendor/README.md", "vendor/LICENSE.temml", "../page.py", "web/app.js"):
+            assert httpx.get(f"{url}/{path}").status_code == 404, path
+        assert httpx.get(f"{url}/welcome").status_code == 401
+        answer = httpx.get(f"{url}/welcome", headers={"authorization": "Bearer secret"})
+        assert answer.json() == {"suggestions": ["<b>hello</b>"], "mode": "text"}
+
+
+def test_the_vendored_libraries_are_those_of_their_table() -> None:
+    vendor = WEB / "vendor"
+    rows = [line.split("|") for line in (vendor / "README.md").read_text(encoding="utf-8").splitlines()]
+    told = {row[1].strip(): row[5].strip(" `") for row in rows if len(row) > 5 and "." in row[1]}
+    files = [file for file in vendor.iterdir() if file.suffix in (".js", ".mjs")]
+    assert told == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    assert len(list(vendor.glob("LICENSE.*"))) == len(files)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_completions_tokens_have_a_chats_shape_and_ids(echo: bool) -> None:
+    engine = toy_engine()
+    ids = engine.tokenizer.encode("The miller")
+    with running(create_app({"toy": engine})) as url:
+        body = {"model": "toy", "prompt": ids, "max_tokens": 6, "logprobs": 3, "temperature": 0, "echo": echo}
+        told = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
+    assert [one["logprob"] for one in told["content"]] == told["token_logprobs"]
+    assert [one["token"] for one in told["content"]] == told["tokens"]
+    if echo:
+        assert [one["id"] for one in told["content"]][: len(ids)] == ids and told["token_logprobs"][0] is None
+    for one in told["content"]:
+        assert bytes(one["bytes"]) == engine.tokenizer.decode_bytes([one["id"]])
+        for other in one["top_logprobs"]:
+            assert bytes(other["bytes"]) == engine.tokenizer.decode_bytes([other["id"]])
