@@ -28,7 +28,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("needs npm, which fetches axe-core")
     folder = tmp_path_factory.mktemp("axe")
     command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--prefer-offline", AXE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     if done.returncode != 0:
         pytest.skip(f"npm could not fetch {AXE}: {done.stderr[-300:]}")
     return (folder / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
