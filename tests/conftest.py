@@ -52,6 +52,7 @@ SLOWEST_FIRST = (
     "bench",
     "faulty ranks",
     "tests/train/test_launch.py",
+    "tests/serve/test_load.py",
     "tests/laws/test_grug_resume_law.py",
     "tests/stages/test_run_ownership.py",
     "tests/generate/sandbox/test_sandbox.py",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import random
+import string
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import uvicorn
@@ -25,10 +29,16 @@ from quern.serve.server import WARM_ROWS, create_app, listen, prepare_threads
 PROMPT_TOKENS, REPLY_TOKENS = 64, 192
 ROWS = 32
 NAME = "bench"
+CHATS = 8
+"""Chats of two turns in each round."""
+TURN_REPLY, QUESTION = 8, 8
+"""Tokens of a reply of these chats, and characters of their second questions."""
+AROUND = 9
+"""Special tokens of a chat of two turns, and room for one token of the second reply."""
 
 
 def serve(setup: Setup) -> Iterator[Figure]:
-    """32 clients in a closed loop, one, 31 beside prompts of a whole context, an open loop at half the rate."""
+    """32 clients in a closed loop, one, 31 beside prompts of a whole context, an open loop at half the rate; chats."""
     length, reply, seconds = (8, 12, 1.0) if setup.quick else (PROMPT_TOKENS, REPLY_TOKENS, 10.0)
     setup.settings.update(prompt_tokens=length, reply_tokens=reply, clients=ROWS, seconds=seconds)
     recipe = reference(setup.quick, setup.seed)
@@ -58,6 +68,7 @@ def serve(setup: Setup) -> Iterator[Figure]:
         half = rates.mean() / reply / 2
         opened = [sent(replace(load, rate=half, seed=turn)) for turn in range(setup.rounds)]
         yield from latencies(f"open loop, {half:.1f} requests/s", opened)
+        yield from second_turns(setup, port, engine.context)
 
 
 def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: int) -> float:
@@ -104,6 +115,69 @@ def sent(load: Load) -> list[Sent]:
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(requests)} requests failed, the first with: {failed[0]}")
     return requests
+
+
+class Turn(NamedTuple):
+    """One turn of a chat. seconds: until its first text."""
+
+    seconds: float
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def second_turns(setup: Setup, port: int, context: int) -> Iterator[Figure]:
+    """Chats of one client, the first question of about the whole context: how much sooner a second turn answers.
+
+    Each chat has another first question, so its first turn is read in full. The tokenizer of the benchmark has no pairs
+    of printable characters: a character is a token.
+    """
+    firsts, seconds, cached = [], [], []
+    for number in range(setup.rounds + 1):
+        numbers = random.Random(f"{setup.seed} {number}")
+        pairs = [two_turns(port, context, numbers) for _ in range(CHATS)]
+        if number:  # the first round warms up
+            firsts.append([first.seconds for first, _ in pairs])
+            seconds.append([second.seconds for _, second in pairs])
+            cached += [second.cached_tokens / second.prompt_tokens for _, second in pairs]
+    one, two = np.median(firsts, axis=1), np.median(seconds, axis=1)
+    size = pairs[0][0].prompt_tokens
+    yield figure(f"first turn of {size} tokens: time to first token, median", "ms", 1000 * one)
+    yield figure("second turn of that chat: time to first token, median", "ms", 1000 * two)
+    note = f"{np.mean(cached):.0%} of the prompt cached"
+    yield figure("first turn / second turn: time to first token", "×", one / two, note)
+
+
+def two_turns(port: int, context: int, numbers: random.Random) -> tuple[Turn, Turn]:
+    """A new chat. A token of a reply has at most two bytes, so the second turn fits into the context."""
+    length = context - AROUND - 2 * TURN_REPLY - QUESTION
+    asked = "".join(numbers.choices(string.ascii_letters, k=length))
+    messages = [{"role": "user", "content": asked}]
+    first = chat_turn(port, messages)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": asked[:QUESTION]}]
+    return first, chat_turn(port, messages)
+
+
+def chat_turn(port: int, messages: list[dict[str, str]]) -> Turn:
+    """Streams one turn. Raises RuntimeError if it failed."""
+    body: dict[str, Any] = {"model": NAME, "messages": messages, "max_tokens": TURN_REPLY, "seed": 0, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    text, start, arrived, usage = "", time.perf_counter(), 0.0, None
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json"}
+        asking = json.dumps({**body, "stream_options": {"include_usage": True}})
+        connection.request("POST", "/v1/chat/completions", asking, headers)
+        for line in connection.getresponse():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", []):
+                text += choice["delta"].get("content") or ""
+                arrived = arrived or (time.perf_counter() if text else 0.0)
+    if usage is None or not arrived:
+        raise RuntimeError("a turn of a chat failed, or had no text")
+    return Turn(arrived - start, text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from quern import __version__
@@ -138,10 +139,13 @@ async def read_json(http: Request) -> Any:
     if media_type != "application/json":
         raise ApiError("Send the body as JSON, with the header 'Content-Type: application/json'.", status=415)
     body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages.", status=413)
+    try:
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages.", status=413)
+    except ClientDisconnect:  # no failure of the server, whose log would have a traceback; nobody reads the answer
+        raise ApiError("The client left before the end of its body.", status=499) from None
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

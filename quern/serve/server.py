@@ -9,9 +9,12 @@ thread in worker.py.
 
 import asyncio
 import contextlib
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -84,7 +87,30 @@ def serve(app: FastAPI, listener: socket.socket, **tls: Any) -> None:
     """Serves on a socket of `listen` until interrupted. tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config."""
     prepare_threads()
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+    with normal_end(server):
+        server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def normal_end(server: uvicorn.Server) -> Iterator[None]:
+    """Lets a server end normally at SIGTERM. uvicorn raises the signal again after its end, for the handler before it.
+
+    Without a handler, the signal would then end the process, which Docker and scripts read as a failure. Does nothing
+    outside the main thread.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True  # of use before uvicorn has its own handler
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def listen(host: str, port: int) -> socket.socket:

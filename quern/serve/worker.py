@@ -190,6 +190,8 @@ class Worker:
     def _take_new(self) -> None:
         """Starts the requests that have arrived; waits for one if nothing is open."""
         while not self._stopping.is_set() and not (self._open and self._inbox.empty()):
+            if not self._open:  # this may wait for long: requests that left before they began do not count meanwhile
+                self.metrics.set_load(self.engine.scheduler.running, self.waiting)
             item = self._inbox.get()
             if isinstance(item, Job):
                 try:
@@ -215,18 +217,19 @@ class Worker:
         for job in self._open:
             generation = job.generation
             assert generation is not None
-            if generation.events and not job.cancelled:
+            cancelled = job.cancelled  # which may change at any moment: a request counts as finished or as aborted
+            if generation.events and not cancelled:
                 events = list(generation.events)
                 generation.events.clear()
                 items.append((job, events))
                 self.metrics.observe(events, now - job.latest, not job.started)
                 job.started, job.latest = True, now
-            if generation.unfinished and not job.cancelled:
+            if generation.unfinished and not cancelled:
                 still_open.append(job)
             else:
                 items.append((job, None))
                 self._ended += 1
-                self.metrics.finish(now - job.arrived, job.cancelled)
+                self.metrics.finish(now - job.arrived, cancelled)
         self._open = still_open
         _send(items)
 

@@ -1,0 +1,288 @@
+"""`quern serve` under load, as a program: 64 clients that stream, give up, send nonsense and read slowly.
+
+Each answer is the one that an engine alone gives, no stream is cut off, memory is flat, the metrics are the clients'
+counts, no seat stays taken, and SIGTERM lets every stream that was accepted end. The suite has 20 seconds of load;
+`make campaign` has 600.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.generate.engine import Engine
+from quern.generate.reply import Completion
+from quern.generate.sample import Sampling
+from quern.serve.routes import MAX_BODY_BYTES
+from quern.text.chat import render_prompt, render_text
+from tests.support.llama_run import FP32, model_of
+from tests.support.load_clients import (
+    Case,
+    Connection,
+    Load,
+    Totals,
+    difference,
+    post,
+    receive,
+    receive_body,
+    receive_head,
+)
+from tests.support.serve_process import MODEL, Served, serving, small_recipe
+from tests.support.toy_engine import SENTENCES, toy_tokenizer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and children are read from /proc")
+CLIENTS = 64
+SEATS = 32
+LONG_TOKENS = 120
+"""Tokens of a reply that is given up, and of one that SIGTERM must not cut off."""
+SYSTEM = "You are a miller. Answer in one sentence, and name the price of the grain first."
+NO_END = {token: -100.0 for token in toy_tokenizer().special_ids.values()}
+"""Bias of a reply that ends at max_tokens only."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 9}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+class Offline:
+    """Answers requests one by one, with an engine of its own and without the server's code."""
+
+    def __init__(self) -> None:
+        self._engine = Engine(model_of(small_recipe()), toy_tokenizer(), FP32)
+
+    def _alone(self, prompt: list[int], max_tokens: int, **options: Any) -> Completion:
+        return self._engine.generate([prompt], max_tokens=max_tokens, **options)[0][0]
+
+    def chat(self, said: str, most: int, sampled: dict[str, Any], schema: bool = False, ends: bool = True) -> Case:
+        messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
+        body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": most, **sampled, **USAGE}
+        if schema:
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+        if not ends:
+            body["logit_bias"] = {str(token): bias for token, bias in NO_END.items()}
+        form = self._engine.grammars.json(SCHEMA) if schema else None
+        prompt = render_prompt(self._engine.tokenizer, messages)
+        own = self._alone(prompt, most, form=form, bias={} if ends else NO_END, **options_of(sampled))
+        return Case(CHAT, body, own.text, own.finish_reason, len(own.ids))
+
+    def text(self, said: str, most: int, sampled: dict[str, Any], pattern: str | None = None) -> Case:
+        body: dict[str, Any] = {"model": MODEL, "prompt": said, "max_tokens": most, **sampled, **USAGE}
+        form = None
+        if pattern is None:
+            body["logit_bias"] = {str(token): bias for token, bias in NO_END.items()}
+        else:
+            body["structured_outputs"] = {"regex": pattern}
+            form = self._engine.grammars.regex(pattern)
+        prompt = render_text(self._engine.tokenizer, said)
+        bias = NO_END if pattern is None else {}
+        own = self._alone(prompt, most, plain=True, form=form, bias=bias, **options_of(sampled))
+        return Case(TEXT, body, own.text, own.finish_reason, len(own.ids))
+
+    def response(self, said: str, most: int) -> Case:
+        body = {"model": MODEL, "input": said, "max_output_tokens": most, "temperature": 0, "stream": True}
+        prompt = render_prompt(self._engine.tokenizer, [{"role": "user", "content": said}])
+        own = self._alone(prompt, most, sampling=Sampling(0))
+        return Case(RESPONSES, body, own.text, own.finish_reason, len(own.ids))
+
+
+def options_of(sampled: dict[str, Any]) -> dict[str, Any]:
+    own = dict(sampled)
+    return {"seed": own.pop("seed", 0), "sampling": Sampling(**own)}
+
+
+def cases(offline: Offline) -> list[Case]:
+    """Greedy and seeded requests of every kind; some prompts are long, many begin alike."""
+    greedy: dict[str, Any] = {"temperature": 0}
+    made = []
+    for number, said in enumerate((*SENTENCES, SENTENCES[0] + " " + SENTENCES[1], "Why?", "Grüß dich 👋🏽")):
+        seeded: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9, "seed": 100 + number}
+        made += [
+            offline.chat(said, 20 + 4 * number, greedy),
+            offline.chat(said, 24, seeded, ends=False),
+            offline.chat(said, 48, seeded | {"seed": number}, schema=True),
+            offline.text(said, 30, greedy),
+            offline.text(said, 16 + number, seeded | {"min_p": 0.01}),
+            offline.response(said, 12 + 3 * number),
+        ]
+    made += [offline.chat(SENTENCES[2], 48, greedy, schema=True), offline.text("At ", 12, greedy, "[0-9]{2}:[0-9]{2}")]
+    return made
+
+
+def malformed() -> list[tuple[bytes, int]]:
+    def chat(**more: Any) -> bytes:
+        return post(CHAT, json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "?"}], **more}).encode())
+
+    return [
+        (b"NONSENSE\r\n\r\n", 400),
+        (post(CHAT, b'{"model": '), 400),
+        (post(CHAT, b"[]"), 400),
+        (post(CHAT, b" " * (MAX_BODY_BYTES + 1)), 413),
+        (post(CHAT, b"{}", media_type="text/plain"), 415),
+        (post(CHAT, b"{}", method="PUT"), 405),
+        (post("/v1/nothing", b"{}"), 404),
+        (chat(model="gpt-4"), 404),
+        (chat(n=0), 400),
+        (chat(surprise=1), 400),
+        (chat(stream=True, messages=[{"role": "user", "content": "long " * 400}]), 400),
+        (chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 1}}}), 400),
+        (post(RESPONSES, json.dumps({"model": MODEL, "input": []}).encode()), 400),
+        (post(TEXT, json.dumps({"model": MODEL, "prompt": "?", "max_tokens": -1}).encode()), 400),
+    ]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    # Few megabytes for prompts: their states leave all the time.
+    with serving(tmp_path, "--prefix-megabytes", "0.5") as server:
+        yield server
+
+
+async def under_load(load: Load, served: Served, seconds: float) -> list[tuple[float, int]]:
+    """Runs the clients; returns the server's resident bytes twice a second."""
+    memory, start = [], time.monotonic()
+
+    async def watch() -> None:
+        while True:
+            memory.append((time.monotonic() - start, served.resident_bytes()))
+            await asyncio.sleep(0.5)
+
+    watching = asyncio.create_task(watch())
+    await load.run(CLIENTS, seconds)
+    watching.cancel()
+    return memory
+
+
+def soon(condition: Callable[[], bool], seconds: float) -> float:
+    """Seconds until the condition holds; fails if they are more than `seconds`."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start <= seconds, f"not within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def growth(memory: Sequence[tuple[float, int]], warm_up: float) -> float:
+    """The last two seconds' mean memory over that of the two seconds after the warm-up, less 1."""
+    end = memory[-1][0]
+    first = [size for at, size in memory if warm_up <= at <= warm_up + 2]
+    last = [size for at, size in memory if at >= end - 2]
+    return sum(last) / len(last) / (sum(first) / len(first)) - 1
+
+
+def check_counts(totals: Totals, found: dict[str, float], long: Case) -> None:
+    """The server's counters are the clients' counts; of what was given up, some was finished before."""
+    answered = totals.counts["answered"] + totals.counts["read slowly"]
+    finished = sum(found.get(f"request_success_total {reason}", 0) for reason in ("stop", "length", "tool_calls"))
+    aborted = found.get("request_success_total abort", 0)
+    assert answered <= finished and finished + aborted <= answered + totals.counts["cancelled"]
+    assert found["e2e_request_latency_seconds_count"] == finished + aborted
+    assert found["generation_tokens_total"] == totals.tokens + (finished - answered) * long.tokens
+    # What is given up leaves at once: only a few of these have got all of their tokens before.
+    assert finished - answered <= 0.25 * totals.counts["cancelled"] and aborted > 0
+
+
+async def drain(served: Served, cases: Sequence[Case]) -> None:
+    """SIGTERM while more requests are open than there are seats: each is answered, and no other one is accepted."""
+    connections = [Connection(served.port) for _ in cases]
+    try:
+        readers = [await one.send(case.wire()) for one, case in zip(connections, cases, strict=True)]
+        heads = [await receive_head(reader) for reader in readers]
+        served.terminate()
+        rests = [asyncio.create_task(receive_body(*one)) for one in zip(readers, heads, strict=True)]
+        while not await asyncio.to_thread(served.refuses):
+            assert not all(rest.done() for rest in rests), "new connections were accepted to the end"
+            await asyncio.sleep(0.02)
+        assert not any(rest.done() for rest in rests[SEATS:]), "the streams ended too soon to prove anything"
+        for case, rest in zip(cases, await asyncio.gather(*rests), strict=True):
+            assert not difference(case, *rest)
+    finally:
+        for one in connections:
+            one.close()
+
+
+def campaign(served: Served, seconds: float, warm_up: float) -> str:
+    """Load, then quiet, then SIGTERM. Returns the figures."""
+    offline = Offline()  # while the server starts
+    ordinary, slow = cases(offline), offline.text(SENTENCES[3], 40, {"temperature": 0})
+    long = offline.text("?", LONG_TOKENS, {"temperature": 0})
+    served.wait_for_port(120)
+    asyncio.run(ask_once(served, ordinary[-8:]))
+    files, threads = served.files(), served.threads()
+    before = served.metrics()
+    load = Load(served.port, ordinary, slow, long, malformed())
+    memory = asyncio.run(under_load(load, served, seconds))
+    totals = load.totals
+    assert not totals.wrong, f"{len(totals.wrong)} wrong, of {totals.counts}: {totals.wrong[:3]}"
+    quiet = soon(lambda: idle(served.metrics()), 1)
+    soon(lambda: served.files() <= files, 1)
+    after = served.metrics()
+    check_counts(totals, {name: value - before.get(name, 0) for name, value in after.items()}, long)
+    assert min(totals.counts[kind] for kind in ("answered", "cancelled", "malformed", "read slowly")) > 0
+    grown, late = growth(memory, warm_up), max(totals.refusals)
+    figures = (
+        f"{dict(totals.counts)}, {totals.tokens} tokens in {seconds:g} s; memory {memory[-1][1] / 1e6:.0f} MB, "
+        f"{grown:+.2%} after {warm_up:g} s; threads {threads} → {served.threads()}; seats free after {quiet:.2f} s; "
+        f"slowest refusal {late:.2f} s"
+    )
+    print(figures)
+    assert abs(grown) <= 0.05, figures
+    assert late <= 5, figures
+    asyncio.run(drain(served, [long] * (SEATS + 16)))
+    assert served.process.wait(40) == 0
+    assert not served.left()
+    assert "Traceback" not in served.log() and "ERROR" not in served.log(), served.log()[-3000:]
+    return figures
+
+
+async def ask_once(served: Served, cases: Sequence[Case]) -> None:
+    """Some cases alone: answers that differ here are no matter of load."""
+    own = Connection(served.port)
+    for case in cases:
+        assert not (wrong := difference(case, *await receive(await own.send(case.wire())))), wrong
+    own.close()
+
+
+def idle(found: dict[str, float]) -> bool:
+    return found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
+
+
+def test_twenty_seconds_of_load(served: Served) -> None:
+    campaign(served, seconds=20, warm_up=8)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_load(served: Served) -> None:
+    campaign(served, seconds=600, warm_up=60)
+
+
+def test_a_wrong_stream_is_noticed() -> None:
+    """A lost, doubled or exchanged piece, a missing end, an error, a wrong count: none passes for the right answer."""
+    case = Case(TEXT, {}, "abc", "length", 3)
+    pieces = [{"choices": [{"text": text, "finish_reason": None}], "usage": None} for text in "abc"]
+    end = {"choices": [{"text": "", "finish_reason": "length"}], "usage": None}
+    usage = {"choices": [], "usage": {"completion_tokens": 3}}
+
+    def body(*events: object) -> bytes:
+        return "".join(f"data: {event if event == '[DONE]' else json.dumps(event)}\n\n" for event in events).encode()
+
+    right = [*pieces, end, usage, "[DONE]"]
+    assert not difference(case, 200, body(*right))
+    assert difference(case, 503, body(*right))
+    for at in range(len(right)):
+        assert difference(case, 200, body(*right[:at], *right[at + 1 :])), f"event {at} is missing"
+        assert at in (3, 4) or difference(case, 200, body(*right[: at + 1], *right[at:])), f"event {at} is doubled"
+    assert difference(case, 200, body(pieces[1], pieces[0], *right[2:]))
+    assert difference(case, 200, body(*pieces, {"error": {"message": "failed"}}, "[DONE]"))
+    assert difference(case, 200, body(*right, end))
