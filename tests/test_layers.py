@@ -30,7 +30,7 @@ LAYERS = (
     ("runs", "eval.core", "eval.tasks", "report", "rl.environments"),
     ("eval.chat", "eval.harness"),
     ("stages", "serve"),
-    ("stages.jax", "interop"),
+    ("stages.jax", "interop", "chat"),
     ("bench", "estimate", "lab"),
     ("bench.gpu", "lab.board", "lab.scaling", "lab.search"),
     ("lab.log",),

@@ -197,7 +197,8 @@ class ChatOptions(_GenerateOptions):
     """Flags of `quern chat`."""
 
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"], help_behavior_hint="")] = None
-    """Ask this one question and exit; a base model continues it. Default: a conversation."""
+    """Ask this one question and exit; a base model continues it. Default: a conversation, whose
+    questions can also come from a pipe, one in each line."""
     complete: bool = False
     """Continue texts instead of answering questions, by default with the base model."""
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None

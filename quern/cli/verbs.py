@@ -232,19 +232,24 @@ BASE_MODEL = "This base model was never taught the chat format: it continues tex
 
 
 def verb_chat(verb: str, rest: list[str]) -> int:
-    from quern.stages.chat import ask, chat
+    from quern.chat.ask import ask
+    from quern.chat.conversation import Conversation
+    from quern.chat.lines import Terminal, of_pipe
+    from quern.chat.talk import talk
     from quern.stages.complete import complete
 
     options, _ = parse(verb, rest, ChatOptions)
     if options.complete and options.stage is None:
         options.stage = "pretrain"
-    engine, loaded = open_engine(options)
+    engine, loaded = open_engine(options, log_to_stderr)
     how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed, "put": put}
     completing = options.complete or loaded.stage == "pretrain"
     if completing and not options.complete:
         log_to_stderr(BASE_MODEL)
     if options.prompt is None:
-        chat(engine, read=lambda: input("> "), completing=completing, **how)
+        interactive = sys.stdin is not None and sys.stdin.isatty()
+        read = Terminal(options.where.run_dir.chat_history, log_to_stderr) if interactive else of_pipe(sys.stdin)
+        talk(Conversation(engine, **how, completing=completing), read, interactive)
     elif completing:
         complete(engine, options.prompt, **how)
     else:

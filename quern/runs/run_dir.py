@@ -1,7 +1,7 @@
 """The paths of a run. All of them are inside one output folder: `out/`, or the one that `--out` names.
 
 out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/
-out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html
+out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
 out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
 """
 
@@ -58,6 +58,11 @@ class RunDir:
     @property
     def folder(self) -> Path:
         return self.out / "runs" / self.run
+
+    @property
+    def chat_history(self) -> Path:
+        """The lines typed in `quern chat`."""
+        return self.folder / "chat_history"
 
     @property
     def flags(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 from quern.generate.engine import Engine
-from quern.generate.reply import Delta
+from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
 from quern.generate.scheduler import Event
 from quern.text.chat import render_text
@@ -27,8 +27,9 @@ def complete(
     put: Callable[[str], None],
     samples: int = 1,
     stop: Sequence[str] = (),
-) -> None:
-    """Streams the prompt and its continuation, and ends with a newline.
+    logprobs: bool | int = False,
+) -> list[Completion]:
+    """Streams the prompt and its continuation, and ends with a newline. Returns the completions.
 
     Args:
         engine: Engine of the model that continues the text.
@@ -39,42 +40,48 @@ def complete(
         put: Receives each piece as soon as it is final.
         samples: Completions of the prompt, separated by a line `---`.
         stop: A completion ends before any of these strings.
+        logprobs: As in `Engine.submit`.
 
     Raises:
         ContextOverflow: The prompt fills the context. Nothing was printed.
         ValueError: A number is out of range, or a stop string is empty. Nothing was printed.
     """
     ids = render_text(engine.tokenizer, prompt)
-    events = engine.events(
-        [ids], samples=samples, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop, plain=True
-    )
+    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stop, "logprobs": logprobs}
+    events = engine.events([ids], samples=samples, plain=True, **options)
+    done: list[Completion] = []
     shown_prompt = printable(well_formed(prompt))
     put(shown_prompt)
     try:
         for sample, piece in _in_order(events, samples):
-            if piece is not None:
+            if isinstance(piece, str):
                 put(piece)
             else:
+                done.append(piece)
                 put("\n" if sample == samples - 1 else f"\n{BETWEEN}{shown_prompt}")
     except KeyboardInterrupt:
         put("\n")
         raise
+    return done
 
 
-def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str | None]]:
-    """Yields (sample, piece of its text), and (sample, None) at its end, in the order of the samples.
+def _in_order(events: Iterable[Event], samples: int) -> Iterator[tuple[int, str | Completion]]:
+    """Yields (sample, piece of its text), and (sample, its completion) at its end, in the order of the samples.
 
     Samples are generated together: the pieces of the first unfinished sample pass, those of later samples wait.
     """
-    waiting: list[list[str | None]] = [[] for _ in range(samples)]
+    waiting: list[list[str | Completion]] = [[] for _ in range(samples)]
     current = 0
     for event in events:
-        waiting[event.sample].append(printable(event.value.text) if isinstance(event.value, Delta) else None)
+        if isinstance(event.value, Delta):
+            waiting[event.sample].append(printable(event.value.text))
+        elif isinstance(event.value, Completion):
+            waiting[event.sample].append(event.value)
         while current < samples:
             pieces, waiting[current] = waiting[current], []
             for piece in pieces:
                 yield current, piece
-            if not pieces or pieces[-1] is not None:
+            if not pieces or isinstance(pieces[-1], str):
                 break
             current += 1
 

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from quern import compiler
+from quern.chat.commands import COMPLETING, HELP
+from quern.chat.conversation import Conversation
+from quern.chat.talk import talk
 from quern.cli import main
 from quern.generate.engine import Engine
 from quern.generate.sample import Sampling
 from quern.generate.scheduler import Event
 from quern.model.context import CausalContext
-from quern.stages import chat, evaluate
+from quern.stages import evaluate
 from quern.stages.complete import complete
 from quern.text.printable import CONTROL, printable
 from quern.train import checkpoint
@@ -282,11 +285,21 @@ def test_a_chat_with_a_base_model_continues_texts_and_says_why(
         piped(monkeypatch, b"The miller\n\n")
         assert main.main(["chat", *(flag.format(out) for flag in flags), *named]) == 0
         printed = capsys.readouterr()
-        assert printed.out == f"{chat.COMPLETING}\n> {text}> "
-        assert printed.err.count("\n") == told and ("never taught the chat format" in printed.err) == told
-    piped(monkeypatch, b"\n")
+        assert printed.out == text  # no prompt, no greeting
+        assert ("never taught the chat format" in printed.err) == told
+    piped(monkeypatch, b"/complete\n/chat\n")
     assert main.main(["chat", *(flag.format(tuned) for flag in flags)]) == 0
-    assert capsys.readouterr().out.startswith(chat.HELP)
+    assert capsys.readouterr().out == f"{COMPLETING}\n{HELP}\n"
+
+
+def test_a_pipe_that_is_closed_or_not_utf_8_ends_the_chat(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(capsys, base, verb="chat") == ""
+    piped(monkeypatch, b"gr\xfc\xdfe\n")
+    assert main.main(["chat", "--out", str(base), *FLAGS]) == 1
+    assert "quern chat: standard input is not UTF-8" in capsys.readouterr().err
 
 
 def test_one_prompt_to_a_base_model_is_continued(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,32 +307,31 @@ def test_one_prompt_to_a_base_model_is_continued(base: Path, capsys: pytest.Capt
     assert run(capsys, base, *flags, verb="chat") == run(capsys, base, *flags)
 
 
+def talked(engine: Engine, *lines: str, completing: bool = False) -> list[str]:
+    """What a chat shows for these lines, without a terminal."""
+    shown: list[str] = []
+    typed = iter([*lines, ""])
+    conversation = Conversation(engine, Sampling(0.0, 0, 1.0), 8, seed=0, put=shown.append, completing=completing)
+    talk(conversation, lambda prompt: next(typed), interactive=False)
+    return shown
+
+
 def test_the_mode_is_switched_inside_the_chat() -> None:
     """A text is continued without the conversation, which goes on after it."""
-    engine, shown = Recording(toy_engine(context=256)), []
-    typed = iter(["One?", "/complete", " The miller ", "/chat", "Two?", ""])
-    chat.chat(engine, max_tokens=8, sampling=Sampling(0.0, 0, 1.0), seed=0, read=lambda: next(typed), put=shown.append)
-    assert "".join(shown).count(chat.COMPLETING) == 1 and "".join(shown).count(chat.HELP) == 2
+    engine = Recording(toy_engine(context=256))
+    shown = "".join(talked(engine, "One?", "/complete", " The miller ", "/chat", "Two?"))
+    assert shown.count(COMPLETING) == 1 and shown.count(HELP) == 1
     first, text, second = engine.prompts
     assert text == [TOKENIZER.bos, *TOKENIZER.encode(" The miller ")]
     assert second[: len(first)] == first and engine.plain == [False, True, False]
 
 
 def test_in_the_chat_a_text_too_long_or_stopped_ends_alone() -> None:
-    engine, shown = Recording(toy_engine(context=64)), []
-    typed = iter(["x" * 500, "stop me", "go on", ""])
+    engine = Recording(toy_engine(context=64))
     engine.interrupt = "stop me"
-    chat.chat(
-        engine,
-        max_tokens=8,
-        sampling=Sampling(0.0, 0, 1.0),
-        seed=0,
-        read=lambda: next(typed),
-        put=shown.append,
-        completing=True,
-    )
-    assert "context holds 64" in shown[1]
-    assert "".join(shown[2:]).startswith("stop me\n(stopped)\ngo on")
+    shown = talked(engine, "x" * 500, "stop me", "go on", completing=True)
+    assert "context holds 64" in shown[0]
+    assert "".join(shown[1:]).startswith("stop me\n(stopped)\ngo on")
 
 
 class Recording(Engine):

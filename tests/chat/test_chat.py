@@ -1,15 +1,18 @@
-"""The terminal's chat, with a small random model and with replies made by hand."""
+"""The loop of the chat, with a small random model and with replies made by hand."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from quern.chat.ask import ask
+from quern.chat.commands import HELP
+from quern.chat.conversation import Conversation
+from quern.chat.talk import talk as run_talk
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.sample import Sampling
 from quern.generate.scheduler import Event
-from quern.stages.chat import HELP, ask, chat
 from quern.text.chat import Message, render_prompt
 from quern.text.printable import printable
 from tests.support.toy_engine import toy_engine
@@ -54,14 +57,14 @@ def talk(engine: Engine, *lines: str | type[BaseException]) -> str:
     shown: list[str] = []
     typed = iter(lines)
 
-    def read() -> str:
-        shown.append("> ")
+    def read(prompt: str) -> str:
+        shown.append(prompt)
         line = next(typed, EOFError)
         if isinstance(line, str):
             return line
         raise line
 
-    chat(engine, max_tokens=8, sampling=GREEDY, seed=0, read=read, put=shown.append)
+    run_talk(Conversation(engine, GREEDY, max_tokens=8, seed=0, put=shown.append), read, interactive=True)
     return "".join(shown)
 
 
@@ -70,7 +73,7 @@ def test_the_pieces_joined_are_the_engines_reply(engine: Engine) -> None:
     shown: list[str] = []
     reply = ask(engine, messages, max_tokens=12, sampling=Sampling(1.0, 0, 1.0), seed=3, put=shown.append)
     [[expected]] = engine.generate([render_prompt(engine.tokenizer, messages)], max_tokens=12, seed=3)
-    assert reply == {"role": "assistant", "content": expected.parts}
+    assert (reply.ids, reply.parts) == (expected.ids, expected.parts)
     spoken = [p["text"] if p["type"] == "text" else f"[{p['type']}: {p['text']}] " for p in expected.parts]
     assert "".join(shown) == printable("".join(spoken)) and len(shown) > 2
 
@@ -116,6 +119,7 @@ def test_a_question_too_long_is_told_and_the_chat_goes_on(engine: Engine) -> Non
     shown = talk(says, "One?", "x" * 500, "Two?")
     assert f"the model's context holds {CONTEXT}" in shown and "shorten" in shown
     assert shown.count("Yes.") == 2
+    assert "starts over" not in shown and says.prompts[-1][: len(says.prompts[0])] == says.prompts[0]
 
 
 def test_ctrl_c_ends_the_reply_and_not_the_chat(engine: Engine) -> None:

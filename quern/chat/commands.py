@@ -1,0 +1,187 @@
+"""The commands of `quern chat`: one table from a name to a function and a line of help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from quern.bounds import refuse_outside
+from quern.chat.conversation import Conversation
+from quern.chat.lines import QUOTES
+from quern.chat.xray import xray
+from quern.generate.sample import Sampling
+from quern.temporaries import write_whole
+from quern.text.chat import parts
+from quern.text.conversations import to_messages
+from quern.text.printable import printable
+from quern.text.tokenizer import well_formed
+
+HELP = "Ask something. An empty line ends the chat; /help lists the commands."
+COMPLETING = (
+    "Begin a text, and the model continues it. An empty line ends this; /chat asks questions, /help lists more."
+)
+ENTRIES = f"""\
+A line that ends with \\ continues on the next line. Lines between {QUOTES} and {QUOTES} are one text, never a command.
+Ctrl-C ends a reply, or at the prompt the chat."""
+NO_SYSTEM = '""'
+
+
+class Command(NamedTuple):
+    """run: called with the conversation and the text after the command's name. takes: that text, for the help."""
+
+    run: Callable[[Conversation, str], None]
+    takes: str
+    help: str
+
+
+def run_command(conversation: Conversation, line: str) -> None:
+    """Runs a line that begins with "/".
+
+    Raises:
+        ValueError: There is no such command, or its text is wrong.
+        OSError: A file cannot be read or written.
+    """
+    name, *rest = line.split(maxsplit=1)
+    text = rest[0] if rest else ""
+    command = COMMANDS.get(name.replace("-", "_"))
+    if command is None:
+        raise ValueError(
+            f"there is no command {name}: use one of {', '.join(COMMANDS)}; a question that begins with / goes "
+            f"between {QUOTES} and {QUOTES}"
+        )
+    if text and not command.takes:
+        raise ValueError(f"{name} takes nothing after it")
+    command.run(conversation, text)
+
+
+def greeting(conversation: Conversation) -> str:
+    return (COMPLETING if conversation.completing else HELP) + "\n"
+
+
+def show_help(conversation: Conversation, text: str) -> None:
+    rows = [(f"{name} {command.takes}", command.help) for name, command in COMMANDS.items() if command.help]
+    rows.append((f"/{SETTINGS[0]} NUMBER", "changes how replies are made; shows all settings without NUMBER"))
+    width = max(len(usage) for usage, _ in rows)
+    lines = [f"  {usage:{width}}  {about}" for usage, about in rows]
+    others = f"  Likewise {', '.join(f'/{name}' for name in SETTINGS[1:])}."
+    conversation.put("\n".join([*lines, others, ENTRIES, ""]))
+
+
+def complete_or_chat(conversation: Conversation, text: str, completing: bool) -> None:
+    conversation.completing = completing
+    conversation.put(greeting(conversation))
+
+
+def new(conversation: Conversation, text: str) -> None:
+    conversation.begin([])
+    conversation.put("(a new conversation)\n")
+
+
+def system(conversation: Conversation, text: str) -> None:
+    """Shows the system message, or replaces it; the conversation goes on."""
+    if text:
+        conversation.system = "" if text == NO_SYSTEM else text
+    shown = printable(conversation.system) if conversation.system else "none"
+    conversation.put(f"(system message: {shown})\n")
+
+
+def regenerate(conversation: Conversation, text: str) -> None:
+    conversation.regenerate()
+    if conversation.sampling.temperature == 0:
+        conversation.put("(at temperature 0 the reply is always the same: set another one with /temperature)\n")
+
+
+def undo(conversation: Conversation, text: str) -> None:
+    if not conversation.messages:
+        raise ValueError("there is nothing to undo: no question has a reply")
+    conversation.begin(conversation.messages[:-2])
+    conversation.put(f"(the last question and its reply are gone; left: {_count(conversation)})\n")
+
+
+def save(conversation: Conversation, text: str) -> None:
+    path = _path(text, "/save")
+    if not conversation.messages:
+        raise ValueError("there is nothing to save: no question has a reply")
+    if path.exists():
+        raise ValueError(f"{path} exists: choose another name, or remove it first")
+    messages = conversation.with_system(conversation.messages)
+    write_whole(path, well_formed(json.dumps({"messages": messages}, ensure_ascii=False, indent=1)) + "\n")
+    conversation.put(f"(saved in {printable(str(path))}: {_count(conversation)})\n")
+
+
+def load(conversation: Conversation, text: str) -> None:
+    path = _path(text, "/load")
+    try:
+        messages = to_messages(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a conversation: {error}") from error
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"{path} ends with a question: add its reply, or remove the question and ask it here")
+    heads = [message for message in messages if message["role"] == "system"]
+    conversation.system = "".join(part["text"] for message in heads for part in parts(message))
+    conversation.begin(messages[len(heads) :])
+    conversation.put(f"(loaded: {_count(conversation)})\n")
+
+
+def show_xray(conversation: Conversation, text: str) -> None:
+    if conversation.last is None:
+        raise ValueError("there is no reply to show: enter something first")
+    conversation.put(xray(conversation.engine.tokenizer, conversation.last))
+
+
+def change(conversation: Conversation, text: str, name: str) -> None:
+    """Sets a number, if there is one, and shows all numbers that can be set."""
+    if text:
+        value = _number(text)
+        refuse_outside(name, value, name)
+        if name in OF_SAMPLING:
+            conversation.sampling = replace(conversation.sampling, **{name: value})
+        else:
+            setattr(conversation, name, value)
+    values = [(n, getattr(conversation.sampling, n)) for n in OF_SAMPLING]
+    values += [(n, getattr(conversation, n)) for n in OF_CONVERSATION]
+    conversation.put(f"({', '.join(f'{n} {v:g}' if isinstance(v, float) else f'{n} {v}' for n, v in values)})\n")
+
+
+def _number(text: str) -> int | float | str:
+    """The number that a text spells; other texts are returned, for the message of their refusal."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _path(text: str, command: str) -> Path:
+    if not text:
+        raise ValueError(f"name a file: {command} FILE")
+    return Path(text).expanduser()
+
+
+def _count(conversation: Conversation) -> str:
+    count = len(conversation.messages) // 2
+    return f"{count} {'question and its reply' if count == 1 else 'questions and their replies'}"
+
+
+OF_SAMPLING = tuple(f.name for f in fields(Sampling))
+OF_CONVERSATION = ("max_tokens", "seed")
+SETTINGS = (*OF_SAMPLING, *OF_CONVERSATION)
+COMMANDS: dict[str, Command] = {
+    "/help": Command(show_help, "", "lists the commands"),
+    "/new": Command(new, "", "starts another conversation with the same system message"),
+    "/chat": Command(partial(complete_or_chat, completing=False), "", "asks questions; the conversation goes on"),
+    "/complete": Command(partial(complete_or_chat, completing=True), "", "continues texts instead"),
+    "/system": Command(system, "TEXT", f"sets the system message; {NO_SYSTEM} removes it; shows it without TEXT"),
+    "/regenerate": Command(regenerate, "", "answers the last question again, with the next seed"),
+    "/undo": Command(undo, "", "removes the last question and its reply"),
+    "/xray": Command(show_xray, "", "shows the tokens of the last reply with their probabilities"),
+    "/save": Command(save, "FILE", "writes the conversation to a new file, as JSON"),
+    "/load": Command(load, "FILE", "goes on with a conversation from a file"),
+    **{f"/{name}": Command(partial(change, name=name), "NUMBER", "") for name in SETTINGS},
+}
+"""The help explains all settings in one line."""

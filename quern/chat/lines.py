@@ -1,0 +1,135 @@
+'''Reads what the user says, from a terminal or a pipe, and keeps a terminal's history.
+
+An entry is one line, or several: a line that ends with a backslash continues, and """ begins a text that ends at the
+next line that ends with """. Such a text is never a command.
+'''
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from quern.temporaries import write_whole
+
+PROMPT, MORE = "> ", ". "
+QUOTES = '"""'
+HISTORY_LINES = 1000
+
+Read = Callable[[str], str]
+"""Shows a prompt if there is a terminal, and returns the next line. Raises EOFError at the end of the input."""
+
+
+class Entry(NamedTuple):
+    """quoted: the text was between triple quotes."""
+
+    text: str
+    quoted: bool = False
+
+
+def next_entry(read: Read) -> Entry:
+    """Reads one entry. The end of the input completes an unfinished entry; before an entry it raises EOFError."""
+    line = read(PROMPT)
+    if line.lstrip().startswith(QUOTES):
+        return Entry(_quoted(line.lstrip().removeprefix(QUOTES), read), quoted=True)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        try:
+            lines.append(read(MORE))
+        except EOFError:
+            break
+    return Entry("\n".join(lines))
+
+
+def _quoted(line: str, read: Read) -> str:
+    """The text from its first line, without the opening quotes, to the closing quotes."""
+    lines = []
+    while not line.rstrip().endswith(QUOTES):
+        lines.append(line)
+        try:
+            line = read(MORE)
+        except EOFError:
+            line = QUOTES
+    lines.append(line.rstrip().removesuffix(QUOTES))
+    return "\n".join(lines).removeprefix("\n").removesuffix("\n")
+
+
+def of_pipe(stdin: TextIO | None) -> Read:
+    """Reads lines of UTF-8 without showing a prompt.
+
+    Args:
+        stdin: Standard input; None if it is closed.
+
+    Raises:
+        ValueError: A line is not UTF-8 (from the returned function).
+    """
+
+    def read(prompt: str) -> str:
+        line = stdin.buffer.readline() if stdin is not None else b""
+        if not line:
+            raise EOFError
+        try:
+            return line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is not UTF-8 ({error}): convert it, as with iconv") from error
+
+    return read
+
+
+class Terminal:
+    """Reads lines from the terminal, with line editing and the lines of earlier chats if Python has readline."""
+
+    def __init__(self, history: Path, log: Callable[[str], None]) -> None:
+        """Reads the history.
+
+        Args:
+            history: The file that keeps the lines; its folder is created with the first one.
+            log: Called with lines for the user.
+        """
+        self.history, self.log = history, log
+        self.keeps = False
+        try:
+            import readline  # changes how Python's `input` reads
+        except ImportError:
+            return  # some builds of Python: the terminal's own editing remains
+        try:
+            for line in recall(history):
+                readline.add_history(line)
+            self.keeps = True
+        except OSError as error:
+            log(f"the history is neither read nor kept: {error}")
+
+    def __call__(self, prompt: str) -> str:
+        line = self._line(prompt)
+        if self.keeps and line.strip():
+            try:
+                remember(self.history, line)
+            except OSError as error:
+                self.keeps = False
+                self.log(f"the history is not kept: {error}")
+        return line
+
+    def _line(self, prompt: str) -> str:
+        while True:
+            try:
+                return input(prompt)
+            except UnicodeDecodeError as error:
+                self.log(f"this line does not have the terminal's encoding ({error}): type it again")
+
+
+def recall(history: Path) -> list[str]:
+    """The lines of the history, oldest first."""
+    try:
+        lines = history.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return [line for line in lines if line]
+
+
+def remember(history: Path, line: str) -> None:
+    """Adds a line, unless it repeats the last one. The file is read again: other chats may have added theirs."""
+    known = recall(history)
+    new = [piece for piece in line.split("\n") if piece]  # a pasted line can hold several
+    if known[-len(new) :] != new:
+        write_whole(history, "".join(f"{piece}\n" for piece in [*known, *new][-HISTORY_LINES:]))
