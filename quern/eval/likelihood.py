@@ -16,7 +16,7 @@ from quern import compiler
 from quern.eval.bits_per_byte import batch_losses
 from quern.eval.on_ranks import batched, is_main, on_ranks
 from quern.eval.score import Score, accuracy
-from quern.generate.scheduler import pad
+from quern.generate.cache import pad
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel

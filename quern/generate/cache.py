@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -322,3 +323,12 @@ def decode(model: LanguageModel, cache: KVCache, tokens_B: Tensor, slots_S: Tens
     if model.lookback:
         cache.recent_BN.copy_(torch.cat([cache.recent_BN[:, 1:], tokens_B[:, None]], dim=1))
     return model.logits(x_B1D[:, 0]).contiguous()
+
+
+def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pads prompts on the right. Returns tokens (B, T) and lengths (B,), int64."""
+    lengths = [len(prompt) for prompt in prompts]
+    tokens = np.full((len(prompts), max(lengths)), filler, dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    return torch.from_numpy(tokens).to(device), torch.tensor(lengths, device=device)

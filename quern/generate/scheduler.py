@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quern import compiler
-from quern.generate.cache import KVCache, decode
+from quern.generate.cache import KVCache, decode, pad
 from quern.generate.compiled import SPAN, CompiledDecode
 from quern.generate.prefix import PrefixCache
 from quern.generate.reply import Completion, Delta, Reply, Token
@@ -129,6 +129,7 @@ class Scheduler:
         self._wave: Wave | None = None
         self._seats: list[Row | None] = []
         self._cache: KVCache | None = None
+        self._spare: KVCache | None = None  # of the last batch, for the next one
         self._logits_SV = torch.empty(0)
 
     def reset(self) -> None:
@@ -138,7 +139,14 @@ class Scheduler:
             if row is not None:
                 row.generation.cancel()
         self.waiting.clear()
-        self._wave, self._seats, self._cache = None, [], None
+        self._wave = None
+        self._empty()
+
+    def _empty(self) -> None:
+        """No row is left in the batch. A batch of a compiled size leaves its cache to the next one."""
+        if self._fixed() and self._cache is not None:
+            self._spare = self._cache
+        self._seats, self._cache = [], None
 
     @property
     def running(self) -> int:
@@ -171,7 +179,7 @@ class Scheduler:
         if any(row is not None and row.generation.cancelled for row in self._seats):
             self._seats = [None if row is None or row.generation.cancelled else row for row in self._seats]
             if not self._taken():
-                self._seats, self._cache = [], None
+                self._empty()
 
     def _decode(self, taken: list[int]) -> None:
         """Appends the last token of every running row to the cache; computes the next logits."""
@@ -257,16 +265,19 @@ class Scheduler:
                 logits_NV = self.model.logits(x_BD[torch.tensor(ends, device=x_BD.device)])[:, : self._vocab_size]
                 for at, logits_V in zip(ends, logits_NV, strict=True):
                     entries[at].logits_V = logits_V
-                    self._keep(entries[at].tokens, wave.cache, at, logits_V)
+                    # The cache of a prompt alone is of use to nobody else: it need not be copied.
+                    self._keep(entries[at].tokens, wave.cache, at, logits_V, alone=len(entries) == 1)
         ready = [at for at, entry in enumerate(entries) if entry.logits_V is not None and not entry.joined]
         self._join(wave, ready)
         if all(entry.joined for entry in entries):
             self._wave = None
 
-    def _keep(self, tokens: Sequence[int], cache: KVCache, row: int, logits_V: Tensor | None = None) -> None:
+    def _keep(
+        self, tokens: Sequence[int], cache: KVCache, row: int, logits_V: Tensor | None = None, alone: bool = False
+    ) -> None:
         if self.prefixes is not None and self.prefixes.wants(tokens, logits_V is not None):
             own = None if logits_V is None else logits_V.clone()
-            self.prefixes.add(tokens, cache.copy_of(row, len(tokens)), own)
+            self.prefixes.add(tokens, cache if alone else cache.copy_of(row, len(tokens)), own)
 
     def _join(self, wave: Wave, ready: Sequence[int]) -> None:
         """Copies the rows of finished prompts into free seats."""
@@ -312,7 +323,10 @@ class Scheduler:
             room = max(len(row.tokens) + row.reply.max_tokens for row in [*rows, *self.waiting])
             if self._compiled is not None and self._fixed():
                 room = self._compiled.max_tokens
-            self._cache = KVCache.for_model(self.model, size, room)
+            spare, self._spare = self._spare, None
+            if spare is None or len(spare.positions_B) != size or spare.max_tokens != room:
+                spare = KVCache.for_model(self.model, size, room)
+            self._cache = spare  # the rows that join overwrite what it holds
             self._logits_SV = torch.empty(
                 (size, self._vocab_size), dtype=torch.float32, device=self._cache.positions_B.device
             )
@@ -351,7 +365,7 @@ class Scheduler:
                     # The last token is not in the cache.
                     self._keep([*row.tokens, *row.reply.ids[:-1]], self._cache, seat)
         if not self._taken():
-            self._seats, self._cache = [], None
+            self._empty()
 
 
 def choose(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
@@ -380,12 +394,3 @@ def choose(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
         for at, token in zip(group, sample(own_BV, sampling, uniform_BN).tolist(), strict=True):
             picked[at] = token
     return picked
-
-
-def pad(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pads prompts on the right. Returns tokens (B, T) and lengths (B,), int64."""
-    lengths = [len(prompt) for prompt in prompts]
-    tokens = np.full((len(prompts), max(lengths)), filler, dtype=np.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    return torch.from_numpy(tokens).to(device), torch.tensor(lengths, device=device)

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from quern import compiler
-from quern.generate.cache import KVCache, attend_masked, decode
+from quern.generate.cache import KVCache, attend_masked, decode, pad
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY, Sampling
-from quern.generate.scheduler import pad
 from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
 pytestmark = pytest.mark.skipif(

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from quern.generate import cache as cache_module
-from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode
+from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode, pad
 from quern.generate.reply import Completion
 from quern.generate.sample import GREEDY, Sampling
-from quern.generate.scheduler import pad
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext
 from quern.model.gpt import GPT

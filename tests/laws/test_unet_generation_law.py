@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quern.generate.cache import KVCache, decode
-from quern.generate.scheduler import pad
+from quern.generate.cache import KVCache, decode, pad
 from quern.model.unet import UNet
 from quern.recipe import ModelRecipe
 

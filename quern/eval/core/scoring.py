@@ -17,8 +17,7 @@ from torch import Tensor
 from quern import compiler
 from quern.eval.core.prompts import Example
 from quern.eval.on_ranks import on_ranks
-from quern.generate.cache import KVCache, PrefillContext
-from quern.generate.scheduler import pad
+from quern.generate.cache import KVCache, PrefillContext, pad
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
