@@ -42,6 +42,7 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._alike: dict[bytes, set[bytes]] = {}  # keys by their first LEAST_TOKENS tokens
         self.bytes = 0
         self.queried_tokens = 0
         self.hit_tokens = 0
@@ -52,10 +53,10 @@ class PrefixCache:
     def find(self, tokens: Sequence[int]) -> Prefix | None:
         """The longest state that `tokens` begins with. One of all the tokens is of use only with its logits."""
         key = _key(tokens)
-        for length in sorted({prefix.length for prefix in self._prefixes.values()}, reverse=True):
-            found = self._prefixes.get(key[: 4 * length]) if length <= len(tokens) else None
-            if found is not None and (length < len(tokens) or found.logits_V is not None):
-                self._prefixes.move_to_end(key[: 4 * length])
+        for known in sorted(self._alike.get(_opening(key), ()), key=len, reverse=True):
+            found = self._prefixes[known]
+            if key.startswith(known) and (len(known) < len(key) or found.logits_V is not None):
+                self._prefixes.move_to_end(known)
                 return found
         return None
 
@@ -67,7 +68,8 @@ class PrefixCache:
     def branch(self, tokens: Sequence[int], start: int) -> int | None:
         """Where `tokens` part from the earlier ones that they agree with longest; None unless well after `start`."""
         mine = np.asarray(tokens, dtype=np.int32)
-        agreed = max((_agreement(mine, np.frombuffer(key, dtype=np.int32)) for key in self._prefixes), default=0)
+        alike = self._alike.get(_opening(mine.tobytes()), ())
+        agreed = max((_agreement(mine, np.frombuffer(key, dtype=np.int32)) for key in alike), default=0)
         return agreed if start + LEAST_TOKENS <= agreed < len(tokens) else None
 
     def wants(self, tokens: Sequence[int], logits: bool) -> bool:
@@ -85,21 +87,31 @@ class PrefixCache:
         if prefix.bytes > self._max_bytes:
             return
         self._prefixes[key] = prefix
+        self._alike.setdefault(_opening(key), set()).add(key)
         self.bytes += prefix.bytes
         while self.bytes > self._max_bytes or len(self) > MAX_PREFIXES:
             self._forget(next(iter(self._prefixes)))
 
     def clear(self) -> None:
         self._prefixes.clear()
+        self._alike.clear()
         self.bytes = 0
 
     def _forget(self, key: bytes) -> None:
         if (old := self._prefixes.pop(key, None)) is not None:
             self.bytes -= old.bytes
+            alike = self._alike[_opening(key)]
+            alike.remove(key)
+            if not alike:
+                del self._alike[_opening(key)]
 
 
 def _key(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype=np.int32).tobytes()
+
+
+def _opening(key: bytes) -> bytes:
+    return key[: 4 * LEAST_TOKENS]
 
 
 def _agreement(left: np.ndarray, right: np.ndarray) -> int:
