@@ -194,16 +194,14 @@ def verb_run(verb: str, rest: list[str]) -> int:
     return run_all.run(options.recipe, session, questions=options.questions, fine_tune=options.sft)
 
 
-def open_engine(
-    options: CompleteOptions | ChatOptions | ServeOptions, log: Callable[[str], None] = log, **more: Any
-) -> Any:
-    """The engine of the run's model, and the loaded model. more: further arguments of the engine."""
+def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], None] = log) -> Any:
+    """The engine of the run's model, and the loaded model."""
     from quern.generate.engine import Engine
     from quern.runs.load import load
 
     machine = options.where.machine(log=log)
     loaded = load(options.where.run_dir, machine, log, options.stage)
-    return Engine(loaded.model, loaded.tokenizer, machine, **more), loaded
+    return Engine(loaded.model, loaded.tokenizer, machine), loaded
 
 
 def put(text: str) -> None:

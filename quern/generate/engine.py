@@ -187,6 +187,8 @@ class Engine:
             GrammarError: No text of the form is short enough.
             ValueError: A prompt or a stop string is empty, or a number is out of range.
         """
+        if must_call and calls is None:
+            raise ValueError("must_call needs the form of a call: give calls as well")
         if samples < 1 or max_tokens < 1:
             raise ValueError(f"samples ({samples}) and max_tokens ({max_tokens}) must be at least 1")
         for prompt in prompts:
@@ -203,10 +205,9 @@ class Engine:
         rows = []
         for p, prompt in enumerate(prompts):
             room = min(max_tokens, self.context - len(prompt))
-            if form is not None and form.shortest(room) is None:
-                raise GrammarError(f"no text of the form that ends within {room} tokens was found")
-            if must_call and (calls is None or calls.shortest(room - 1) is None):
-                raise GrammarError(f"no call that ends within {room} tokens was found")
+            _require_ending(form, "text", room)
+            if must_call:
+                _require_ending(calls, "call", room - 1)
             for s in range(samples):
                 reply = Reply(
                     self.tokenizer, len(prompt), room, stop, plain=plain, stop_ids=stop_ids, form=form, calls=calls,
@@ -216,3 +217,9 @@ class Engine:
                 rows.append(Row(generation, p, s, prompt, reply, random, sampling or Sampling(), bias or {}, top))
         self.scheduler.waiting.extend(rows)
         return generation
+
+
+def _require_ending(form: Grammar | None, what: str, room: int) -> None:
+    """Raises GrammarError unless a text of the form that ends within `room` tokens is found."""
+    if form is not None and form.shortest(room) is None:
+        raise GrammarError(f"no {what} of the form that ends within {room} tokens was found")

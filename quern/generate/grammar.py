@@ -1,10 +1,9 @@
 """Replies in a given form: JSON of a schema, a regular expression, one of several texts.
 
 llguidance (https://github.com/guidance-ai/llguidance) says which tokens may come next. It does not know how long the
-reply may become, so a weak model would be cut off in the middle of a string. Here a reply also ends in its form: a
-token is refused if the shortest ending that is found behind it needs more tokens than are left, and the first token of
-the shortest ending stands in its place. The search for an ending is greedy, a byte at a time; where it finds none, the
-reply has the form but may be cut off.
+reply may become, so a weak model would be cut off in the middle of a string. Here a reply also ends in its form. If no
+ending that fits into the tokens that are left is found behind a token, the first token of a known ending replaces it.
+The search for an ending is greedy, a byte at a time. `Engine.submit` refuses a form for which it finds no ending.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 KEPT = 64  # compiled grammars
 CHECK_EVERY = 16  # tokens between two searches for an ending while many tokens are left
 MARGIN = 64  # "many": so many more than the last ending and the first one have together
-
 QUOTE, COMMA = ord('"'), ord(",")
 # Bytes that end what is open come first. In a string, that is the quote alone.
 IN_STRING = b'"'

@@ -156,7 +156,7 @@ class Reply:
             if self._tools.called:
                 self.finish_reason = "tool_calls"
             elif self._calls is not None and self._tools.kind == "tool":
-                self._begin_call(token)
+                self._begin_call()
         else:
             self._tools.push(token)
             if self._constraint is not None:
@@ -193,7 +193,7 @@ class Reply:
             self.top_logprobs,
         )
 
-    def _begin_call(self, token: int) -> None:
+    def _begin_call(self) -> None:
         """The form of a call begins, if a call still fits."""
         assert self._calls is not None
         self._constraint = self._calls.start(self._tokenizer.special("<|tool_end|>"))

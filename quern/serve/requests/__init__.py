@@ -1,4 +1,4 @@
 """What requests look like: the fields of OpenAI's API with their limits, and the errors that name a wrong one.
 
-Nothing here answers a request, or knows of a model but for its tokenizer and its chat format.
+Nothing here answers a request. Of the model, it needs the chat format and the compiled forms of replies only.
 """
