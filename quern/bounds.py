@@ -83,6 +83,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "depth": _whole(1, 1000),
     "seed": SEED,
     "data_seed": SEED,
+    "shards": FEW,
     "text.vocab_size": _whole(300, 2**20),
     "text.digits": _whole(1, 3),
     "text.tokenizer_megabytes": MEGABYTES,

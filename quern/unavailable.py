@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import NamedTuple
 
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
@@ -53,7 +54,7 @@ _TOKENIZED = "does nothing with data that is tokens already: their tokenizer is 
 RULES = (
     Rule("pretrain,sft,run,grug train," + _TRIALS, "rl", "is for reinforcement learning: give it to `quern rl`"),
     Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
-    Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val seed text"),
+    Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val shards seed text"),
     Rule(_TRIALS, FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
     Rule(
         _TRIALS,
@@ -104,6 +105,18 @@ RULES = (
         "text.column",
         "names what holds the text in a --data of your own that is text: leave it out",
         when=lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
+    ),
+    Rule(
+        ALL,
+        "text.split",
+        "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out",
+        when=lambda recipe, tokens: not recipe.data.startswith("hf:"),
+    ),
+    Rule(
+        ALL,
+        "shards",
+        "is the number of files of a public data set, and --data is none: leave it out",
+        when=lambda recipe, tokens: recipe.data == "tinyworld" or Path(recipe.data).exists(),
     ),
     Rule(ALL, "text.vocab_size", _TOKENIZED, when=lambda recipe, tokens: tokens),
     Rule(ALL, "text.digits", _TOKENIZED, when=lambda recipe, tokens: tokens),

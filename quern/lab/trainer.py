@@ -22,6 +22,7 @@ from quern.model.count import Counts, count
 from quern.recipe import Recipe
 from quern.records import Nowhere
 from quern.resolve import resolve
+from quern.runs.public_data import shards_used
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_vocabulary, make_batches, validation
 from quern.stages.session import silent
@@ -193,9 +194,11 @@ class Trainer:
         )
 
     def _data(self, recipe: Recipe) -> Prepared:
-        key = json.dumps([recipe.to_json()[part] for part in ("data", "val", "seed", "text", "make_documents")])
+        recipe = resolve(recipe)
+        body, shards = recipe.to_json(), shards_used(recipe, self.out)
+        key = json.dumps([shards, *(body[part] for part in ("data", "val", "seed", "text", "make_documents"))])
         if self._prepared is None or self._prepared[0] != key:
-            self._prepared = key, prepare(resolve(recipe), self.out, self.log)
+            self._prepared = key, prepare(recipe, self.out, self.log)
         return self._prepared[1]
 
     def _ready_model(self, recipe: Recipe) -> tuple[LanguageModel, Counts]:

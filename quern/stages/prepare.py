@@ -17,15 +17,15 @@ from typing import Any
 
 from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
 from quern.recipe import Recipe
+from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import HoldOut, first, hold_out
-from quern.stages.prepare_tokens import is_tokens, list_tokens, open_tokens, sample
+from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
 from quern.temporaries import remove_abandoned
 from quern.terminal import Meter
-from quern.text import hub
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
-from quern.text.sources import Listing, format_of, list_source
+from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
 
@@ -36,11 +36,13 @@ BATCH_DOCUMENTS = 512
 
 @dataclass(frozen=True)
 class Source:
-    """name: for file names; fingerprint: changes when the text does; read(split) yields documents."""
+    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; public: its files,
+    where it is a public data set."""
 
     name: str
     fingerprint: str
     read: Callable[[str], Iterator[str]]
+    public: PublicData | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Prepared:
     """The tokenizer, the two splits, and what the report says of them.
 
     text: fingerprint of the text's content; tokens: of the shards, from tokenizer and text; folder: of the shards, None
-    for data that was tokens already.
+    for data that was tokens already; public: the files of a public data set.
     """
 
     tokenizer: Tokenizer
@@ -58,6 +60,7 @@ class Prepared:
     text: str
     tokens: str
     folder: Path | None = None
+    public: PublicData | None = None
 
 
 def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
@@ -92,24 +95,16 @@ def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Call
 
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
-    path = Path(recipe.data)
-    val = Path(recipe.val) if recipe.val else None
-    if not path.exists():
-        if recipe.data not in hub.DATASETS:
-            sets = ", ".join(hub.DATASETS)
-            raise FileNotFoundError(
-                f"--data {recipe.data}: there is no such file, folder or data set; "
-                f"use tinyworld, a path, or one of {sets}"
-            )
-        folder = fetch(recipe.data, out)
-        path, val = folder / "train", val or folder / "val"
+    public = public_data(recipe, out, log)
+    path: Where = public.files.train if public else Path(recipe.data)
+    val: Where | None = Path(recipe.val) if recipe.val else (public.files.val or None if public else None)
     listings = {what: list_source(each) for what, each in (("text", path), ("validation text", val)) if each}
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)
     held_out: HoldOut | None = None
 
-    def texts(source: Path) -> Iterator[str]:
+    def texts(source: Where) -> Iterator[str]:
         return (text for text, _ in read(source, column=recipe.text.column))
 
     def documents(split: str) -> Iterator[str]:
@@ -119,14 +114,14 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
         held_out = held_out or hold_out(lambda: texts(path), recipe.text.val_megabytes)
         return held_out.read(split)
 
-    name = path.stem or "data"
+    name = public.name if public else Path(recipe.data).stem or "data"
     filtered, filter_marks = _filter(recipe, documents)
     _check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     marks += ["the first of it"] if val is not None else []
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
-    return Source(name, fingerprint(*marks, *filter_marks), filtered)
+    return Source(name, fingerprint(*marks, *filter_marks), filtered, public)
 
 
 def _reader(path: Path) -> str:
@@ -157,14 +152,6 @@ def _check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Cal
         f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
         "validation text with --val"
     )
-
-
-def fetch(name: str, out: Path) -> Path:
-    """A public data set's folder, fetched if it is not there."""
-    folder = out / "downloads" / name
-    with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        hub.fetch(name, folder, lambda file, done, total: meter.at(done / 1e6, file), log=meter.log)
-    return folder
 
 
 def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
@@ -223,11 +210,13 @@ def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: To
             raise ValueError(
                 f"{recipe.data} holds token ids, and the recipe's make_documents works on text: give text with --data"
             )
-        tokenizer, train, val = open_tokens(recipe, log, tokenizer)
+        public = public_data(recipe, out, log)
+        tokenizer, train, val = open_tokens(recipe, log, tokenizer, public)
         samples = {"validation text": sample(val, tokenizer)}
-        text = text_fingerprint(recipe, out)
-        facts = _facts(Path(recipe.data).stem, samples, tokenizer, train, val)
-        return Prepared(tokenizer, train, val, facts, text, fingerprint(tokenizer.fingerprint, text))
+        text = _tokens_fingerprint(recipe, out, public)
+        facts = _facts(public.name if public else Path(recipe.data).stem, samples, tokenizer, train, val)
+        tokens = fingerprint(tokenizer.fingerprint, text)
+        return Prepared(tokenizer, train, val, facts, text, tokens, public=public)
     source = open_source(recipe, out, log)
     tokenizer = tokenizer or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
@@ -246,15 +235,19 @@ def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: To
         else {"validation text": "\n".join(islice(source.read("val"), 50))}
     )
     facts = _facts(source.name, samples, tokenizer, train, val)
-    return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder)
+    return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder, source.public)
 
 
 def text_fingerprint(recipe: Recipe, out: Path) -> str:
     """The fingerprint of the recipe's text and of how it is split, without preparing it. recipe: resolved."""
     if is_tokens(recipe.data):
-        listings = [list_tokens(name) for name in (recipe.data, recipe.val) if name]
-        return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
+        return _tokens_fingerprint(recipe, out, public_data(recipe, out))
     return open_source(recipe, out).fingerprint
+
+
+def _tokens_fingerprint(recipe: Recipe, out: Path, public: PublicData | None) -> str:
+    listings = [listing for listing in token_listings(recipe, public) if listing]
+    return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
 
 
 def _tokenize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,10 +74,14 @@ def _run(asked: Recipe, session: Session) -> int:
     origin = read_origin(session.folder) if session.resume else None
     with main_first(mesh):
         if origin is not None:
-            prepared = open_data(recipe, run_dir, origin, log, named=bool({"data", "val"} & set(session.named)))
+            prepared = open_data(
+                recipe, run_dir, origin, log, named=bool({"data", "val", "shards"} & set(session.named))
+            )
         else:
             prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer())
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
+    if prepared.public is not None:  # kept in the recipe: the run's text does not change with its length
+        asked, recipe = (replace(one, shards=prepared.public.shards) for one in (asked, recipe))
     recipe = fit_vocabulary(recipe, prepared)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
@@ -255,7 +260,7 @@ def overview(
         mesh: The ranks.
 
     Returns:
-        Lines for the user; the last one is a warning where the text is repeated often.
+        Lines for the user; the last ones say where the text is repeated often, or because few files were fetched.
     """
     assert recipe.train.batch_tokens
     tokens = plan.steps * recipe.train.batch_tokens
@@ -268,6 +273,13 @@ def overview(
         f"time: about {duration(tokens * plan.flops_per_token / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
         f"machine's speed in matrix products{_room(memory, mesh)}",
     ]
+    public = data.public
+    if epochs > 1 and public is not None and public.shards < public.available:
+        enough = min(public.available, math.ceil(epochs * public.shards))
+        lines.append(
+            f"the text repeats because {public.shards:,} of the {public.available:,} training files of {recipe.data} "
+            f"were fetched: --shards {enough} fetches enough"
+        )
     if epochs > MANY_EPOCHS:
         fewer = max(1, int(MANY_EPOCHS * data.train.num_tokens / recipe.train.batch_tokens))
         lines.append(

@@ -10,11 +10,11 @@ from quern.mixture.prepare import check_mixture
 from quern.recipe import Recipe
 from quern.report.build import build
 from quern.report.run_records import read_run
+from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
-from quern.stages.prepare import fetch
 from quern.stages.session import Session
 from quern.text.printable import printable
 from quern.train import checkpoint
@@ -78,7 +78,7 @@ def refuse_conversations(recipe: Recipe, run_dir: RunDir, log: Callable[[str], N
     if run_dir.has_trained("sft"):
         sft.require_same_conversations(recipe, run_dir)
     elif recipe.conversations is not None:
-        check_mixture(recipe, run_dir.out, partial(fetch, out=run_dir.out))
+        check_mixture(recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
     elif recipe.data != "tinyworld":
         log(
             "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in world, "

@@ -33,9 +33,9 @@ from quern.runs.origin import (
     source_digest,
     with_absolute_paths,
 )
+from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import changes
-from quern.stages.prepare import fetch
 from quern.stages.session import Session, lower_precision, main_first
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, compile_model, weights_of
@@ -80,7 +80,7 @@ def _run(asked: Recipe, session: Session) -> int:
         model.load_state_dict(weights_of(first.start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
-        talks = prepare_mixture(recipe, tokenizer, run_dir.out, partial(fetch, out=run_dir.out), log)
+        talks = prepare_mixture(recipe, tokenizer, run_dir.out, partial(fetch_conversations, out=run_dir.out), log)
     batches = _loader(recipe, talks.train)
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
@@ -186,7 +186,7 @@ def require_same_conversations(recipe: Recipe, run_dir: RunDir) -> None:
     """Raises ValueError where the conversations are others than those that fine-tuning began with."""
     origin = read_origin(run_dir.stage("sft"))
     if origin is not None:
-        fetched = partial(fetch, out=run_dir.out)
+        fetched = partial(fetch_conversations, out=run_dir.out)
         talks = prepare_mixture(recipe, run_dir.tokenizer(), run_dir.out, fetched, lambda line: None)
         found = corpus_fingerprint(talks.train, talks.val)
         refuse_other_conversations(run_dir, origin, found)

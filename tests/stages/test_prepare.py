@@ -265,7 +265,7 @@ def test_a_half_made_folder_is_not_taken_for_prepared(tmp_path: Path) -> None:
 
 
 def test_errors_name_what_would_work(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, or one of"):
+    with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, one of"):
         made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     with pytest.raises(
