@@ -79,12 +79,6 @@ RULES = (
         "is decided by the run, whose model, text and seed `quern rl` takes over: leave it out",
         but=" ".join((*FOR_RL, *IN_FINE_TUNING)),
     ),
-    Rule(
-        "run",
-        "ranks tp restarts timeout",
-        "is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
-    ),
-    Rule("run", "track", "is for `quern pretrain` and `quern sft`"),
     Rule("grug train", FINE_TUNING, "is for fine-tuning: export the model, and give it to `quern sft`"),
     Rule("grug train", "train.minutes", "is for `quern pretrain`: the JAX twin trains for --train.steps"),
     Rule("grug train", "train.fp8", "is for `quern pretrain`: the JAX twin has no FP8"),
