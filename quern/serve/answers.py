@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quern.generate.reply import Completion, Delta, Token
-from quern.generate.scheduler import Event
+from quern.generate.rows import Event
 from quern.serve.requests.errors import ApiError
 from quern.serve.worker import Job
 from quern.text.chat import ContentPart

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quern.generate.engine import Engine
-from quern.generate.scheduler import Event, Generation
+from quern.generate.rows import Event, Generation
 from quern.serve.metrics import ModelMetrics
 from quern.serve.requests.errors import ApiError
 
