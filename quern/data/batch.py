@@ -1,6 +1,10 @@
 """Batch: the tokens of one training step; Batches: the interface of every loader.
 
 A batch is a pure function of (seed, step), for any number of ranks and micro-batches.
+
+Loaders shuffle within groups of consecutive documents. The first epoch reads the groups in order, so that the first
+steps need the first shards only; later epochs read them in another order. So a loader keeps one group in memory,
+however large the corpus, and a corpus of at most one group is shuffled as a whole.
 """
 
 from __future__ import annotations
@@ -9,11 +13,15 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from quern.data.shards import Corpus
+
+GROUP_DOCUMENTS = 1 << 20
+"""About 10⁹ tokens of web pages. Larger groups shuffle better, and take more time and memory to begin."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class Batches(ABC):
         batch_rows: Rows of a global batch, over all ranks.
         seed: 0 to 2**63 - 1.
         bos: The tokenizer's BOS, compared with the corpus; None skips the check.
+        group_documents: Documents that are shuffled together; see above. A corpus in which neighbours are alike, such
+            as sources one after the other, needs all of them in one group.
 
     Raises:
         ValueError: A value is out of range, or the corpus has another BOS.
@@ -82,14 +92,27 @@ class Batches(ABC):
 
     ahead = True
 
-    def __init__(self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, bos: int | None = None) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        context: int,
+        batch_rows: int,
+        seed: int = 0,
+        bos: int | None = None,
+        group_documents: int = GROUP_DOCUMENTS,
+    ) -> None:
         if context < 1 or batch_rows < 1:
             raise ValueError(f"context ({context}) and batch_rows ({batch_rows}) must be at least 1")
+        if group_documents < 1:
+            raise ValueError(f"group_documents ({group_documents}) must be at least 1")
         if not 0 <= seed < 1 << 63:
             raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
         if bos is not None and bos != corpus.bos:
             raise ValueError(f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}")
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
+        self.group_documents = group_documents
+        self._groups = -(-corpus.num_documents // group_documents)
+        self._group_order = lru_cache(2)(self._make_group_order)
 
     @abstractmethod
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
@@ -134,7 +157,16 @@ class Batches(ABC):
             raise ValueError(f"step {step} is negative; steps count from 0")
         return step * self.batch_rows
 
-    def _numbers(self, epoch: int, use: int) -> np.random.Generator:
-        """A generator for one use in one epoch."""
+    def _documents(self, group: int) -> tuple[int, int]:
+        """The first document of a group, and the one after its last."""
+        return group * self.group_documents, min((group + 1) * self.group_documents, self.corpus.num_documents)
+
+    def _make_group_order(self, epoch: int) -> np.ndarray:
+        in_order = np.arange(self._groups)
+        return in_order if epoch == 0 else self._numbers(epoch, 0, self._groups).permutation(in_order)
+
+    def _numbers(self, epoch: int, use: int, group: int = 0) -> np.random.Generator:
+        """A generator for one use in one group of one epoch; the number after the last group's is for their order."""
         # A spawn key, not one list: SeedSequence([5]) equals SeedSequence([5, 0]), and [2**32, 0] equals [0, 1].
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch, use))))
+        key = (epoch, use, group) if group else (epoch, use)
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))

@@ -1,14 +1,13 @@
 """Loader of packed rows, prefetch in a thread, and windows for validation.
 
-A document longer than a row (context + 1 tokens) is cut into pieces: each is BOS and up to `context` tokens. A
-shorter document is one piece. A piece is a position in the corpus; no token is copied. Each epoch permutes all
-pieces by (seed, epoch), cuts the permutation into chunks, packs each chunk into rows, and shuffles the rows of
-the chunk. The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to
-(s + 1)·batch_rows - 1, so a batch may span two epochs. Rank r of N reads rows r, r + N, … of the global batch.
-So neither the number of ranks nor accumulation changes the training data, and resuming needs no state.
+Each epoch takes one group of documents after the other (batch.py). It permutes the pieces (pieces.py) of a group by
+(seed, epoch, group), cuts the permutation into chunks, packs each chunk into rows, and shuffles the rows of the chunk.
+The rows of all epochs form one endless sequence; step s reads rows s·batch_rows to (s + 1)·batch_rows - 1, so a batch
+may span two epochs. Rank r of N reads rows r, r + N, … of the global batch. So neither the number of ranks nor
+accumulation changes the training data, and resuming needs no state.
 
-Chunks are packed when they are first read (about a million pieces a second), and only the number of rows of each
-chunk is kept. To resume late in a run, the loader packs all earlier chunks again.
+Chunks are packed when they are first read (about a million pieces a second). The number of rows of each chunk is kept,
+in a file beside the shards too (row_counts.py): a run that is resumed finds its place in it, and packs one chunk.
 
 Best-fit keeps the tail of a piece that it cuts, so an epoch shows every token once. With masks it does not,
 because a tail may have no target. With masks, a BOS in mid-document is no target. A BOS that follows a part of
@@ -20,23 +19,28 @@ row has a target, and so has every batch and micro-batch of every rank.
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
 import threading
-from bisect import bisect_right
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
-from quern.data.batch import Batch, Batches, BatchSource
+from quern.data import packing, pieces
+from quern.data.batch import GROUP_DOCUMENTS, Batch, Batches, BatchSource
 from quern.data.packing import Packer, Packing, pack, packer
+from quern.data.pieces import TOO_LONG, Pieces, cut, make_pieces, narrow
 from quern.data.prefetch import prefetch_items
-from quern.data.shards import Corpus
+from quern.data.row_counts import RowCounts
+from quern.data.shards import Corpus, fingerprint
+from quern.terminal import Meter
 
-MASK_TOKENS = 1 << 18  # of masks that are read at a time
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
-TOO_LONG = ("split", "crop", "drop")
+GROUPS_KEPT = 2  # a batch may span two
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Loader(Batches):
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
         buffer: See `pack`.
         chunk_documents: Pieces that are packed together.
+        group_documents: See `Batches`.
 
     Raises:
         ValueError: A value is out of range or unknown, or no document has a target.
@@ -87,45 +92,30 @@ class Loader(Batches):
         too_long: str = "split",
         buffer: int = 1000,
         chunk_documents: int = 65536,
+        group_documents: int = GROUP_DOCUMENTS,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos)
+        super().__init__(corpus, context, batch_rows, seed, bos, group_documents)
         packer(packing)  # an unknown name is refused here, not at the first batch
         if chunk_documents < 1:
             raise ValueError(f"chunk_documents ({chunk_documents}) must be at least 1")
         if too_long not in TOO_LONG:
             raise ValueError(f"unknown too_long {too_long!r}; use one of: {', '.join(TOO_LONG)}")
-        self.packing, self.too_long, self.buffer = packing, too_long, buffer
+        self.packing, self.too_long, self.buffer, self.chunk_documents = packing, too_long, buffer, chunk_documents
         self._row_tokens = context + 1
         self._keeps_tails = too_long == "split" and not corpus.masked
-        long = corpus.lengths > self._row_tokens
-        document, offset = _cut(corpus, context, whole=too_long != "split")
-        learns = _learns(corpus, document, offset, self._row_tokens)
-        kept = learns & ~long[document] if too_long == "drop" else learns
-        if not kept.any():
+        self._pieces = lru_cache(GROUPS_KEPT)(self._make_pieces)
+        self._permutation = lru_cache(1)(self._make_permutation)
+        self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
+        self._lock = threading.Lock()
+        first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
+        if first is None:
+            long = sum(int((self._pieces(group).lengths > self._row_tokens).sum()) for group in range(self._groups))
             raise ValueError(
                 f"nothing to learn: none of {corpus.num_documents:,} documents has a target in a row of "
-                f"{self._row_tokens:,} tokens ({int(long.sum()):,} are longer than that and too_long is "
+                f"{self._row_tokens:,} tokens ({long:,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )
-        # The document of each piece, and the index in it of the token that BOS replaces (0: BOS itself).
-        self._document, self._offset = _narrow(document[kept]), _narrow(offset[kept])
-        learning = np.bincount(document[learns], minlength=corpus.num_documents) > 0
-        too_long_count = int((long & learning).sum())
-        in_pieces = int((self._lengths(slice(None)) - 1).sum())
-        self._counts = {
-            "documents": corpus.num_documents,
-            "documents_without_target": int((~learning).sum()),
-            "documents_too_long": too_long_count,
-            "documents_split": too_long_count if too_long == "split" else 0,
-            "pieces": len(self._document),
-            "left_out_share": 1 - in_pieces / int((corpus.lengths - 1).sum()),
-        }
-        chunks = -(-len(self._document) // chunk_documents)
-        self._bounds = np.arange(chunks + 1) * len(self._document) // chunks
-        self._row_ends: list[int] = []  # rows up to the end of each chunk, over all epochs
-        self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
-        self._permutation = lru_cache(1)(self._make_permutation)
-        self._lock = threading.Lock()
+        self._first, self._counts = first, RowCounts(self._counts_path())
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         wanted = self._rows_of(step, rank, ranks)
@@ -134,7 +124,7 @@ class Loader(Batches):
         mask = np.zeros(shape, dtype=bool)
         done = 0
         while done < len(wanted):
-            _, chunk, base, end = self._find(int(wanted[done]))
+            chunk, base, end = self._find(int(wanted[done]), silent=rank != 0)
             here = int(np.searchsorted(wanted, end))
             self._fill(chunk, wanted[done:here] - base, tokens[done:here], mask[done:here])
             done = here
@@ -142,76 +132,115 @@ class Loader(Batches):
 
     def position(self, step: int) -> tuple[int, int]:
         first = self._first_row(step)
-        index, _, _, _ = self._find(first)
-        epoch = index // self._chunks_per_epoch
-        before = epoch * self._chunks_per_epoch
-        return epoch, first - (self._row_ends[before - 1] if before else 0)
+        with self._lock:
+            self._count_to(first, silent=True)
+            epoch = self._counts.find(first)[0] // self._groups
+            return epoch, first - self._counts.rows_before(epoch * self._groups)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps that read every row of the first epoch; other epochs differ by a few. Packs the whole epoch."""
         with self._lock:
-            while len(self._row_ends) < self._chunks_per_epoch:
+            while self._next_chunk()[0] < self._groups:
                 self._append_chunk()
-        return -(-self._row_ends[self._chunks_per_epoch - 1] // self.batch_rows)
+            return -(-self._counts.rows_before(self._groups) // self.batch_rows)
 
     def report(self) -> dict[str, float]:
-        """Measures the first epoch.
+        """Measures the first group of the first epoch; a corpus of up to `group_documents` documents is one group.
 
         Returns:
-            documents, documents_without_target: Counts over the corpus.
+            documents: Number of documents of the corpus; documents_measured: of the group.
+            documents_without_target: Number of documents of the group that are left out.
             documents_too_long: Documents longer than a row; documents_split: those of them that were cut.
-            pieces: Pieces of an epoch, whole documents included.
-            left_out_share: Share of the corpus's tokens (without BOS) in no piece: no target, or dropped.
+            pieces: Pieces of the group, whole documents included.
+            left_out_share: Share of the group's tokens (without BOS) in no piece: no target, or dropped.
             added_bos_share: Share of all slots with a BOS that cutting added.
             The shares of `Packing.report` over the first chunk; cropped_share is of the tokens in pieces, or with
             "crop" of whole documents.
         """
-        _, chunk, _, _ = self._find(0)
-        packed = chunk.packing.report()
-        added = len(chunk.source) - chunk.heads
-        return self._counts | packed | {"added_bos_share": added / (chunk.packing.rows * self._row_tokens)}
+        chunk, _, _ = self._find(0, silent=True)
+        group, packed = self._pieces(self._first), chunk.packing.report()
+        documents = {"documents": self.corpus.num_documents, "documents_measured": len(group.lengths)}
+        added = (len(chunk.source) - chunk.heads) / (chunk.packing.rows * self._row_tokens)
+        return documents | group.report | packed | {"added_bos_share": added}
 
-    @property
-    def _chunks_per_epoch(self) -> int:
-        return len(self._bounds) - 1
-
-    def _find(self, row: int) -> tuple[int, _Chunk, int, int]:
-        """The chunk of a row (an index over all epochs): its index, the chunk, its first row, its end."""
+    def _find(self, row: int, silent: bool) -> tuple[_Chunk, int, int]:
+        """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""
         with self._lock:
-            while not self._row_ends or self._row_ends[-1] <= row:
+            self._count_to(row, silent)
+            group, part, first, end = self._counts.find(row)
+            chunk = self._chunk(group, part)
+            if len(chunk.order) != end - first:
+                raise ValueError(f"{self._counts.path} was made from other rows: remove it")
+            return chunk, first, end
+
+    def _count_to(self, row: int, silent: bool) -> None:
+        """Packs chunks until the one of this row is known."""
+        if self._counts.total > row:
+            return
+        with Meter("packing the text before this step", row, "rows", silent) as meter:
+            while self._counts.total <= row:
+                meter.at(self._counts.total)
                 self._append_chunk()
-            index = bisect_right(self._row_ends, row)
-            chunk = self._chunk(index)
-            return index, chunk, self._row_ends[index] - len(chunk.order), self._row_ends[index]
 
     def _append_chunk(self) -> None:
-        chunk = self._chunk(len(self._row_ends))
-        self._row_ends.append((self._row_ends[-1] if self._row_ends else 0) + len(chunk.order))
+        group, part = self._next_chunk()
+        self._counts.append(group, len(self._chunk(group, part).order))
 
-    def _lengths(self, pieces: np.ndarray | slice) -> np.ndarray:
-        """Tokens of pieces with BOS; with "crop", of whole documents, so that cropped tokens are counted."""
-        rest = self.corpus.lengths[self._document[pieces]] - self._offset[pieces]
-        return np.minimum(rest, self._row_tokens) if self.too_long == "split" else rest
+    def _next_chunk(self) -> tuple[int, int]:
+        """The first chunk that is not counted: its group, counted over all epochs, and its number in the group."""
+        group, part = self._counts.last
+        part += 1
+        while part >= len(self._bounds(group)) - 1:
+            group, part = group + 1, 0
+        return group, part
 
-    def _make_permutation(self, epoch: int) -> np.ndarray:
-        return self._numbers(epoch, 0).permutation(_narrow(np.arange(len(self._document))))
+    def _group_of(self, group: int) -> tuple[int, int]:
+        """The epoch of a group that is counted over all epochs, and its number in the corpus."""
+        epoch, place = divmod(group, self._groups)
+        return epoch, int(self._group_order(epoch)[place])
 
-    def _make_chunk(self, index: int) -> _Chunk:
-        epoch, part = divmod(index, self._chunks_per_epoch)
-        piece = self._permutation(epoch)[self._bounds[part] : self._bounds[part + 1]]
-        packing = pack(self._lengths(piece), self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails)
-        heads = int(np.count_nonzero(self._offset[piece] == 0))
+    def _make_pieces(self, number: int) -> Pieces:
+        return make_pieces(self.corpus, *self._documents(number), self.context, self.too_long)
+
+    def _bounds(self, group: int) -> np.ndarray:
+        """The first piece of each chunk of a group, and the end of the last."""
+        count = len(self._pieces(self._group_of(group)[1]))
+        chunks = -(-count // self.chunk_documents)
+        return np.arange(chunks + 1) * count // max(1, chunks)
+
+    def _make_permutation(self, group: int) -> np.ndarray:
+        epoch, number = self._group_of(group)
+        return self._numbers(epoch, 0, number).permutation(narrow(np.arange(len(self._pieces(number)))))
+
+    def _make_chunk(self, group: int, part: int) -> _Chunk:
+        epoch, number = self._group_of(group)
+        begin, end = self._bounds(group)[part : part + 2]
+        pieces, piece = self._pieces(number), self._permutation(group)[begin:end]
+        lengths = pieces.lengths[pieces.document[piece]] - pieces.offset[piece]
+        if self.too_long == "split":  # with "crop" the whole document is offered, so that cropped tokens are counted
+            lengths = np.minimum(lengths, self._row_tokens)
+        packing = pack(lengths, self._row_tokens, self.packing, self.buffer, keep_tails=self._keeps_tails)
+        heads = int(np.count_nonzero(pieces.offset[piece] == 0))
         piece = piece[packing.document]
-        document, start = self._document[piece], self._offset[piece] + packing.start
+        document, start = pieces.document[piece], pieces.offset[piece] + packing.start
         return _Chunk(
             packing,
-            source=self.corpus.starts[document] + start,
+            source=pieces.starts[document] + start,
             resumed=start > 0,
-            broken=start + packing.length < self.corpus.lengths[document],
-            order=self._numbers(epoch, 1 + part).permutation(packing.rows),
+            broken=start + packing.length < pieces.lengths[document],
+            order=self._numbers(epoch, 1 + part, number).permutation(packing.rows),
             heads=heads,
         )
+
+    def _counts_path(self) -> Path | None:
+        """Where row counts are kept: under a name that changes with all that they depend on, the code included."""
+        if self.corpus.cache is None or self.corpus.fingerprint is None or not isinstance(self.packing, str):
+            return None
+        code = [inspect.getsource(module) for module in (sys.modules[__name__], pieces, packing)]
+        marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]
+        marks += [self.group_documents, self.corpus.fingerprint, np.__version__, *code]
+        return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
         """Copies rows (indices into chunk.order) to `tokens` and `mask`, (rows, row_tokens), contiguous."""
@@ -235,39 +264,6 @@ class Loader(Batches):
             flat_mask[at[chunk.resumed[segment]]] = False  # it has the mask of the token that BOS replaced
         following = (at + length)[chunk.broken[segment]]
         flat_mask[following[following % self._row_tokens > 0]] = False
-
-
-def _cut(corpus: Corpus, context: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(document, offset) of consecutive pieces, int64: piece = BOS and up to `context` tokens from offset + 1 on.
-
-    A document of BOS alone has no piece. With `whole`, each document is one piece.
-    """
-    counts = np.ones_like(corpus.lengths) if whole else -(-(corpus.lengths - 1) // context)
-    document = np.repeat(np.arange(corpus.num_documents), counts)
-    return document, (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * context
-
-
-def _learns(corpus: Corpus, document: np.ndarray, offset: np.ndarray, row_tokens: int) -> np.ndarray:
-    """(pieces,) bool: whether the first row_tokens tokens of a piece have a target. BOS is no target."""
-    targets = np.minimum(corpus.lengths[document] - offset, row_tokens) - 1
-    learns = targets > 0
-    if not corpus.masked:
-        return learns
-    first = corpus.starts[document] + offset + 1
-    longer = np.flatnonzero(learns)
-    for some in np.split(longer, np.flatnonzero(np.diff(np.cumsum(targets[longer]) // MASK_TOKENS)) + 1):
-        if not some.size:
-            continue
-        ends = np.cumsum(targets[some])
-        mask = np.empty(int(ends[-1]), dtype=bool)
-        corpus.copy_mask(mask, ends - targets[some], first[some], targets[some])
-        learns[some] = np.logical_or.reduceat(mask, ends - targets[some])
-    return learns
-
-
-def _narrow(indices: np.ndarray) -> np.ndarray:
-    """The indices as int32 if they fit, to halve their memory: there is one for each piece of the corpus."""
-    return indices.astype(np.int32 if not indices.size or indices.max() < 1 << 31 else np.int64)
 
 
 def prefetch(
@@ -306,7 +302,7 @@ def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) ->
     """
     if context < 1 or rows < 1 or multiple < 1:
         raise ValueError(f"context ({context}), rows ({rows}) and multiple ({multiple}) must be at least 1")
-    document, offset = _cut(corpus, context)
+    document, offset = cut(corpus.lengths, context)
     if not document.size:
         raise ValueError("nothing to evaluate: no document has a token after its BOS")
     length = np.minimum(context, corpus.lengths[document] - 1 - offset)

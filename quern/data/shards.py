@@ -14,9 +14,9 @@ tokenizer and the source, by which `prepared` sees that nothing changed. Errors 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -24,25 +24,26 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike
 
+from quern.data.index import ArrayIndex, FileIndex, Index, Spans
+from quern.data.mapped import MappedFiles
 from quern.data.token_file import (
     HEADER_BYTES,
     HEADER_INTS,
     MAGIC,
     VERSIONS,
-    TokenFile,
-    check,
+    ForeignFile,
+    InMemory,
+    ShardFile,
+    TokenMap,
     describe,
-    find,
-    map_mask,
-    map_tokens,
     read_manifest,
     split_files,
     write_manifest,
 )
 from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 
-FAULT_BYTES = 2 << 20
-"""Memory that one access to a map may load at most: Linux maps up to one large folio."""
+VERIFIED_BYTES = 1 << 30
+"""Bytes that are hashed when a corpus is opened; a large one would take minutes."""
 
 
 def fingerprint(*parts: str) -> str:
@@ -227,44 +228,43 @@ class ShardWriter:
 
 
 class Corpus:
-    """Documents of token ids, with one index over all files in order.
+    """Documents of token ids. Files are mapped, and documents looked up, when they are read.
 
     Args:
-        parts: The tokens of each file.
-        starts: (documents,) int64, index of the first token of each document.
-        lengths: (documents,) int64, tokens of each document with BOS.
+        files: The tokens.
+        index: Where the documents are in them.
         bos: The id that every document starts with.
         fingerprint: Of the shards; None for other sources.
-        skipped_tokens: Leading tokens of foreign files that belong to no document.
-        resident_bytes: Most bytes of the files that stay mapped in memory (an upper estimate).
+        cache: A folder where a loader may keep what it found out about the documents; None for other sources.
     """
 
     def __init__(
-        self,
-        parts: Sequence[TokenFile],
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        bos: int,
-        fingerprint: str | None = None,
-        skipped_tokens: int = 0,
-        resident_bytes: int = 1 << 30,
+        self, files: MappedFiles, index: Index, bos: int, fingerprint: str | None = None, cache: Path | None = None
     ) -> None:
-        self._parts = list(parts)
-        self._bases = np.cumsum([0] + [len(part.tokens) for part in self._parts])
-        self.starts, self.lengths, self.bos = starts, lengths, bos
-        self.masked = all(part.mask is not None for part in self._parts)
-        self.fingerprint, self.skipped_tokens = fingerprint, skipped_tokens
-        self.resident_bytes = resident_bytes
-        self._touched_bytes = 0
-        self._mapped_bytes = sum(part.mapped_bytes for part in self._parts)
+        self.files, self.index, self.bos, self.masked = files, index, bos, files.masked
+        self.fingerprint, self.cache = fingerprint, cache
 
     @property
     def num_documents(self) -> int:
-        return len(self.starts)
+        return self.index.documents
 
     @property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        return self.index.tokens
+
+    @cached_property
+    def _spans(self) -> Spans:
+        return self.index.span(0, self.num_documents)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(documents,) int64, index of the first token of each document, over all files; kept in memory."""
+        return self._spans[0]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(documents,) int64, tokens of each document with BOS; kept in memory."""
+        return self._spans[1]
 
     @classmethod
     def open(cls, folder: str | Path, split: str, *, fingerprint: str | None = None, verify: bool = True) -> Corpus:
@@ -273,7 +273,8 @@ class Corpus:
         Args:
             folder, split: As given to `ShardWriter`.
             fingerprint: The expected fingerprint; None accepts any.
-            verify: Whether to check the hash of each file (about a second per GB), not only size and header.
+            verify: Whether to check the hash of each file (about a second per GB), not only size and header. Files
+                beyond the first `VERIFIED_BYTES` are hashed when they are first read.
 
         Raises:
             FileNotFoundError, ValueError: A file is missing, damaged, or has another fingerprint; the message
@@ -287,31 +288,21 @@ class Corpus:
             there = ", ".join(manifest["splits"]) or "none"
             raise ValueError(f"{folder} has no split {split!r} (there: {there}); prepare it again")
         entry = manifest["splits"][split]
-        for file in split_files(entry):
-            check(folder / file["name"], file, verify)
-        parts: list[TokenFile] = []
-        firsts: list[np.ndarray] = []
-        for file in entry["files"]:
-            part = map_tokens(folder / file["name"], headerless=False)
-            first = np.load(folder / file["starts"]["name"], allow_pickle=False)
-            rises = np.diff(first, append=len(part.tokens)) > 0
-            if part.tokens.dtype.name != entry["dtype"] or first[0] != 0 or not rises.all():
-                raise ValueError(f"{folder / file['name']} does not match its document starts; prepare it again")
-            parts.append(map_mask(part, folder / file["mask"]["name"]) if "mask" in file else part)
-            firsts.append(first)
-        return cls(parts, *_flat(parts, firsts), bos=entry["bos"], fingerprint=manifest["fingerprint"])
+        files = [ShardFile(folder, file, entry["dtype"], verify) for file in entry["files"]]
+        hashed = 0
+        for file in files if verify else []:
+            if hashed < VERIFIED_BYTES:
+                hashed += file.verify()
+        cache = folder / f"{split}-rows"
+        return cls(MappedFiles(files), FileIndex(files), entry["bos"], manifest["fingerprint"], cache)
 
     @classmethod
     def from_file(cls, *paths: str | Path, bos: int = 50256) -> Corpus:
         """Opens .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16); each `bos` starts a document."""
         if not paths:
             raise ValueError("from_file needs at least one path")
-        parts = [map_tokens(Path(path), headerless=True) for path in paths]
-        firsts = [find(part.tokens, bos) for part in parts]
-        for path, first in zip(paths, firsts, strict=True):
-            if not first.size:
-                raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
-        return cls(parts, *_flat(parts, firsts), bos, skipped_tokens=sum(int(first[0]) for first in firsts))
+        files = [ForeignFile(Path(path), bos) for path in paths]
+        return cls(MappedFiles(files), FileIndex(files), bos)
 
     @classmethod
     def from_arrays(
@@ -331,30 +322,31 @@ class Corpus:
         lengths = np.array([len(document) for document in ids], dtype=np.int64)
         tokens = np.concatenate([np.asarray(document, dtype=np.int32) for document in ids])
         flat_masks = None if masks is None else np.concatenate([np.asarray(m, dtype=bool) for m in masks])
-        return cls([TokenFile(tokens, mask=flat_masks)], np.cumsum(lengths) - lengths, lengths, bos)
+        index = ArrayIndex(np.cumsum(lengths) - lengths, lengths)
+        return cls(MappedFiles([InMemory(TokenMap(tokens, mask=flat_masks))]), index, bos)
 
     @classmethod
     def join(cls, corpora: Sequence[Corpus]) -> Corpus:
         """The documents of several corpora of one tokenizer, in order. It shares the tokens."""
-        bases = np.cumsum([0] + [int(corpus._bases[-1]) for corpus in corpora])
+        bases = np.cumsum([0] + [corpus.files.count for corpus in corpora])
         starts = [corpus.starts + base for corpus, base in zip(corpora, bases, strict=False)]
         lengths = [corpus.lengths for corpus in corpora]
-        parts = [part for corpus in corpora for part in corpus._parts]
-        return cls(parts, np.concatenate(starts), np.concatenate(lengths), corpora[0].bos)
+        files = MappedFiles([file for corpus in corpora for file in corpus.files.files])
+        return cls(files, ArrayIndex(np.concatenate(starts), np.concatenate(lengths)), corpora[0].bos)
 
     def part(self, documents: np.ndarray) -> Corpus:
         """A corpus of the documents with these indices, each as often as it is named. It shares the tokens."""
-        starts, lengths = self.starts[documents], self.lengths[documents]
-        return Corpus(self._parts, starts, lengths, self.bos, self.fingerprint, 0, self.resident_bytes)
+        return Corpus(self.files, ArrayIndex(*self.index.take(documents)), self.bos, self.fingerprint)
 
     def gather(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of one document from `start` on, int32; to its end without a length."""
-        rest = int(self.lengths[document]) - start
+        begin, tokens = self.index.take(np.array([document]))
+        rest = int(tokens[0]) - start
         length = rest if length is None else length
         if start < 0 or not 0 <= length <= rest:
-            raise ValueError(f"document {document} has {self.lengths[document]} tokens, not {start} + {length}")
+            raise ValueError(f"document {document} has {tokens[0]} tokens, not {start} + {length}")
         out = np.empty(length, dtype=np.int32)
-        self.copy(out, np.zeros(1, np.int64), self.starts[[document]] + start, np.array([length]))
+        self.copy(out, np.zeros(1, np.int64), begin + start, np.array([length]))
         return out
 
     def copy(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
@@ -364,35 +356,12 @@ class Corpus:
             out: Flat int32.
             at, source, length: (slices,) int64. `source` is an index over all files; a slice is in one file.
         """
-        self._copy([part.tokens for part in self._parts], out, at, source, length)
+        self.files.copy("tokens", out, at, source, length)
 
     def copy_mask(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
         """As `copy`, of the mask: True where a token is to be learned. out: flat bool; the corpus has masks."""
-        masks = [part.mask for part in self._parts if part.mask is not None]
-        self._copy(masks, out, at, source, length)
-
-    def _copy(
-        self, arrays: Sequence[np.ndarray], out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray
-    ) -> None:
-        part = np.searchsorted(self._bases, source, side="right") - 1
-        local = source - self._bases[part]
-        for which, frm, to, count in zip(part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True):
-            out[to : to + count] = arrays[which][frm : frm + count]
-        self._touched_bytes += len(source) * FAULT_BYTES
-        if self._touched_bytes > self.resident_bytes < self._mapped_bytes:
-            self.release()
+        self.files.copy("mask", out, at, source, length)
 
     def release(self) -> None:
         """Frees the mapped pages, so that a large corpus does not fill the memory. The corpus stays readable."""
-        self._touched_bytes = 0
-        for part in self._parts:
-            for mapped in part.maps if hasattr(mmap, "MADV_DONTNEED") else ():
-                mapped.madvise(mmap.MADV_DONTNEED)
-
-
-def _flat(parts: Sequence[TokenFile], firsts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) over all files, from the index in each file of the first token of its documents."""
-    bases = np.cumsum([0] + [len(part.tokens) for part in parts])
-    starts = [first + base for first, base in zip(firsts, bases, strict=False)]
-    lengths = [np.diff(first, append=len(part.tokens)) for part, first in zip(parts, firsts, strict=True)]
-    return np.concatenate(starts), np.concatenate(lengths)
+        self.files.release()

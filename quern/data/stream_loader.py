@@ -1,9 +1,10 @@
 """Loader of a stream: documents end to end, cut into rows of `context` tokens.
 
-Each epoch permutes the documents by (seed, epoch) and puts them end to end; all epochs form one endless stream.
-Row i is the tokens i·context to (i + 1)·context - 1, and the target of each is the token after it. So nothing is
-cropped, padded or added, and every token of an epoch is a target once. Rows begin and end in mid-document;
-attention must separate the documents of a row at their BOS. Steps and ranks take rows as in the packed loader.
+Each epoch takes one group of documents after the other (batch.py), permutes the documents of a group by (seed, epoch,
+group) and puts them end to end; all epochs form one endless stream. Row i is the tokens i·context to
+(i + 1)·context - 1, and the target of each is the token after it. So nothing is cropped, padded or added, and every
+token of an epoch is a target once. Rows begin and end in mid-document; attention must separate the documents of a row
+at their BOS. Steps and ranks take rows as in the packed loader.
 
 Source: the data generator of modded-nanogpt, where each rank reads one long row per step. It reads files in order;
 this loader permutes documents.
@@ -15,28 +16,38 @@ from functools import lru_cache
 
 import numpy as np
 
-from quern.data.batch import Batch, Batches
+from quern.data.batch import GROUP_DOCUMENTS, Batch, Batches
 from quern.data.shards import Corpus
 
-EPOCHS_KEPT = 2  # a batch may span two
+GROUPS_KEPT = 2  # a batch may span two
 
 
 class StreamLoader(Batches):
     """Batches of rows cut from the stream.
 
     Args:
-        corpus, context, batch_rows, seed, bos: See `Batches`.
+        corpus, context, batch_rows, seed, bos, group_documents: See `Batches`.
 
     Raises:
         ValueError: As `Batches`, or the corpus has masks.
     """
 
-    def __init__(self, corpus: Corpus, context: int, batch_rows: int, seed: int = 0, *, bos: int | None = None) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos)
+    def __init__(
+        self,
+        corpus: Corpus,
+        context: int,
+        batch_rows: int,
+        seed: int = 0,
+        *,
+        bos: int | None = None,
+        group_documents: int = GROUP_DOCUMENTS,
+    ) -> None:
+        super().__init__(corpus, context, batch_rows, seed, bos, group_documents)
         if corpus.masked:
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
         self._epoch_tokens = corpus.num_tokens
-        self._epoch = lru_cache(EPOCHS_KEPT)(self._make_epoch)
+        self._group_tokens = np.array([corpus.index.tokens_of(*self._documents(g)) for g in range(self._groups)])
+        self._group = lru_cache(GROUPS_KEPT)(self._make_group)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
@@ -68,20 +79,30 @@ class StreamLoader(Batches):
         done = 0
         while done < len(out):
             epoch, offset = divmod(start + done, self._epoch_tokens)
-            order, ends = self._epoch(epoch)
-            count = min(len(out) - done, self._epoch_tokens - offset)
+            number, offset = self._find(epoch, offset)
+            starts, lengths, ends = self._group(epoch, number)
+            count = min(len(out) - done, int(ends[-1]) - offset)
             # The documents of these tokens, then the part of each: the first and the last may be cut.
             first = int(np.searchsorted(ends, offset, side="right"))
             last = int(np.searchsorted(ends, offset + count, side="left"))
-            documents = order[first : last + 1]
-            begins = ends[first : last + 1] - self.corpus.lengths[documents]
+            some = slice(first, last + 1)
+            begins = ends[some] - lengths[some]
             skipped = np.maximum(offset - begins, 0)
-            length = np.minimum(ends[first : last + 1], offset + count) - begins - skipped
+            length = np.minimum(ends[some], offset + count) - begins - skipped
             at = done + begins + skipped - offset
-            self.corpus.copy(out, at, self.corpus.starts[documents] + skipped, length)
+            self.corpus.copy(out, at, starts[some] + skipped, length)
             done += count
 
-    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of an epoch in order, and the end of each in the stream of the epoch."""
-        order = self._numbers(epoch, 0).permutation(self.corpus.num_documents)
-        return order, np.cumsum(self.corpus.lengths[order])
+    def _find(self, epoch: int, offset: int) -> tuple[int, int]:
+        """The group that has a token of an epoch, and the index of the token in it."""
+        order = self._group_order(epoch)
+        ends = np.cumsum(self._group_tokens[order])
+        place = int(np.searchsorted(ends, offset, side="right"))
+        return int(order[place]), offset - int(ends[place] - self._group_tokens[order[place]])
+
+    def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""
+        first, last = self._documents(number)
+        order = self._numbers(epoch, 0, number).permutation(last - first)
+        starts, lengths = (values[order] for values in self.corpus.index.span(first, last))
+        return starts, lengths, np.cumsum(lengths)

@@ -9,7 +9,7 @@ import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,8 +23,8 @@ MANIFEST = "manifest.json"
 
 
 @dataclass
-class TokenFile:
-    """Consecutive tokens of one file, or an array in memory.
+class TokenMap:
+    """The tokens of a file that is mapped into memory, or an array in memory.
 
     Args:
         tokens: (tokens,) ids.
@@ -41,7 +41,116 @@ class TokenFile:
         return sum(map(len, self.maps))
 
 
-def map_tokens(path: Path, headerless: bool) -> TokenFile:
+class TokenFile(Protocol):
+    """Consecutive tokens that are mapped when they are read. count: of the tokens; masked: whether they have a mask."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def masked(self) -> bool: ...
+
+    def map(self) -> TokenMap: ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Tokens that are in memory already."""
+
+    held: TokenMap
+
+    @property
+    def count(self) -> int:
+        return len(self.held.tokens)
+
+    @property
+    def masked(self) -> bool:
+        return self.held.mask is not None
+
+    def map(self) -> TokenMap:
+        return self.held
+
+
+class ForeignFile:
+    """A .bin file of modded-nanogpt or nanoGPT, in which each `bos` starts a document.
+
+    Raises:
+        FileNotFoundError, ValueError: As `map_tokens`, or no document starts in it.
+    """
+
+    masked = False
+
+    def __init__(self, path: Path, bos: int) -> None:
+        self.path, tokens = path, map_tokens(path, headerless=True).tokens
+        self.count, self._starts = len(tokens), find(tokens, bos)
+        if not self._starts.size:
+            raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
+        self.documents, self.skipped = len(self._starts), int(self._starts[0])
+
+    def map(self) -> TokenMap:
+        return map_tokens(self.path, headerless=True)
+
+    def starts(self) -> np.ndarray:
+        return self._starts
+
+
+class ShardFile:
+    """A prepared shard with its index and its mask.
+
+    Args:
+        folder: The folder of the data.
+        entry: The shard's entry in the manifest.
+        dtype: Of the tokens.
+        hashed: Whether `verify` compares hashes.
+
+    Raises:
+        FileNotFoundError, ValueError: A file is missing, or its size or header is not the manifest's.
+    """
+
+    skipped = 0
+
+    def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> None:
+        self.folder, self.files, self.hashed = folder, split_files({"files": [entry]}), hashed
+        self.count, self.documents, self.masked = int(entry["tokens"]), int(entry["documents"]), "mask" in entry
+        self.path, self._starts = folder / entry["name"], folder / entry["starts"]["name"]
+        self._mask = folder / entry["mask"]["name"] if self.masked else None
+        self._verified = False
+        for file in self.files:
+            check(folder / file["name"], file, verify=False)
+        tokens = map_tokens(self.path, headerless=False).tokens
+        if tokens.dtype.name != dtype or len(tokens) != self.count:
+            raise ValueError(f"{self.path} does not match the manifest; prepare it again")
+
+    def verify(self) -> int:
+        """Checks the contents, once; every reader of the shard calls this first.
+
+        Returns:
+            Bytes that were hashed.
+
+        Raises:
+            FileNotFoundError, ValueError: A file is damaged; the message names it.
+        """
+        if self._verified:
+            return 0
+        for file in self.files:
+            check(self.folder / file["name"], file, verify=self.hashed)
+        starts = np.load(self._starts, mmap_mode="r", allow_pickle=False)
+        if len(starts) != self.documents or starts[0] != 0 or (np.diff(starts, append=self.count) <= 0).any():
+            raise ValueError(f"{self.path} does not match its document starts; prepare it again")
+        self._verified = True
+        return sum(file["bytes"] for file in self.files) if self.hashed else 0
+
+    def map(self) -> TokenMap:
+        self.verify()
+        held = map_tokens(self.path, headerless=False)
+        return held if self._mask is None else map_mask(held, self._mask)
+
+    def starts(self) -> np.ndarray:
+        self.verify()
+        return np.load(self._starts, mmap_mode="r", allow_pickle=False)
+
+
+def map_tokens(path: Path, headerless: bool) -> TokenMap:
     """Maps a .bin file into memory.
 
     Args:
@@ -66,21 +175,21 @@ def map_tokens(path: Path, headerless: bool) -> TokenFile:
         dtype = VERSIONS[version]
         if count < 1 or size != HEADER_BYTES + count * dtype.itemsize:
             raise ValueError(f"{path} is damaged: its header says {count:,} tokens, its size is {size:,} bytes")
-        return TokenFile(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), (mapped,))
+        return TokenMap(np.frombuffer(mapped, dtype=dtype, count=count, offset=HEADER_BYTES), (mapped,))
     if not headerless:
         raise ValueError(f"{path} is damaged: it does not begin with the magic number {MAGIC}")
     if size % 2:
         raise ValueError(f"{path} is neither a token file with a header nor bare uint16: {size:,} bytes is odd")
-    return TokenFile(np.frombuffer(mapped, dtype="<u2"), (mapped,))
+    return TokenMap(np.frombuffer(mapped, dtype="<u2"), (mapped,))
 
 
-def map_mask(part: TokenFile, path: Path) -> TokenFile:
+def map_mask(part: TokenMap, path: Path) -> TokenMap:
     """The file with its mask, one byte for each token. Raises ValueError if their numbers differ."""
     if path.stat().st_size != len(part.tokens):
         raise ValueError(f"{path} has not one byte for each token; prepare the data again")
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return TokenFile(part.tokens, (*part.maps, mapped), np.frombuffer(mapped, dtype=bool))
+    return TokenMap(part.tokens, (*part.maps, mapped), np.frombuffer(mapped, dtype=bool))
 
 
 def find(tokens: np.ndarray, bos: int, step: int = 1 << 24) -> np.ndarray:

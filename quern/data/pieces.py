@@ -1,0 +1,92 @@
+"""Pieces: documents of a corpus cut to the length of a row, without those from which nothing is learned.
+
+A document longer than a row (context + 1 tokens) is cut into pieces: each is BOS and up to `context` tokens. A
+shorter document is one piece. A piece is a position in the corpus; no token is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quern.data.shards import Corpus
+
+MASK_TOKENS = 1 << 18  # of masks that are read at a time
+TOO_LONG = ("split", "crop", "drop")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of consecutive documents of a corpus.
+
+    Args:
+        starts, lengths: (documents,) int64, as in the corpus.
+        document: (pieces,) the document of each piece, counted from the first of these documents.
+        offset: (pieces,) the index in the document of the token that BOS replaces (0: BOS itself).
+        report: documents_without_target, documents_too_long, documents_split, pieces, left_out_share; see
+            `Loader.report`.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    document: np.ndarray
+    offset: np.ndarray
+    report: dict[str, float]
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+
+def make_pieces(corpus: Corpus, first: int, last: int, context: int, too_long: str) -> Pieces:
+    """The pieces of the documents `first` to `last` - 1 that have a target in a row. too_long: see `Loader`."""
+    starts, lengths = corpus.index.span(first, last)
+    row_tokens = context + 1
+    long = lengths > row_tokens
+    document, offset = cut(lengths, context, whole=too_long != "split")
+    learns = _learns(corpus, starts[document] + offset, np.minimum(lengths[document] - offset, row_tokens) - 1)
+    kept = learns & ~long[document] if too_long == "drop" else learns
+    learning = np.bincount(document[learns], minlength=len(lengths)) > 0
+    document, offset = narrow(document[kept]), narrow(offset[kept])
+    rest = lengths[document] - offset
+    in_pieces = int((np.minimum(rest, row_tokens) if too_long == "split" else rest).sum()) - len(rest)
+    too_long_count = int((long & learning).sum())
+    report = {
+        "documents_without_target": int((~learning).sum()),
+        "documents_too_long": too_long_count,
+        "documents_split": too_long_count if too_long == "split" else 0,
+        "pieces": len(document),
+        "left_out_share": 1 - in_pieces / max(1, int(lengths.sum()) - len(lengths)),
+    }
+    return Pieces(starts, lengths, document, offset, report)
+
+
+def cut(lengths: np.ndarray, context: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(document, offset) of consecutive pieces, int64: piece = BOS and up to `context` tokens from offset + 1 on.
+
+    A document of BOS alone has no piece. With `whole`, each document is one piece.
+    """
+    counts = np.ones_like(lengths) if whole else -(-(lengths - 1) // context)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    return document, (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * context
+
+
+def _learns(corpus: Corpus, source: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """(pieces,) bool: whether any of the `targets` tokens after the one at `source` is a target. BOS is none."""
+    learns = targets > 0
+    if not corpus.masked:
+        return learns
+    longer = np.flatnonzero(learns)
+    for some in np.split(longer, np.flatnonzero(np.diff(np.cumsum(targets[longer]) // MASK_TOKENS)) + 1):
+        if not some.size:
+            continue
+        ends = np.cumsum(targets[some])
+        mask = np.empty(int(ends[-1]), dtype=bool)
+        corpus.copy_mask(mask, ends - targets[some], source[some] + 1, targets[some])
+        learns[some] = np.logical_or.reduceat(mask, ends - targets[some])
+    return learns
+
+
+def narrow(indices: np.ndarray) -> np.ndarray:
+    """Indices as int32 if they fit, to halve their memory."""
+    return indices.astype(np.int32 if not indices.size or indices.max() < 1 << 31 else np.int64)
