@@ -192,6 +192,8 @@ class TrainRecipe:
     """Non-finite steps in a row before the run stops."""
     fp8: str = "off"
     """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
+    recompute: int = 0
+    """The first so many blocks run again in the backward pass: less memory, more time, the same numbers."""
     grad_dtype: str = "compute"
     """compute or fp32: the dtype in which gradients are summed over micro-batches, steps and ranks."""
 
@@ -205,6 +207,7 @@ OPERATIONAL = frozenset(
         "train.keep",
         "train.save_in_background",
         "train.max_skips",
+        "train.recompute",
     }
 )
 """Fields that say how training goes, not what is learned: they may change when a run is resumed."""
@@ -365,13 +368,8 @@ class Recipe:
         body = {**body, "unused": tuple(body.get("unused", ()))}
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
-        parts = {
-            "text": TextRecipe,
-            "model": ModelRecipe,
-            "optim": OptimRecipe,
-            "train": TrainRecipe,
-            "sft": SftRecipe,
-            "rl": RlRecipe,
+        parts: dict[str, Any] = {
+            f.name: f.default_factory for f in fields(Recipe) if isinstance(f.default_factory, type)
         }
         try:
             for name, part in parts.items():
