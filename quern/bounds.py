@@ -134,6 +134,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "train.save_every": COUNT,
     "train.keep": FEW,
     "train.max_skips": _whole(0, 10**6),
+    "train.recompute": _whole(0, 1000),
     "sft.epochs": Bounds(0, 1e6, above=True),
     "sft.steps": COUNT,
     "sft.batch_tokens": COUNT,

@@ -11,6 +11,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 SCHEMA = 1
@@ -197,6 +198,8 @@ class TrainRecipe:
     """Non-finite steps in a row before the run stops."""
     fp8: str = "off"
     """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
+    recompute: int = 0
+    """The first so many blocks run again in the backward pass: less memory, more time, the same numbers."""
     grad_dtype: str = "compute"
     """compute or fp32: the dtype in which gradients are summed over micro-batches, steps and ranks."""
 
@@ -210,6 +213,7 @@ OPERATIONAL = frozenset(
         "train.keep",
         "train.save_in_background",
         "train.max_skips",
+        "train.recompute",
     }
 )
 """Fields that say how training goes, not what is learned: they may change when a run is resumed."""
@@ -393,7 +397,4 @@ def _import(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not module.startswith("quern."):
         raise ValueError(f"'{name}' lives outside quern: hand over the recipe's Python file as well")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
+    return attrgetter(attribute)(importlib.import_module(module))

@@ -19,6 +19,7 @@ import torch
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.model.count import Counts, count
+from quern.model.recompute import recompute
 from quern.recipe import Recipe
 from quern.records import Nowhere
 from quern.resolve import resolve
@@ -202,12 +203,13 @@ class Trainer:
         return self._prepared[1]
 
     def _ready_model(self, recipe: Recipe) -> tuple[LanguageModel, Counts]:
-        key = recipe.make_model, recipe.model, recipe.train.fp8
+        key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute
         if self._model is None or self._model[0] != key:
             self._model = None  # frees the memory of the last one first
             model = build_model(recipe, self.machine, None)
             counts = count(model)
             compile_model(model, self.machine)
+            recompute(model, recipe.train.recompute)
             self._model = key, model, counts
         return self._model[1:]
 

@@ -20,6 +20,7 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import count
+from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
@@ -88,6 +89,7 @@ def _run(asked: Recipe, session: Session) -> int:
     shard_model(model, mesh)
     precision = lower_precision(recipe, model, log)
     compile_model(model, machine)
+    recompute(model, recipe.train.recompute)
     if recipe.train.minutes is not None:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)

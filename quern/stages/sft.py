@@ -20,6 +20,7 @@ from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
 from quern.model.count import count
+from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe
@@ -88,7 +89,8 @@ def _run(asked: Recipe, session: Session) -> int:
     state = build_state(recipe, machine, model, mesh)
     if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
         log("the optimizer begins without the base model's state, which is another optimizer's")
-    compile_model(state.model, machine)
+    compile_model(model, machine)
+    recompute(model, recipe.train.recompute)
     found = corpus_fingerprint(talks.train, talks.val)
     if first.origin is not None:
         refuse_other_conversations(run_dir, first.origin, found)
