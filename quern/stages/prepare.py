@@ -15,32 +15,35 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
+from quern.data.shards import Corpus, fingerprint, prepared
 from quern.recipe import Recipe
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import HoldOut, first, hold_out
 from quern.stages.prepare_tokens import is_tokens, list_tokens, open_tokens, sample
-from quern.temporaries import remove_abandoned
+from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text import hub
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
+from quern.text.encode.write import write_shards
+from quern.text.formats import text_bytes
 from quern.text.sources import Listing, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
 SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
-BATCH_DOCUMENTS = 512
 
 
 @dataclass(frozen=True)
 class Source:
-    """name: for file names; fingerprint: changes when the text does; read(split) yields documents."""
+    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; megabytes: of the
+    whole text, None if it is not known before it is read."""
 
     name: str
     fingerprint: str
     read: Callable[[str], Iterator[str]]
+    megabytes: float | None
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,10 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     marks += ["the first of it"] if val is not None else []
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
-    return Source(name, fingerprint(*marks, *filter_marks), filtered)
+    sizes = [None if filter_marks else text_bytes(file, recipe.text.column) for file in listings["text"].files]
+    known = [size for size in sizes if size is not None]
+    megabytes = sum(known) / 1e6 if len(known) == len(sizes) else None
+    return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes)
 
 
 def _reader(path: Path) -> str:
@@ -176,7 +182,8 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
 
     filtered, marks = _filter(recipe, documents)
     _check_splits("tinyworld", filtered, log)
-    return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample, *marks), filtered)
+    megabytes = None if marks else sizes["train"]
+    return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample, *marks), filtered, megabytes)
 
 
 def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
@@ -216,8 +223,18 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
         yield text
 
 
-def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
-    """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
+def prepare(
+    recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None, workers: int = 1
+) -> Prepared:
+    """Prepares everything that training needs of the text.
+
+    Args:
+        recipe: Resolved.
+        out: The output folder.
+        log: Takes lines for the user.
+        tokenizer: None is the one trained on the text.
+        workers: Processes that encode text.
+    """
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
             raise ValueError(
@@ -237,8 +254,12 @@ def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: To
         log(f"tokens: {folder} is up to date")
     else:
         refuse_unwritable(out)
-        for split in ("val", "train"):
-            _tokenize(source, split, tokenizer, folder, mark, log)
+        sizes = {"val": None, "train": source.megabytes}
+        with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
+            for split in (split for split in sizes if not prepared(folder, mark, [split])):
+                texts = (text for text in source.read(split) if text)
+                how = {"workers": workers, "megabytes": sizes[split]}
+                write_shards(texts, tokenizer, folder, split, mark, log, **how)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)
@@ -255,27 +276,6 @@ def text_fingerprint(recipe: Recipe, out: Path) -> str:
         listings = [list_tokens(name) for name in (recipe.data, recipe.val) if name]
         return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
     return open_source(recipe, out).fingerprint
-
-
-def _tokenize(
-    source: Source, split: str, tokenizer: Tokenizer, folder: Path, mark: str, log: Callable[[str], None]
-) -> None:
-    start, tokens, size, count = time.monotonic(), 0, 0, 0
-    with (
-        naming(folder),
-        ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
-        Meter(f"tokenizing {split}", None, "documents") as meter,
-    ):
-        texts = (text for text in source.read(split) if text)
-        while batch := list(islice(texts, BATCH_DOCUMENTS)):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                writer.add([tokenizer.bos, *ids])
-                tokens += len(ids) + 1
-                size += len(text)
-            count += len(batch)
-            meter.at(count, f"{tokens / 1e6:.1f}M tokens")
-    seconds = time.monotonic() - start
-    log(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
 
 
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
