@@ -25,6 +25,7 @@ from quern.terminal import Meter
 from quern.text import hub
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
+from quern.text.encode.sample import sampled
 from quern.text.encode.write import write_shards
 from quern.text.formats import text_bytes
 from quern.text.sources import Listing, format_of, list_source
@@ -32,18 +33,21 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
+SAMPLE_VERSION = "1"  # of text/encode/sample.py: another one means other samples of the same text
 SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
 
 
 @dataclass(frozen=True)
 class Source:
     """name: for file names; fingerprint: changes when the text does; read(split) yields documents; megabytes: of the
-    whole text, None if it is not known before it is read."""
+    whole text, None if it is not known before it is read; alike: the text is the same everywhere, as what a program
+    generates, so its beginning is a sample of it."""
 
     name: str
     fingerprint: str
     read: Callable[[str], Iterator[str]]
     megabytes: float | None
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,8 +186,8 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
 
     filtered, marks = _filter(recipe, documents)
     _check_splits("tinyworld", filtered, log)
-    megabytes = None if marks else sizes["train"]
-    return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample, *marks), filtered, megabytes)
+    mark = fingerprint(str(recipe.seed), str(sizes), sample, *marks)
+    return Source("tinyworld", mark, filtered, None if marks else sizes["train"], alike=True)
 
 
 def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
@@ -191,7 +195,8 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     text = recipe.text
     assert text.vocab_size
     pattern = split_pattern(text.digits)
-    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes))
+    how = [] if source.alike else [SAMPLE_VERSION]
+    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes), *how)
     known = sorted((out / "tokenizers").glob(f"*-{mark[:8]}.json"))  # the same text may have had another name
     path = known[0] if known else out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
     if known:
@@ -204,8 +209,10 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     refuse_unwritable(out)
     start = time.monotonic()
     size = text.tokenizer_megabytes
+    with Meter("measuring the text", None, "MB") as meter:
+        texts = _sample(source, size, meter)
     with Meter("training the tokenizer", size, "MB") as meter:
-        texts = _metered(source.read("train"), meter)
+        texts = _metered(texts, meter)
         tokenizer = Tokenizer.train(texts, text.vocab_size, pattern, max_bytes=int(size * 1e6))
     for note in tokenizer.notes:
         log(note)
@@ -213,6 +220,13 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
         tokenizer.save(path)
     log(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
     return tokenizer
+
+
+def _sample(source: Source, megabytes: float, meter: Meter) -> Iterator[str]:
+    """The text that the tokenizer is trained on. The seed is of the text: a run's seed does not change its tokens."""
+    if source.alike:
+        return source.read("train")
+    return sampled(lambda: source.read("train"), megabytes, source.fingerprint, lambda done: meter.at(done / 1e6))
 
 
 def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:

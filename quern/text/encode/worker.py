@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 import socket
 import struct
-from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,13 +31,12 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype
         ids: (T,) of the dtype, uint16 or uint32, BOS first in each document.
         lengths: (documents,) int64, BOS included.
     """
-    ids, lengths = array("H" if dtype.itemsize == 2 else "I"), []
+    documents = []
     for text in texts:
-        found = tokenizer.encode(text)
-        ids.append(tokenizer.bos)
-        ids.extend(found)
-        lengths.append(len(found) + 1)
-    return np.frombuffer(ids, dtype=dtype), np.array(lengths, dtype=np.int64)
+        ids = tokenizer.encode(text)
+        ids.insert(0, tokenizer.bos)
+        documents.append(np.fromiter(ids, dtype, len(ids)))
+    return np.concatenate(documents), np.array([len(ids) for ids in documents], dtype=np.int64)
 
 
 def send(connection: socket.socket, lengths: np.ndarray, payload: bytes) -> None:
