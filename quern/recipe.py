@@ -76,7 +76,7 @@ class TextRecipe:
     digits: int = 2
     """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768, llama.cpp needs 1."""
     tokenizer_megabytes: float = 16.0
-    """Text read to train the tokenizer."""
+    """Text that the tokenizer is trained on: a sample, drawn from up to 2 GB of a larger text."""
     tinyworld_megabytes: float = 24.0
     """Size of the built-in corpus when it is the data."""
     tinyworld_conversations: int = 12000

@@ -64,12 +64,20 @@ class RunOptions(ReportOptions):
 
 
 @dataclass
-class PrepareOptions:
-    """Flags of `quern prepare` and `quern tokenizer`."""
+class TokenizerOptions:
+    """Flags of `quern tokenizer`."""
 
     recipe: Annotated[Recipe, FLAT]
     out: Path = Path("out")
     """The output folder."""
+
+
+@dataclass
+class PrepareOptions(TokenizerOptions):
+    """Flags of `quern prepare`."""
+
+    workers: Annotated[int | None, UNSAID] = None
+    """Processes that turn text into tokens. Default: one per core."""
 
 
 @dataclass
@@ -78,6 +86,8 @@ class _RecipeOptions:
 
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
+    workers: Annotated[int | None, UNSAID] = None
+    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread."""
 
 
 @dataclass

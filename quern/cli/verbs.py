@@ -20,6 +20,7 @@ from quern.cli.options import (
     ReportOptions,
     RunAllOptions,
     ServeOptions,
+    TokenizerOptions,
     TrainOptions,
     log,
 )
@@ -60,7 +61,7 @@ def command_line(verb: str, rest: list[str]) -> str:
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp nodes rendezvous restarts timeout track device dtype threads no-compile no-sft questions".split()
+    "ranks tp nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft questions".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
@@ -73,18 +74,21 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
+    from quern.machine import cpu_threads
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
     from quern.text.tokenizer import compression_report
 
-    options, _ = parse(verb, rest, PrepareOptions)
+    options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     recipe = resolve(options.recipe)
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
         tokenizer = train_tokenizer(recipe, source, options.out, log)
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
-        rows = prepare(recipe, options.out, log).facts["tokenizer"]["compression"]
+        rows = prepare(recipe, options.out, log, workers=options.workers or cpu_threads()).facts["tokenizer"][
+            "compression"
+        ]
     for row in rows:
         log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
     return 0
@@ -132,6 +136,7 @@ def on_ranks(
             mesh=mesh,
             named=set(named(rest)),
             go_on=go_on(verb, rest, where.run_dir),
+            workers=options.workers,
         )
         return launch.finish(run(session))
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus, fingerprint, prepared
 from quern.generate import tools
 from quern.mixture import questions, sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
@@ -213,9 +214,11 @@ def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) 
             ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
             Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,
         ):
+            finished = writer.documents  # by a writer that was stopped
             for number, conversation in enumerate(_chain(first, read)):
                 ids, learned = chat.render(tokenizer, conversation.messages)
-                writer.add(ids, learned)
+                if number >= finished:
+                    writer.add(ids, learned)
                 hashes.append(_hash(ids))
                 tokens += len(ids)
                 meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")

@@ -15,33 +15,39 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
+from quern.data.shards import Corpus, fingerprint, prepared
 from quern.recipe import Recipe
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import HoldOut, first, hold_out
 from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
-from quern.temporaries import remove_abandoned
+from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
+from quern.text.encode.sample import sampled
+from quern.text.encode.write import write_shards
+from quern.text.formats import text_bytes
 from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
+SAMPLE_VERSION = "1"  # of text/encode/sample.py: another one means other samples of the same text
 SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
-BATCH_DOCUMENTS = 512
 
 
 @dataclass(frozen=True)
 class Source:
-    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; public: its files,
-    where it is a public data set."""
+    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; megabytes: of the
+    whole text, None if it is not known before it is read; alike: the text is the same everywhere, as what a program
+    generates, so its beginning is a sample of it; public: its files, where it is a public data set."""
 
     name: str
     fingerprint: str
     read: Callable[[str], Iterator[str]]
+    megabytes: float | None
+    alike: bool = False
     public: PublicData | None = None
 
 
@@ -121,7 +127,10 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     marks += ["the first of it"] if val is not None else []
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
-    return Source(name, fingerprint(*marks, *filter_marks), filtered, public)
+    sizes = [None if filter_marks else text_bytes(file, recipe.text.column) for file in listings["text"].files]
+    known = [size for size in sizes if size is not None]
+    megabytes = sum(known) / 1e6 if len(known) == len(sizes) else None
+    return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 
 
 def _reader(path: Path) -> str:
@@ -163,7 +172,8 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
 
     filtered, marks = _filter(recipe, documents)
     _check_splits("tinyworld", filtered, log)
-    return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample, *marks), filtered)
+    mark = fingerprint(str(recipe.seed), str(sizes), sample, *marks)
+    return Source("tinyworld", mark, filtered, None if marks else sizes["train"], alike=True)
 
 
 def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
@@ -171,7 +181,8 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     text = recipe.text
     assert text.vocab_size
     pattern = split_pattern(text.digits)
-    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes))
+    how = [] if source.alike else [SAMPLE_VERSION]
+    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes), *how)
     known = sorted((out / "tokenizers").glob(f"*-{mark[:8]}.json"))  # the same text may have had another name
     path = known[0] if known else out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
     if known:
@@ -184,8 +195,10 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     refuse_unwritable(out)
     start = time.monotonic()
     size = text.tokenizer_megabytes
+    with Meter("measuring the text", None, "MB") as meter:
+        texts = _sample(source, size, meter)
     with Meter("training the tokenizer", size, "MB") as meter:
-        texts = _metered(source.read("train"), meter)
+        texts = _metered(texts, meter)
         tokenizer = Tokenizer.train(texts, text.vocab_size, pattern, max_bytes=int(size * 1e6))
     for note in tokenizer.notes:
         log(note)
@@ -193,6 +206,13 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
         tokenizer.save(path)
     log(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
     return tokenizer
+
+
+def _sample(source: Source, megabytes: float, meter: Meter) -> Iterator[str]:
+    """The text that the tokenizer is trained on. The seed is of the text: a run's seed does not change its tokens."""
+    if source.alike:
+        return source.read("train")
+    return sampled(lambda: source.read("train"), megabytes, source.fingerprint, lambda done: meter.at(done / 1e6))
 
 
 def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
@@ -203,8 +223,18 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
         yield text
 
 
-def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
-    """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
+def prepare(
+    recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None, workers: int = 1
+) -> Prepared:
+    """Prepares everything that training needs of the text.
+
+    Args:
+        recipe: Resolved.
+        out: The output folder.
+        log: Takes lines for the user.
+        tokenizer: None is the one trained on the text.
+        workers: Processes that encode text.
+    """
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
             raise ValueError(
@@ -226,8 +256,12 @@ def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: To
         log(f"tokens: {folder} is up to date")
     else:
         refuse_unwritable(out)
-        for split in ("val", "train"):
-            _tokenize(source, split, tokenizer, folder, mark, log)
+        sizes = {"val": None, "train": source.megabytes}
+        with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
+            for split in (split for split in sizes if not prepared(folder, mark, [split])):
+                texts = (text for text in source.read(split) if text)
+                how = {"workers": workers, "megabytes": sizes[split]}
+                write_shards(texts, tokenizer, folder, split, mark, log, **how)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)
@@ -248,27 +282,6 @@ def text_fingerprint(recipe: Recipe, out: Path) -> str:
 def _tokens_fingerprint(recipe: Recipe, out: Path, public: PublicData | None) -> str:
     listings = [listing for listing in token_listings(recipe, public) if listing]
     return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
-
-
-def _tokenize(
-    source: Source, split: str, tokenizer: Tokenizer, folder: Path, mark: str, log: Callable[[str], None]
-) -> None:
-    start, tokens, size, count = time.monotonic(), 0, 0, 0
-    with (
-        naming(folder),
-        ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
-        Meter(f"tokenizing {split}", None, "documents") as meter,
-    ):
-        texts = (text for text in source.read(split) if text)
-        while batch := list(islice(texts, BATCH_DOCUMENTS)):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                writer.add([tokenizer.bos, *ids])
-                tokens += len(ids) + 1
-                size += len(text)
-            count += len(batch)
-            meter.at(count, f"{tokens / 1e6:.1f}M tokens")
-    seconds = time.monotonic() - start
-    log(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
 
 
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:

@@ -75,11 +75,10 @@ def _run(asked: Recipe, session: Session) -> int:
     origin = read_origin(session.folder) if session.resume else None
     with main_first(mesh):
         if origin is not None:
-            prepared = open_data(
-                recipe, run_dir, origin, log, named=bool({"data", "val", "shards"} & set(session.named))
-            )
+            named = bool({"data", "val", "shards"} & set(session.named))
+            prepared = open_data(recipe, run_dir, origin, log, named=named, workers=session.encoders)
         else:
-            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer())
+            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
     if prepared.public is not None:  # kept in the recipe: the run's text does not change with its length
         asked, recipe = (replace(one, shards=prepared.public.shards) for one in (asked, recipe))

@@ -61,6 +61,7 @@ class Session:
         start: The checkpoint of another run that this stage begins with.
         go_on: The command that continues after a stop, for messages.
         locked: The caller holds the run's lock.
+        workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine.
     """
 
     stage: str
@@ -76,6 +77,14 @@ class Session:
     start: Start | None = None
     go_on: str = ""
     locked: bool = False
+    workers: int | None = None
+
+    @property
+    def encoders(self) -> int:
+        """Processes that encode text for this rank. The other ranks wait for rank 0, which has all of them."""
+        if not self.mesh.main:
+            return 1
+        return self.workers or self.machine.threads * self.mesh.world.size
 
     @property
     def folder(self) -> Path:

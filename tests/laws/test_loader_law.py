@@ -14,7 +14,8 @@ import pytest
 
 from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS
-from quern.data.shards import Corpus, ShardWriter
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
