@@ -77,7 +77,7 @@ class PrepareOptions(TokenizerOptions):
     """Flags of `quern prepare`."""
 
     workers: Annotated[int | None, UNSAID] = None
-    """Processes that turn text into tokens. Default: one per core."""
+    """Processes that turn text into tokens. Default: one per core, at most 16."""
 
 
 @dataclass
@@ -87,7 +87,8 @@ class _RecipeOptions:
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
     workers: Annotated[int | None, UNSAID] = None
-    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread."""
+    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread, at most
+    16."""
 
 
 @dataclass

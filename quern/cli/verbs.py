@@ -77,6 +77,7 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.machine import cpu_threads
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
+    from quern.text.encode.pool import ENOUGH_WORKERS
     from quern.text.tokenizer import compression_report
 
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
@@ -86,9 +87,8 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
         tokenizer = train_tokenizer(recipe, source, options.out, log)
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
-        rows = prepare(recipe, options.out, log, workers=options.workers or cpu_threads()).facts["tokenizer"][
-            "compression"
-        ]
+        workers = options.workers or min(ENOUGH_WORKERS, cpu_threads())
+        rows = prepare(recipe, options.out, log, workers=workers).facts["tokenizer"]["compression"]
     for row in rows:
         log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
     return 0
