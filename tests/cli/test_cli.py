@@ -57,7 +57,7 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     text = capsys.readouterr().out
     for verb in verbs.VERBS:
         assert f"\n  {verb} " in text and summaries.EXAMPLES[verb] in text
-    assert "recipes: gpt, llama, unet, or the path of a Python file that ends in RECIPE" in text
+    assert "recipes: gpt, llama, llama_adamw, unet, or the path of a Python file that ends in RECIPE" in text
 
 
 HELP = [*verbs.VERBS, "bench gpu", "grug train", "grug eval", "grug export", "grug import", "grug gauntlet"]
@@ -94,8 +94,14 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
     ("arguments", "expected"),
     [
         ("pretrian", "^quern: there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, rl, evaluate"),
-        ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, llama, unet, or the path of a .py file"),
-        ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, llama, unet, or the path of a .py file"),
+        (
+            "pretrain nope",
+            "quern pretrain: there is no recipe 'nope': use gpt, llama, llama_adamw, unet, or the path of a .py file",
+        ),
+        (
+            "pretrain nope.py",
+            "there is no recipe 'nope.py': use gpt, llama, llama_adamw, unet, or the path of a .py file",
+        ),
         (
             "pretrain --dpeth 3",
             "^quern pretrain: unknown option --dpeth; nearest: --depth.*: quern pretrain --help$",

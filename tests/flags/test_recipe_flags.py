@@ -40,6 +40,8 @@ def test_flags_are_found_by_name_also_where_there_are_none() -> None:
     typed = "--run a --out=b --run c --no-compile --run".split()
     assert (value_of(typed[:-1], "run"), value_of(typed, "out"), value_of(typed, "from")) == ("c", "b", None)
     assert repeated(typed, ("out", "run", "no-compile")) == typed and repeated(typed, ("from",)) == []
+    several = "llama --track tensorboard wandb --depth 4 --ranks 2".split()
+    assert repeated(several, ("track", "ranks")) == "--track tensorboard wandb --ranks 2".split()
     assert value_of([], "run") is None and repeated([], ("run",)) == []
 
 
