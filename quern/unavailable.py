@@ -80,7 +80,7 @@ RULES = (
     ),
     Rule(
         "run",
-        "ranks tp restarts timeout",
+        "ranks tp zero restarts timeout",
         "is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
     ),
     Rule("run", "track", "is for `quern pretrain` and `quern sft`"),

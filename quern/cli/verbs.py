@@ -22,7 +22,7 @@ from quern.cli.options import (
     log,
 )
 from quern.cli.summaries import OF_A_RUN, described
-from quern.mesh import refuse_uneven
+from quern.mesh import refuse_uneven, refuse_unshared
 from quern.recipes import load_recipe, recipe_names
 from quern.records import open_trackers
 from quern.unavailable import refuse_idle
@@ -55,7 +55,7 @@ def command_line(verb: str, rest: list[str]) -> str:
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp nodes rendezvous restarts timeout track device dtype threads no-compile no-sft questions".split()
+    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads no-compile no-sft questions".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
@@ -99,6 +99,7 @@ def verb_train(verb: str, rest: list[str]) -> int:
     recipe, where, tracked, here = options.recipe, options.where, options.track, launch.place()
     if here.ranks == 1:
         refuse_uneven(options.nodes * options.ranks, options.tp)
+        refuse_unshared(options.nodes * options.ranks, options.tp, options.zero)
     if options.nodes * options.ranks > 1 and here.ranks == 1:
         if verb == "pretrain":
             resolve(recipe)  # refuses bad values before any rank starts
@@ -118,7 +119,10 @@ def verb_train(verb: str, rest: list[str]) -> int:
         code = recipe.callables() if source else None
         return saved.read_start(other, stages, options.from_step, rank_log, code)
 
-    with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
+    with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout, options.zero) as (
+        machine,
+        mesh,
+    ):
         resume = options.resume or launch.restarted(mesh)
         session = Session(
             stage=verb,
