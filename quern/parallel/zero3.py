@@ -143,7 +143,7 @@ class Zero3(Zero2):
         if part.module is not model.head:
             return wrap_calls(part.module, partial(self._call, own, part.again))
         before = model.loss, model.logits
-        model.loss, model.logits = (partial(self._call, own, False, call) for call in before)
+        model.loss, model.logits = (partial(self._call_head, own, call) for call in before)
 
         def restore() -> None:
             model.loss, model.logits = before
@@ -169,6 +169,10 @@ class Zero3(Zero2):
         if self._expected(after=1) is not part:
             part.free()
         return result
+
+    def _call_head(self, part: Gathered, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._receive()  # the forward pass has hidden the last sum of the micro-batch before
+        return self._call(part, False, call, *args, **kwargs)
 
     def _enter(self, part: Gathered) -> None:
         """Before a part computes."""
@@ -207,8 +211,6 @@ class Zero3(Zero2):
             super()._arrived(number, place, parameter)
             return
         assert parameter.grad is not None
-        if self._sent is not None and self._sent[0] is bucket:  # of the micro-batch before
-            self._receive()
         if not bucket.share.arrived:
             allocate(bucket.grads)
             bucket.grads.zero_()  # padding too
