@@ -103,6 +103,9 @@ class RanksOptions(_RecipeOptions):
     """With several nodes: host:port, a free port of one of the nodes."""
     tp: int = 1
     """Ranks that share one replica of the model (tensor parallelism); the replicas are data parallel."""
+    zero: Literal[2, 3] = 2
+    """What the replicas share: 2, the optimizer's state; 3, also parameters and gradients, which are gathered block by
+    block: less memory, more communication."""
     restarts: int = 3
     """With several ranks: how often all ranks restart after one fails."""
     timeout: float = 60.0

@@ -25,7 +25,7 @@ from quern.cli.options import (
     log,
 )
 from quern.cli.summaries import OF_A_RUN, described
-from quern.mesh import refuse_uneven
+from quern.mesh import refuse_uneven, refuse_unshared
 from quern.recipes import load_recipe, recipe_names
 from quern.records import find_trackers
 from quern.unavailable import refuse_idle
@@ -61,7 +61,8 @@ def command_line(verb: str, rest: list[str]) -> str:
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft questions".split()
+    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft "
+    "questions".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
@@ -116,6 +117,7 @@ def on_ranks(
     trackers = find_trackers(options.track if here.main else ())
     if here.ranks == 1:
         refuse_uneven(ranks, options.tp)
+        refuse_unshared(ranks, options.tp, options.zero)
     if ranks > 1 and here.ranks == 1:
         if verb in ("pretrain", "run"):
             resolve(options.recipe)  # refuses bad values before any rank starts
@@ -123,7 +125,8 @@ def on_ranks(
         return launch.launch([verb, *rest], *how)
     rank_log = log if here.main else lambda line: None
     detect = functools.partial(where.machine, log=rank_log)
-    with launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout) as (machine, mesh):
+    joined = launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout, options.zero)
+    with joined as (machine, mesh):
         session = Session(
             stage="pretrain" if verb == "run" else verb,
             machine=machine,
@@ -142,6 +145,7 @@ def on_ranks(
 
 
 def verb_train(verb: str, rest: list[str]) -> int:
+    """Runs a training stage, on ranks if there are several."""
     from quern.runs import saved
     from quern.runs.run_dir import RunDir
     from quern.stages import pretrain, rl, sft
