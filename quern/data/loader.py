@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from quern.data import packing, pieces
-from quern.data.batch import GROUP_DOCUMENTS, Batch, Batches, BatchSource
+from quern.data.batch import GROUP_SIZE, Batch, Batches, BatchSource
 from quern.data.packing import Packer, Packing, pack, packer
 from quern.data.pieces import TOO_LONG, Pieces, cut, make_pieces, narrow
 from quern.data.prefetch import prefetch_items
@@ -74,7 +74,7 @@ class Loader(Batches):
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
         buffer: See `pack`.
         chunk_documents: Pieces that are packed together.
-        group_documents: See `Batches`.
+        group_size: See `Batches`.
 
     Raises:
         ValueError: A value is out of range or unknown, or no document has a target.
@@ -92,9 +92,9 @@ class Loader(Batches):
         too_long: str = "split",
         buffer: int = 1000,
         chunk_documents: int = 65536,
-        group_documents: int = GROUP_DOCUMENTS,
+        group_size: int | None = GROUP_SIZE,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos, group_documents)
+        super().__init__(corpus, context, batch_rows, seed, bos, group_size)
         packer(packing)  # an unknown name is refused here, not at the first batch
         if chunk_documents < 1:
             raise ValueError(f"chunk_documents ({chunk_documents}) must be at least 1")
@@ -146,7 +146,7 @@ class Loader(Batches):
             return -(-self._counts.rows_before(self._groups) // self.batch_rows)
 
     def report(self) -> dict[str, float]:
-        """Measures the first group of the first epoch; a corpus of up to `group_documents` documents is one group.
+        """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
 
         Returns:
             documents: Number of documents of the corpus; documents_measured: of the group.
@@ -239,7 +239,7 @@ class Loader(Batches):
             return None
         code = [inspect.getsource(module) for module in (sys.modules[__name__], pieces, packing)]
         marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]
-        marks += [self.group_documents, self.corpus.fingerprint, np.__version__, *code]
+        marks += [self.group_size, self.corpus.fingerprint, np.__version__, *code]
         return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:

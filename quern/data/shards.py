@@ -42,7 +42,7 @@ from quern.data.token_file import (
 )
 from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 
-VERIFIED_BYTES = 1 << 30
+VERIFIED_BYTES = 1 << 28
 """Bytes that are hashed when a corpus is opened; a large one would take minutes."""
 
 

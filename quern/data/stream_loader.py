@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from quern.data.batch import GROUP_DOCUMENTS, Batch, Batches
+from quern.data.batch import GROUP_SIZE, Batch, Batches
 from quern.data.shards import Corpus
 
 GROUPS_KEPT = 2  # a batch may span two
@@ -26,7 +26,7 @@ class StreamLoader(Batches):
     """Batches of rows cut from the stream.
 
     Args:
-        corpus, context, batch_rows, seed, bos, group_documents: See `Batches`.
+        corpus, context, batch_rows, seed, bos, group_size: See `Batches`.
 
     Raises:
         ValueError: As `Batches`, or the corpus has masks.
@@ -40,14 +40,16 @@ class StreamLoader(Batches):
         seed: int = 0,
         *,
         bos: int | None = None,
-        group_documents: int = GROUP_DOCUMENTS,
+        group_size: int | None = GROUP_SIZE,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos, group_documents)
+        super().__init__(corpus, context, batch_rows, seed, bos, group_size)
         if corpus.masked:
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
         self._epoch_tokens = corpus.num_tokens
-        self._group_tokens = np.array([corpus.index.tokens_of(*self._documents(g)) for g in range(self._groups)])
+        ends = [corpus.index.size_before(self._documents(group)[1]) for group in range(self._groups)]
+        self._group_tokens = np.diff(ends, prepend=0)
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
+        self._epoch = lru_cache(GROUPS_KEPT)(self._make_epoch)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
@@ -79,7 +81,10 @@ class StreamLoader(Batches):
         done = 0
         while done < len(out):
             epoch, offset = divmod(start + done, self._epoch_tokens)
-            number, offset = self._find(epoch, offset)
+            order, group_ends = self._epoch(epoch)
+            place = int(np.searchsorted(group_ends, offset, side="right"))
+            number = int(order[place])
+            offset -= int(group_ends[place] - self._group_tokens[number])
             starts, lengths, ends = self._group(epoch, number)
             count = min(len(out) - done, int(ends[-1]) - offset)
             # The documents of these tokens, then the part of each: the first and the last may be cut.
@@ -93,12 +98,10 @@ class StreamLoader(Batches):
             self.corpus.copy(out, at, starts[some] + skipped, length)
             done += count
 
-    def _find(self, epoch: int, offset: int) -> tuple[int, int]:
-        """The group that has a token of an epoch, and the index of the token in it."""
+    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The groups of an epoch in order, and the end of each in the stream of the epoch."""
         order = self._group_order(epoch)
-        ends = np.cumsum(self._group_tokens[order])
-        place = int(np.searchsorted(ends, offset, side="right"))
-        return int(order[place]), offset - int(ends[place] - self._group_tokens[order[place]])
+        return order, np.cumsum(self._group_tokens[order])
 
     def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""
