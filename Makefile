@@ -9,7 +9,7 @@
 # Variables:  PYTHON  the interpreter that makes .venv (3.11 or newer)
 #             TORCH   the torch version to install; a torch already in .venv is kept
 #             TRITON  the triton version for the tests' interpreter; one that came with torch's CUDA build is kept
-#             JOBS    number of test processes, of one thread each
+#             JOBS    number of test processes, of one thread each, and of pyright's threads
 #             TESTS   what `make test` runs, for example TESTS=tests/text
 
 PYTHON ?= python3
@@ -52,7 +52,7 @@ $(DEV): $(STAMP)
 	@touch $@
 
 quickstart: $(STAMP)
-	$(BIN)/quern run --run quickstart --train.minutes 4.5
+	$(BIN)/quern run --run quickstart --train.minutes 4.5 --text.val-megabytes 0.2
 	@echo
 	@echo "The report:         out/runs/quickstart/report.html"
 	@echo "Talk to the model:  $(BIN)/quern chat --run quickstart"
@@ -67,12 +67,12 @@ rl: $(STAMP)
 test: $(DEV)
 	$(PYTEST) $(PARALLEL) -m "not campaign" --durations=15 $(TESTS)
 
-# In parallel, because pyright uses one core for most of the time.
+# In parallel, because pyright uses one core when it starts.
 check: $(DEV)
 	@$(MAKE) --no-print-directory --output-sync --jobs 2 types lint layers
 
 types:
-	$(BIN)/pyright
+	$(BIN)/pyright --threads $(JOBS)
 
 lint:
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -63,7 +63,11 @@ class Child:
 
 @contextmanager
 def start(
-    module: str, name: str, order: Mapping[str, Any], variables: Mapping[str, str] | None = None
+    module: str,
+    name: str,
+    order: Mapping[str, Any],
+    variables: Mapping[str, str] | None = None,
+    pass_fds: Collection[int] = (),
 ) -> Iterator[Child]:
     """Runs a module as a child process for the length of the block.
 
@@ -72,6 +76,7 @@ def start(
         name: The name of the process in error messages.
         order: JSON values for the child.
         variables: Environment variables on top of those of this process.
+        pass_fds: File descriptors that the child inherits under their numbers.
     """
     from quern.machine import environment
 
@@ -81,7 +86,9 @@ def start(
     command, pipe = [sys.executable, "-m", module, json.dumps(order)], subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=env, encoding="utf-8") as process,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=errors, env=env, encoding="utf-8", pass_fds=pass_fds
+        ) as process,
     ):
         child = Child(name, process, errors)
         try:

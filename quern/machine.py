@@ -127,7 +127,12 @@ def detect(
         notes.append(f"torch.compile does not work here ({problem}): running eagerly, which is slower")
         compile = False
     compiler.set_eager(not compile)
-    return Machine(chosen, compute, compile, torch.get_num_threads(), tuple(notes))
+    return Machine(chosen, compute, compile, cpu_threads(), tuple(notes))
+
+
+def cpu_threads() -> int:
+    """Returns the number of CPU threads that torch uses, one for each core by default."""
+    return torch.get_num_threads()
 
 
 def _device(name: str | None) -> torch.device:

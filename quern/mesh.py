@@ -39,7 +39,7 @@ class PeersLostError(RuntimeError):
 
 
 TRAINING, FIRST_STEP, FOR_MAIN = "training", "compiling in the first step", "waiting for rank 0"
-SAMPLING, EVALUATING = "sampling replies", "evaluating"
+SETTING_UP, SAMPLING, EVALUATING = "setting up", "sampling replies", "evaluating"
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Progress:
         beats: How often train/heartbeat.py has published this.
     """
 
-    phase: str = "setting up"
+    phase: str = SETTING_UP
     step: int | None = None
     calls: int = 0
     call: str = "none yet"
@@ -77,6 +77,10 @@ class Progress:
         at = "in" if self.waiting else "after it began"
         call = f", {at} {self.call} (its collective {self.calls} of the step)" if self.calls else ""
         return f"{self.phase}, step {self.step + 1}{call}"
+
+    def begin_stage(self, phase: str = SETTING_UP) -> None:
+        """Leaves the steps of the stage before: this stage sets up in its own time, without a limit."""
+        self.phase, self.step, self.calls = phase, None, 0
 
     def begin_step(self, step: int, phase: str) -> None:
         self.phase, self.step, self.calls = phase, step, 0

@@ -11,6 +11,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 SCHEMA = 1
@@ -24,21 +25,23 @@ class ConversationSource:
         source: One of `BUILT_IN_CONVERSATIONS`, a public data set, or a file or a folder.
         repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
         limit: Only the first so many conversations are read; None reads all.
+        split: Of a data set of the Hugging Face Hub.
     """
 
     source: str
     repeats: float = 1.0
     limit: int | None = None
+    split: str = "train"
 
     @staticmethod
     def parse(text: str) -> ConversationSource:
-        """Raises ValueError for an unknown or repeated option, or a value that is no number."""
+        """Raises ValueError for an unknown or repeated option, or a wrong value."""
         values: dict[str, Any] = {}
         rest = text
         while match := re.fullmatch(r"(.*),(\w+)=([^,=]*)", rest, re.DOTALL):
             rest, name, value = match.groups()
             if name not in SOURCE_OPTIONS or name in values:
-                raise ValueError(f"{text!r} sets {name}: give repeats=NUMBER and limit=NUMBER, each at most once")
+                raise ValueError(f"{text!r} sets {name}: give repeats=NUMBER, limit=NUMBER, split=NAME, each once")
             try:
                 values[name] = SOURCE_OPTIONS[name](value)
             except ValueError as error:
@@ -49,10 +52,11 @@ class ConversationSource:
 
     def __str__(self) -> str:
         repeats = "" if self.repeats == 1 else f",repeats={self.repeats:g}"
-        return f"{self.source}{repeats}{'' if self.limit is None else f',limit={self.limit}'}"
+        limit = "" if self.limit is None else f",limit={self.limit}"
+        return f"{self.source}{repeats}{limit}{'' if self.split == 'train' else f',split={self.split}'}"
 
 
-SOURCE_OPTIONS: Mapping[str, Callable[[str], float]] = {"repeats": float, "limit": int}
+SOURCE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"repeats": float, "limit": int, "split": str}
 BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
 """Sources that are made of the built-in world."""
 
@@ -67,10 +71,12 @@ class TextRecipe:
     """For data that is tokens already (.bin): the file of the tokenizer that made them, .json or .tiktoken."""
     column: str = "text"
     """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
+    split: str = "train"
+    """Of a data set of the Hugging Face Hub (hf:…); its validation split validates."""
     digits: int = 2
     """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768, llama.cpp needs 1."""
     tokenizer_megabytes: float = 16.0
-    """Text read to train the tokenizer."""
+    """Text that the tokenizer is trained on: a sample, drawn from up to 2 GB of a larger text."""
     tinyworld_megabytes: float = 24.0
     """Size of the built-in corpus when it is the data."""
     tinyworld_conversations: int = 12000
@@ -192,6 +198,8 @@ class TrainRecipe:
     """Non-finite steps in a row before the run stops."""
     fp8: str = "off"
     """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
+    recompute: int = 0
+    """The first so many blocks run again in the backward pass: less memory, more time, the same numbers."""
     grad_dtype: str = "compute"
     """compute or fp32: the dtype in which gradients are summed over micro-batches, steps and ranks."""
 
@@ -205,6 +213,7 @@ OPERATIONAL = frozenset(
         "train.keep",
         "train.save_in_background",
         "train.max_skips",
+        "train.recompute",
     }
 )
 """Fields that say how training goes, not what is learned: they may change when a run is resumed."""
@@ -296,13 +305,15 @@ class Recipe:
     depth: int = 4
     """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon."""
     data: str = "tinyworld"
-    """tinyworld, a file, a folder (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet, .gz, .zst; .bin of tokens) or a
-    public data set's name."""
+    """tinyworld, a file, a folder (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet, .gz, .zst; .bin of tokens), a
+    public data set by name, or hf:OWNER/NAME[:CONFIG][@REVISION]."""
+    shards: int | None = None
+    """Training files of a public data set to fetch; by default as many as the run needs at 4 bytes a token."""
     val: str | None = None
     """Where validation text comes from; by default it is held out from the data."""
     conversations: tuple[ConversationSource, ...] | None = None
     """Conversations to fine-tune on: files or folders (.jsonl, .json, .parquet), smoltalk, smol-smoltalk, gsm8k, mmlu,
-    tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default the built-in world's."""
+    hf:OWNER/NAME, tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default tinyworld's."""
     seed: int = 0
     """Of the first weights, the order of the batches and the built-in world."""
     data_seed: int | None = None
@@ -365,16 +376,9 @@ class Recipe:
         body = {**body, "unused": tuple(body.get("unused", ()))}
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
-        parts = {
-            "text": TextRecipe,
-            "model": ModelRecipe,
-            "optim": OptimRecipe,
-            "train": TrainRecipe,
-            "sft": SftRecipe,
-            "rl": RlRecipe,
-        }
+        kinds = (TextRecipe, ModelRecipe, OptimRecipe, TrainRecipe, SftRecipe, RlRecipe)
         try:
-            for name, part in parts.items():
+            for name, part in zip("text model optim train sft rl".split(), kinds, strict=True):
                 values = body.get(name, {}) if name == "rl" else body[name]  # runs of earlier versions have no rl
                 body[name] = part(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
             if isinstance(body.get("conversations"), list):  # older runs have the name of one file or data set
@@ -393,7 +397,4 @@ def _import(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not module.startswith("quern."):
         raise ValueError(f"'{name}' lives outside quern: hand over the recipe's Python file as well")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
+    return attrgetter(attribute)(importlib.import_module(module))

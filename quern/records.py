@@ -12,6 +12,7 @@ import json
 import math
 import os
 import subprocess
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -151,36 +152,74 @@ def git_hash(path: Path) -> str | None:
 
 
 class TensorBoardTracker:
-    """Writes numbers to TensorBoard's event files in `folder`."""
+    """Writes a stage's numbers to TensorBoard's event files in its folder, `tensorboard/`.
 
-    def __init__(self, folder: Path):
+    The first line after a start hides the lines of earlier starts from its step on: a resumed run writes them again.
+    """
+
+    def __init__(self, stage: Path, recipe_json: dict[str, Any]):
+        self._folder, self._writer = stage / "tensorboard", None
+
+    @staticmethod
+    def library() -> Any:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
                 "TensorBoard is not installed: pip install tensorboard, or leave this tracker out"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        return SummaryWriter
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._writer = self._writer or self.library()(str(self._folder), purge_step=step)
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbTracker:
-    """Sends numbers to Weights & Biases; the same `run` name resumes."""
+    """Sends a stage's numbers to Weights & Biases, as a run of its own in the group of quern's run.
 
-    def __init__(self, project: str, run: str, folder: Path, recipe_json: dict[str, Any]):
+    The stage's folder holds the run's id, so a resumed stage continues its run there; steps that it had sent before
+    are not sent twice. Files are in the stage's folder, `wandb/`; `WANDB_MODE=offline` sends nothing and keeps them.
+    """
+
+    def __init__(self, stage: Path, recipe_json: dict[str, Any]):
+        wandb = self.library()
+        mark = stage / "wandb" / "id"
+        if not mark.exists():
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(mark, uuid.uuid4().hex[:8])
+        try:
+            self._run = wandb.init(
+                project="quern",
+                group=stage.parent.name,
+                name=f"{stage.parent.name}/{stage.name}",
+                job_type=stage.name,
+                id=mark.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=str(stage),
+                config=recipe_json,
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.Error as error:
+            raise ValueError(
+                f"Weights & Biases: {error}: log in with `wandb login`, or set WANDB_MODE=offline and send the files "
+                "later with `wandb sync`"
+            ) from error
+
+    @staticmethod
+    def library() -> Any:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
                 "Weights & Biases is not installed: pip install wandb, or leave this tracker out"
             ) from error
-        self._run = wandb.init(project=project, name=run, id=run, resume="allow", dir=str(folder), config=recipe_json)
+        return wandb
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._run.log(_numbers(metrics), step=step)
@@ -189,13 +228,16 @@ class WandbTracker:
         self._run.finish()
 
 
-def open_trackers(names: Sequence[str], folder: Path, run: str, recipe_json: dict[str, Any]) -> tuple[Tracker, ...]:
-    """Returns the trackers with these names, for a stage of a run. Raises ImportError for one that is not installed."""
-    makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard"),
-        "wandb": lambda: WandbTracker("quern", run, folder, recipe_json),
-    }
-    return tuple(makers[name]() for name in names)
+MakeTracker = Callable[[Path, dict[str, Any]], Tracker]
+"""Takes the folder and the recipe of a stage that begins to train."""
+
+
+def find_trackers(names: Sequence[str]) -> tuple[MakeTracker, ...]:
+    """Returns what makes the trackers with these names. Raises ImportError for one that is not installed."""
+    kinds = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+    for name in names:
+        kinds[name].library()
+    return tuple(kinds[name] for name in names)
 
 
 # Lines ------------------------------------------------------------------------------------------------------

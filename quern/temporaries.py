@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -76,6 +76,24 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a UTF-8 file atomically: `whole_file` with this text."""
     with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
+
+
+@contextmanager
+def alone_in(folder: Path, wait: Callable[[], object]) -> Iterator[None]:
+    """Runs the body in one process at a time, by a lock in the folder, which is created if needed.
+
+    Args:
+        folder: The folder that the body writes to.
+        wait: Called if another process is in the body; then this one waits for its end.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def remove_abandoned(folder: Path, name: str = "*") -> None:

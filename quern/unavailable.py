@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import NamedTuple
 
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
@@ -53,7 +54,7 @@ _TOKENIZED = "does nothing with data that is tokens already: their tokenizer is 
 RULES = (
     Rule("pretrain,sft,run,grug train," + _TRIALS, "rl", "is for reinforcement learning: give it to `quern rl`"),
     Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
-    Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val seed text"),
+    Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val shards seed text"),
     Rule(_TRIALS, FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
     Rule(
         _TRIALS,
@@ -78,15 +79,10 @@ RULES = (
         "is decided by the run, whose model, text and seed `quern rl` takes over: leave it out",
         but=" ".join((*FOR_RL, *IN_FINE_TUNING)),
     ),
-    Rule(
-        "run",
-        "ranks tp restarts timeout",
-        "is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
-    ),
-    Rule("run", "track", "is for `quern pretrain` and `quern sft`"),
     Rule("grug train", FINE_TUNING, "is for fine-tuning: export the model, and give it to `quern sft`"),
     Rule("grug train", "train.minutes", "is for `quern pretrain`: the JAX twin trains for --train.steps"),
     Rule("grug train", "train.fp8", "is for `quern pretrain`: the JAX twin has no FP8"),
+    Rule("grug train", "train.recompute", "is for `quern pretrain`: the JAX twin keeps all activations"),
     Rule("grug train", "train.grad_dtype", "is for `quern pretrain`: the JAX twin sums gradients in fp32"),
     Rule("grug train", "train.save_in_background", "is not needed: the JAX twin always saves in the background"),
     Rule("evaluate,serve", ALL, _OF_THE_RUN),
@@ -104,6 +100,18 @@ RULES = (
         "text.column",
         "names what holds the text in a --data of your own that is text: leave it out",
         when=lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
+    ),
+    Rule(
+        ALL,
+        "text.split",
+        "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out",
+        when=lambda recipe, tokens: not recipe.data.startswith("hf:"),
+    ),
+    Rule(
+        ALL,
+        "shards",
+        "is the number of files of a public data set, and --data is none: leave it out",
+        when=lambda recipe, tokens: recipe.data == "tinyworld" or Path(recipe.data).exists(),
     ),
     Rule(ALL, "text.vocab_size", _TOKENIZED, when=lambda recipe, tokens: tokens),
     Rule(ALL, "text.digits", _TOKENIZED, when=lambda recipe, tokens: tokens),

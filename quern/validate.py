@@ -45,6 +45,7 @@ def check(recipe: Recipe) -> None:
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
     _check_sources(recipe)
     _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
+    _refuse(not recipe.text.split, "text.split is empty: name a split of the data set, such as train")
     for name, choices in CHOICES.items():
         part, _, field = name.partition(".")
         value = getattr(getattr(recipe, part), field)
@@ -81,6 +82,7 @@ def _check_sources(recipe: Recipe) -> None:
     for one in recipe.conversations or ():
         _refuse(not isinstance(one, ConversationSource), f"conversations holds {one!r}: name sources")
         _refuse(not one.source.strip(), "conversations is empty: name a file, a folder or a data set")
+        _refuse(not one.split, f"split of {one.source} is empty: name a split of the data set, such as train")
         refuse_outside("conversations.repeats", one.repeats, f"repeats of {one.source}")
         if one.limit is not None:
             refuse_outside("conversations.limit", one.limit, f"limit of {one.source}")

@@ -14,8 +14,7 @@ import pytest
 
 from quern.records import (
     StageFolder,
-    TensorBoardTracker,
-    WandbTracker,
+    find_trackers,
     git_hash,
     read_events,
     read_metrics,
@@ -176,13 +175,12 @@ def test_trackers_get_each_step_without_what_is_not_finite(tmp_path: Path) -> No
     assert collector.closed
 
 
-def test_a_missing_tracker_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match="pip install wandb"):
-        WandbTracker("quern", "run", tmp_path, {})
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        TensorBoardTracker(tmp_path)
+    for name in ("wandb", "tensorboard"):
+        with pytest.raises(ImportError, match=f"pip install {name}"):
+            find_trackers([name])
 
 
 def test_git_hash_is_the_commit_and_says_dirty(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from quern.bench.options import Setup
 from quern.child import start
 from quern.data.loader import Loader, prefetch
 from quern.data.packing import METHODS, pack
-from quern.data.shards import Corpus, ShardWriter
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus
 from quern.text.tokenizer import Tokenizer
 
 CONTEXT, BATCH_ROWS = 512, 32

@@ -41,6 +41,8 @@ class BenchOptions:
     seed: int = 0
     batch_tokens: int = MICRO_BATCH_TOKENS
     """`train`, `ranks`, `grug`: tokens of one optimizer step, in micro-batches of at most 4,096."""
+    trace: Annotated[Path | None, UNSAID] = None
+    """`ranks`: also write a timeline of some steps to this file, for ui.perfetto.dev. Default: none."""
     start: bool = True
     """`train`: also measure start-up time and peak memory of new processes, which takes longest."""
     data: Annotated[Path | None, UNSAID] = None

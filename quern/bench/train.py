@@ -4,23 +4,28 @@
 gloo ranks of one thread each train with the same global batch as one process of two threads. All processes exist all
 the time and wait while the others work. The two ranks also take steps in which no gradient leaves before the backward
 pass ends. The wait is the time between the end of that pass and the norm of the summed gradients, on the slower rank.
-The hidden share of communication is how much shorter the wait is if gradients leave during the backward pass.
+The hidden share of communication is how much shorter the wait is if gradients leave during the backward pass. With
+--trace, the two ranks then take a few more steps under torch.profiler; their timeline says the same of each collective.
 
 Their child, `python -m quern.bench.train`, trains the reference model for the steps of each request.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.profiler import record_function
 
 from quern.bench.batches import random_batch
 from quern.bench.material import left_to_itself, reference, sizes_of, take_step, training_state
@@ -33,15 +38,18 @@ from quern.machine import detect, measure_peak_flops
 from quern.mesh import connect, disconnect
 from quern.model.count import flops_per_token
 from quern.optim.groups import make_groups
+from quern.optim.schedule import Multipliers
 from quern.parallel.zero2 import Zero2
 from quern.train.guard import Guard
 from quern.train.state import TrainState, build_model, compile_model
+from quern.train.timeline import NamedGroup, communication, merge, recorded
 
 ROUND_SECONDS = 2.5
 """Seconds of steps in a round of `train`; the matmul peak takes a fraction of a second."""
 STARTS, START_STEPS = 3, 4
 START_NOTES = {"cold": "everything compiled", "warm": "the compiler's cache is there", "eager": "eager"}
 RANKS, STEPS = 2, 6
+TRACED_STEPS = 3
 
 
 def train(setup: Setup) -> Iterator[Figure]:
@@ -134,6 +142,8 @@ def ranks(setup: Setup) -> Iterator[Figure]:
             "after": lambda: together(False),
         }
         taken = alternate(setup.rounds, jobs)
+        path = setup.options.trace
+        traced = [] if path is None else list(_trace(path, two, setup))
     visible, without = (np.array(waits[overlap][1:]) for overlap in (True, False))
     setup.settings.update(batch_tokens=tokens, ranks=RANKS, steps_per_round=STEPS)
     yield figure("one process, two threads", "tokens/s", tokens * STEPS / taken["one"])
@@ -143,6 +153,25 @@ def ranks(setup: Setup) -> Iterator[Figure]:
     yield figure("waiting for gradients, as they come", "ms/step", 1e3 / STEPS * visible)
     yield figure("hidden behind the backward pass", "%", 100 * (1 - visible / without))
     yield figure("step if none leave early, over one if they do", "%", 100 * taken["after"] / taken["two"])
+    yield from traced
+
+
+def _trace(path: Path, crew: list[Child], setup: Setup) -> Iterator[Figure]:
+    """Writes the timeline of a few steps of all ranks, and yields its figures, with a value for each rank."""
+    with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
+        files = [Path(folder) / f"{rank}.json" for rank in range(len(crew))]
+        for child, file in zip(crew, files, strict=True):
+            child.send({"steps": TRACED_STEPS, "overlap": True, "trace": str(file)})
+        for child in crew:
+            child.answer()
+        traces = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    merge(path, traces)
+    setup.log(f"  timeline: {path}, for ui.perfetto.dev")
+    found = list(map(communication, traces))
+    for name in found[0]:
+        ran, waited = np.array([own[name] for own in found]).T
+        yield figure(f"timeline: {name}", "ms/step", 1e3 / TRACED_STEPS * ran, "a value for each rank")
+        yield figure(f"timeline: {name}, hidden", "%", 100 * (1 - waited / ran), "while the rank did not wait")
 
 
 def _steps(crew: list[Child], count: int, overlap: bool) -> tuple[float, float]:
@@ -183,14 +212,19 @@ class DelayedZero2(Zero2):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        with super().last_backward() if self.early else nullcontext():
+        with record_function("last backward pass"), super().last_backward() if self.early else nullcontext():
             yield
         self._before = self.mesh.waited_seconds()
 
     def grad_norm(self) -> Tensor:
-        norm = super().grad_norm()
+        with record_function("sums and norm of the gradients"):
+            norm = super().grad_norm()
         self.waited += self.mesh.waited_seconds() - self._before
         return norm
+
+    def step(self, step: int, multipliers: Multipliers) -> None:
+        with record_function("update"):
+            super().step(step, multipliers)
 
 
 def child_order(bench: Bench, batch_tokens: int, ranks: int = 1) -> dict[str, Any]:
@@ -202,6 +236,7 @@ def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str
     """Runs in a child: takes the steps of each request on the rows of its rank."""
     machine = select_attention(detect(**order["machine"]))
     mesh = connect(1, machine.device, order["rank"], order["ranks"])
+    mesh = replace(mesh, data=NamedGroup(mesh.data), world=NamedGroup(mesh.world))
     recipe = reference(order["quick"], order["seed"], order["batch_tokens"])
     model = build_model(recipe, machine, recipe.seed)
     groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
@@ -211,10 +246,11 @@ def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str
     rows = slice(mesh.data.rank, None, mesh.data.size)
     for request in requests:
         optimizer.early, optimizer.waited = request["overlap"], 0.0
-        for _ in range(request["steps"]):
-            whole = random_batch(recipe, state.step)
-            batch = Batch(*(array[rows] for array in (whole.tokens, whole.targets, whole.mask)))
-            take_step(state, recipe, machine, batch)
+        with recorded(Path(request["trace"])) if "trace" in request else nullcontext():
+            for _ in range(request["steps"]):
+                whole = random_batch(recipe, state.step)
+                batch = Batch(*(array[rows] for array in (whole.tokens, whole.targets, whole.mask)))
+                take_step(state, recipe, machine, batch)
         yield {"waited_seconds": optimizer.waited, "peak_memory_bytes": peak_memory(machine)}
     disconnect(mesh)
 

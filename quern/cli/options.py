@@ -64,12 +64,20 @@ class RunOptions(ReportOptions):
 
 
 @dataclass
-class PrepareOptions:
-    """Flags of `quern prepare` and `quern tokenizer`."""
+class TokenizerOptions:
+    """Flags of `quern tokenizer`."""
 
     recipe: Annotated[Recipe, FLAT]
     out: Path = Path("out")
     """The output folder."""
+
+
+@dataclass
+class PrepareOptions(TokenizerOptions):
+    """Flags of `quern prepare`."""
+
+    workers: Annotated[int | None, UNSAID] = None
+    """Processes that turn text into tokens. Default: one per core."""
 
 
 @dataclass
@@ -78,31 +86,14 @@ class _RecipeOptions:
 
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
+    workers: Annotated[int | None, UNSAID] = None
+    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread."""
 
 
 @dataclass
-class RunAllOptions(_RecipeOptions):
-    """Flags of `quern run`."""
+class RanksOptions(_RecipeOptions):
+    """The processes of a verb that trains, and where its metrics go."""
 
-    questions: int = 200
-    """Held-out questions of each kind in the evaluation."""
-    sft: bool = True
-    """--no-sft skips fine-tuning and leaves a base model."""
-    resume: bool = False
-    """Continue an existing run with its recipe, text and tokenizer; an existing run is also continued without it."""
-
-
-@dataclass
-class TrainOptions(_RecipeOptions):
-    """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
-
-    resume: bool = False
-    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer."""
-    start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
-    """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
-    Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""
-    from_step: str = NEWEST
-    """The checkpoint for --from: newest, before-warmdown (saved before the learning rates fell), or a step."""
     ranks: int = 1
     """Processes on this machine that train together."""
     nodes: int = 1
@@ -121,6 +112,31 @@ class TrainOptions(_RecipeOptions):
     def __post_init__(self) -> None:
         if self.nodes > 1 and ":" not in self.rendezvous:
             raise ValueError(f"--nodes {self.nodes} needs --rendezvous host:port, the same on every node")
+
+
+@dataclass
+class RunAllOptions(RanksOptions):
+    """Flags of `quern run`."""
+
+    questions: int = 200
+    """Held-out questions of each kind in the evaluation."""
+    sft: bool = True
+    """--no-sft skips fine-tuning and leaves a base model."""
+    resume: bool = False
+    """Continue an existing run with its recipe, text and tokenizer; an existing run is also continued without it."""
+
+
+@dataclass
+class TrainOptions(RanksOptions):
+    """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
+
+    resume: bool = False
+    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer."""
+    start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
+    """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
+    Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""
+    from_step: str = NEWEST
+    """The checkpoint for --from: newest, before-warmdown (saved before the learning rates fell), or a step."""
 
 
 @dataclass

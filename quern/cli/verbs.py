@@ -7,26 +7,32 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quern.cli.options import (
     ChatOptions,
     CompleteOptions,
     EvaluateOptions,
     PrepareOptions,
+    RanksOptions,
     ReportOptions,
     RunAllOptions,
     ServeOptions,
+    TokenizerOptions,
     TrainOptions,
     log,
 )
 from quern.cli.summaries import OF_A_RUN, described
 from quern.mesh import refuse_uneven
 from quern.recipes import load_recipe, recipe_names
-from quern.records import open_trackers
+from quern.records import find_trackers
 from quern.unavailable import refuse_idle
 from quern.validate import install
+
+if TYPE_CHECKING:
+    from quern.stages.session import Session
 
 
 def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
@@ -55,7 +61,7 @@ def command_line(verb: str, rest: list[str]) -> str:
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp nodes rendezvous restarts timeout track device dtype threads no-compile no-sft questions".split()
+    "ranks tp nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft questions".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
@@ -68,73 +74,97 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
+    from quern.machine import cpu_threads
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
     from quern.text.tokenizer import compression_report
 
-    options, _ = parse(verb, rest, PrepareOptions)
+    options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     recipe = resolve(options.recipe)
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
         tokenizer = train_tokenizer(recipe, source, options.out, log)
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
-        rows = prepare(recipe, options.out, log).facts["tokenizer"]["compression"]
+        rows = prepare(recipe, options.out, log, workers=options.workers or cpu_threads()).facts["tokenizer"][
+            "compression"
+        ]
     for row in rows:
         log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
     return 0
 
 
-def verb_train(verb: str, rest: list[str]) -> int:
-    """Runs a training stage in this process, starts its ranks, or is one of them."""
+def on_ranks(
+    verb: str, rest: list[str], options: RanksOptions, source: str | None, run: Callable[[Session], int], stopped: str
+) -> int:
+    """Calls `run` in this process, or starts the ranks that call it, or is one of them.
+
+    Args:
+        verb: The verb.
+        rest: Its arguments.
+        options: The same, parsed.
+        source: The text of the recipe's own Python file, if the user named one.
+        run: Takes the session, and returns the exit code.
+        stopped: When a signal stopped ranks that left no outcome, for the message.
+    """
     from quern.flags.recipe_flags import named
     from quern.resolve import resolve
-    from quern.runs import saved
-    from quern.runs.run_dir import RunDir
-    from quern.stages import pretrain, rl, sft
     from quern.stages.session import Session
     from quern.train import launch
 
-    options, source = parse(verb, rest, TrainOptions)
-    recipe, where, tracked, here = options.recipe, options.where, options.track, launch.place()
+    where, here, ranks = options.where, launch.place(), options.nodes * options.ranks
+    trackers = find_trackers(options.track if here.main else ())
     if here.ranks == 1:
-        refuse_uneven(options.nodes * options.ranks, options.tp)
-    if options.nodes * options.ranks > 1 and here.ranks == 1:
-        if verb == "pretrain":
-            resolve(recipe)  # refuses bad values before any rank starts
-        return launch.launch([verb, *rest], options.ranks, options.restarts, options.nodes, options.rendezvous)
+        refuse_uneven(ranks, options.tp)
+    if ranks > 1 and here.ranks == 1:
+        if verb in ("pretrain", "run"):
+            resolve(options.recipe)  # refuses bad values before any rank starts
+        how = (options.ranks, options.restarts, options.nodes, options.rendezvous, stopped)
+        return launch.launch([verb, *rest], *how)
+    rank_log = log if here.main else lambda line: None
+    detect = functools.partial(where.machine, log=rank_log)
+    with launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout) as (machine, mesh):
+        session = Session(
+            stage="pretrain" if verb == "run" else verb,
+            machine=machine,
+            run_dir=where.run_dir,
+            resume=options.resume or launch.restarted(mesh),
+            source=source,
+            command=command_line(verb, rest),
+            log=rank_log,
+            trackers=trackers,
+            mesh=mesh,
+            named=set(named(rest)),
+            go_on=go_on(verb, rest, where.run_dir),
+            workers=options.workers,
+        )
+        return launch.finish(run(session))
+
+
+def verb_train(verb: str, rest: list[str]) -> int:
+    from quern.runs import saved
+    from quern.runs.run_dir import RunDir
+    from quern.stages import pretrain, rl, sft
+
+    options, source = parse(verb, rest, TrainOptions)
+    recipe, where = options.recipe, options.where
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
-    run_dir = where.run_dir
-    rank_log = log if here.main else lambda line: None
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
-    def begin(resume: bool) -> saved.Start | None:
+    def begin(session: Session) -> saved.Start | None:
         """The checkpoint of another run to start from, unless this run already has its own."""
-        if options.start is None or (resume and run_dir.has_trained(verb)):
+        if options.start is None or (session.resume and session.run_dir.has_trained(verb)):
             return None
         other = RunDir(where.out, options.start)
         stages = {"pretrain": ("pretrain",), "sft": ("pretrain", "sft"), "rl": ("sft", "rl")}[verb]
         code = recipe.callables() if source else None
-        return saved.read_start(other, stages, options.from_step, rank_log, code)
+        return saved.read_start(other, stages, options.from_step, session.log, code)
 
-    with launch.joined(f"quern {verb}", options.tp, where.machine, where.threads, options.timeout) as (machine, mesh):
-        resume = options.resume or launch.restarted(mesh)
-        session = Session(
-            stage=verb,
-            machine=machine,
-            run_dir=run_dir,
-            resume=resume,
-            source=source,
-            command=command_line(verb, rest),
-            log=rank_log,
-            trackers=open_trackers(tracked if mesh.main else (), run_dir.stage(verb), where.run, recipe.to_json()),
-            mesh=mesh,
-            named=set(named(rest)),
-            start=begin(resume),
-            go_on=go_on(verb, rest, run_dir),
-        )
-        return launch.finish(stage(recipe, session))
+    def run(session: Session) -> int:
+        return stage(recipe, replace(session, start=begin(session)))
+
+    return on_ranks(verb, rest, options, source, run, "before training began")
 
 
 PEER_SECONDS = 60.0
@@ -176,22 +206,12 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
 
 
 def verb_run(verb: str, rest: list[str]) -> int:
-    from quern.flags.recipe_flags import named
     from quern.stages import run_all
-    from quern.stages.session import Session
 
     options, source = parse(verb, rest, RunAllOptions)
-    session = Session(
-        stage="pretrain",
-        machine=options.where.machine(),
-        run_dir=options.where.run_dir,
-        command=command_line(verb, rest),
-        source=source,
-        log=log,
-        named=set(named(rest)),
-        go_on=go_on(verb, rest, options.where.run_dir),
-    )
-    return run_all.run(options.recipe, session, questions=options.questions, fine_tune=options.sft)
+    how = {"questions": options.questions, "fine_tune": options.sft}
+    stopped = "before the report was written: the same command continues"
+    return on_ranks(verb, rest, options, source, lambda session: run_all.run(options.recipe, session, **how), stopped)
 
 
 def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], None] = log) -> Any:

@@ -6,41 +6,29 @@ llm.c and modded-nanogpt) or uint32 (version 2, for vocabularies above 65,536). 
 of the first token of each document, int64. A document starts with BOS and is in one file. Where not every token is to
 be learned, .mask has a byte for each token: 1 to learn it, else 0.
 
-The writer makes files in a temporary folder, syncs and renames them, and writes the manifest last; temporaries.py
-removes what a killed writer leaves. The manifest has the size and SHA-256 of each file, and a fingerprint of the
-tokenizer and the source, by which `prepared` sees that nothing changed. Errors name the damaged file.
+shard_writer.py writes them. The manifest has the size and SHA-256 of each file, and a fingerprint of the tokenizer and
+the source, by which `prepared` sees that nothing changed. Errors name the damaged file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from quern.data.index import ArrayIndex, FileIndex, Index, Spans
 from quern.data.mapped import MappedFiles
 from quern.data.token_file import (
-    HEADER_BYTES,
-    HEADER_INTS,
-    MAGIC,
-    VERSIONS,
     ForeignFile,
     InMemory,
     ShardFile,
     TokenMap,
-    describe,
     read_manifest,
     split_files,
-    write_manifest,
 )
-from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 
 VERIFIED_BYTES = 1 << 28
 """Bytes that are hashed when a corpus is opened; a large one would take minutes."""
@@ -66,165 +54,6 @@ def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("tra
         return False
     files = [file for split in splits for file in split_files(manifest["splits"][split])]
     return all((folder / f["name"]).is_file() and (folder / f["name"]).stat().st_size == f["bytes"] for f in files)
-
-
-class ShardWriter:
-    """Writes one split. Use it in a `with` block: an error in the block leaves the folder unchanged.
-
-    Args:
-        folder: The folder of the data; created if needed.
-        split: Its name, such as "train".
-        dtype: uint16 or uint32; None chooses the smaller one that fits the vocabulary.
-        shard_tokens: A file is closed as soon as it has this many tokens.
-        vocab_size: Ids must be below it.
-        bos: The id that every document starts with.
-        fingerprint: What the tokens are made from; see `fingerprint`.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        split: str,
-        dtype: DTypeLike | None = None,
-        shard_tokens: int = 100_000_000,
-        *,
-        vocab_size: int,
-        bos: int,
-        fingerprint: str,
-    ) -> None:
-        self.dtype = np.dtype(dtype if dtype is not None else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self.dtype = self.dtype.newbyteorder("<")
-        if self.dtype not in VERSIONS.values():
-            raise ValueError(f"shards hold uint16 or uint32, not {self.dtype}")
-        if not 1 <= vocab_size <= 1 << (8 * self.dtype.itemsize):
-            raise ValueError(f"a vocabulary of {vocab_size:,} does not fit {self.dtype}; use uint32")
-        if not 0 <= bos < vocab_size:
-            raise ValueError(f"bos ({bos}) must be an id below the vocabulary size ({vocab_size:,})")
-        if shard_tokens < 1:
-            raise ValueError(f"shard_tokens ({shard_tokens}) must be at least 1")
-        self.folder, self.split = Path(folder), split
-        self.vocab_size, self.bos, self.fingerprint = vocab_size, bos, fingerprint
-        self.shard_tokens = shard_tokens
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(self.folder, split)
-        self._temporary = TemporaryFolder(self.folder / split)
-        self._work = self._temporary.path
-        self._files: list[dict[str, Any]] = []
-        self._file: BinaryIO | None = None
-        self._mask: BinaryIO | None = None
-        self._starts: list[int] = []
-        self._tokens = self._documents = 0
-        self._closed = False
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        try:
-            if kind is None:
-                self.close()
-        finally:
-            self.abandon()
-
-    def add(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Appends one document, BOS first. Raises ValueError if an id is not in the vocabulary.
-
-        mask: (T,) bool, True where a token is to be learned. All documents have one, or none has.
-        """
-        wide = np.asarray(ids, dtype=np.int64)
-        if wide.ndim != 1 or not wide.size or wide[0] != self.bos:
-            raise ValueError(f"document {self._documents} of {self.split} must start with BOS (id {self.bos})")
-        if wide.min() < 0 or wide.max() >= self.vocab_size:
-            wrong = int(wide[(wide < 0) | (wide >= self.vocab_size)][0])
-            raise ValueError(
-                f"document {self._documents} of {self.split} holds id {wrong}, outside the vocabulary of "
-                f"{self.vocab_size:,}: was it encoded with another tokenizer?"
-            )
-        if self._file is None:
-            path = self._work / f"{self.split}-{len(self._files):05d}.bin"
-            self._file = open(path, "wb")  # noqa: SIM115
-            self._file.write(bytes(HEADER_BYTES))
-            self._mask = None if mask is None else open(path.with_suffix(".mask"), "wb")  # noqa: SIM115
-        if (mask is None) != (self._mask is None) or (mask is not None and mask.shape != wide.shape):
-            raise ValueError(f"document {self._documents} of {self.split} needs a mask as long as its ids, as all have")
-        if self._tokens + wide.size >= 1 << 31:
-            raise ValueError("a shard holds fewer than 2**31 tokens; split the document or lower shard_tokens")
-        self._starts.append(self._tokens)
-        self._file.write(wide.astype(self.dtype).tobytes())
-        if self._mask is not None and mask is not None:
-            self._mask.write(mask.astype(bool).tobytes())
-        self._tokens += wide.size
-        self._documents += 1
-        if self._tokens >= self.shard_tokens:
-            self._finish_file()
-
-    def _finish_file(self) -> None:
-        if self._file is None:
-            return
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        version = next(v for v, dtype in VERSIONS.items() if dtype == self.dtype)
-        header[:3] = MAGIC, version, self._tokens
-        self._file.seek(0)
-        self._file.write(header.tobytes())
-        self._file.close()
-        path = Path(self._file.name)
-        starts = path.with_suffix(".starts.npy")
-        np.save(starts, np.array(self._starts, dtype="<i8"), allow_pickle=False)
-        sync_path(path)
-        sync_path(starts)
-        entry = describe(path) | {"tokens": self._tokens, "documents": len(self._starts)}
-        entry["starts"] = describe(starts)
-        if self._mask is not None:
-            self._mask.close()
-            sync_path(path.with_suffix(".mask"))
-            entry["mask"] = describe(path.with_suffix(".mask"))
-        self._files.append(entry)
-        self._file, self._mask, self._starts, self._tokens = None, None, [], 0
-
-    def close(self) -> None:
-        """Moves the files into the folder and lists them in the manifest. Raises ValueError without documents."""
-        if self._closed:
-            return
-        if not self._documents:
-            self.abandon()
-            raise ValueError(f"no documents for the split {self.split!r}: nothing to write in {self.folder}")
-        self._finish_file()
-        try:
-            manifest = read_manifest(self.folder)
-        except (FileNotFoundError, ValueError):
-            manifest = {}
-        splits = manifest.get("splits", {}) if manifest.get("fingerprint") == self.fingerprint else {}
-        splits.pop(self.split, None)
-        # The manifest must not list files while they are replaced: a crash here then reads as "not prepared".
-        write_manifest(self.folder, self.fingerprint, splits)
-        for old in self.folder.glob(f"{self.split}-[0-9]*.*"):
-            old.unlink()
-        for file in split_files({"files": self._files}):
-            os.replace(self._work / file["name"], self.folder / file["name"])
-        splits[self.split] = {
-            "dtype": self.dtype.name,
-            "vocab_size": self.vocab_size,
-            "bos": self.bos,
-            "documents": self._documents,
-            "tokens": sum(file["tokens"] for file in self._files),
-            "files": self._files,
-        }
-        sync_path(self.folder)
-        write_manifest(self.folder, self.fingerprint, splits)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Removes the files written so far and leaves the folder unchanged."""
-        self._closed = True
-        try:
-            for file in (self._file, self._mask):
-                if file is not None:
-                    file.close()  # flushes the buffer, which fails again on a full disk
-        finally:
-            self._temporary.remove()
 
 
 class Corpus:

@@ -1,4 +1,4 @@
-"""Token files on disk and their manifest: how they are read, checked and synced. `shards.py` writes them.
+"""Token files on disk and their manifest: how they are read, checked and synced. shard_writer.py writes them.
 
 A damaged, truncated, missing, empty or swapped file raises FileNotFoundError or ValueError with its name.
 """
@@ -233,7 +233,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(folder: Path, fingerprint: str, splits: dict[str, Any]) -> None:
-    manifest = {"version": 1, "fingerprint": fingerprint, "splits": splits}
+def write_manifest(folder: Path, fingerprint: str, splits: dict[str, Any], unfinished: dict[str, Any]) -> None:
+    """Writes the manifest. unfinished: the splits whose writer has finished some shards, which no reader opens."""
+    manifest = {"version": 1, "fingerprint": fingerprint, "splits": splits, "unfinished": unfinished}
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1))
     sync_path(folder)

@@ -67,16 +67,19 @@ class PlanOptions:
 class Candidate:
     """One layout. `step` is None for an impossible one, with the reason in `refusal`.
 
-    `share` is the bytes of the parameters over those of their padded buffers.
+    `recomputed` blocks run again in the backward pass; without that, a GPU would need `kept` bytes. `share` is the
+    bytes of the parameters over those of their padded buffers.
     """
 
     dp: int
     tp: int
     micro_batch_tokens: int = 0
+    recomputed: int = 0
     memory: Annotated[Memory | None, UNSAID] = None
     step: Annotated[Step | None, UNSAID] = None
     refusal: str = ""
     share: float = 1.0
+    kept: int = 0
 
     @property
     def seconds(self) -> float:
@@ -125,19 +128,24 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, dp: int, 
         layout = lay_out(recipe, DTYPES[options.dtype], dp, tp)
     except ValueError as error:
         return Candidate(dp, tp, refusal=str(error))
-    row_bytes, flops = activations(layout, device, options.compile), flops_per_token(recipe)
+    traced, flops = activations(layout, device, options.compile), flops_per_token(recipe)
     share = sum(p.nbytes for p in layout.shard.parameters()) / sum(bucket.params.nbytes for bucket in layout.buckets)
     found: list[Candidate] = []
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
         tokens = sized.recipe.train.micro_batch_tokens
         assert tokens
-        needed = memory(sized, device, options.compile, row_bytes)
-        if needed.peak > room:
+        kept = 0
+        for smaller in _recomputed(sized):
+            recomputed, needed = smaller.recipe.train.recompute, memory(smaller, device, options.compile, traced)
+            kept = kept or needed.peak
+            if needed.peak <= room:
+                step = predict(smaller, needed, cluster, flops)
+                found.append(Candidate(dp, tp, tokens, recomputed, needed, step, "", share, kept))
+                break
+        else:
             refusal = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
-            found.append(Candidate(dp, tp, tokens, needed, None, refusal, share))
+            found.append(Candidate(dp, tp, tokens, recomputed, needed, None, refusal, share))
             break
-        step = predict(sized, needed, cluster, flops)
-        found.append(Candidate(dp, tp, tokens, needed, step, "", share))
     return min(found, key=lambda one: one.seconds)
 
 
@@ -150,6 +158,13 @@ def _sized(layout: Layout, fixed: bool) -> list[Layout]:
     counts = [2**power for power in range(rows.bit_length()) if 2**power < rows] + [rows]
     trains = [replace(layout.recipe.train, micro_batch_tokens=count * context) for count in counts]
     return [replace(layout, recipe=replace(layout.recipe, train=train)) for train in trains]
+
+
+def _recomputed(layout: Layout) -> list[Layout]:
+    """Returns the layout with none of its blocks run again in the backward pass, a quarter … all; or the recipe's."""
+    train, depth = layout.recipe.train, len(layout.whole.blocks)
+    counts = [train.recompute] if train.recompute else sorted({-(-depth * quarter // 4) for quarter in range(5)})
+    return [replace(layout, recipe=replace(layout.recipe, train=replace(train, recompute=count))) for count in counts]
 
 
 # Output -----------------------------------------------------------------------------------------------------
@@ -179,7 +194,15 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
         smaller = f"a smaller --depth, or --train.micro-batch-tokens {recipe.model.context}"
         return [*lines, "", f"Nothing fits: {more} {smaller}"]
     flags = f"--tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
-    lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}", ""]
+    flags += f" --train.recompute {best.recomputed}" if best.recomputed else ""
+    lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}"]
+    if best.kept > best.memory.peak:
+        free = chip.memory - chip.reserved
+        lines += [
+            f"      {best.recomputed} of {recipe.depth} blocks run again in the backward pass; with the activations of "
+            f"all, it needs {best.kept / GB:.1f} GB of the {free / GB:.1f} GB that are free"
+        ]
+    lines += [""]
     lines += ["memory of one GPU" if options.gpu != "cpu" else "memory of one rank (the interpreter comes on top)"]
     lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
     lines += ["", "one GPU sends per step"]
@@ -189,9 +212,10 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     return [*lines, "", *ASSUMED]
 
 
-HEAD = ("dp", "tp", "micro-batch", "memory GB", "products", "pointwise", "update", "model", "data", "step ms",
+HEAD = ("dp", "tp", "micro-batch", "again", "memory GB", "products", "pointwise", "update", "model", "data", "step ms",
         "tokens/s", "MFU %", "days", "dollars")  # fmt: skip
 ASSUMED = (
+    "again: the first so many blocks run again in the backward pass (--train.recompute), as few quarters as fit.",
     "The columns from products to data are ms of a step. model: collectives of tensor parallelism; data: collectives",
     "of data parallelism that nothing hides. Memory and bytes are counted. Times are a model without kernel launches,",
     "stragglers and waiting for data: trust a measured run more (docs/parallelism.md).",
@@ -201,7 +225,7 @@ ASSUMED = (
 def _row(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -> tuple[str, ...]:
     needed = f"{one.memory.peak / GB:.2f}" if one.memory else "-"
     micro = f"{one.micro_batch_tokens:,}" if one.micro_batch_tokens else "-"
-    head = (f"{one.dp:,}", str(one.tp), micro, needed)
+    head = (f"{one.dp:,}", str(one.tp), micro, str(one.recomputed), needed)
     if one.step is None:
         return (*head, *["-"] * (len(HEAD) - len(head)))
     step = one.step
@@ -234,6 +258,7 @@ def _categories(one: Memory) -> list[tuple[str, int, str]]:
         ("fp32 masters", one.masters, "" if one.masters else "parameters are their own"),
         ("moments", one.moments, ""),
         ("activations", one.activations, "of one micro-batch"),
+        ("run again", one.again, "activations of one block, when the loss is gone"),
         ("loss", one.loss, "a chunk of logits, gradients of head and hidden states"),
         ("gradients in flight", one.in_flight, "" if one.accumulates else "when activations are gone"),
         ("update", one.update, "when activations are gone"),
@@ -264,6 +289,7 @@ def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> d
     body = []
     for one in found:
         entry: dict[str, Any] = {"dp": one.dp, "tp": one.tp, "micro_batch_tokens": one.micro_batch_tokens}
+        entry["recomputed"] = one.recomputed
         entry |= {"refusal": one.refusal, "parameters_share_of_buffers": round(one.share, 4)}
         entry["memory"] = one.memory and asdict(one.memory) | {"peak": one.memory.peak}
         entry["step"] = one.step and asdict(one.step) | {"seconds": one.step.seconds}

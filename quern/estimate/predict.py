@@ -2,9 +2,11 @@
 
 A model with these parts, in seconds of one rank:
 
-- products: FLOPs of its tokens (model/count.py) and of its share of the update, at the rate of large matrix products;
+- products: FLOPs of its tokens (model/count.py), of blocks that run again in the backward pass, and of its share of the
+  update, at the rate of large matrix products;
 - pointwise: the operations between products, bound by memory. The forward pass writes and reads what autograd keeps,
-  the backward pass reads it and writes its gradient: four passes. Each optimizer buffer is read and written;
+  the backward pass reads it and writes its gradient: four passes, and two more over what is computed again. Each
+  optimizer buffer is read and written;
 - model: the collectives of tensor parallelism, which nothing hides;
 - data: gradients, hidden behind the backward pass of the last micro-batch except for the last bucket; parameters,
   hidden behind the update in the same way; and matrices on the way to their owners and back, not hidden.
@@ -88,9 +90,12 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     chip, context, batch_tokens = cluster.processor, layout.recipe.model.context, layout.recipe.train.batch_tokens
     assert context and batch_tokens
     rate, bandwidth = chip.peak_flops * chip.attained, chip.memory_bandwidth * ATTAINED_BANDWIDTH
-    products = flops_per_token * layout.rows * context / layout.tp / rate
-    most = max(layout.micro_batches)
-    pointwise = PASSES * memory.activations / most * layout.rows / bandwidth
+    blocks = len(layout.whole.blocks)
+    recomputed = min(layout.recipe.train.recompute, blocks)
+    in_blocks = flops_per_token - 6 * layout.whole.head.weight.numel()  # a third of it is the forward pass
+    products = (flops_per_token + in_blocks / 3 * recomputed / blocks) * layout.rows * context / layout.tp / rate
+    most, again = max(layout.micro_batches), recomputed * memory.again
+    pointwise = (PASSES * (memory.activations + again) + 2 * again) / most * layout.rows / bandwidth
     update = _update_flops(layout) / rate + 2 * (memory.masters + memory.moments) / bandwidth
     traffic = bytes_per_step(layout)
     cut = sum(not bucket.small for bucket in layout.buckets)

@@ -19,9 +19,11 @@ import torch
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.model.count import Counts, count
+from quern.model.recompute import recompute
 from quern.recipe import Recipe
 from quern.records import Nowhere
 from quern.resolve import resolve
+from quern.runs.public_data import shards_used
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_vocabulary, make_batches, validation
 from quern.stages.session import silent
@@ -193,18 +195,21 @@ class Trainer:
         )
 
     def _data(self, recipe: Recipe) -> Prepared:
-        key = json.dumps([recipe.to_json()[part] for part in ("data", "val", "seed", "text", "make_documents")])
+        recipe = resolve(recipe)
+        body, shards = recipe.to_json(), shards_used(recipe, self.out)
+        key = json.dumps([shards, *(body[part] for part in ("data", "val", "seed", "text", "make_documents"))])
         if self._prepared is None or self._prepared[0] != key:
-            self._prepared = key, prepare(resolve(recipe), self.out, self.log)
+            self._prepared = key, prepare(recipe, self.out, self.log)
         return self._prepared[1]
 
     def _ready_model(self, recipe: Recipe) -> tuple[LanguageModel, Counts]:
-        key = recipe.make_model, recipe.model, recipe.train.fp8
+        key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute
         if self._model is None or self._model[0] != key:
             self._model = None  # frees the memory of the last one first
             model = build_model(recipe, self.machine, None)
             counts = count(model)
             compile_model(model, self.machine)
+            recompute(model, recipe.train.recompute)
             self._model = key, model, counts
         return self._model[1:]
 

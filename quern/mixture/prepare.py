@@ -1,10 +1,11 @@
 """Prepares a mixture: reads each source once, checks and tokenizes it into shards with masks, and joins the shards.
 
 Each source has a folder of its own, `out/data/<source>-chat-<fingerprint>`, which later runs use again. So another
-mixture of the same sources prepares nothing. Of a file, the first fiftieth is held out. `repeats` chooses documents of
-the joined corpus by their index and copies no token; data/loader.py mixes their order. A conversation that equals a
-held-out one, of the same source or of another, is not trained on. Conversations are read and written one by one: the
-memory that this takes is 24 bytes for each conversation of an epoch.
+mixture of the same sources prepares nothing. Of a file, the first fiftieth is held out; of a public set of
+conversations, its test split. `repeats` chooses documents of the joined corpus by their index and copies no token;
+data/loader.py mixes their order. A conversation that equals a held-out one, of the same source or of another, is not
+trained on. Conversations are read and written one by one: the memory that this takes is 24 bytes for each conversation
+of an epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus, fingerprint, prepared
 from quern.generate import tools
 from quern.mixture import questions, sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
@@ -28,13 +30,13 @@ from quern.mixture.task_rows import TaskRows, built_in_rows
 from quern.recipe import Recipe
 from quern.temporaries import write_whole
 from quern.terminal import Meter
-from quern.text import chat, conversations, documents, formats
-from quern.text.data_sets import DATASETS
+from quern.text import chat, conversations, data_sets, documents, formats
 from quern.text.documents import Conversation
 from quern.text.tokenizer import Tokenizer
 
 LEFT_OUT, HASHES = "left_out.json", "hashes.npy"
-"""In the folder of a source: how many test rows were left out, and 8 bytes of hash of each conversation's tokens."""
+"""In the folder of a source: how many test rows were left out, and 8 bytes of hash of each conversation's tokens, split
+after split."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
         recipe: Says the sources, the seed, and the folder of test rows.
         tokenizer: Encodes the conversations.
         out: The output folder.
-        fetch: Downloads a public data set and returns its folder.
+        fetch: Downloads a public data set and returns its files.
         log: Takes lines for the user.
 
     Raises:
@@ -107,19 +109,27 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
     opened = [open_source(asked, recipe, out, fetch, log) for asked in recipe.conversation_sources]
     rows = _task_rows(recipe, opened, out)
     folders = [_prepared(source, rows, tokenizer, out) for source in opened]
+    corpora = [
+        [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
+        for source, (folder, mark) in zip(opened, folders, strict=True)
+    ]
     hashes = [np.load(folder / HASHES) for folder, _ in folders]
-    held_out = [0 if source.built_in else _held_out(len(own)) for source, own in zip(opened, hashes, strict=True)]
-    hidden = np.concatenate([own[:count] for own, count in zip(hashes, held_out, strict=True)])
+    held_out = [0 if source.has_val else _held_out(len(own)) for source, own in zip(opened, hashes, strict=True)]
+    hidden = np.concatenate(
+        [
+            own[splits[0].num_documents :] if source.has_val and not source.built_in else own[:count]
+            for source, splits, own, count in zip(opened, corpora, hashes, held_out, strict=True)
+        ]
+    )
     found, train, val = [], [], []
-    for number, (source, (folder, mark), own_hashes, count) in enumerate(
-        zip(opened, folders, hashes, held_out, strict=True)
+    for number, (source, (folder, _), splits, own_hashes, count) in enumerate(
+        zip(opened, folders, corpora, hashes, held_out, strict=True)
     ):
-        splits = [Corpus.open(folder, split, fingerprint=mark) for split in source.splits]
-        copied = np.isin(own_hashes, hidden)
+        copied = np.isin(own_hashes[: splits[0].num_documents], hidden)
         learned = np.flatnonzero(~copied)
         chosen = learned[_repeated(len(learned), source.asked.repeats, (recipe.seed, number))]
         train.append(splits[0].part(chosen))
-        val.append(splits[1] if source.built_in else splits[0].part(np.arange(count)))
+        val.append(splits[1] if source.has_val else splits[0].part(np.arange(count)))
         found.append(
             {
                 "source": source.asked.source,
@@ -157,7 +167,7 @@ def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
     if empty:
         raise ValueError(_holds_none(empty[0]))
     _refuse_few(
-        recipe, sum(counts), sum(count > 1 or source.built_in for source, count in zip(opened, counts, strict=True))
+        recipe, sum(counts), sum(count > 1 or source.has_val for source, count in zip(opened, counts, strict=True))
     )
 
 
@@ -184,7 +194,7 @@ def _task_rows(recipe: Recipe, opened: list[OpenSource], out: Path) -> TaskRows:
         rows.read(Path(recipe.sft.tests), "--sft.tests")
     if all(source.built_in for source in opened):
         return rows
-    for name in (name for name, known in DATASETS.items() if known.kind == "questions"):
+    for name in (name for name, known in data_sets.DATASETS.items() if known.kind == "questions"):
         folder = out / "downloads" / name / "val"
         if any(folder.glob("*.parquet")):
             rows.read(folder, name)
@@ -204,11 +214,12 @@ def _tokenize(checked: _Checked, tokenizer: Tokenizer, folder: Path, mark: str) 
             ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
             Meter(f"tokenizing {source.asked.source}", source.asked.limit, "conversations") as meter,
         ):
+            finished = writer.documents  # by a writer that was stopped
             for number, conversation in enumerate(_chain(first, read)):
                 ids, learned = chat.render(tokenizer, conversation.messages)
-                writer.add(ids, learned)
-                if split == source.splits[0]:
-                    hashes.append(_hash(ids))
+                if number >= finished:
+                    writer.add(ids, learned)
+                hashes.append(_hash(ids))
                 tokens += len(ids)
                 meter.at(number + 1, f"{tokens / 1e6:.1f}M tokens")
             write_whole(folder / LEFT_OUT, json.dumps(checked.left_out))

@@ -1,13 +1,14 @@
 """Opens a source of conversations: the built-in world, a public data set, or a file or folder of the user.
 
-Only the training files of a public set are read. Files are read record by record, so no source is in memory. A source
-is known by the contents of its files, and the built-in ones by their seed, their size and their code.
+Files are read record by record, so no source is in memory. A source is known by the contents of its files, and the
+built-in ones by their seed, their size and their code. The test split of a public set of conversations is held out for
+validation; of question sets, whose test rows are those of tasks, it is not read here (task_rows.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,12 +16,13 @@ from pathlib import Path
 from quern.mixture import questions
 from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.terminal import Meter
-from quern.text import tinyworld
+from quern.text import data_sets, tinyworld
 from quern.text.chat import Message
 from quern.text.content import content_fingerprint
-from quern.text.data_sets import DATASETS
 from quern.text.documents import CONVERSATION_FORMATS, Conversation, conversation_rows
-from quern.text.sources import format_of, list_source
+from quern.text.hub import Fetched
+from quern.text.repository import PREFIX
+from quern.text.sources import Where, format_of, list_source
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
 
@@ -28,13 +30,12 @@ HELD_OUT_EVERY = 50
 """One conversation in so many is held out for validation."""
 FEWEST_HELD_OUT = 8
 """Of a built-in source, whose held-out conversations are extra ones."""
-SETS = tuple(name for name, known in DATASETS.items() if known.kind in ("conversations", "questions"))
 ALL = "all"
 """The split of a source that has no splits of its own."""
 
 Log = Callable[[str], None]
-Fetch = Callable[[str], Path]
-"""The name of a public data set → its folder, downloaded if needed."""
+Fetch = Callable[[ConversationSource], Fetched]
+"""A public data set → its files, downloaded if needed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class OpenSource:
 
     @property
     def built_in(self) -> bool:
+        return self.asked.source in BUILT_IN_CONVERSATIONS
+
+    @property
+    def has_val(self) -> bool:
+        """Whether it has conversations for validation. Of other sources, the first ones are held out."""
         return self.splits != (ALL,)
 
     @property
@@ -83,31 +89,40 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
     """
     if asked.source in BUILT_IN_CONVERSATIONS:
         return _built_in(asked, recipe)
-    path, public = Path(asked.source), False
-    if not path.exists():
-        if asked.source not in SETS:
-            kind = "data set" if asked.source in DATASETS else "file, folder or data set"
-            raise FileNotFoundError(
-                f"--conversations {asked.source}: there is no such {kind} of conversations; use a path, or one of "
-                f"{', '.join((*BUILT_IN_CONVERSATIONS, *SETS))}"
-            )
-        path, public = fetch(asked.source) / "train", True
-    files = list_source(path, CONVERSATION_FORMATS)
-    megabytes = sum(entry.size for entry in files.read) / 1e6
-    with Meter("looking for changes in the conversations", megabytes, "MB") as meter:
-        cache = out / "data" / "digests.json"
-        content = content_fingerprint(files.files, cache, lambda done: meter.at(done / 1e6))
-    marks = ("files", content, *map(format_of, files.files), str(asked.limit))
+    if Path(asked.source).exists():
+        return _of_files(asked, {ALL: Path(asked.source)}, out, log)
+    known = data_sets.DATASETS.get(asked.source)
+    if not asked.source.startswith(PREFIX) and (known is None or known.kind not in ("conversations", "questions")):
+        sets = [name for name, one in data_sets.DATASETS.items() if one.kind in ("conversations", "questions")]
+        raise FileNotFoundError(
+            f"--conversations {asked.source}: there is no such {'data set' if known else 'file, folder or data set'} "
+            f"of conversations; use a path, one of {', '.join((*BUILT_IN_CONVERSATIONS, *sets))}, or hf:OWNER/NAME"
+        )
+    files = fetch(asked)
+    if known is not None and known.kind == "conversations" and files.val:
+        return _of_files(asked, {"train": files.train, "val": files.val}, out, log, public=True)
+    return _of_files(asked, {ALL: files.train}, out, log, public=True)
+
+
+def _of_files(
+    asked: ConversationSource, splits: Mapping[str, Where], out: Path, log: Log, public: bool = False
+) -> OpenSource:
+    """splits: split → its files."""
+    listed = [file for where in splits.values() for file in list_source(where, CONVERSATION_FORMATS).read]
+    with Meter("looking for changes in the conversations", sum(file.size for file in listed) / 1e6, "MB") as meter:
+        cache, paths = out / "data" / "digests.json", [file.path for file in listed]
+        content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))
+    marks = ("files", content, *splits, *map(format_of, paths), str(asked.limit))
 
     def read(split: str) -> Iterator[Conversation]:
-        return islice(read_rows(path, log), asked.limit)
+        return islice(read_rows(splits[split], log), asked.limit)
 
-    return OpenSource(asked, marks, (ALL,), read, public)
+    return OpenSource(asked, marks, tuple(splits), read, public)
 
 
-def read_rows(path: Path, log: Log | None = None) -> Iterator[Conversation]:
-    """The conversations of a file or a folder; rows of question sets count as conversations."""
-    return conversation_rows(path, log, questions.to_messages, questions.KEYS)
+def read_rows(source: Where, log: Log | None = None) -> Iterator[Conversation]:
+    """The conversations of files; rows of question sets count as conversations."""
+    return conversation_rows(source, log, questions.to_messages, questions.KEYS)
 
 
 def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:

@@ -3,9 +3,11 @@
 Parameters, gradients, masters and moments are the optimizer's buffers (buckets.py), padding included, on the rank that
 owns most. Activations come from a forward pass of the largest micro-batch on the "meta" device: the sum of what
 autograd keeps. A compiled model keeps the operands and results of matrix products and attention, in the dtype in which
-they were made, and computes pointwise results again (`Origins`). The peak of a step is
+they were made, and computes pointwise results again (`Origins`). Of the blocks that run again in the backward pass
+(model/recompute.py), the inputs stay, and in that pass the activations of one of them. The peak of a step is
 
-    buffers + max(activations + gradients in flight + loss, gradients in flight at the end of backward, update)
+    buffers + max(activations + gradients in flight + max(loss, again), gradients in flight at the end of backward
+                  + again, update)
 
 Gradients in flight are autograd's own, until they are copied into the buffers: with replicas the largest one, on one
 replica all of them, through all micro-batches. The loss is the memory of its chunks (kernels/cross_entropy.py). The
@@ -17,8 +19,8 @@ and FP8's second copies.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,7 @@ from quern.kernels.attention.blocked import attend_blocked, kept_elements
 from quern.kernels.attention.flash import flash_attention
 from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.kernels.softcap import has_kernel
+from quern.model.recompute import wrap_calls
 from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 
@@ -42,13 +45,15 @@ LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index)
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by the categories above. in_flight: gradients; accumulates: over several micro-batches."""
+    """Bytes of one rank, by the categories above. again: activations of one block that runs again; in_flight:
+    gradients; accumulates: over several micro-batches."""
 
     parameters: int
     gradients: int
     masters: int
     moments: int
     activations: int
+    again: int
     loss: int
     in_flight: int
     update: int
@@ -60,30 +65,32 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        during = self.activations + self.loss + (self.in_flight if self.accumulates else 0)
-        return self.buffers + max(during, self.in_flight, self.update)
+        during = self.activations + max(self.loss, self.again) + (self.in_flight if self.accumulates else 0)
+        return self.buffers + max(during, self.in_flight + self.again, self.update)
 
 
-def memory(layout: Layout, device: str, compiled: bool, row_bytes: int | None = None) -> Memory:
+def memory(layout: Layout, device: str, compiled: bool, traced: Activations | None = None) -> Memory:
     """Predicts the memory of the rank that owns most, in a step of the recipe's batch and micro-batches.
 
     Args:
         device: "cpu" or "cuda", whose attention and loss keep different tensors.
         compiled: Whether torch.compile is used.
-        row_bytes: The result of `activations` for this layout, if it is known.
+        traced: The result of `activations` for this layout, if it is known.
     """
-    row_bytes = activations(layout, device, compiled) if row_bytes is None else row_bytes
+    traced = traced or activations(layout, device, compiled)
     grad_bytes = layout.buckets[0].grads.itemsize
     gradients = [p.numel() * grad_bytes for p in layout.shard.parameters()]
     masters, moments = _owned(layout)
     most_rows, context = max(layout.micro_batches), layout.recipe.model.context
+    recomputed = layout.recipe.train.recompute
     assert context
     return Memory(
         parameters=sum(bucket.params.nbytes for bucket in layout.buckets),
         gradients=sum(bucket.grads.nbytes * (1 if bucket.group.every == 1 else 2) for bucket in layout.buckets),
         masters=masters,
         moments=moments,
-        activations=most_rows * row_bytes,
+        activations=most_rows * traced.kept(recomputed),
+        again=most_rows * traced.again(recomputed),
         loss=_loss(layout, most_rows * context, device, compiled),
         in_flight=sum(gradients) if layout.dp == 1 else max(gradients),
         update=max(_update(bucket, layout, compiled) for bucket in layout.buckets),
@@ -119,8 +126,39 @@ def owned_counts(bucket: Bucket, layout: Layout) -> list[int]:
 # Activations ------------------------------------------------------------------------------------------------
 
 
-def activations(layout: Layout, device: str, compiled: bool) -> int:
-    """Counts the bytes that autograd keeps of one row's forward pass, up to the head.
+Sizes = dict[int, int]
+"""Storage → bytes."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What autograd keeps of one row's forward pass, up to the head.
+
+    Attributes:
+        inputs: Of each block, its arguments.
+        inside: Of each block, what is kept for its backward pass.
+        outside: What is kept between the blocks.
+    """
+
+    inputs: list[Sizes]
+    inside: list[Sizes]
+    outside: Sizes
+
+    def kept(self, recomputed: int) -> int:
+        """Bytes from the forward to the backward pass, if the first blocks keep their inputs only."""
+        kept: Sizes = dict(self.outside)
+        for sizes in self.inputs[:recomputed] + self.inside[recomputed:]:
+            kept |= sizes
+        return sum(kept.values())
+
+    def again(self, recomputed: int) -> int:
+        """Bytes of the largest of the blocks that run again, beside its arguments."""
+        blocks = zip(self.inside[:recomputed], self.inputs, strict=False)
+        return max((sum(inside[at] for at in inside.keys() - inputs.keys()) for inside, inputs in blocks), default=0)
+
+
+def activations(layout: Layout, device: str, compiled: bool) -> Activations:
+    """Counts what autograd keeps of one row.
 
     Raises:
         ValueError: when the model cannot run on the "meta" device.
@@ -133,18 +171,46 @@ def activations(layout: Layout, device: str, compiled: bool) -> int:
     context = model.context(tokens_BT, 1.0)
     context._attend = _attend_as_on_cpu if device == "cpu" else _attend_as_on_gpu
     origins = Origins(model.parameters())
+    traced = Activations([], [], {})
+
+    def sizes(tensors: Iterable[Any]) -> Sizes:
+        found = _storages(list(tensors))
+        if not compiled:
+            return {at: size for at, size in found.items() if at not in origins.parameters}
+        return {at: size for one in found for at, size in origins.of.get(one, {}).items()}
+
+    def trace(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = _storages((args, kwargs))
+        computed = {at: size for at, size in arguments.items() if at not in origins.parameters}
+        origins.of |= {at: {at: size} for at, size in computed.items()}  # a compiled block is a graph of its own
+        traced.inputs.append(computed)
+        with _saved_tensors() as saved:
+            result = call(*args, **kwargs)
+        traced.inside.append(sizes(saved))
+        return result
+
+    restore = [wrap_calls(block, trace) for block in model.blocks]
+    try:
+        with _saved_tensors() as saved, origins:
+            saved.append(model(tokens_BT, context))
+    finally:
+        for one in restore:
+            one()
+    traced.outside.update(sizes(saved))
+    return traced
+
+
+@contextmanager
+def _saved_tensors() -> Iterator[list[Tensor]]:
+    """Collects what autograd saves, except within another such block."""
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), origins:
-        saved.append(model(tokens_BT, context))
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-    if compiled:
-        return sum({at: size for one in storages for at, size in origins.of.get(one, {}).items()}.values())
-    return sum(size for at, size in storages.items() if at not in origins.parameters)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
 
 
 class Origins(TorchDispatchMode):
@@ -159,7 +225,7 @@ class Origins(TorchDispatchMode):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
         self.parameters = {p.untyped_storage()._cdata for p in parameters}
-        self.of: dict[int, dict[int, int]] = {}
+        self.of: dict[int, Sizes] = {}
         self._alive: list[Tensor] = []  # a storage's address is not used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +244,7 @@ class Origins(TorchDispatchMode):
         return result
 
 
-def _storages(values: Any) -> dict[int, int]:
+def _storages(values: Any) -> Sizes:
     """Storage → bytes of the tensors in nested containers."""
     found = (t.untyped_storage() for t in tree_leaves(values) if isinstance(t, Tensor))
     return {storage._cdata: storage.nbytes() for storage in found}

@@ -14,7 +14,9 @@ n shards; N tokens, padded to n·t; width D; R regions; s bytes per element of t
                      and 2(n-1)/n · 4·N                       maxima, if the logits have no cap
 
 with M the shifts by a token (gpt's smear) and P the elements of replicated parameters. This is about 4·R+4 times the
-stream, where data parallelism sends each parameter's gradient and value once per step.
+stream, where data parallelism sends each parameter's gradient and value once per step. A block that runs again in the
+backward pass (model/recompute.py) repeats its collectives up to the last region's product: n·t more rows are gathered
+for each of its regions, and scattered for each but the last, or for all where what the block adds is dropped out.
 """
 
 from __future__ import annotations
@@ -195,12 +197,15 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks:
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
 
 
-def bytes_sent(model: Any, tokens: int, shards: int, plan: ShardingPlan | None = None) -> dict[str, int]:
+def bytes_sent(
+    model: Any, tokens: int, shards: int, plan: ShardingPlan | None = None, recomputed: int = 0
+) -> dict[str, int]:
     """Returns the bytes that a rank sends through its model group in one training micro-batch, by the formula above.
 
     Args:
         model: Whole, on any device (also "meta"), in its training dtype.
         tokens: B·T.
+        recomputed: The first so many blocks run again in the backward pass.
 
     Returns:
         Bytes by kind of collective.
@@ -209,7 +214,24 @@ def bytes_sent(model: Any, tokens: int, shards: int, plan: ShardingPlan | None =
     width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
     filled = -(-tokens // shards) * shards
     rows = 2 * (len(_regions(model, plan)) + 1) * filled + plan.shifts * shards
+    gathered, scattered = _repeated(model, plan, recomputed)
     replicated = sum(p.numel() for name, p in model.named_parameters() if plan.dim_of(name) is None)
-    stream = rows * width * itemsize * (shards - 1) // shards
+    row_bytes = width * itemsize
     numbers = (8 if getattr(model.cap, "tanh_form", None) is not None else 12) * tokens + 4 * replicated
-    return {"all_gather": stream, "reduce_scatter": stream, "all_reduce": 2 * numbers * (shards - 1) // shards}
+    return {
+        "all_gather": (rows + gathered * filled) * row_bytes * (shards - 1) // shards,
+        "reduce_scatter": (rows + scattered * filled) * row_bytes * (shards - 1) // shards,
+        "all_reduce": 2 * numbers * (shards - 1) // shards,
+    }
+
+
+def _repeated(model: Any, plan: ShardingPlan, recomputed: int) -> tuple[int, int]:
+    """How often the stream is gathered and scattered again by blocks that run again."""
+    gathered = scattered = 0
+    for layer, block in enumerate(model.blocks[:recomputed]):
+        names = (f"blocks.{layer}.{name}" for name, _ in block.named_modules())
+        regions = sum(any(fnmatchcase(name, pattern) for pattern in plan.regions) for name in names)
+        dropped = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+        gathered += regions
+        scattered += regions if dropped else max(0, regions - 1)
+    return gathered, scattered

@@ -66,7 +66,8 @@ def model_bytes(layout: Layout) -> Counter[str]:
     context = layout.recipe.model.context
     assert context
     for rows in layout.micro_batches:
-        for kind, count in bytes_sent(layout.whole, rows * context, layout.tp).items():
+        sent_here = bytes_sent(layout.whole, rows * context, layout.tp, recomputed=layout.recipe.train.recompute)
+        for kind, count in sent_here.items():
             sent[f"model/{kind}"] += count
     return sent
 

@@ -32,6 +32,7 @@ LABELS = {
     "final_lr": "final learning rate",
     "lr_share": "peak learning rate, relative to pretraining",
     "too_long": "conversations longer than the context",
+    "recompute": "blocks computed twice",
     "max_skips": "allowed consecutive skips",
     "parameters": "parameters,",
     "kaplan": "matrices and head",

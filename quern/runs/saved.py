@@ -37,7 +37,7 @@ CHANGEABLE = OPERATIONAL | {
     "rl.warmdown_share",
 }
 """Fields that may change when a run is resumed, besides every field of `optim`."""
-BY_CONTENT = ("data", "val", "conversations", "text.tokenizer", "sft.tests")
+BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests")
 """Fields that are not compared here: origin.py compares the contents of the files that they name."""
 NEWEST, BEFORE_WARMDOWN = "newest", "before-warmdown"
 

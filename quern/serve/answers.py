@@ -16,12 +16,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quern.generate.reply import Completion, Delta, Token
-from quern.generate.scheduler import Event
+from quern.generate.rows import Event
 from quern.serve.requests.errors import ApiError
 from quern.serve.worker import Job
 from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
+encode = json.JSONEncoder(allow_nan=False).encode
 UNKNOWN = float("inf")
 """Stands for the log-probability of a token with nothing before it."""
 
@@ -32,7 +33,7 @@ class JSON(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False).encode("ascii")
+        return encode(content).encode("ascii")
 
 
 class EventStream(StreamingResponse):
@@ -172,9 +173,10 @@ class Answer(ABC):
     async def stream(self, include_usage: bool) -> AsyncIterator[str]:
         """The events of a stream; it always ends with [DONE], after an error event if the job failed."""
         usage = {"usage": None} if include_usage else {}
+        head = encode(self._head(self.chunk_kind) | usage)[:-1]  # the chunks of a stream differ in their choice alone
 
-        def chunk(*choices: dict[str, Any]) -> str:
-            return server_sent(self._body(self.chunk_kind, list(choices), usage))
+        def chunk(choice: dict[str, Any]) -> str:
+            return f'data: {head}, "choices": [{encode(choice)}]}}\n\n'
 
         try:
             for index in range(len(self.choices)):
@@ -228,9 +230,11 @@ class Answer(ABC):
         index = event.prompt * self.samples + event.sample
         return index, self.choices[index]
 
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._identifier, "object": kind, "created": self.created, "model": self.model}
+
     def _body(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": self._identifier, "object": kind, "created": self.created, "model": self.model}
-        return {**head, "choices": choices, **more}
+        return {**self._head(kind), "choices": choices, **more}
 
 
 class Chat(Answer):
@@ -331,7 +335,7 @@ def _choice(index: int, content: dict[str, Any], told: Any = None, finish_reason
 
 
 def server_sent(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, allow_nan=False)}\n\n"
+    return f"data: {encode(data)}\n\n"
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -10,7 +10,7 @@ from typing import Any
 from quern.generate.engine import Engine
 from quern.generate.grammar import Grammar
 from quern.generate.reply import Completion, Token
-from quern.generate.scheduler import Event, Generation
+from quern.generate.rows import Event, Generation
 from quern.serve.answers import UNKNOWN, Chat, Text
 from quern.serve.models import Model
 from quern.serve.requests.errors import ApiError, invalid

@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 
@@ -52,8 +53,30 @@ class Sent:
     error: str = ""
 
 
-async def request(load: Load, client: int, prompt: list[int], origin: float, seed: int) -> Sent:
-    """Streams one completion over a connection of its own."""
+class Exchange(asyncio.Protocol):
+    """One request on a connection of its own. Bytes are kept as they arrive and read later: clients must cost little.
+
+    ended: Set when the connection is closed.
+    """
+
+    def __init__(self, asking: bytes) -> None:
+        self._asking = asking
+        self.arrived: list[tuple[float, bytes]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._asking)
+
+    def data_received(self, data: bytes) -> None:
+        self.arrived.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
+async def request(load: Load, client: int, prompt: list[int], origin: float, seed: int) -> tuple[Sent, Exchange]:
+    """Streams one completion. `read` completes what is returned."""
     sent = Sent(client, len(prompt), time.perf_counter() - origin)
     body = json.dumps(
         {
@@ -70,48 +93,47 @@ async def request(load: Load, client: int, prompt: list[int], origin: float, see
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
+    exchange = Exchange(head.encode() + body)
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", load.port)
-        try:
-            writer.write(head.encode() + body)
-            status = await reader.readline()
-            if b" 200 " not in status:
-                raise ConnectionError(status.decode().strip())
-            done = False
-            async for line in reader:
-                if not line.startswith(b"data: "):
-                    continue
-                if line.startswith(b"data: [DONE]"):
-                    done = True
-                    break
-                _take(sent, line, time.perf_counter() - origin)
-            if not done and not sent.error:
-                raise ConnectionError("the stream ended without [DONE]")
-        finally:
-            writer.close()
-    except (OSError, ValueError) as error:
-        sent.error = sent.error or str(error)
+        await asyncio.get_running_loop().create_connection(lambda: exchange, "127.0.0.1", load.port)
+        await exchange.ended
+    except OSError as error:
+        sent.error = str(error)
     sent.end = time.perf_counter() - origin
-    return sent
+    return sent, exchange
 
 
-def _take(sent: Sent, line: bytes, now: float) -> None:
-    """Takes one event. A piece is told from the others by its text, without parsing every one of thousands a second."""
-    if b'"choices": []' in line:
-        usage = json.loads(line[6:])["usage"]
-        sent.tokens = usage["completion_tokens"]
-        sent.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    elif b'"error"' in line:
-        sent.error = json.loads(line[6:])["error"]["message"]
-    elif b'"text": ""' not in line and (not sent.arrivals or now > sent.arrivals[-1]):
-        sent.arrivals.append(now)
+def read(sent: Sent, arrived: Sequence[tuple[float, bytes]], origin: float) -> None:
+    """Fills in what a response said, and when each piece of text arrived."""
+    status, done, rest = b"", False, b""
+    for at, data in arrived:
+        *lines, rest = (rest + data).split(b"\n")
+        status = status or (lines[0] if lines else b"")
+        for line in lines:
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                done = True
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                sent.error = event["error"]["message"]
+            elif not event["choices"]:
+                sent.tokens = event["usage"]["completion_tokens"]
+                sent.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+            elif event["choices"][0]["text"]:
+                sent.arrivals.append(at - origin)
+    if not sent.error and b" 200 " not in status:
+        sent.error = status.decode(errors="replace").strip() or "there was no answer"
+    elif not sent.error and not done:
+        sent.error = "the stream ended without [DONE]"
 
 
 async def run(load: Load) -> list[Sent]:
     """All requests, in the order of their ends."""
     numbers = random.Random(load.seed)
     origin = time.perf_counter()
-    done: list[Sent] = []
+    done: list[tuple[Sent, Exchange]] = []
 
     def prompt(tokens: int) -> list[int]:
         return [load.bos, *(numbers.randrange(load.vocab_size) for _ in range(tokens - 1))]
@@ -124,15 +146,16 @@ async def run(load: Load) -> list[Sent]:
     async def one(client: int) -> None:
         done.append(await request(load, client, prompt(load.prompt_tokens), origin, numbers.getrandbits(40)))
 
-    if not load.rate:
-        await asyncio.gather(*(closed(client) for client in range(load.clients)))
-        return done
     tasks, at = [], 0.0
-    while (at := at + numbers.expovariate(load.rate)) < load.seconds:
+    if not load.rate:
+        tasks = [asyncio.create_task(closed(client)) for client in range(load.clients)]
+    while load.rate and (at := at + numbers.expovariate(load.rate)) < load.seconds:
         await asyncio.sleep(max(0.0, origin + at - time.perf_counter()))
         tasks.append(asyncio.create_task(one(len(tasks))))
     await asyncio.gather(*tasks)
-    return done
+    for sent, exchange in done:
+        read(sent, exchange.arrived, origin)
+    return [sent for sent, _ in done]
 
 
 if __name__ == "__main__":

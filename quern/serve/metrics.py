@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.generate.scheduler import Event
+from quern.generate.rows import Event
 
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quern.generate.engine import Engine
-from quern.generate.scheduler import Event, Generation
+from quern.generate.rows import Event, Generation
 from quern.serve.metrics import ModelMetrics
 from quern.serve.requests.errors import ApiError
 
@@ -44,7 +44,8 @@ class Job:
         self._submit = submit
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds, self._expire, seconds)
-        self._items: asyncio.Queue[list[Event] | BaseException | None] = asyncio.Queue()
+        self._items: list[list[Event] | BaseException | None] = []
+        self._reader: asyncio.Future[None] | None = None
         self._cancelled = False
         self.generation: Generation | None = None
         self.arrived = self.latest = time.perf_counter()
@@ -59,7 +60,15 @@ class Job:
     def _expire(self, seconds: float) -> None:
         self.cancel()
         message = f"The reply took longer than {seconds:g} s: ask for fewer tokens, or try again later."
-        self._items.put_nowait(ApiError(message, status=504, kind="server_error", code="timeout"))
+        self.put(ApiError(message, status=504, kind="server_error", code="timeout"))
+
+    def put(self, item: list[Event] | BaseException | None) -> None:
+        """Hands an item to the reader, in the event loop: events, what ended the request early, or None for its end."""
+        if not isinstance(item, list):
+            self._timer.cancel()
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     @property
     def cancelled(self) -> bool:
@@ -75,10 +84,11 @@ class Job:
         """What became final since the last time, until the end. Raises what ended the request early."""
         ended = False
         while not ended:
+            if not self._items:
+                self._reader = self._loop.create_future()
+                await self._reader
+            items, self._items = self._items, []
             events: list[Event] = []
-            items = [await self._items.get()]
-            while not self._items.empty():
-                items.append(self._items.get_nowait())
             for item in items:
                 if isinstance(item, BaseException):
                     raise item
@@ -258,6 +268,4 @@ def _send(items: list[tuple[Job, Any]]) -> None:
 
 def _put(items: list[tuple[Job, Any]]) -> None:
     for job, item in items:
-        if item is None or isinstance(item, BaseException):
-            job._timer.cancel()
-        job._items.put_nowait(item)
+        job.put(item)

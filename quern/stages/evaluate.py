@@ -142,7 +142,7 @@ def run(
         ImportError: lm-evaluation-harness is not installed.
     """
     mesh = mesh or alone()
-    mesh.progress.phase = EVALUATING
+    mesh.progress.begin_stage(EVALUATING)
     machine = replace(machine, dtype=mesh.world.broadcast_object(machine.dtype))  # each rank has measured its own
     stages = [name for name in STAGES if run_dir.has_trained(name)]
     if not stages:

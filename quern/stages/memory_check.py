@@ -95,7 +95,7 @@ def _gb(size: float) -> str:
 
 
 def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
-    """The first that helps: smaller micro-batches, more GPUs, a smaller model."""
+    """The first that helps: smaller micro-batches, blocks that run again, more GPUs, a smaller model."""
 
     def fits(other: Recipe, dp: int = mesh.dp, tp: int = mesh.tp) -> bool:
         return _needed(resolve(other), machine, dp, tp).peak * (1 + ERROR) <= room
@@ -108,6 +108,10 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
         if fits(replace(recipe, train=replace(recipe.train, micro_batch_tokens=tokens))):
             return f"set --train.micro-batch-tokens {tokens}"
     smallest = replace(recipe, train=replace(recipe.train, micro_batch_tokens=context))
+    counts = range(recipe.train.recompute, recipe.depth + 1)
+    enough = bisect_left(counts, True, key=lambda blocks: fits(_running_again(smallest, blocks)))
+    if enough < len(counts):
+        return f"set --train.micro-batch-tokens {context} --train.recompute {counts[enough]}"
     rows = max(1, (train.batch_tokens or 0) // context)
     if machine.device.type == "cuda":  # CPU ranks would share the same memory
         for times in MORE_RANKS:
@@ -123,6 +127,10 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
         smaller = _shallower(recipe, depths[fitting - 1])
         return f"set --depth {smaller.depth} --train.micro-batch-tokens {smaller.train.micro_batch_tokens}"
     return "no depth fits: set a smaller --model.context, --text.vocab-size or --model.width"
+
+
+def _running_again(recipe: Recipe, blocks: int) -> Recipe:
+    return replace(recipe, train=replace(recipe.train, recompute=blocks))
 
 
 def _shallower(recipe: Recipe, depth: int) -> Recipe:

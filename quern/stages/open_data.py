@@ -36,7 +36,13 @@ def make_origin(run_dir: RunDir, data: Prepared, source: str | None, base: dict[
 
 
 def open_data(
-    recipe: Recipe, run_dir: RunDir, origin: Origin, log: Callable[[str], None], *, named: bool = False
+    recipe: Recipe,
+    run_dir: RunDir,
+    origin: Origin,
+    log: Callable[[str], None],
+    *,
+    named: bool = False,
+    workers: int = 1,
 ) -> Prepared:
     """Opens the tokenizer and the shards that a stage began with.
 
@@ -47,6 +53,7 @@ def open_data(
         log: Takes lines for the user.
         named: The user named the text in this command, so it must still be the same. Otherwise text that has changed
             is mentioned, and the shards are used.
+        workers: Processes that encode text, where the shards are gone.
 
     Raises:
         ValueError: The tokenizer or the text is another one; the message holds both fingerprints and what to do.
@@ -55,7 +62,7 @@ def open_data(
     require_tokenizer(run_dir, tokenizer, origin)
     folder = None if origin.shards is None else run_dir.out / origin.shards
     if folder is None or origin.tokens is None or not prepared(folder, origin.tokens):
-        data = prepare(recipe, run_dir.out, log, tokenizer)
+        data = prepare(recipe, run_dir.out, log, tokenizer, workers)
         if origin.text is not None and data.text != origin.text:
             why = "its token shards are gone" if folder is not None else None
             raise ValueError(_other_text(recipe, run_dir, origin, data.text, why))

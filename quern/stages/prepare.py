@@ -15,32 +15,40 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
+from quern.data.shards import Corpus, fingerprint, prepared
 from quern.recipe import Recipe
+from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import HoldOut, first, hold_out
-from quern.stages.prepare_tokens import is_tokens, list_tokens, open_tokens, sample
-from quern.temporaries import remove_abandoned
+from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
+from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
-from quern.text import hub
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
-from quern.text.sources import Listing, format_of, list_source
+from quern.text.encode.sample import sampled
+from quern.text.encode.write import write_shards
+from quern.text.formats import text_bytes
+from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
+SAMPLE_VERSION = "1"  # of text/encode/sample.py: another one means other samples of the same text
 SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
-BATCH_DOCUMENTS = 512
 
 
 @dataclass(frozen=True)
 class Source:
-    """name: for file names; fingerprint: changes when the text does; read(split) yields documents."""
+    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; megabytes: of the
+    whole text, None if it is not known before it is read; alike: the text is the same everywhere, as what a program
+    generates, so its beginning is a sample of it; public: its files, where it is a public data set."""
 
     name: str
     fingerprint: str
     read: Callable[[str], Iterator[str]]
+    megabytes: float | None
+    alike: bool = False
+    public: PublicData | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Prepared:
     """The tokenizer, the two splits, and what the report says of them.
 
     text: fingerprint of the text's content; tokens: of the shards, from tokenizer and text; folder: of the shards, None
-    for data that was tokens already.
+    for data that was tokens already; public: the files of a public data set.
     """
 
     tokenizer: Tokenizer
@@ -58,6 +66,7 @@ class Prepared:
     text: str
     tokens: str
     folder: Path | None = None
+    public: PublicData | None = None
 
 
 def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
@@ -92,24 +101,16 @@ def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Call
 
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
-    path = Path(recipe.data)
-    val = Path(recipe.val) if recipe.val else None
-    if not path.exists():
-        if recipe.data not in hub.DATASETS:
-            sets = ", ".join(hub.DATASETS)
-            raise FileNotFoundError(
-                f"--data {recipe.data}: there is no such file, folder or data set; "
-                f"use tinyworld, a path, or one of {sets}"
-            )
-        folder = fetch(recipe.data, out)
-        path, val = folder / "train", val or folder / "val"
+    public = public_data(recipe, out, log)
+    path: Where = public.files.train if public else Path(recipe.data)
+    val: Where | None = Path(recipe.val) if recipe.val else (public.files.val or None if public else None)
     listings = {what: list_source(each) for what, each in (("text", path), ("validation text", val)) if each}
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)
     held_out: HoldOut | None = None
 
-    def texts(source: Path) -> Iterator[str]:
+    def texts(source: Where) -> Iterator[str]:
         return (text for text, _ in read(source, column=recipe.text.column))
 
     def documents(split: str) -> Iterator[str]:
@@ -119,14 +120,17 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
         held_out = held_out or hold_out(lambda: texts(path), recipe.text.val_megabytes)
         return held_out.read(split)
 
-    name = path.stem or "data"
+    name = public.name if public else Path(recipe.data).stem or "data"
     filtered, filter_marks = _filter(recipe, documents)
     _check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     marks += ["the first of it"] if val is not None else []
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
-    return Source(name, fingerprint(*marks, *filter_marks), filtered)
+    sizes = [None if filter_marks else text_bytes(file, recipe.text.column) for file in listings["text"].files]
+    known = [size for size in sizes if size is not None]
+    megabytes = sum(known) / 1e6 if len(known) == len(sizes) else None
+    return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 
 
 def _reader(path: Path) -> str:
@@ -159,14 +163,6 @@ def _check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Cal
     )
 
 
-def fetch(name: str, out: Path) -> Path:
-    """A public data set's folder, fetched if it is not there."""
-    folder = out / "downloads" / name
-    with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        hub.fetch(name, folder, lambda file, done, total: meter.at(done / 1e6, file), log=meter.log)
-    return folder
-
-
 def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
@@ -176,7 +172,8 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
 
     filtered, marks = _filter(recipe, documents)
     _check_splits("tinyworld", filtered, log)
-    return Source("tinyworld", fingerprint(str(recipe.seed), str(sizes), sample, *marks), filtered)
+    mark = fingerprint(str(recipe.seed), str(sizes), sample, *marks)
+    return Source("tinyworld", mark, filtered, None if marks else sizes["train"], alike=True)
 
 
 def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
@@ -184,7 +181,8 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     text = recipe.text
     assert text.vocab_size
     pattern = split_pattern(text.digits)
-    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes))
+    how = [] if source.alike else [SAMPLE_VERSION]
+    mark = fingerprint(source.fingerprint, str(text.vocab_size), pattern, str(text.tokenizer_megabytes), *how)
     known = sorted((out / "tokenizers").glob(f"*-{mark[:8]}.json"))  # the same text may have had another name
     path = known[0] if known else out / "tokenizers" / f"{source.name}-{mark[:8]}.json"
     if known:
@@ -197,8 +195,10 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
     refuse_unwritable(out)
     start = time.monotonic()
     size = text.tokenizer_megabytes
+    with Meter("measuring the text", None, "MB") as meter:
+        texts = _sample(source, size, meter)
     with Meter("training the tokenizer", size, "MB") as meter:
-        texts = _metered(source.read("train"), meter)
+        texts = _metered(texts, meter)
         tokenizer = Tokenizer.train(texts, text.vocab_size, pattern, max_bytes=int(size * 1e6))
     for note in tokenizer.notes:
         log(note)
@@ -206,6 +206,13 @@ def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[st
         tokenizer.save(path)
     log(f"tokenizer: {tokenizer.vocab_size:,} tokens in {time.monotonic() - start:.1f} s → {path}")
     return tokenizer
+
+
+def _sample(source: Source, megabytes: float, meter: Meter) -> Iterator[str]:
+    """The text that the tokenizer is trained on. The seed is of the text: a run's seed does not change its tokens."""
+    if source.alike:
+        return source.read("train")
+    return sampled(lambda: source.read("train"), megabytes, source.fingerprint, lambda done: meter.at(done / 1e6))
 
 
 def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
@@ -216,18 +223,30 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
         yield text
 
 
-def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
-    """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
+def prepare(
+    recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None, workers: int = 1
+) -> Prepared:
+    """Prepares everything that training needs of the text.
+
+    Args:
+        recipe: Resolved.
+        out: The output folder.
+        log: Takes lines for the user.
+        tokenizer: None is the one trained on the text.
+        workers: Processes that encode text.
+    """
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
             raise ValueError(
                 f"{recipe.data} holds token ids, and the recipe's make_documents works on text: give text with --data"
             )
-        tokenizer, train, val = open_tokens(recipe, log, tokenizer)
+        public = public_data(recipe, out, log)
+        tokenizer, train, val = open_tokens(recipe, log, tokenizer, public)
         samples = {"validation text": sample(val, tokenizer)}
-        text = text_fingerprint(recipe, out)
-        facts = _facts(Path(recipe.data).stem, samples, tokenizer, train, val)
-        return Prepared(tokenizer, train, val, facts, text, fingerprint(tokenizer.fingerprint, text))
+        text = _tokens_fingerprint(recipe, out, public)
+        facts = _facts(public.name if public else Path(recipe.data).stem, samples, tokenizer, train, val)
+        tokens = fingerprint(tokenizer.fingerprint, text)
+        return Prepared(tokenizer, train, val, facts, text, tokens, public=public)
     source = open_source(recipe, out, log)
     tokenizer = tokenizer or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
@@ -237,8 +256,12 @@ def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: To
         log(f"tokens: {folder} is up to date")
     else:
         refuse_unwritable(out)
-        for split in ("val", "train"):
-            _tokenize(source, split, tokenizer, folder, mark, log)
+        sizes = {"val": None, "train": source.megabytes}
+        with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
+            for split in (split for split in sizes if not prepared(folder, mark, [split])):
+                texts = (text for text in source.read(split) if text)
+                how = {"workers": workers, "megabytes": sizes[split]}
+                write_shards(texts, tokenizer, folder, split, mark, log, **how)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)
@@ -246,36 +269,19 @@ def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: To
         else {"validation text": "\n".join(islice(source.read("val"), 50))}
     )
     facts = _facts(source.name, samples, tokenizer, train, val)
-    return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder)
+    return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder, source.public)
 
 
 def text_fingerprint(recipe: Recipe, out: Path) -> str:
     """The fingerprint of the recipe's text and of how it is split, without preparing it. recipe: resolved."""
     if is_tokens(recipe.data):
-        listings = [list_tokens(name) for name in (recipe.data, recipe.val) if name]
-        return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
+        return _tokens_fingerprint(recipe, out, public_data(recipe, out))
     return open_source(recipe, out).fingerprint
 
 
-def _tokenize(
-    source: Source, split: str, tokenizer: Tokenizer, folder: Path, mark: str, log: Callable[[str], None]
-) -> None:
-    start, tokens, size, count = time.monotonic(), 0, 0, 0
-    with (
-        naming(folder),
-        ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, fingerprint=mark) as writer,
-        Meter(f"tokenizing {split}", None, "documents") as meter,
-    ):
-        texts = (text for text in source.read(split) if text)
-        while batch := list(islice(texts, BATCH_DOCUMENTS)):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                writer.add([tokenizer.bos, *ids])
-                tokens += len(ids) + 1
-                size += len(text)
-            count += len(batch)
-            meter.at(count, f"{tokens / 1e6:.1f}M tokens")
-    seconds = time.monotonic() - start
-    log(f"tokens: {split} {tokens:,} from {count:,} documents, {size / 1e6 / seconds:.1f} MB/s → {folder}")
+def _tokens_fingerprint(recipe: Recipe, out: Path, public: PublicData | None) -> str:
+    listings = [listing for listing in token_listings(recipe, public) if listing]
+    return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
 
 
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 A folder with text is text, and a .bin in it is ignored. A README.md or a .json beside .bin files is no text: folders of
 token shards have them.
 
-A source is a .bin file or a folder of them (modded-nanogpt's, nanoGPT's, our own shards). Validation is `val` (a file
-or folder too), else the files of the folder with "val" in their name, else documents held out from the rest; of it,
-the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`: ours (.json) or tiktoken's
-file of GPT-2's vocabulary (.tiktoken), whose <|endoftext|> is then the BOS.
+A source is a .bin file, a folder of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
+`val` (a file or folder too), else the files of the folder with "val" in their name, else documents held out from the
+rest; of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`: ours (.json) or
+tiktoken's file of GPT-2's vocabulary (.tiktoken), whose <|endoftext|> is then the BOS.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 
 from quern.data.shards import Corpus
 from quern.recipe import Recipe
+from quern.runs.public_data import PublicData
+from quern.text import data_sets
 from quern.text.sources import FORMATS, Listing, format_of, list_source
 from quern.text.tokenizer import Tokenizer
 
@@ -28,6 +30,8 @@ HELD_OUT_EVERY = 20
 def is_tokens(data: str) -> bool:
     """Whether `--data` names tokens rather than text."""
     path = Path(data)
+    if not path.exists() and data in data_sets.DATASETS:
+        return data_sets.DATASETS[data].kind == "tokens"
     if not path.is_dir():
         return path.suffix == ".bin"
     return any(file.is_file() for file in path.glob("[!.]*.bin")) and not any(
@@ -41,7 +45,10 @@ def _is_text(path: Path) -> bool:
 
 
 def open_tokens(
-    recipe: Recipe, log: Callable[[str], None] = lambda line: None, tokenizer: Tokenizer | None = None
+    recipe: Recipe,
+    log: Callable[[str], None] = lambda line: None,
+    tokenizer: Tokenizer | None = None,
+    public: PublicData | None = None,
 ) -> tuple[Tokenizer, Corpus, Corpus]:
     """Opens the recipe's token files.
 
@@ -49,6 +56,7 @@ def open_tokens(
         recipe: Resolved.
         log: Called with lines on which files are read and which are ignored.
         tokenizer: The run's, where there is one: the file that the recipe names need not be there any more.
+        public: The files of the recipe's data, where it is a public data set.
 
     Returns:
         (tokenizer, training corpus, validation corpus).
@@ -57,10 +65,11 @@ def open_tokens(
         FileNotFoundError: A file is missing; the message names it.
         ValueError: There is no tokenizer, or too little to hold some out.
     """
-    tokenizer = _tokenizer(recipe, tokenizer)
-    for line in list_tokens(recipe.data).lines("tokens"):
+    tokenizer = _tokenizer(recipe, tokenizer, public)
+    listed, other = token_listings(recipe, public)
+    for line in listed.lines("tokens"):
         log(line)
-    train, val = list_tokens(recipe.data).files, list_tokens(recipe.val).files if recipe.val else []
+    train, val = listed.files, other.files if other else []
     if not val:
         val = [path for path in train if "val" in path.name]
         train = [path for path in train if path not in val]
@@ -90,7 +99,15 @@ def _first(corpus: Corpus, documents: np.ndarray, tokens: int) -> np.ndarray:
     return documents[before < max(1, tokens)]
 
 
-def list_tokens(data: str) -> Listing:
+def token_listings(recipe: Recipe, public: PublicData | None) -> tuple[Listing, Listing | None]:
+    """The recipe's token files, and those that are named for validation."""
+    train = list_source(public.files.train, (".bin",)) if public else _listing(recipe.data)
+    if recipe.val:
+        return train, _listing(recipe.val)
+    return train, list_source(public.files.val, (".bin",)) if public else None
+
+
+def _listing(data: str) -> Listing:
     """The .bin files of a folder itself, not of its subfolders, or the one file."""
     path = Path(data)
     try:
@@ -103,8 +120,10 @@ def list_tokens(data: str) -> Listing:
     return Listing(here, tuple(entry for entry in (*found.ignored, *found.read) if entry not in here))
 
 
-def _tokenizer(recipe: Recipe, own: Tokenizer | None) -> Tokenizer:
+def _tokenizer(recipe: Recipe, own: Tokenizer | None, public: PublicData | None) -> Tokenizer:
     name = recipe.text.tokenizer
+    if name is None and public is not None and public.files.tokenizer is not None:
+        name = str(public.files.tokenizer)
     if own is not None and (name is None or not Path(name).is_file()):
         return own
     if name is None:

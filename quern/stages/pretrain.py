@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import count
+from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
@@ -79,17 +81,21 @@ def _run(asked: Recipe, session: Session) -> int:
     origin = read_origin(session.folder) if session.resume else None
     with main_first(mesh):
         if origin is not None:
-            prepared = open_data(recipe, run_dir, origin, log, named=bool({"data", "val"} & set(session.named)))
+            named = bool({"data", "val", "shards"} & set(session.named))
+            prepared = open_data(recipe, run_dir, origin, log, named=named, workers=session.encoders)
             refuse_other_order(run_dir, origin, prepared.train)
         else:
-            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer())
+            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
+    if prepared.public is not None:  # kept in the recipe: the run's text does not change with its length
+        asked, recipe = (replace(one, shards=prepared.public.shards) for one in (asked, recipe))
     recipe = fit_vocabulary(recipe, prepared)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
     shard_model(model, mesh)
     precision = lower_precision(recipe, model, log)
     compile_model(model, machine)
+    recompute(model, recipe.train.recompute)
     if recipe.train.minutes is not None:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
@@ -262,7 +268,7 @@ def overview(
         mesh: The ranks.
 
     Returns:
-        Lines for the user; the last one is a warning where the text is repeated often.
+        Lines for the user; the last ones say where the text is repeated often, or because few files were fetched.
     """
     assert recipe.train.batch_tokens
     tokens = plan.steps * recipe.train.batch_tokens
@@ -275,6 +281,13 @@ def overview(
         f"time: about {duration(tokens * plan.flops_per_token / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
         f"machine's speed in matrix products{_room(memory, mesh)}",
     ]
+    public = data.public
+    if epochs > 1 and public is not None and public.shards < public.available:
+        enough = min(public.available, math.ceil(epochs * public.shards))
+        lines.append(
+            f"the text repeats because {public.shards:,} of the {public.available:,} training files of {recipe.data} "
+            f"were fetched: --shards {enough} fetches enough"
+        )
     if epochs > MANY_EPOCHS:
         fewer = max(1, int(MANY_EPOCHS * data.train.num_tokens / recipe.train.batch_tokens))
         lines.append(

@@ -18,6 +18,7 @@ from quern.generate.engine import Engine
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.model.count import count
+from quern.model.recompute import recompute
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, RlRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
@@ -83,6 +84,7 @@ def _run(asked: Recipe, session: Session) -> int:
     shard_model(model, mesh)
     changed = changes(recipe, session.folder) if session.resume else []
     precision = lower_precision(recipe, model, log)
+    recompute(model, recipe.train.recompute)
     state = build_state(recipe, machine, model, mesh)
     if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
         log("the optimizer begins without the fine-tuned model's state, which is another optimizer's")

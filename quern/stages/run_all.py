@@ -1,4 +1,8 @@
-"""`quern run`: the whole way from text to a chat, each stage going on where an earlier try stopped."""
+"""`quern run`: the whole way from text to a chat, each stage going on where an earlier try stopped.
+
+On several ranks every rank runs all of this. Rank 0 prepares texts and conversations while the others wait for it, the
+ranks train and evaluate together, and rank 0 writes the report.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from quern.mixture.prepare import check_mixture
 from quern.recipe import Recipe
 from quern.report.build import build
 from quern.report.run_records import read_run
+from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
-from quern.stages.prepare import fetch
-from quern.stages.session import Session
+from quern.stages.session import Session, main_first
 from quern.text.printable import printable
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DONE
@@ -23,6 +27,8 @@ from quern.train.guard import EXIT_DONE
 
 def run(recipe: Recipe, session: Session, *, questions: int, fine_tune: bool) -> int:
     """Prepares, pretrains, fine-tunes, evaluates and reports; each stage continues where it was stopped.
+
+    On a mesh every rank calls this.
 
     Args:
         recipe: What to train; fields that are None follow from depth.
@@ -34,30 +40,33 @@ def run(recipe: Recipe, session: Session, *, questions: int, fine_tune: bool) ->
         An exit code of `train.guard`.
     """
     refuse_unwritable(session.run_dir.out)
-    with run_lock(session.run_dir, session.command):
+    with run_lock(session.run_dir, session.command, session.mesh):
         return _run(recipe, replace(session, locked=True), questions, fine_tune)
 
 
 def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> int:
-    run_dir, source, log = session.run_dir, session.source, session.log
+    run_dir, source, log, mesh = session.run_dir, session.source, session.log, session.mesh
     steps: dict[str, Callable[[bool], int]] = {
         "pretrain": lambda resume: pretrain.run(recipe, replace(session, stage="pretrain", resume=resume))
     }
     if fine_tune:
         chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, source)
-        refuse_conversations(chat_recipe, run_dir, log)  # before hours of pretraining, not after
+        with main_first(mesh):
+            if mesh.main:  # before hours of pretraining, not after
+                refuse_conversations(chat_recipe, run_dir, log)
         steps["sft"] = lambda resume: sft.run(chat_recipe, replace(session, stage="sft", resume=resume))
     for name, step in steps.items():
         code = step(bool(checkpoint.steps(run_dir.checkpoints(name))))
         if code != EXIT_DONE:
             return code
     callables = recipe.callables() if source else None
-    evaluate.run(run_dir, session.machine, questions=questions, log=log, callables=callables)
-    for path in build(run_dir.folder):
-        log(f"report: {path}")
-    log("")
-    for line in sample_chat(run_dir):
-        log(line)
+    evaluate.run(run_dir, session.machine, questions=questions, log=log, callables=callables, mesh=mesh)
+    if mesh.main:
+        for path in build(run_dir.folder):
+            log(f"report: {path}")
+        log("")
+        for line in sample_chat(run_dir):
+            log(line)
     return EXIT_DONE
 
 
@@ -78,7 +87,7 @@ def refuse_conversations(recipe: Recipe, run_dir: RunDir, log: Callable[[str], N
     if run_dir.has_trained("sft"):
         sft.require_same_conversations(recipe, run_dir)
     elif recipe.conversations is not None:
-        check_mixture(recipe, run_dir.out, partial(fetch, out=run_dir.out))
+        check_mixture(recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
     elif recipe.data != "tinyworld":
         log(
             "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in world, "

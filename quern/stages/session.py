@@ -24,7 +24,7 @@ from quern.model.count import Counts
 from quern.model.fp8 import use_fp8
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
-from quern.records import Nowhere, Records, StageFolder, git_hash
+from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash
 from quern.runs.origin import FILE, Origin, require_same
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
@@ -55,12 +55,13 @@ class Session:
         resume: Continue from the newest good checkpoint.
         source: The text of the recipe's own Python file, if the user named one.
         log: Takes lines for the user.
-        trackers: Where metrics also go.
+        trackers: What makes the further destinations of metrics.
         mesh: The ranks.
         named: Recipe fields that the user named in this command.
         start: The checkpoint of another run that this stage begins with.
         go_on: The command that continues after a stop, for messages.
         locked: The caller holds the run's lock.
+        workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine.
     """
 
     stage: str
@@ -70,12 +71,20 @@ class Session:
     resume: bool = False
     source: str | None = None
     log: Callable[[str], None] = silent
-    trackers: Sequence[Any] = ()
+    trackers: Sequence[MakeTracker] = ()
     mesh: Mesh = field(default_factory=alone)
     named: Collection[str] = ()
     start: Start | None = None
     go_on: str = ""
     locked: bool = False
+    workers: int | None = None
+
+    @property
+    def encoders(self) -> int:
+        """Processes that encode text for this rank. The other ranks wait for rank 0, which has all of them."""
+        if not self.mesh.main:
+            return 1
+        return self.workers or self.machine.threads * self.mesh.world.size
 
     @property
     def folder(self) -> Path:
@@ -93,6 +102,7 @@ class Session:
             ValueError: The stage was trained already, or `start` was given for a run that has a model.
             RunInUseError: Another process trains in the run.
         """
+        self.mesh.progress.begin_stage()
         if checkpoint.steps(self.run_dir.checkpoints(self.stage)) and not self.resume:
             raise ValueError(f"run '{self.run_dir.run}' has been {already}")
         refuse_unwritable(self.run_dir.out)
@@ -288,7 +298,7 @@ def open_folder(
     path: Path,
     recipe: Recipe,
     source: str | None,
-    trackers: Sequence[Any] = (),
+    trackers: Sequence[MakeTracker] = (),
     mesh: Mesh | None = None,
     origin: Origin | None = None,
 ) -> Iterator[Records]:
@@ -296,7 +306,7 @@ def open_folder(
     if mesh is not None and not mesh.main:
         yield Nowhere(path)
         return
-    with StageFolder(path, tuple(trackers)) as folder:
+    with StageFolder(path, [make(path, recipe.to_json()) for make in trackers]) as folder:
         if origin is not None:
             write_whole(path / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), source)

@@ -20,6 +20,7 @@ from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
 from quern.model.count import count
+from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe
@@ -33,9 +34,9 @@ from quern.runs.origin import (
     source_digest,
     with_absolute_paths,
 )
+from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import changes
-from quern.stages.prepare import fetch
 from quern.stages.session import Session, lower_precision, main_first
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, compile_model, weights_of
@@ -80,7 +81,7 @@ def _run(asked: Recipe, session: Session) -> int:
         model.load_state_dict(weights_of(first.start.tensors))
     shard_model(model, mesh)
     with main_first(mesh):
-        talks = prepare_mixture(recipe, tokenizer, run_dir.out, partial(fetch, out=run_dir.out), log)
+        talks = prepare_mixture(recipe, tokenizer, run_dir.out, partial(fetch_conversations, out=run_dir.out), log)
     batches = _loader(recipe, talks.train)
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
@@ -88,7 +89,8 @@ def _run(asked: Recipe, session: Session) -> int:
     state = build_state(recipe, machine, model, mesh)
     if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
         log("the optimizer begins without the base model's state, which is another optimizer's")
-    compile_model(state.model, machine)
+    compile_model(model, machine)
+    recompute(model, recipe.train.recompute)
     found = corpus_fingerprint(talks.train, talks.val)
     if first.origin is not None:
         refuse_other_conversations(run_dir, first.origin, found)
@@ -187,7 +189,7 @@ def require_same_conversations(recipe: Recipe, run_dir: RunDir) -> None:
     """Raises ValueError where the conversations are others than those that fine-tuning began with."""
     origin = read_origin(run_dir.stage("sft"))
     if origin is not None:
-        fetched = partial(fetch, out=run_dir.out)
+        fetched = partial(fetch_conversations, out=run_dir.out)
         talks = prepare_mixture(recipe, run_dir.tokenizer(), run_dir.out, fetched, lambda line: None)
         found = corpus_fingerprint(talks.train, talks.val)
         refuse_other_conversations(run_dir, origin, found)

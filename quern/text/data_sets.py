@@ -1,16 +1,32 @@
-"""The public data sets that quern knows by name: the locations and hashes of their files."""
+"""The public data sets that quern knows by name: the locations and hashes of their files.
+
+Sizes of training files are estimates, those of text at 4 bytes a token: they decide how many files a run fetches.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-HUB = "https://huggingface.co/datasets"
+HUGGING_FACE = "https://huggingface.co"
+HUB = f"{HUGGING_FACE}/datasets"
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """The files of a data set, relative to `base`. kind: the reader for them; sha256: file name → hex digest."""
+    """The files of a data set, relative to `base`.
+
+    Args:
+        about: A line for the user.
+        base: The address of their folder.
+        train: The training files, in reading order.
+        val: The files for validation; of conversations and questions, the test split.
+        kind: The reader for them.
+        sha256: File name → hex digest.
+        file_tokens: Tokens in a training file, of documents and tokens.
+        file_rows: Rows in a training file, of conversations.
+        tokenizer: Of tokens, the address of the vocabulary that made them.
+    """
 
     about: str
     base: str
@@ -18,6 +34,9 @@ class DataSet:
     val: tuple[str, ...]
     kind: Literal["documents", "conversations", "questions", "tokens"] = "documents"
     sha256: Mapping[str, str] = field(default_factory=dict)
+    file_tokens: int = 0
+    file_rows: int = 0
+    tokenizer: str = ""
 
 
 def _numbered(template: str, count: int, first: int = 0) -> tuple[str, ...]:
@@ -43,24 +62,28 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
                     )
                 }
             ),
+            file_tokens=110_000_000,
         ),
         "fineweb-edu": DataSet(
             "Educational web pages, 100B tokens, shuffled (100 MB a shard)",
             f"{HUB}/karpathy/fineweb-edu-100b-shuffle/resolve/main",
             _numbered("shard_{:05d}.parquet", 1822),
             ("shard_01822.parquet",),
+            file_tokens=60_000_000,
         ),
         "fineweb-edu-10b": DataSet(
             "Educational web pages, the 10B token sample (2 GB a shard)",
             f"{HUB}/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT",
             _numbered("{:03d}_00000.parquet", 13),
             ("013_00000.parquet",),
+            file_tokens=700_000_000,
         ),
         "climbmix": DataSet(
             "Clustered web mixture, 400B tokens, shuffled, as nanochat trains on (90 MB a shard)",
             f"{HUB}/karpathy/climbmix-400b-shuffle/resolve/main",
             _numbered("shard_{:05d}.parquet", 6542),
             ("shard_06542.parquet",),
+            file_tokens=60_000_000,
         ),
         "fineweb-gpt2": DataSet(
             "FineWeb 10B as GPT-2 tokens, as modded-nanogpt trains on (100M tokens, 200 MB a shard)",
@@ -68,6 +91,11 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
             _numbered("fineweb_train_{:06d}.bin", 103, first=1),
             ("fineweb_val_000000.bin",),
             kind="tokens",
+            sha256=MappingProxyType(
+                {"r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"}
+            ),
+            file_tokens=100_000_000,
+            tokenizer="https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken",
         ),
         "smol-smoltalk": DataSet(
             "Conversations for small assistants (115,000 a shard, 230 MB)",
@@ -75,6 +103,7 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
             _numbered("train-{:05d}-of-00004.parquet", 4),
             ("test-00000-of-00001.parquet",),
             kind="conversations",
+            file_rows=115_000,
         ),
         "smoltalk": DataSet(
             "Conversations for assistants, the full mixture (115,000 a shard, 220 MB)",
@@ -82,6 +111,7 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
             _numbered("train-{:05d}-of-00009.parquet", 9),
             ("test-00000-of-00001.parquet",),
             kind="conversations",
+            file_rows=115_000,
         ),
         "gsm8k": DataSet(
             "Grade-school word problems with worked answers (columns question, answer)",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from quern.text.chat import Message
 from quern.text.conversations import KEYS, no_shape, to_messages
 from quern.text.formats import MissingColumns, place, records
-from quern.text.sources import files, format_of, list_source
+from quern.text.sources import Where, files, format_of, list_source
 
 CONVERSATION_FORMATS = (".jsonl", ".json", ".parquet")
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
@@ -44,11 +44,11 @@ class Position(NamedTuple):
 START = Position(0, 0)
 
 
-def read(source: str | Path, start: Position = START, column: str = "text") -> Iterator[tuple[str, Position]]:
+def read(source: Where, start: Position = START, column: str = "text") -> Iterator[tuple[str, Position]]:
     """Reads documents, starting at any position.
 
     Args:
-        source: A file or a folder.
+        source: A file, a folder, or several of these.
         start: The first document to read.
         column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
 
@@ -101,13 +101,13 @@ def _refuse_surrogates(text: str, path: Path, record: int) -> None:
         ) from error
 
 
-def read_conversations(source: str | Path, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
+def read_conversations(source: Where, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:
     """The messages alone of `conversation_rows`."""
     return (row.messages for row in conversation_rows(source, log))
 
 
 def conversation_rows(
-    source: str | Path,
+    source: Where,
     log: Callable[[str], None] | None = None,
     convert: Callable[[Any], list[Message]] = to_messages,
     keys: Sequence[str] = KEYS,
@@ -115,7 +115,7 @@ def conversation_rows(
     """Reads conversations in quern's format, validated. Skips those without an assistant turn.
 
     Args:
-        source: A file or a folder of .jsonl, .json and .parquet files.
+        source: A file, a folder, or several of these, of .jsonl, .json and .parquet files.
         log: Called with lines about read, ignored and skipped files and records.
         convert: Converts a record to messages.
         keys: The keys of a record that `convert` reads.
@@ -140,7 +140,7 @@ def conversation_rows(
                 first = first or conversation.place
     if skipped and not count:
         raise ValueError(
-            f"{first}: there is no assistant's turn, nor in any other conversation of {source}: fine-tuning "
+            f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
             "learns the assistant's answers, so add them"
         )
     if skipped and log is not None:

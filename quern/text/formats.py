@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.text.sources import format_of, human_size
+from quern.text.sources import COMPRESSED, format_of, human_size
 
 TEXT_PIECE_CHARACTERS = 1 << 20
 PARQUET_BATCH_ROWS = 256
@@ -64,6 +64,19 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
         ".parquet": _parquet_rows,
     }
     yield from readers[format_of(path)](path, first, wanted)
+
+
+def text_bytes(path: Path, column: str) -> int | None:
+    """About how many bytes of text a file has in a column, without reading it; None for a compressed file."""
+    if format_of(path) != ".parquet":
+        return None if path.suffix.lower() in COMPRESSED else path.stat().st_size
+    try:
+        metadata = pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
 
 
 def place(path: Path, record: int) -> str:

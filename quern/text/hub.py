@@ -2,9 +2,11 @@
 
 `fetch` stores a data set under `<folder>/{train,val}/`. The validation files do not depend on the number of
 training shards, so scores stay comparable. A file gets its final name only after these checks: its length is the one
-that the server states, its SHA-256 is the published one (if known from data_sets.py or Hugging Face's X-Linked-Etag),
-and its first and last bytes match its format. Until then it is `<name>.part`, which a Range request continues after a
-broken connection or in a later call. Sizes are in bytes.
+that the server states, its SHA-256 is the published one (if known from data_sets.py, from the listing of a repository
+or from Hugging Face's X-Linked-Etag), and its first and last bytes match its format. Until then it is `<name>.part`,
+which a Range request continues after a broken connection or in a later call. Sizes are in bytes.
+
+`list_repository` asks the Hugging Face Hub which files a data set has, by the Hub's own library.
 """
 
 import fcntl
@@ -16,14 +18,18 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+from urllib.parse import quote, urlsplit
 
 from quern.temporaries import sha256_of, sync_path
-from quern.text.data_sets import DATASETS, DataSet
+from quern.text.data_sets import HUB, HUGGING_FACE, DataSet
+from quern.text.repository import HubName, Repository
+from quern.validate import install
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_SECONDS = 30.0
@@ -42,52 +48,108 @@ class Interrupted(Exception):
         self.pause_seconds = pause_seconds
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """The local files of a data set: training files, those for validation, and the vocabulary of tokens."""
+
+    train: tuple[Path, ...]
+    val: tuple[Path, ...]
+    tokenizer: Path | None
+
+
 def fetch(
-    dataset: str | DataSet,
+    dataset: DataSet,
     folder: Path,
     progress: Progress = lambda *step: None,
     *,
-    shards: int = 8,
-    base_url: str | None = None,
+    shards: int | None = None,
+    endpoint: str = HUGGING_FACE,
+    headers: Mapping[str, str] | None = None,
     pause_seconds: float = 1.0,
     log: Callable[[str], None] = lambda line: None,
-) -> None:
+) -> Fetched:
     """Downloads the first `shards` training files of a data set and all its validation files.
 
     Complete files are not downloaded again. If another process downloads into the folder, this one waits for it.
 
     Args:
-        dataset: A data set, or one of `DATASETS` by its name.
-        folder: The set's folder.
+        dataset: The data set.
+        folder: Its folder.
         progress: Called as bytes arrive.
-        shards: The number of training files.
-        base_url: The address of a mirror, instead of the set's own.
+        shards: The number of training files; None for all.
+        endpoint: The address of the Hugging Face Hub or of a mirror of it.
+        headers: Sent with each request, such as a token; not to other hosts that a server redirects to.
         pause_seconds: The pause before the second try; doubled after each failure.
         log: Called with a line when this process waits for another.
 
+    Returns:
+        The files, without further ones that an earlier call downloaded.
+
     Raises:
-        ValueError: There is no such set, or `shards` is below 1.
         OSError: A file cannot be downloaded; the message says what to do.
     """
-    if isinstance(dataset, str):
-        if dataset not in DATASETS:
-            raise ValueError(f"no data set {dataset!r}; there are {', '.join(DATASETS)}")
-        dataset = DATASETS[dataset]
-    if shards < 1:
-        raise ValueError(f"shards is {shards}: ask for at least one")
     folder.mkdir(parents=True, exist_ok=True)
-    base = (base_url or dataset.base).rstrip("/")
-    wanted = [("val", file) for file in dataset.val] + [("train", file) for file in dataset.train[:shards]]
+    base = dataset.base.rstrip("/")
+    if base.startswith(HUB):
+        base = endpoint.rstrip("/") + base.removeprefix(HUGGING_FACE)
+    wanted = [(folder / "val" / file, f"{base}/{quote(file)}", dataset.sha256.get(file)) for file in dataset.val]
+    train = dataset.train[:shards]
+    wanted += [(folder / "train" / file, f"{base}/{quote(file)}", dataset.sha256.get(file)) for file in train]
+    tokenizer = None
+    if dataset.tokenizer:
+        tokenizer = folder / dataset.tokenizer.rpartition("/")[2]
+        wanted.insert(0, (tokenizer, dataset.tokenizer, dataset.sha256.get(tokenizer.name)))
     with _alone_in(folder, log):
-        for split, file in wanted:
-            path = folder / split / file
+        for path, url, expected in wanted:
             path.parent.mkdir(parents=True, exist_ok=True)
-            expected = dataset.sha256.get(file)
             record = path.with_name(path.name + ".sha256.json")
             if not _is_done(path, record, expected):
-                download(f"{base}/{file}", path, expected, progress, pause_seconds=pause_seconds)
+                download(url, path, expected, progress, pause_seconds=pause_seconds, headers=headers)
                 done = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
                 record.write_text(json.dumps(done), encoding="utf-8")
+    return Fetched(
+        tuple(folder / "train" / file for file in train),
+        tuple(folder / "val" / file for file in dataset.val),
+        tokenizer,
+    )
+
+
+def list_repository(name: HubName, endpoint: str = HUGGING_FACE) -> Repository:
+    """Lists the files of a data set of the Hugging Face Hub, at the commit that its revision names now.
+
+    Raises:
+        ImportError: `huggingface_hub` is not installed.
+        OSError: There is no such data set or revision, it needs a token, or there is no connection.
+    """
+    library = _library(name)
+    try:
+        found = library.HfApi(endpoint=endpoint).dataset_info(
+            name.repository, revision=name.revision or None, timeout=TIMEOUT_SECONDS, files_metadata=True
+        )
+    except (OSError, library.errors.HTTPError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise OSError(
+            f"cannot list {name} at {endpoint}: {reason}; check the name, the connection and, for a set that asks for "
+            "it, the token in the variable HF_TOKEN"
+        ) from error
+    files = {one.rfilename: (one.size or 0, one.lfs.sha256 if one.lfs else None) for one in found.siblings or ()}
+    return Repository(
+        f"{HUB}/{name.repository}/resolve/{found.sha}", files, (found.card_data or {}).get("configs") or ()
+    )
+
+
+def hub_headers(name: HubName) -> dict[str, str]:
+    """The token of the user's account on the Hub as a header; empty without one."""
+    token = _library(name).get_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _library(name: HubName) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(f"{name} needs an extra package ({error}): {install('data')}") from error
+    return huggingface_hub
 
 
 @contextmanager
@@ -113,6 +175,7 @@ def download(
     progress: Progress = lambda *step: None,
     tries: int = 5,
     pause_seconds: float = 1.0,
+    headers: Mapping[str, str] | None = None,
 ) -> None:
     """Downloads one file and checks it before it appears at `path`. Errors as in `fetch`.
 
@@ -123,12 +186,13 @@ def download(
         progress: Called as bytes arrive.
         tries: Consecutive failures without progress after which the file is given up.
         pause_seconds: The pause before the second try; doubled after each failure.
+        headers: Sent with each request.
     """
     part = path.with_name(path.name + ".part")
     failures, farthest = 0, 0
     while True:
         try:
-            stated = _transfer(url, part, progress)
+            stated = _transfer(url, part, progress, headers or {})
             _check(part, path, sha256 or stated)
             break
         except Interrupted as error:
@@ -147,16 +211,19 @@ def download(
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Stores the file's SHA-256, which Hugging Face sends only with the redirect."""
+    """Stores the file's SHA-256, which Hugging Face sends only with the redirect, and keeps the token to its host."""
 
     linked_etag: str | None = None
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         self.linked_etag = headers.get("X-Linked-Etag", self.linked_etag)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        further = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if further is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            further.remove_header("Authorization")
+        return further
 
 
-def _transfer(url: str, part: Path, progress: Progress) -> str | None:
+def _transfer(url: str, part: Path, progress: Progress, headers: Mapping[str, str]) -> str | None:
     """Downloads the missing bytes of `part`. Returns the SHA-256 that the server stated, if any."""
     state = _read_state(part)
     if not state:
@@ -164,7 +231,7 @@ def _transfer(url: str, part: Path, progress: Progress) -> str | None:
     have = part.stat().st_size if part.exists() else 0
     if have and have == state["bytes"]:
         return state["sha256"]
-    request = urllib.request.Request(url, headers={"User-Agent": "quern", "Accept-Encoding": "identity"})
+    request = urllib.request.Request(url, headers={"User-Agent": "quern", "Accept-Encoding": "identity", **headers})
     if have:
         request.add_header("Range", f"bytes={have}-")
         if state["etag"]:

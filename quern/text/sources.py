@@ -1,20 +1,23 @@
 """Lists the files of a source: which are read, in which order, and which are ignored.
 
-A source is a file, or a folder with all its subfolders. Names that begin with a dot are skipped. Links are followed. No
-file or folder is listed twice, even if several links lead to it or a link leads to a parent of the source. Sizes are in
-bytes on disk. formats.py opens the files.
+A source is a file, a folder with all its subfolders, or several of these. Names that begin with a dot are skipped.
+Links are followed. No file or folder is listed twice, even if several links lead to it or a link leads to a parent of
+the source. Sizes are in bytes on disk. formats.py opens the files.
 """
 
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 COMPRESSED = (".gz", ".zst")
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 NOTES = (".sha256.json", ".part.json")  # hub.py keeps them beside the files that it fetches
 KINDS_SHOWN = 8
+Where = str | Path | Sequence[Path]
+"""A source."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class Listing:
         return [*lines, f"{what}: ignoring {_counts(self.ignored)}"] if self.ignored else lines
 
 
-def list_source(source: str | Path, formats: Sequence[str] = FORMATS) -> Listing:
+def list_source(source: Where, formats: Sequence[str] = FORMATS) -> Listing:
     """Lists a source.
 
     Args:
-        source: A file or a folder.
+        source: A file, a folder, or several of these.
         formats: The extensions to read, without that of a compression.
 
     Returns:
@@ -57,6 +60,12 @@ def list_source(source: str | Path, formats: Sequence[str] = FORMATS) -> Listing
         FileNotFoundError: There is no such file or folder, or it has no file of these formats.
         ValueError: The source is a file of another format.
     """
+    if not isinstance(source, str | Path):
+        listed = [list_source(one, formats) for one in source]
+        return Listing(
+            tuple(chain.from_iterable(one.read for one in listed)),
+            tuple(chain.from_iterable(one.ignored for one in listed)),
+        )
     source = Path(source)
     if source.is_file():
         if format_of(source) not in formats:
@@ -74,7 +83,7 @@ def list_source(source: str | Path, formats: Sequence[str] = FORMATS) -> Listing
     return Listing(read, ignored)
 
 
-def files(source: str | Path) -> list[Path]:
+def files(source: Where) -> list[Path]:
     """The files of a source in reading order; raises as `list_source`."""
     return list_source(source).files
 

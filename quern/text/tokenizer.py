@@ -133,7 +133,7 @@ class Tokenizer:
         import rustbpe  # only training needs it
 
         trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)
-        pieces = _training_pieces(texts, max_bytes)
+        pieces = training_pieces(texts, max_bytes)
         trainer.train_from_iterator(
             pieces, vocab_size - len(SPECIAL_TOKENS), buffer_size=TRAINING_BUFFER_PIECES, pattern=pattern
         )
@@ -274,7 +274,8 @@ def _text(token: bytes) -> str:
     return base64.b64encode(token).decode("ascii")
 
 
-def _training_pieces(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
+def training_pieces(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
+    """The pieces in which the trainer reads texts, cut between two words, up to the one that reaches the size."""
     left = max_bytes
     for text in texts:
         text = well_formed(text)

@@ -7,7 +7,7 @@ from typing import Any
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta, Token
-from quern.generate.scheduler import Event, Generation
+from quern.generate.rows import Event, Generation
 from quern.text.tokenizer import Tokenizer
 from tests.browser.chrome import Chrome
 from tests.support.toy_engine import toy_engine

@@ -137,10 +137,9 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("bench everything", "^quern bench: the argument takes one of tokenizer, .*train, .*, not 'everything'$"),
         ("pretrain --ranks 0", "^quern pretrain: --ranks must be a whole number between 1 and 1,000,000, not 0$"),
         ("pretrain --tp 2", r"quern pretrain: --tp 2 does not divide 1 ranks: use one of \[1\]"),
-        (
-            "run --ranks 2",
-            "quern run: --ranks is for `quern pretrain` and `quern sft`: `quern run` trains in one process",
-        ),
+        ("run --ranks 4 --tp 3", r"quern run: --tp 3 does not divide 4 ranks: use one of \[1, 2, 4\]"),
+        ("run --ranks 2 --train.batch-tokens 10", "train.batch-tokens must be a multiple of model.context"),
+        ("run --nodes 2 --ranks 2", "--nodes 2 needs --rendezvous host:port, the same on every node"),
         ("pretrain --tp 0", "--tp must be a whole number between 1 and 1,000,000, not 0"),
         ("sft --ranks 2 --restarts -1", "--restarts must be a whole number between 0 and 1,000,000, not -1"),
         ("pretrain --ranks 2 --timeout 0", "--timeout must be a number above 0 and at most 1,000,000, not 0"),
@@ -159,7 +158,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("bench gpu --minutes nan", "^quern bench: --minutes must be a number above 0 and at most 1,000,000, not nan$"),
         (f"run --seed {2**70}", f"--seed must be a whole number between 0 and 1,000,000,000,000,000,000, not {2**70}$"),
         ("run --resume", "there is no run 'first' under out: make one with `quern run`$"),
-        ("run --track wandb", "--track is for `quern pretrain` and `quern sft`"),
+        ("rl --track mlflow", "--track takes one of tensorboard, wandb, not 'mlflow'"),
         (
             "sft --model.width 64",
             "quern sft: --model.width is decided by the base run, .*: leave it out, or pretrain another run with it",

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from quern.data.loader import Batch, Loader, prefetch, windows
 from quern.data.packing import METHODS
-from quern.data.shards import Corpus, ShardWriter
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus
 
 BOS = 0
 

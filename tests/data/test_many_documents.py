@@ -10,7 +10,8 @@ from quern.bench.batches import write_shards
 from quern.child import start
 from quern.data.index import ArrayIndex, FileIndex
 from quern.data.loader import Loader
-from quern.data.shards import Corpus, ShardWriter
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 
 BOS = 0

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.data.shards import Corpus, ShardWriter, fingerprint, prepared
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus, fingerprint, prepared
 
 BOS = 499
 
@@ -25,7 +26,7 @@ def documents(count: int, seed: int = 0) -> list[list[int]]:
 
 def write(folder: Path, split: str, docs: list[list[int]], mark: str = "a", **options: Any) -> None:
     with ShardWriter(folder, split, **({"vocab_size": 500, "bos": BOS, "fingerprint": mark} | options)) as writer:
-        for document in docs:
+        for document in docs[writer.documents :]:
             writer.add(document)
 
 
@@ -152,19 +153,78 @@ def test_fingerprints_do_not_run_together():
     assert fingerprint("größe") == fingerprint("größe")
 
 
-def test_an_interrupted_write_changes_nothing(folder):
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+def interrupted(folder: Path, docs: list[list[int]], **options: Any) -> int:
+    """Writes documents until the reader breaks; how many were there at the beginning."""
     with (
         pytest.raises(RuntimeError),
-        ShardWriter(folder, "train", shard_tokens=40, vocab_size=500, bos=BOS, fingerprint="b") as writer,
+        ShardWriter(folder, "train", **({"vocab_size": 500, "bos": BOS, "fingerprint": "b"} | options)) as writer,
     ):
-        for document in documents(20, seed=5):
+        kept = writer.documents
+        for document in docs[kept:]:
             writer.add(document)
         raise RuntimeError("the reader broke")
+    return kept
+
+
+def test_a_write_that_is_interrupted_in_its_first_shard_changes_nothing(folder):
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    interrupted(folder, documents(20, seed=5))
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("failing", range(7))
+def test_the_shards_of_an_interrupted_write_are_kept_and_not_written_again(tmp_path):
+    docs = documents(100)
+    write(tmp_path / "whole", "train", docs, mark="b", shard_tokens=150)
+    whole = {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
+    folder = tmp_path / "data"
+    assert interrupted(folder, docs[:60], shard_tokens=150) == 0
+    shards = sorted(folder.glob("train*.bin"))
+    assert len(shards) > 3 and not prepared(folder, "b", ["train"])
+    with pytest.raises(ValueError, match="no split 'train'"):
+        Corpus.open(folder, "train")
+    before = {path: path.stat().st_ino for path in shards}
+    kept = interrupted(folder, docs[:70], shard_tokens=150)
+    assert kept == sum(len(np.load(path.with_suffix(".starts.npy"))) for path in shards) <= 60
+    write(folder, "train", docs, mark="b", shard_tokens=150)
+    assert {path: path.stat().st_ino for path in shards} == before
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == whole
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, remove, swap])
+@pytest.mark.parametrize("name", ["train-00002.bin", "train-00002.starts.npy"])
+def test_a_finished_shard_that_was_damaged_is_written_again_with_those_after_it(tmp_path, damage, name):
+    docs = documents(100)
+    write(tmp_path / "whole", "train", docs, mark="b", shard_tokens=150)
+    interrupted(folder := tmp_path / "data", docs[:80], shard_tokens=150)
+    finished = [len(np.load(path)) for path in sorted(folder.glob("train*.npy"))]
+    damage(folder / name, [folder / "train-00003.bin", folder / "train-00003.starts.npy"])
+    assert interrupted(folder, docs[:80], shard_tokens=150) == sum(finished[:2])
+    write(folder, "train", docs, mark="b", shard_tokens=150)
+    assert all(p.read_bytes() == (folder / p.name).read_bytes() for p in (tmp_path / "whole").iterdir())
+
+
+@pytest.mark.parametrize("other", [{"fingerprint": "c"}, {"shard_tokens": 151}, {"vocab_size": 501}])
+def test_finished_shards_of_other_tokens_are_not_kept(tmp_path, other):
+    interrupted(tmp_path, documents(60), shard_tokens=150)
+    assert interrupted(tmp_path, documents(60), **({"shard_tokens": 150} | other)) == 0
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 29, 150, 10**6])
+@pytest.mark.parametrize("batch", [1, 7, 30])
+def test_documents_together_are_written_as_one_by_one(tmp_path, shard_tokens, batch):
+    docs = documents(30)
+    write(tmp_path / "one", "train", docs, shard_tokens=shard_tokens)
+    with ShardWriter(
+        tmp_path / "many", "train", vocab_size=500, bos=BOS, fingerprint="a", shard_tokens=shard_tokens
+    ) as writer:
+        for first in range(0, len(docs), batch):
+            some = docs[first : first + batch]
+            writer.add_documents(np.concatenate(some).astype(np.uint16), np.array([len(d) for d in some]))
+    one, many = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "many"))
+    assert one == many
+
+
+@pytest.mark.parametrize("failing", range(8))
 def test_a_write_that_dies_while_renaming_never_passes_as_prepared(folder, monkeypatch, failing):
     """The write stops at any rename, with new files of the old sizes: sizes alone would not show it."""
     replace, calls = os.replace, iter(range(100))
@@ -176,16 +236,16 @@ def test_a_write_that_dies_while_renaming_never_passes_as_prepared(folder, monke
 
     docs = [[BOS, *(498 - t for t in d[1:])] for d in documents(100)]
     write(folder, "train", documents(100), shard_tokens=800)
-    assert len(list(folder.glob("train*.bin"))) == 2, "manifest, two files and two sidecars, manifest"
+    assert len(list(folder.glob("train*.bin"))) == 2, "three manifests, two files and two sidecars are renamed"
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying)
-        if failing == 6:
+        if failing == 7:
             write(folder, "train", docs, shard_tokens=800)
         else:
             with pytest.raises(OSError, match="no space"):
                 write(folder, "train", docs, shard_tokens=800)
     assert not list(folder.glob(".*")), "nothing is left behind"
-    if failing in (0, 6):
+    if failing in (0, 7):
         assert prepared(folder, "a")
         assert contents(Corpus.open(folder, "train")) == (docs if failing else documents(100))
     else:
@@ -207,7 +267,7 @@ def test_another_fingerprint_replaces_every_split(folder):
 
 WRITE_AND_WAIT = """
 import sys, time
-from quern.data.shards import ShardWriter
+from quern.data.shard_writer import ShardWriter
 writer = ShardWriter(sys.argv[1], "train", vocab_size=500, bos=499, fingerprint="a")
 writer.add([499, 1, 2])
 print("writing", flush=True)

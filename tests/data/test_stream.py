@@ -9,7 +9,8 @@ import pytest
 
 from quern.data.batch import Batch
 from quern.data.loader import prefetch
-from quern.data.shards import Corpus, ShardWriter
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 
 BOS = 0

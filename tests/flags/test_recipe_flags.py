@@ -77,7 +77,10 @@ def test_conversations_take_several_sources() -> None:
         ConversationSource("one.jsonl"),
     )
     for wrong, message in (
-        ("gsm8k,repeat=4", "--conversations 'gsm8k,repeat=4' sets repeat: give repeats=NUMBER and limit=NUMBER, each"),
+        (
+            "gsm8k,repeat=4",
+            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats=NUMBER, limit=NUMBER, split=NAME",
+        ),
         ("x,limit=1,limit=2", "--conversations 'x,limit=1,limit=2' sets limit: give"),
         ("x,limit=1.5", "--conversations 'x,limit=1.5': limit must be a whole number, not '1.5'"),
     ):

@@ -17,7 +17,8 @@ from quern.data.batch import DOCUMENT_SIZE
 from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS
 from quern.data.row_counts import SAVE_EVERY
-from quern.data.shards import Corpus, ShardWriter
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7

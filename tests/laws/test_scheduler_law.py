@@ -17,8 +17,8 @@ from experiments.bigram import BigramGPT
 from quern.generate.cache import KVCache
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
+from quern.generate.rows import Generation
 from quern.generate.sample import GREEDY, Sampling
-from quern.generate.scheduler import Generation
 from quern.model.base import LanguageModel
 from quern.model.llama import Llama
 from quern.model.unet import UNet
@@ -239,9 +239,9 @@ def test_a_long_prompt_does_not_stall_a_running_row() -> None:
     late = engine.submit([[TOKENIZER.bos] + [5] * 80], max_tokens=1, **NO_END)
     steps = 0
     while not late.events:
-        before = len(engine.scheduler._seats[0].reply.ids)  # type: ignore[union-attr]
+        before = len(engine.scheduler.batch.rows[0].reply.ids)
         engine.step(8)
         steps += 1
         if not late.events:
-            assert len(engine.scheduler._seats[0].reply.ids) == before + 1  # type: ignore[union-attr]
+            assert len(engine.scheduler.batch.rows[0].reply.ids) == before + 1
     assert steps == 11 and row.unfinished == 1

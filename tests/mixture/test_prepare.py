@@ -25,6 +25,7 @@ from quern.runs.origin import corpus_fingerprint
 from quern.text import content
 from quern.text.chat import render
 from quern.text.documents import read_conversations
+from quern.text.hub import Fetched
 from quern.text.tinyworld import corpus as tinyworld
 from quern.text.tokenizer import Tokenizer
 
@@ -47,8 +48,8 @@ def asking(sources: Any, **changes: Any) -> Recipe:
     return replace(gpt.RECIPE, conversations=sources, text=text, **changes)
 
 
-def no_fetch(name: str) -> Path:
-    raise AssertionError(f"{name} is fetched")
+def no_fetch(asked: ConversationSource) -> Fetched:
+    raise AssertionError(f"{asked} is fetched")
 
 
 def prepared(sources: Any, out: Path, lines: list[str] | None = None, fetch: Any = no_fetch, **changes: Any) -> Mixture:
@@ -161,7 +162,7 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
             "nowhere.jsonl",
             "--conversations nowhere.jsonl: there is no such file, folder or data set of conversations; ",
         ),
-        ("tinystories", "there is no such data set of conversations; use a path, or one of tinyworld, spelling, smol-"),
+        ("tinystories", "there is no such data set of conversations; use a path, one of tinyworld, spelling, smol-"),
     ],
 )
 def test_no_such_source(tmp_path: Path, source: str, message: str) -> None:
@@ -175,7 +176,8 @@ def public(name: str, rows: list[dict[str, Any]], test: list[dict[str, Any]], ou
     for split, some in (("train", rows), ("val", test)):
         (folder / split).mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(some), folder / split / f"{split}.parquet")
-    return lambda asked: folder if asked == name else no_fetch(asked)
+    found = Fetched((folder / "train/train.parquet",), (folder / "val/val.parquet",), None)
+    return lambda asked: found if asked.source == name else no_fetch(asked)
 
 
 def test_test_rows_in_a_public_set_are_left_out(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from quern import compiler
 from quern.data.batch import Batch
 from quern.machine import DTYPES, Machine
 from quern.mesh import Mesh
+from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
@@ -22,10 +23,20 @@ from quern.train.step import train_step
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 
 
-def recipe(architecture: str, width: int, rows: int, micro_rows: int, depth: int = 4, vocabulary: int = 4096) -> Recipe:
+def recipe(
+    architecture: str,
+    width: int,
+    rows: int,
+    micro_rows: int,
+    depth: int = 4,
+    vocabulary: int = 4096,
+    recomputed: int = 0,
+) -> Recipe:
     context = 256
     shape = ModelRecipe(width=width, head_dim=64, context=context, vocab_size=vocabulary, bos=0, windows="L")
-    train = TrainRecipe(steps=4, batch_tokens=rows * context, micro_batch_tokens=micro_rows * context)
+    train = TrainRecipe(
+        steps=4, batch_tokens=rows * context, micro_batch_tokens=micro_rows * context, recompute=recomputed
+    )
     return resolve(replace(RECIPES[architecture], depth=depth, model=shape, train=train))
 
 
@@ -54,6 +65,7 @@ def return_freed_memory() -> None:
 def _steps(made: Recipe, machine: Machine, mesh: Mesh) -> None:
     model = shard_model(build_model(made, machine, 0), mesh)
     compile_model(model, machine)
+    recompute(model, made.train.recompute)
     state = build_state(made, machine, model, mesh)
     assert made.train.batch_tokens and made.model.context and made.model.vocab_size
     rows = made.train.batch_tokens // made.model.context // mesh.dp

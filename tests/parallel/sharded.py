@@ -15,6 +15,7 @@ from quern.mesh import Mesh, Pending, ProcessGroup
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.loss import loss_sum, token_losses
+from quern.model.recompute import recompute
 from quern.model.unet import UNet
 from quern.parallel import plan as plans
 from quern.parallel import tensor, vocabulary
@@ -76,7 +77,9 @@ def passed(model: Any, parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Ten
     return torch.stack([total.detach() for total in totals]).sum(), torch.cat(losses)
 
 
-def compared(mesh: Mesh, architecture: str, accumulated: bool = False, broken: str = "") -> dict[str, float]:
+def compared(
+    mesh: Mesh, architecture: str, accumulated: bool = False, recomputed: int = 0, broken: str = ""
+) -> dict[str, float]:
     """Deviations of this rank's part from the same on one process. broken: one of `BROKEN`, which must show."""
     compiler.set_eager(True)
     rows = B * mesh.dp
@@ -88,11 +91,13 @@ def compared(mesh: Mesh, architecture: str, accumulated: bool = False, broken: s
     own = [part[mesh.data.rank * B : (mesh.data.rank + 1) * B] for part in whole]
     BROKEN[broken]()
     model = shard_model(whole_model(architecture), mesh)
+    recompute(model, recomputed)
     cuts = (slice(0, 1), slice(1, None)) if accumulated else (slice(None),)
     mesh.reset_traffic()
     loss, losses = passed(model, [tuple(part[at] for part in own) for at in cuts])
     sent = {kind: mesh.traffic().get(f"model/{kind}", 0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
-    formula = [bytes_sent(whole_model(architecture), len(own[0][at]) * T, mesh.tp) for at in cuts]
+    uncut = whole_model(architecture)
+    formula = [bytes_sent(uncut, len(own[0][at]) * T, mesh.tp, recomputed=recomputed) for at in cuts]
     mesh.data.all_reduce(loss).wait()
     for p in model.parameters():
         mesh.data.all_reduce(p.grad).wait()

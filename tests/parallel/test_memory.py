@@ -23,22 +23,34 @@ Law = Callable[[str, float | int | str, str], None]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
 @pytest.mark.parametrize(
-    ("architecture", "dp", "tp", "dtype", "rows", "micro_rows", "width"),
+    ("architecture", "dp", "tp", "dtype", "rows", "micro_rows", "width", "recomputed"),
     [
-        ("gpt", 1, 1, "fp32", 8, 8, 384),
-        ("gpt", 2, 1, "fp32", 8, 2, 384),
-        ("llama", 1, 2, "fp32", 8, 4, 384),
-        ("unet", 2, 1, "bf16", 2, 1, 128),  # products in bf16 are slow on many CPUs
+        ("gpt", 1, 1, "fp32", 8, 8, 384, 0),
+        ("gpt", 2, 1, "fp32", 8, 2, 384, 0),
+        ("llama", 1, 2, "fp32", 8, 4, 384, 0),
+        ("unet", 2, 1, "bf16", 2, 1, 128, 0),  # products in bf16 are slow on many CPUs
+        ("gpt", 1, 1, "fp32", 8, 8, 384, 4),
+        ("llama", 1, 1, "fp32", 8, 8, 384, 2),
     ],
 )
 def test_the_peak_is_as_predicted(
-    architecture: str, dp: int, tp: int, dtype: str, rows: int, micro_rows: int, width: int, ranks: Ranks, law: Law
+    architecture: str,
+    dp: int,
+    tp: int,
+    dtype: str,
+    rows: int,
+    micro_rows: int,
+    width: int,
+    recomputed: int,
+    ranks: Ranks,
+    law: Law,
 ) -> None:
-    sizes = {"width": width, "rows": rows, "micro_rows": micro_rows}
+    sizes = {"width": width, "rows": rows, "micro_rows": micro_rows, "recomputed": recomputed}
     found = ranks(dp * tp, "tests.parallel.measured:peak", tp=tp, architecture=architecture, dtype=dtype, **sizes)
     expected = memory(lay_out(recipe(architecture, **sizes), DTYPES[dtype], dp, tp), "cpu", compiled=False)
     off = max(found) / expected.peak - 1
-    law(f"peak memory of a rank = predicted: {architecture}, dp {dp} x tp {tp}, {dtype}", abs(off), "≤ 0.1")
+    again = f", {recomputed} of 4 blocks run again" if recomputed else ""
+    law(f"peak memory of a rank = predicted: {architecture}, dp {dp} x tp {tp}, {dtype}{again}", abs(off), "≤ 0.1")
     assert abs(off) <= 0.1, (found, expected.peak, expected)
 
 

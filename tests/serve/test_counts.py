@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from quern.generate.engine import Engine
-from quern.generate.scheduler import Event
+from quern.generate.rows import Event
 from quern.serve.frontier import Gate
 from quern.serve.metrics import Metrics, ModelMetrics
 from quern.serve.server import create_app

@@ -17,8 +17,8 @@ from torch import nn
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
+from quern.generate.rows import Event, Generation
 from quern.generate.sample import Sampling
-from quern.generate.scheduler import Event, Generation
 from quern.serve.frontier import Gate, Keys, host_name
 from quern.serve.requests.schema import ChatRequest, parse_request
 from quern.serve.routes import MAX_BODY_BYTES

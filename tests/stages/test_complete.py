@@ -15,8 +15,8 @@ from quern.chat.conversation import Conversation
 from quern.chat.talk import talk
 from quern.cli import main
 from quern.generate.engine import Engine
+from quern.generate.rows import Event
 from quern.generate.sample import Sampling
-from quern.generate.scheduler import Event
 from quern.model.context import CausalContext
 from quern.stages import evaluate
 from quern.stages.complete import complete

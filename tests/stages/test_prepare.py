@@ -265,7 +265,7 @@ def test_a_half_made_folder_is_not_taken_for_prepared(tmp_path: Path) -> None:
 
 
 def test_errors_name_what_would_work(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, or one of"):
+    with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, one of"):
         made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     with pytest.raises(
@@ -331,6 +331,25 @@ def test_tinyworld_is_the_worlds_own_splits(tmp_path: Path) -> None:
     other = open_source(replace(recipe, seed=1), tmp_path / "out")
     assert other.fingerprint != open_source(recipe, tmp_path / "out").fingerprint
     assert list(islice(other.read("train"), 3)) != list(islice(tinyworld_corpus.documents(0, 0.05, "train"), 3))
+
+
+def test_the_tokenizer_is_trained_on_a_sample_of_a_large_text_and_on_all_of_a_small_one(tmp_path: Path) -> None:
+    early, late = (f"{word} {word}s and {word}ed, " * 5 for word in ("millstone", "riverbank"))
+    texts = [f"{number}: {early if number < 300 else late}" for number in range(600)]
+    data, size = write_jsonl(tmp_path / "t.jsonl", texts), sum(map(len, texts)) / 1e6
+    recipe = recipe_for(data, tokenizer_megabytes=size / 10)
+    made = [
+        train_tokenizer(asked, open_source(asked, tmp_path / name), tmp_path / name, lambda line: None)
+        for name, asked in (("one", recipe), ("two", replace(recipe, seed=1)))
+    ]
+    assert made[0].merges == made[1].merges, "the same text, the same sample"
+    assert len(made[0].encode(" millstone")) < 5 > len(made[0].encode(" riverbank"))
+    first = Tokenizer.train(texts, 300, made[0].pattern, max_bytes=int(size / 10 * 1e6))
+    assert len(first.encode(" riverbank")) > 5, "its beginning alone does not know the end"
+    small = recipe_for(data, tokenizer_megabytes=size)
+    source = open_source(small, tmp_path / "three")
+    whole = Tokenizer.train(source.read("train"), 300, made[0].pattern)
+    assert train_tokenizer(small, source, tmp_path / "three", lambda line: None).merges == whole.merges
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3])

@@ -24,10 +24,10 @@ RECIPE = """
 from dataclasses import replace
 from quern.mixture import prepare
 from quern.recipes.gpt import RECIPE as BASELINE
-from quern.text import hub
+from quern.text import data_sets
 
 names = ("train.parquet",), ("test.parquet",)
-hub.DATASETS = {{"gsm8k": hub.DataSet("planted", "{url}", *names, kind="questions")}}
+data_sets.DATASETS = {{"gsm8k": data_sets.DataSet("planted", "{url}", *names, kind="questions")}}
 tokenize = prepare._tokenize
 
 def counted(*arguments):

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from quern.text import hub
-from quern.text.hub import DataSet, download, fetch
+from quern.text import data_sets
+from quern.text.data_sets import DataSet
+from quern.text.hub import download, fetch
 
 BODY = b"PAR1" + random.Random(0).randbytes(300_000) + b"PAR1"
 SHA256 = hashlib.sha256(BODY).hexdigest()
@@ -267,9 +268,11 @@ def names(folder: Path) -> list[str]:
 def test_validation_files_do_not_depend_on_the_number_of_shards(serve, tmp_path: Path) -> None:
     plan = Plan()
     base = serve(plan)
-    fetch(SHARDS, tmp_path, shards=1, base_url=base, pause_seconds=0.0)
+    of_server = replace(SHARDS, base=base)
+    fetched = fetch(of_server, tmp_path, shards=1, pause_seconds=0.0)
+    assert fetched.train == (tmp_path / "train/t0.parquet",) and fetched.val == (tmp_path / "val/v.parquet",)
     assert names(tmp_path) == ["train/t0.parquet", "val/v.parquet"]
-    fetch(SHARDS, tmp_path, shards=99, base_url=base + "/", pause_seconds=0.0)
+    fetch(replace(SHARDS, base=base + "/"), tmp_path, pause_seconds=0.0)
     assert names(tmp_path) == [*(f"train/t{i}.parquet" for i in range(3)), "val/v.parquet"]
     assert [request for request, _ in plan.requests] == [
         "/v.parquet",
@@ -277,9 +280,10 @@ def test_validation_files_do_not_depend_on_the_number_of_shards(serve, tmp_path:
         "/t1.parquet",
         "/t2.parquet",
     ]
-    fetch(SHARDS, tmp_path, base_url="http://127.0.0.1:9", pause_seconds=0.0)  # nothing is asked for again
+    again = fetch(replace(SHARDS, base="http://127.0.0.1:9"), tmp_path, shards=1, pause_seconds=0.0)
+    assert again == fetched  # nothing is asked for again, and the other files are not of this call
     (tmp_path / "train" / "t1.parquet").write_bytes(BODY[:-1])
-    fetch(SHARDS, tmp_path, base_url=base, pause_seconds=0.0)
+    fetch(of_server, tmp_path, pause_seconds=0.0)
     assert (tmp_path / "train" / "t1.parquet").read_bytes() == BODY and len(plan.requests) == 5
 
 
@@ -287,8 +291,8 @@ FETCH = """
 import sys
 from pathlib import Path
 from quern.text.hub import DataSet, fetch
-dataset = DataSet("", "", ("t0.parquet", "t1.parquet"), ("v.parquet",))
-fetch(dataset, Path(sys.argv[1]), lambda *progress: print("bytes", flush=True), base_url=sys.argv[2],
+dataset = DataSet("", sys.argv[2], ("t0.parquet", "t1.parquet"), ("v.parquet",))
+fetch(dataset, Path(sys.argv[1]), lambda *progress: print("bytes", flush=True),
       pause_seconds=0.0, log=lambda line: print(line, flush=True))
 """
 
@@ -325,22 +329,21 @@ def test_token_shards_are_checked_by_their_header(serve, tmp_path: Path) -> None
     assert (tmp_path / "x.bin").read_bytes() == good
 
 
-def test_a_set_by_its_name(serve, tmp_path: Path) -> None:
-    fetch("fineweb-edu", tmp_path, shards=2, base_url=serve(Plan()), pause_seconds=0.0)
-    assert names(tmp_path) == [
-        "train/shard_00000.parquet",
-        "train/shard_00001.parquet",
-        "val/shard_01822.parquet",
-    ]
-    with pytest.raises(ValueError, match="there are .*climbmix"):
-        fetch("fineweb-education", tmp_path)
-    with pytest.raises(ValueError, match="at least one"):
-        fetch("gsm8k", tmp_path, shards=0)
+def test_a_mirror_of_the_hub_and_a_vocabulary_of_another_server(serve, tmp_path: Path) -> None:
+    plan = Plan()
+    base = serve(plan)
+    other = DataSet("", f"{data_sets.HUB}/a/b/resolve/main", ("t.parquet",), (), tokenizer=f"{base}/v/r50k.tiktoken")
+    fetched = fetch(other, tmp_path, endpoint=base + "/", pause_seconds=0.0)
+    assert [path for path, _ in plan.requests] == ["/v/r50k.tiktoken", "/datasets/a/b/resolve/main/t.parquet"]
+    assert fetched.tokenizer == tmp_path / "r50k.tiktoken" and fetched.val == ()
 
 
 def test_the_catalogue_is_consistent() -> None:
-    for name, dataset in hub.DATASETS.items():
+    for name, dataset in data_sets.DATASETS.items():
         assert dataset.base.startswith("https://") and not dataset.base.endswith("/"), name
         assert dataset.val and not set(dataset.val) & set(dataset.train), name
         assert len(set(dataset.train)) == len(dataset.train), name
-        assert set(dataset.sha256) <= {*dataset.train, *dataset.val}, name
+        tokenizer = dataset.tokenizer.rpartition("/")[2]
+        assert set(dataset.sha256) <= {*dataset.train, *dataset.val, tokenizer}, name
+        assert (dataset.kind in ("documents", "tokens")) == (dataset.file_tokens > 0), name
+        assert (dataset.kind == "tokens") == (tokenizer in dataset.sha256), name

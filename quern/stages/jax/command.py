@@ -20,7 +20,7 @@ from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID, negated
 from quern.flags.recipe_flags import named, parse, value_of
 from quern.recipe import Recipe
-from quern.records import open_trackers
+from quern.records import find_trackers
 from quern.runs.run_dir import STAGES, RunDir
 from quern.unavailable import flag
 from quern.validate import install
@@ -152,7 +152,6 @@ def _train(rest: list[str], log: Callable[[str], None]) -> int:
     recipe, run_dir = options.recipe, RunDir(options.where.out, options.where.run)
     mesh, dtype = open_mesh(options.where), choose_dtype(options.where.dtype)
     first = jax.process_index() == 0  # the other processes print and track nothing
-    names, folder = options.track if first else (), run_dir.stage(train.STAGE)
     return train.run(
         recipe,
         mesh,
@@ -161,7 +160,7 @@ def _train(rest: list[str], log: Callable[[str], None]) -> int:
         resume=options.resume,
         command=shlex.join(["quern", "grug", "train", *rest]),
         log=log if first else lambda line: None,
-        trackers=open_trackers(names, folder, run_dir.run, recipe.to_json()),
+        trackers=find_trackers(options.track if first else ()),
         named=set(named(rest)),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_fits, first_process_first
 from quern.grug.state import JaxTrainState, StepConfig, init_state, step_config
 from quern.recipe import Recipe
-from quern.records import StageFolder, git_hash
+from quern.records import MakeTracker, StageFolder, git_hash
 from quern.resolve import resolve
 from quern.runs.origin import FILE, read_origin, refuse_other_order, refuse_second_tokenizer, with_absolute_paths
 from quern.runs.run_dir import RunDir
@@ -59,7 +59,7 @@ def run(
     resume: bool,
     command: str,
     log: Callable[[str], None],
-    trackers: tuple = (),
+    trackers: Sequence[MakeTracker] = (),
     named: Collection[str] = (),
 ) -> int:
     """Trains to the recipe's horizon. Every process of the mesh calls this.
@@ -72,7 +72,7 @@ def run(
         resume: Continue from the newest good checkpoint.
         command: The command line, for the records.
         log: Called with lines for the user.
-        trackers: Other places that metrics go to.
+        trackers: What makes the further destinations of metrics.
         named: Fields that the user named in this command.
 
     Returns:
@@ -111,7 +111,7 @@ def run(
             prepared.tokenizer.save(run_dir.folder / "tokenizer.json")
         records = path if first else path / f"process-{jax.process_index()}"
         stack.enter_context(jax.set_mesh(mesh))
-        folder = stack.enter_context(StageFolder(records, trackers))
+        folder = stack.enter_context(StageFolder(records, [make(records, recipe.to_json()) for make in trackers]))
         if origin is None:
             write_whole(records / FILE, json.dumps(make_origin(run_dir, prepared, None).to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), None)

@@ -1,0 +1,186 @@
+"""Data sets of the Hugging Face Hub by name: which files of a repository are the training and the validation text.
+
+A name is hf:OWNER/NAME[:CONFIG][@REVISION]. The card of a repository (README.md) may list its configs, their splits
+and the files of each; without such a list, a config is a folder, and a split is a word in a file's path. These are the
+rules of Hugging Face's library `datasets`, for files alone. This file opens no connection; hub.py lists and downloads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quern.text.data_sets import DataSet
+from quern.text.sources import FORMATS, format_of
+
+PREFIX = "hf:"
+_NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<config>[^@]+))?(?:@(?P<revision>\S+))?")
+READ = tuple(name for name in FORMATS if name != ".md")
+TRAIN = "train"
+WORDS: Mapping[str, tuple[str, ...]] = {
+    TRAIN: (TRAIN, "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval"),
+}
+"""The names under which a split is known."""
+DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
+PLAIN_BYTES = {".parquet": 2.0, ".gz": 3.0, ".zst": 3.0}
+"""Bytes of text in a byte of a compressed file, an estimate."""
+BYTES_PER_TOKEN = 4
+"""An estimate, where no tokenizer has counted."""
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class HubName:
+    """The parts of a name. config, revision: "" for the default ones."""
+
+    repository: str
+    config: str = ""
+    revision: str = ""
+
+    @staticmethod
+    def parse(text: str) -> HubName:
+        """Raises ValueError for a text of another form."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text}: a data set of the Hugging Face Hub is named hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or "
+                "hf:OWNER/NAME:CONFIG@REVISION"
+            )
+        return HubName(**{key: value or "" for key, value in match.groupdict().items()})
+
+    def __str__(self) -> str:
+        config = f":{self.config}" if self.config else ""
+        return f"{PREFIX}{self.repository}{config}{f'@{self.revision}' if self.revision else ''}"
+
+    @property
+    def folder(self) -> str:
+        """A name for a folder, different for each name."""
+        digest = hashlib.sha256(str(self).encode("utf-8")).hexdigest()[:8]
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', str(self))}-{digest}"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """The files of a data set at one commit.
+
+    Args:
+        base: The address of the commit's files.
+        files: Path → (size in bytes, SHA-256 in hex or None if the server does not state it).
+        configs: The list `configs` of the card, as parsed from its YAML.
+    """
+
+    base: str
+    files: Mapping[str, tuple[int, str | None]]
+    configs: Sequence[Any] = ()
+
+
+def data_set(repository: Repository, name: HubName, split: str, kind: Literal["documents", "conversations"]) -> DataSet:
+    """The files of a split, and those of the validation split where another one is asked for.
+
+    Raises:
+        ValueError: There is no such config or split, or no file that quern reads; the message lists what there is.
+    """
+    splits = _splits(repository, name, split)
+    train = _of(splits, split)
+    if not train:
+        there_are = _list(splits) or "none"
+        raise ValueError(f"{name} has no split '{split}': its splits are {there_are}")
+    val = tuple(file for file in _of(splits, "validation") if file not in train)
+    size = sum(PLAIN_BYTES.get(f".{file.rpartition('.')[2]}", 1.0) * repository.files[file][0] for file in train)
+    stated = {file: digest for file, (_, digest) in repository.files.items() if digest and file in (*train, *val)}
+    return DataSet(
+        about=str(name),
+        base=repository.base,
+        train=train,
+        val=val,
+        kind=kind,
+        sha256=stated,
+        file_tokens=max(1, round(size / BYTES_PER_TOKEN / len(train))),
+    )
+
+
+def _of(splits: Mapping[str, tuple[str, ...]], split: str) -> tuple[str, ...]:
+    return next((splits[word] for word in WORDS.get(split, (split,)) if word in splits), ())
+
+
+def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tuple[str, ...]]:
+    """The files of each split of the config."""
+    readable = _readable(repository, name)
+    configs = {str(one["config_name"]): one for one in repository.configs if "config_name" in one}
+    if not configs:
+        return _by_words(_in_folder(readable, name) if name.config else readable, split)
+    default = [key for key, one in configs.items() if one.get("default") or key == "default"]
+    chosen = name.config or (default or list(configs))[0]
+    if chosen not in configs or not (name.config or default or len(configs) == 1):
+        raise ValueError(
+            f"{name}: name one of its configs, {_list(configs)}, as {PREFIX}{name.repository}:{next(iter(configs))}"
+        )
+    body = configs[chosen]
+    listed = body.get("data_files")
+    if listed is None:
+        return _by_words(_matching(readable, [f"{body.get('data_dir', chosen)}/**"]), split)
+    if isinstance(listed, str) or all(isinstance(one, str) for one in listed):
+        return {TRAIN: _matching(readable, [listed] if isinstance(listed, str) else listed)}
+    paths = {str(one["split"]): one["path"] for one in listed}
+    found = {key: _matching(readable, [path] if isinstance(path, str) else path) for key, path in paths.items()}
+    return {key: files for key, files in found.items() if files}
+
+
+def _readable(repository: Repository, name: HubName) -> tuple[str, ...]:
+    """The files of the best format that there is."""
+    safe = (file for file in repository.files if ".." not in file.split("/") and not file.startswith("/"))
+    plain = sorted(file for file in safe if file.rpartition("/")[2] not in DESCRIPTIONS)
+    for wanted in ((".parquet",), (".jsonl",), READ):
+        if found := tuple(file for file in plain if _format(file) in wanted):
+            return found
+    raise ValueError(
+        f"{name} has no file that ends in {' '.join(READ)}: many data sets have a copy in Parquet, at "
+        f"{PREFIX}{name.repository}{f':{name.config}' if name.config else ''}@refs/convert/parquet"
+    )
+
+
+def _format(file: str) -> str:
+    return format_of(Path(file))
+
+
+def _in_folder(files: tuple[str, ...], name: HubName) -> tuple[str, ...]:
+    found = _matching(files, [f"{name.config}/**", f"data/{name.config}/**"])
+    if not found:
+        folders = sorted({file.rpartition("/")[0] for file in files} - {""})
+        raise ValueError(f"{name}: there is no config or folder '{name.config}'; the folders are {_list(folders)}")
+    return found
+
+
+def _by_words(files: Iterable[str], split: str) -> dict[str, tuple[str, ...]]:
+    """The split of each file by the last such word in its path; files without one are for training if all are."""
+    words = sorted({split, *(word for known in WORDS.values() for word in known)}, key=len, reverse=True)
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(map(re.escape, words))})(?![a-z])")
+    found: dict[str, list[str]] = {}
+    for file in files:
+        word = (pattern.findall(file.lower()) or [""])[-1]
+        known = word if word == split else next((key for key, its in WORDS.items() if word in its), "")
+        found.setdefault(known, []).append(file)
+    unnamed = found.pop("", [])
+    return {key: tuple(its) for key, its in (found or {TRAIN: unnamed}).items()}
+
+
+def _matching(files: Sequence[str], patterns: Iterable[str]) -> tuple[str, ...]:
+    """The files that a pattern names: `*` is within a folder, `**` crosses folders, a folder's name is all in it."""
+    pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    regexes = []
+    for pattern in patterns:
+        split = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern.removeprefix("./"))
+        regexes.append("".join(pieces.get(s) or (s if s.startswith("[") else re.escape(s)) for s in split))
+    whole = re.compile("|".join(f"(?:{regex})(?:/.*)?" for regex in regexes))
+    return tuple(file for file in files if whole.fullmatch(file))
+
+
+def _list(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")

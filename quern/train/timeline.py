@@ -1,0 +1,103 @@
+"""A timeline of some training steps for Perfetto (ui.perfetto.dev): what each rank computes, sends and waits for.
+
+torch.profiler records a rank: its operators, the collectives that run on gloo's threads or as NCCL's kernels, and the
+waits of a `NamedGroup`. `merge` joins the ranks of one machine, whose clocks are the same, in one file of Chrome's
+trace event format. Times are in microseconds after the file's `baseTimeNanoseconds`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from quern.mesh import ProcessGroup
+from quern.temporaries import write_whole
+
+Span = tuple[float, float]
+"""Begin and end in microseconds."""
+WAITING = "waiting: "
+BACKENDS = "gloo:", "nccl"
+"""How the names of the spans of collectives begin."""
+
+
+class NamedGroup(ProcessGroup):
+    """A process group whose waits have names in a profile."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group.name, group.size, group.rank, group.group, group.progress)
+
+    @contextmanager
+    def blocked(self, call: str, begins: bool = False) -> Iterator[None]:
+        with record_function(f"{WAITING}{call}"), super().blocked(call, begins):
+            yield
+
+
+@contextmanager
+def recorded(path: Path) -> Iterator[None]:
+    """Records what this process does in the body, also on its GPU, and writes the trace to a file."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=kinds) as profiler:
+        yield
+    with tempfile.TemporaryDirectory(prefix="quern-") as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        write_whole(path, file.read_text(encoding="utf-8"))
+
+
+def merge(path: Path, ranks: Sequence[dict[str, Any]]) -> None:
+    """Writes the traces of all ranks, from rank 0, to one file: a process for each rank."""
+    begin = min(trace["baseTimeNanoseconds"] for trace in ranks)
+    events: list[dict[str, Any]] = []
+    for rank, trace in enumerate(ranks):
+        late = (trace["baseTimeNanoseconds"] - begin) / 1e3
+        for event in trace["traceEvents"]:
+            if isinstance(event["pid"], int) and event["ph"] != "M":  # others describe the profiler itself
+                own = {"id": event["id"] * len(ranks) + rank} if "id" in event else {}  # of arrows between operators
+                events.append(event | own | {"pid": rank, "ts": event["ts"] + late})
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+    write_whole(path, json.dumps({"baseTimeNanoseconds": begin, "displayTimeUnit": "ms", "traceEvents": events}))
+
+
+def communication(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Returns, by the name of a collective, the seconds in which one ran, and for how many of them the rank waited."""
+    spans: dict[str, list[Span]] = {}
+    waits = []
+    for event in trace["traceEvents"]:
+        if event["ph"] != "X" or not isinstance(event["pid"], int):
+            continue
+        span, name = (event["ts"], event["ts"] + event["dur"]), event["name"]
+        if name.startswith(WAITING):
+            waits.append(span)
+        elif name.startswith(BACKENDS):
+            spans.setdefault(name, []).append(span)
+    waits = _union(waits)
+    ran = {name: _union(found) for name, found in spans.items()}
+    return {name: (_seconds(found), _seconds(_common(found, waits))) for name, found in ran.items()}
+
+
+def _union(spans: Sequence[Span]) -> list[Span]:
+    """The spans in order, those that touch each other joined."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _common(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
+    """The parts that two unions share."""
+    both = ((max(a, c), min(b, d)) for a, b in ours for c, d in theirs)
+    return [(begin, end) for begin, end in both if begin < end]
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    return sum(end - begin for begin, end in spans) / 1e6

@@ -1,0 +1,99 @@
+"""Law: blocks that run again in the backward pass leave the same bits, and send what the formula says.
+
+Every gradient, the loss and the losses of single tokens, for each architecture, with dropout too; on shards the bytes.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quern.machine import Machine
+from quern.mesh import Mesh
+from quern.model import recompute as module
+from quern.model.llama import Llama
+from quern.model.recompute import recompute
+from quern.train.state import compile_model
+from tests.parallel.sharded import ARCHITECTURES, SHAPE, batch, passed, whole_model
+from tests.support.deviation import deviation
+from tests.support.ranks import Ranks
+from tests.support.toy_training import eager
+
+__all__ = ["eager"]  # a fixture
+
+Law = Callable[[str, float | int | str, str], None]
+DROPPED = "llama with dropout"
+
+
+def results(architecture: str, blocks: int, compiled: bool = False) -> tuple[list[Tensor], int]:
+    """Loss, losses and gradients of two micro-batches; and how many bytes autograd kept."""
+    model = Llama(replace(SHAPE, mlp_width=84, dropout=0.3)) if architecture == DROPPED else whole_model(architecture)
+    if architecture == DROPPED:
+        model.initialize(1)
+    if compiled:
+        compile_model(model, Machine(torch.device("cpu"), torch.float32, True, 1))
+    recompute(model, blocks)
+    torch.manual_seed(3)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        parts = [tuple(part[at] for part in batch(3)) for at in (slice(0, 1), slice(1, None))]
+        loss, losses = passed(model, parts)
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    return [loss, losses, *grads], sum(kept.values())  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, DROPPED])
+def test_the_same_bits(architecture: str, law: Law) -> None:
+    expected, most = results(architecture, 0)
+    for blocks in (1, 1000):
+        found, kept = results(architecture, blocks)
+        differing = sum(not torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        law(f"run again in the backward pass = kept: {architecture}", differing, "bit for bit")
+        assert differing == 0
+        assert kept < most * (0.95 if blocks == 1 else 0.5)
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run draws other numbers for dropout."""
+    checkpoint = module.checkpoint
+    monkeypatch.setattr(module, "checkpoint", lambda *args, **kw: checkpoint(*args, preserve_rng_state=False, **kw))
+    expected, found = results(DROPPED, 0)[0], results(DROPPED, 2)[0]
+    assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shards_repeat_their_collectives(architecture: str, ranks: Ranks) -> None:
+    (found, _) = ranks(2, "tests.parallel.sharded:compared", tp=2, architecture=architecture, recomputed=3)
+    assert found.pop("bytes") == 0 == found.pop("weights")
+    assert max(found.values()) <= 1e-5
+
+
+def compiled(mesh: Mesh, architecture: str) -> list[float]:
+    """Blocks that keep their activations, and then ones that run again → how far apart, graphs and bytes of both."""
+    found, graphs = [], []
+    for blocks in (0, 1000):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        found.append(results(architecture, blocks, compiled=True))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return [deviation(found[1][0], found[0][0]), *graphs, *(kept for _, kept in found)]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled_blocks(architecture: str, ranks: Ranks) -> None:
+    """The second run calls the same compiled code."""
+    ((apart, graphs, again, most, kept),) = ranks(
+        1, "tests.laws.test_recompute_law:compiled", architecture=architecture
+    )
+    assert apart == 0 and again == graphs > 0 and kept < most / 2

@@ -1,0 +1,164 @@
+"""Data sets of the Hugging Face Hub by name, from a small hub on loopback (tests/support/hub_server.py)."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.recipe import ConversationSource, Recipe, TextRecipe
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+from quern.runs.public_data import fetch_conversations, public_data, shards_used
+from tests.support.hub_server import COMMIT, Hub, hub_server
+
+pytest.importorskip("huggingface_hub", reason="needs the extra data")
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+def words(file: str) -> bytes:
+    return parquet([{"body": f"{file} {i} the grain and the bread {i * i}"} for i in range(60)])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with hub_server() as hub:
+        files = ("data/train-0.parquet", "data/train-1.parquet", "data/validation-0.parquet", "data/test-0.parquet")
+        hub.sets = {"mill/words": {file: words(file) for file in files}}
+        monkeypatch.setenv("no_proxy", "*")
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "")
+        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+        yield hub
+
+
+def recipe_for(data: str, **changes: Any) -> Recipe:
+    return resolve(replace(RECIPE, data=data, **changes))
+
+
+def local(paths: tuple[Path, ...], out: Path) -> list[str]:
+    return [path.relative_to(out / "downloads").as_posix().partition("/")[2] for path in paths]
+
+
+def test_files_are_listed_and_downloaded_once(hub: Hub, tmp_path: Path) -> None:
+    recipe = recipe_for("hf:mill/words", shards=1)
+    found = public_data(recipe, tmp_path)
+    assert found is not None and (found.shards, found.available) == (1, 2)
+    assert local(found.files.train, tmp_path) == ["train/data/train-0.parquet"]
+    assert local(found.files.val, tmp_path) == ["val/data/validation-0.parquet"]
+    assert found.files.train[0].read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
+    asked = len(hub.asked)
+    assert public_data(recipe, tmp_path) == found and len(hub.asked) == asked
+    hub.sets["mill/words"]["data/train-00.parquet"] = b"new"  # the repository has moved on; this run reads its commit
+    more = public_data(replace(recipe, shards=9), tmp_path)
+    assert more is not None and [path.name for path in more.files.train] == ["train-0.parquet", "train-1.parquet"]
+    assert hub.files_asked() == [f"mill/words/data/{name}.parquet" for name in ("validation-0", "train-0", "train-1")]
+    assert any(path == f"/datasets/mill/words/resolve/{COMMIT}/data/train-1.parquet" for path, _ in hub.asked)
+
+
+def test_a_broken_download_goes_on_and_a_wrong_one_is_not_kept(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.cut = 700
+    recipe = recipe_for("hf:mill/words", shards=1, val="own.txt")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    found = public_data(recipe, tmp_path)
+    assert found is not None and found.files.train[0].read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
+    assert found.files.val == () and len(hub.files_asked()) == 2, (
+        "no validation file, and one more request for the rest"
+    )
+    found.files.train[0].write_bytes(b"damaged")
+    hub.cut, hub.sets["mill/words"]["data/train-0.parquet"] = 0, words("another file of the same commit")
+    with pytest.raises(OSError, match="its SHA-256 is .*, expected"):
+        public_data(recipe, tmp_path)
+
+
+def test_a_token_is_sent_to_the_hub_and_not_to_the_host_of_its_files(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "hf_secret"
+    with pytest.raises(OSError, match="cannot list hf:mill/words at .*gated.* the token in the variable HF_TOKEN"):
+        public_data(recipe_for("hf:mill/words"), tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert public_data(recipe_for("hf:mill/words"), tmp_path) is not None
+    sent = {path.split("/")[1]: authorization for path, authorization in hub.asked}
+    assert sent == {"api": "Bearer hf_secret", "datasets": "Bearer hf_secret", "cdn": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf:mill/none", "cannot list hf:mill/none at http://127.0.0.1.*404"),
+        ("hf:mill/words@v9", "cannot list hf:mill/words@v9 .*Revision Not Found"),
+        ("hf:mill", "is named hf:OWNER/NAME, hf"),
+        ("hf:mill/words:fr", "there is no config or folder 'fr'"),
+    ],
+)
+def test_what_there_is_not(hub: Hub, tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises((OSError, ValueError), match=message):
+        public_data(recipe_for(name), tmp_path)
+
+
+def test_no_connection_and_a_damaged_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
+    public_data(recipe_for("hf:mill/words", shards=1), tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert public_data(recipe_for("hf:mill/words", shards=1), tmp_path) is not None, "nothing is asked for"
+    with pytest.raises(OSError, match="cannot list hf:mill/other at http://127.0.0.1:9"):
+        public_data(recipe_for("hf:mill/other"), tmp_path)
+    (listing,) = tmp_path.rglob("listing.json")
+    listing.write_text('{"files": {}}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"listing.json is damaged \(KeyError\('base'\)\): remove it"):
+        public_data(recipe_for("hf:mill/words"), tmp_path)
+
+
+def test_revisions_configs_and_splits(hub: Hub, tmp_path: Path) -> None:
+    hub.revisions = ("refs/convert/parquet",)
+    hub.cards["mill/words"] = [{"config_name": "exam", "data_files": [{"split": "test", "path": "data/test-*"}]}]
+    recipe = recipe_for("hf:mill/words:exam@refs/convert/parquet", text=TextRecipe(split="test"))
+    assert shards_used(recipe, tmp_path) == 1 and hub.files_asked() == []
+    found = public_data(recipe, tmp_path)
+    assert found is not None and [path.name for path in found.files.train] == ["test-0.parquet"]
+    talks = fetch_conversations(ConversationSource("hf:mill/words:exam", split="test"), tmp_path)
+    assert [path.name for path in talks.train] == ["test-0.parquet"] and talks.val == ()
+
+
+def test_a_size_without_digest_is_enough(hub: Hub, tmp_path: Path) -> None:
+    hub.digests = False
+    assert public_data(recipe_for("hf:mill/words"), tmp_path) is not None
+
+
+def quern(folder: Path, hub: Hub, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line in a folder with a home of its own."""
+    environment = {**os.environ, "HOME": str(folder / "home"), "HF_ENDPOINT": hub.url, "no_proxy": "*"}
+    environment.pop("HF_TOKEN", None)
+    command = [sys.executable, "-m", "quern.cli.main", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_line_reads_the_column_of_the_set(hub: Hub, tmp_path: Path) -> None:
+    """The library of the Hub reads HF_ENDPOINT by itself, when it is imported: hence a process."""
+    (tmp_path / "home").mkdir()
+    flags = ["--data", "hf:mill/words", "--shards", "1", "--text.vocab-size", "300", "--text.val-megabytes", "0.001"]
+    done = quern(tmp_path, hub, "prepare", *flags)
+    assert done.returncode != 0 and "there is no 'text', only 'body'" in done.stdout + done.stderr
+    done = quern(tmp_path, hub, "prepare", *flags, "--text.column", "body")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hf:mill/words: 1 of 2 training files are used" in done.stdout
+    (manifest,) = tmp_path.glob("out/data/hf-mill-words-*/manifest.json")
+    assert json.loads(manifest.read_text(encoding="utf-8"))["splits"]["train"]["documents"] == 60
+    assert {path.split("/")[1] for path, _ in hub.asked} == {"api", "datasets", "cdn"}
+    assert {path for path, _ in hub.asked if path.startswith("/api")} == {"/api/datasets/mill/words"}
+    assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()], "nothing is written to the home"

@@ -1,0 +1,243 @@
+"""Every public data set of the catalogue through the stages that use it, from a server on loopback.
+
+The files are small, made here, and have the columns and names of the published ones.
+"""
+
+import base64
+import hashlib
+import http.server
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.data.shards import Corpus
+from quern.eval.chat.run import find_chat_tasks
+from quern.machine import Machine
+from quern.mixture.prepare import prepare_mixture
+from quern.recipe import Recipe, TextRecipe
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+from quern.runs.public_data import fetch_conversations
+from quern.runs.run_dir import RunDir
+from quern.runs.saved import read_saved
+from quern.stages import pretrain
+from quern.stages.prepare import prepare, text_fingerprint
+from quern.stages.prepare_tokens import is_tokens
+from quern.stages.session import Session
+from quern.text import data_sets
+from quern.text.data_sets import DATASETS, HUGGING_FACE, DataSet
+from quern.text.tokenizer import Tokenizer
+from tests.support.toy_training import CPU
+
+TOKENIZER = Tokenizer.train(["the miller grinds the grain and the baker bakes the bread, day after day"] * 4, 280)
+OF_FINEWEB = {"id": "<urn:1>", "dump": "CC-MAIN-2024-10", "url": "http://a.example", "token_count": 9, "score": 3.1}
+FILES = 2
+"""Training files that are served of each set."""
+
+
+def texts(file: str) -> list[str]:
+    return [f"{file} {i}: the grain {i} and the bread {i * i}" for i in range(40)]
+
+
+def rows(name: str, dataset: DataSet, file: str) -> list[dict[str, Any]]:
+    if name == "gsm8k":
+        return [{"question": f"How many eggs, {t}?", "answer": f"<<{n}+1={n + 1}>>{n + 1} eggs\n#### {n + 1}"}
+                for n, t in enumerate(texts(file))]  # fmt: skip
+    if name == "mmlu":
+        return [{"question": f"Which of them, {t}?", "subject": "mills", "choices": ["a", "b", "c", "d"],
+                 "answer": n % 4} for n, t in enumerate(texts(file))]  # fmt: skip
+    if dataset.kind == "conversations":
+        return [{"messages": [{"content": t, "role": "user"}, {"content": "bread", "role": "assistant"}],
+                 "source": "made"} for t in texts(file)]  # fmt: skip
+    return [{"text": text, **(OF_FINEWEB if name == "fineweb-edu-10b" else {})} for text in texts(file)]
+
+
+def token_shard(file: str) -> bytes:
+    tokens = [token for text in texts(file) for token in (TOKENIZER.bos, *TOKENIZER.encode(text))]
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    return header.tobytes() + np.array(tokens, dtype="<u2").tobytes()
+
+
+def vocabulary() -> bytes:
+    tokens = [*(bytes([byte]) for byte in TOKENIZER.single_bytes), *TOKENIZER.merges]
+    return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """The address of a mirror with the first files of every set, and the SHA-256 of each file by its name."""
+    root, digests = tmp_path_factory.mktemp("mirror"), {}
+    for name, dataset in DATASETS.items():
+        folder = root / dataset.base.removeprefix(HUGGING_FACE + "/")
+        folder.mkdir(parents=True)
+        for file in (*dataset.train[:FILES], *dataset.val):
+            if dataset.kind == "tokens":
+                (folder / file).write_bytes(token_shard(file))
+            else:
+                pq.write_table(pa.Table.from_pylist(rows(name, dataset, file)), folder / file)
+            digests[file] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    (root / "r50k_base.tiktoken").write_bytes(vocabulary())
+    digests["r50k_base.tiktoken"] = hashlib.sha256(vocabulary()).hexdigest()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(root)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", digests
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+@pytest.fixture
+def served(mirror: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalogue with the hashes of the made files; the server is a mirror of the Hub for the whole of quern."""
+    url, digests = mirror
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    made = {
+        name: replace(
+            dataset,
+            sha256={file: digests[file] for file in dataset.sha256},
+            tokenizer=dataset.tokenizer and f"{url}/r50k_base.tiktoken",
+        )
+        for name, dataset in DATASETS.items()
+    }
+    monkeypatch.setattr(data_sets, "DATASETS", MappingProxyType(made))
+
+
+def of_kind(*kinds: str) -> list[str]:
+    return [name for name, dataset in DATASETS.items() if dataset.kind in kinds]
+
+
+def recipe_for(name: str, shards: int | None = FILES) -> Recipe:
+    text = TextRecipe(tokenizer_megabytes=0.05, val_megabytes=0.01)
+    if not is_tokens(name):
+        text = replace(text, vocab_size=300)
+    return resolve(replace(RECIPE, data=name, shards=shards, text=text))
+
+
+def read(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(corpus.gather(i)[1:].tolist()) for i in range(corpus.num_documents)]
+
+
+@pytest.mark.parametrize("name", of_kind("documents", "tokens"))
+def test_a_set_to_pretrain_on_is_prepared(served: None, tmp_path: Path, name: str) -> None:
+    dataset = DATASETS[name]
+    prepared = prepare(recipe_for(name), tmp_path, print)
+    assert read(prepared.train, prepared.tokenizer) == [t for file in dataset.train[:FILES] for t in texts(file)]
+    assert read(prepared.val, prepared.tokenizer) == [t for file in dataset.val for t in texts(file)]
+    assert prepared.facts["data"]["source"] == name
+    if dataset.kind == "tokens":
+        assert prepared.tokenizer.bos == TOKENIZER.bos and prepared.tokenizer.merges == TOKENIZER.merges
+    fewer = prepare(recipe_for(name, shards=1), tmp_path, print)  # with the files of two in the folder
+    assert read(fewer.train, fewer.tokenizer) == texts(dataset.train[0])
+
+
+@pytest.mark.parametrize("name", of_kind("conversations", "questions"))
+def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: str) -> None:
+    """Of questions, one row in fifty is held out. Of conversations, the test split is."""
+    dataset = DATASETS[name]
+    limit = f",limit={FILES * dataset.file_rows}" if dataset.file_rows else ""
+    recipe = replace(RECIPE, conversations=(f"{name}{limit}",))
+    mixture = prepare_mixture(recipe, TOKENIZER, tmp_path, partial(fetch_conversations, out=tmp_path), print)
+    count = 40 * min(FILES, len(dataset.train))
+    assert mixture.sources[0]["left_out"] == 0
+    if dataset.kind == "questions":
+        assert (mixture.train.num_documents, mixture.val.num_documents) == (count - 1, 1)
+        return
+    assert mixture.train.num_documents == count
+    asked = [TOKENIZER.decode(mixture.val.gather(i)[2:].tolist()) for i in range(mixture.val.num_documents)]
+    assert [text.partition("<|user_end|>")[0] for text in asked] == texts(dataset.val[0])
+
+
+@pytest.mark.parametrize("name", of_kind("questions"))
+def test_the_test_split_of_a_question_set_is_asked_by_evaluation(served: None, tmp_path: Path, name: str) -> None:
+    fetch_conversations(replace(RECIPE, conversations=(name,)).conversation_sources[0], tmp_path)
+    (asked,) = find_chat_tasks(tmp_path / "downloads", [name], None, print)
+    assert len(asked.items) == 40 and DATASETS[name].val[0] in str(asked.items[0].messages)
+
+
+def test_a_copy_of_a_held_out_conversation_of_the_test_split_is_not_trained_on(
+    served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = DATASETS["smoltalk"]
+    fetch = partial(fetch_conversations, out=tmp_path)
+    own = tmp_path / "own.parquet"
+    copied = rows("smoltalk", dataset, dataset.val[0])[:7]
+    pq.write_table(pa.Table.from_pylist([*rows("smoltalk", dataset, "own"), *copied]), own)
+    recipe = replace(RECIPE, conversations=("smoltalk,limit=100", str(own)))
+    mixture = prepare_mixture(recipe, TOKENIZER, tmp_path, fetch, print)
+    assert [one["copies"] for one in mixture.sources] == [0, 7]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("gsm8k", "--data gsm8k: the set holds questions to fine-tune on, no text: give it to --conversations"),
+        ("smoltalk", "--data smoltalk: the set holds conversations to fine-tune on"),
+        ("fineweb-education", "there is no such file, folder or data set; use tinyworld, a path, one of tinystories"),
+    ],
+)
+def test_what_is_no_text_is_refused_before_anything_is_downloaded(tmp_path: Path, data: str, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        prepare(recipe_for(data), tmp_path, print)
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_by_default_as_many_files_are_fetched_as_the_run_needs(served: None, tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = recipe_for("tinystories", shards=None)
+    for steps, files in ((1, 1), (110_000_000 // 4096, 1), (110_000_000 // 4096 + 1, 2)):
+        long = replace(recipe, train=replace(recipe.train, steps=steps, batch_tokens=4096))
+        prepared = prepare(long, tmp_path, said.append)
+        first_words = {text.split()[0] for text in read(prepared.train, prepared.tokenizer)}
+        assert first_words == set(DATASETS["tinystories"].train[:files])
+        assert f"tinystories: {files} of 4 training files are used; --shards N asks for another number" in said
+        said.clear()
+
+
+def test_a_run_keeps_its_files_and_says_why_its_text_repeats(
+    served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(
+        RECIPE,
+        depth=1,
+        data="tinystories",
+        text=TextRecipe(vocab_size=300, tokenizer_megabytes=0.05, val_megabytes=0.001),
+        model=replace(RECIPE.model, width=32, head_dim=16, context=64),
+        train=replace(RECIPE.train, steps=30, batch_tokens=128),
+    )
+    run_dir, said = RunDir(tmp_path / "out", "few"), list[str]()
+    machine = Machine(CPU.device, CPU.dtype, compile=False, threads=1)
+    session = Session(stage="pretrain", machine=machine, run_dir=run_dir, log=said.append)
+    assert pretrain.run(recipe, session) == 0
+    tokens = prepare(recipe_for("tinystories", 1), tmp_path / "out", print).train.num_tokens
+    enough = math.ceil(30 * 128 / tokens)
+    assert (
+        enough > 1
+        and (
+            "the text repeats because 1 of the 4 training files of tinystories were fetched: "
+            f"--shards {enough} fetches enough"
+        )
+        in said
+    )
+    saved = read_saved(run_dir, "pretrain")
+    assert saved is not None and saved.shards == 1
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing is asked for again, also not for a longer run
+    longer = replace(saved, train=replace(saved.train, steps=10**9))
+    assert text_fingerprint(resolve(longer), tmp_path / "out") == text_fingerprint(resolve(saved), tmp_path / "out")

@@ -1,0 +1,119 @@
+"""Which files of a repository are read: by the card's list, by folders, by words in paths."""
+
+import pytest
+
+from quern.text.repository import HubName, Repository, data_set
+
+
+def chosen(files: str, name: str = "hf:a/b", split: str = "train", configs: list | None = None) -> tuple[str, str]:
+    """The training and the validation files, each as one text."""
+    listed = {file: (1000, "0" * 64) for file in files.split()}
+    found = data_set(Repository("http://x", listed, configs or []), HubName.parse(name), split, "documents")
+    return " ".join(found.train), " ".join(found.val)
+
+
+@pytest.mark.parametrize(
+    ("text", "repository", "config", "revision"),
+    [
+        ("hf:a/b", "a/b", "", ""),
+        ("hf:HuggingFaceFW/fineweb-2:fra_Latn", "HuggingFaceFW/fineweb-2", "fra_Latn", ""),
+        ("hf:a/b@refs/convert/parquet", "a/b", "", "refs/convert/parquet"),
+        ("hf:a/b.c:sample/10BT@v1.0", "a/b.c", "sample/10BT", "v1.0"),
+    ],
+)
+def test_names(text: str, repository: str, config: str, revision: str) -> None:
+    name = HubName.parse(text)
+    assert (name.repository, name.config, name.revision, str(name)) == (repository, config, revision, text)
+    assert "/" not in name.folder and HubName(repository, config, revision + "x").folder != name.folder
+
+
+@pytest.mark.parametrize("text", ["hf:b", "hf:a/b/c", "hf:a/b:", "hf:", "hf:a/b@", "hf:a/b@x y", "a/b"])
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is named hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or"):
+        HubName.parse(text)
+
+
+WIKI = [
+    {"config_name": "en", "data_files": [{"split": "train", "path": "en/train-*"}]},
+    {"config_name": "de", "default": True, "data_files": [{"split": "train", "path": ["de/train-*"]}]},
+]
+SPLITS = [
+    {
+        "config_name": "default",
+        "data_files": [
+            {"split": "train_sft", "path": "data/train_sft-*"},
+            {"split": "validation", "path": "data/val-[0-9].parquet"},
+            {"split": "gone", "path": "data/gone-*"},
+        ],
+    }
+]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "split", "configs", "expected"),
+    [
+        # The card lists configs and their files.
+        ("en/train-0.parquet de/train-0.parquet", "hf:a/b:en", "train", WIKI, ("en/train-0.parquet", "")),
+        ("en/train-0.parquet de/train-0.parquet", "hf:a/b", "train", WIKI, ("de/train-0.parquet", "")),
+        ("data/train_sft-0.parquet data/val-1.parquet data/val-x.parquet", "hf:a/b", "train_sft", SPLITS,
+         ("data/train_sft-0.parquet", "data/val-1.parquet")),
+        ("a/1.parquet b/2.parquet", "hf:a/b", "train", [{"config_name": "x", "data_files": "a/*"}],
+         ("a/1.parquet", "")),
+        ("a/1.parquet b/c/2.parquet", "hf:a/b", "train", [{"config_name": "x", "data_files": ["b/**", "a"]}],
+         ("a/1.parquet b/c/2.parquet", "")),
+        ("x/test.parquet x/train.parquet y/train.parquet", "hf:a/b", "train",
+         [{"config_name": "one", "data_dir": "x"}], ("x/train.parquet", "")),
+        # There is no list: a config is a folder, a split a word.
+        ("data/train-0.parquet data/train-1.parquet data/validation-0.parquet data/test-0.parquet", "hf:a/b", "train",
+         [], ("data/train-0.parquet data/train-1.parquet", "data/validation-0.parquet")),
+        ("data/train-0.parquet data/test-0.parquet", "hf:a/b", "test", [], ("data/test-0.parquet", "")),
+        ("one/train/0.parquet one/dev/0.parquet two/train/0.parquet", "hf:a/b:one", "train", [],
+         ("one/train/0.parquet", "one/dev/0.parquet")),
+        ("data/en/0.parquet data/de/0.parquet", "hf:a/b:en", "train", [], ("data/en/0.parquet", "")),
+        ("books.jsonl.zst more/shard_000.jsonl.gz README.md", "hf:a/b", "train", [],
+         ("books.jsonl.zst more/shard_000.jsonl.gz", "")),
+        ("train.csv valid.csv notes/constraint.csv", "hf:a/b", "train", [], ("train.csv", "valid.csv")),
+        ("data/train_sft-0.parquet data/test_sft-0.parquet", "hf:a/b", "train_sft", [],
+         ("data/train_sft-0.parquet", "")),
+        # Parquet before JSON lines before others; descriptions are no data; paths that leave the folder are not read.
+        ("a.txt b.jsonl c.parquet dataset_infos.json", "hf:a/b", "train", [], ("c.parquet", "")),
+        ("a.txt b.jsonl dataset_infos.json", "hf:a/b", "train", [], ("b.jsonl", "")),
+        ("a.txt ../b.txt /c.txt dataset_infos.json", "hf:a/b", "train", [], ("a.txt", "")),
+    ],
+)  # fmt: skip
+def test_the_files_of_a_split(files: str, name: str, split: str, configs: list, expected: tuple[str, str]) -> None:
+    assert chosen(files, name, split, configs) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "split", "configs", "message"),
+    [
+        (
+            "x.tar y.bin",
+            "hf:a/b:c",
+            "train",
+            [],
+            "has no file that ends in .txt .jsonl .* at hf:a/b:c@refs/convert/parquet",
+        ),
+        ("train.parquet", "hf:a/b", "exam", [], "hf:a/b has no split 'exam': its splits are train$"),
+        ("en/0.parquet", "hf:a/b:fr", "train", [], "there is no config or folder 'fr'; the folders are en$"),
+        ("en/train-0.parquet", "hf:a/b:fr", "train", WIKI, "name one of its configs, en, de, as hf:a/b:en"),
+        (
+            "a/1.parquet",
+            "hf:a/b",
+            "train",
+            [{"config_name": "x"}, {"config_name": "y"}],
+            "one of its configs, x, y, as",
+        ),
+        ("data/val-1.parquet", "hf:a/b", "train", SPLITS, "no split 'train': its splits are validation"),
+    ],
+)
+def test_what_there_is_not(files: str, name: str, split: str, configs: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(files, name, split, configs)
+
+
+def test_tokens_are_estimated_from_the_sizes() -> None:
+    name = HubName("a/b")
+    for file, tokens in (("a.jsonl", 250), ("a.parquet", 500), ("a.jsonl.gz", 750)):
+        assert data_set(Repository("", {file: (1000, None)}), name, "train", "documents").file_tokens == tokens
