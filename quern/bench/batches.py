@@ -62,7 +62,7 @@ def write_shards(folder: Path, documents: int, mean_tokens: int, seed: int) -> N
         )
         left -= tokens
     split = {"dtype": "uint16", "vocab_size": 2, "bos": 0, "files": files}
-    write_manifest(folder, "bench", {"train": split})
+    write_manifest(folder, "bench", {"train": split}, {})
 
 
 def _child(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, float]]:
