@@ -113,7 +113,6 @@ class Batches(ABC):
             raise ValueError(f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}")
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
         self.group_size = group_size
-        self._groups = groups_of(corpus, group_size)
         self._group_order = lru_cache(2)(self._make_group_order)
 
     @abstractmethod
@@ -166,9 +165,26 @@ class Batches(ABC):
         first, last = (self.corpus.index.at_size(g * self.group_size, DOCUMENT_SIZE) for g in (group, group + 1))
         return first, last
 
+    @property
+    def _groups(self) -> int:
+        """The number of groups of the corpus, of which all shards must be there."""
+        self.corpus.wait()
+        return groups_of(self.corpus, self.group_size)
+
+    def _group_of(self, turn: int) -> tuple[int, int]:
+        """(epoch, group) of the group that is read at a turn; turns count over all epochs.
+
+        In the first epoch, it waits for the shards of that group and of those before it, and for no others.
+        """
+        self.corpus.wait(self.group_size and (turn + 1) * self.group_size, DOCUMENT_SIZE)
+        if turn < groups_of(self.corpus, self.group_size):
+            return 0, turn
+        epoch, place = divmod(turn, self._groups)
+        return epoch, int(self._group_order(epoch)[place])
+
     def _make_group_order(self, epoch: int) -> np.ndarray:
-        in_order = np.arange(self._groups)
-        return in_order if epoch == 0 else self._numbers(epoch, 0, self._groups).permutation(in_order)
+        groups = self._groups
+        return self._numbers(epoch, 0, groups).permutation(groups) if epoch else np.arange(groups)
 
     def _numbers(self, epoch: int, use: int, group: int = 0) -> np.random.Generator:
         """A generator for one use in one group of one epoch; the number after the last group's is for their order."""

@@ -90,10 +90,15 @@ class FileIndex:
     """The index of consecutive files, which asks a file for its starts whenever they are needed."""
 
     def __init__(self, files: Sequence[IndexedFile]) -> None:
-        self._files = list(files)
-        self._bases = np.cumsum([0] + [file.count for file in files])
-        self._firsts = np.cumsum([0] + [file.documents for file in files])
-        self._tokens = np.cumsum([0] + [file.count - file.skipped for file in files])
+        self._files: list[IndexedFile] = []
+        self.extend(files)
+
+    def extend(self, files: Sequence[IndexedFile]) -> None:
+        """Adds files at the end; other threads may read those before."""
+        self._files += files
+        self._bases = np.cumsum([0] + [file.count for file in self._files])
+        self._firsts = np.cumsum([0] + [file.documents for file in self._files])
+        self._tokens = np.cumsum([0] + [file.count - file.skipped for file in self._files])
 
     @property
     def documents(self) -> int:

@@ -107,7 +107,8 @@ class Loader(Batches):
         self._permutation = lru_cache(1)(self._make_permutation)
         self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
         self._lock = threading.Lock()
-        first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
+        groups = itertools.takewhile(lambda turn: self._group_of(turn)[0] == 0, itertools.count())
+        first = next((group for group in groups if len(self._pieces(group))), None)
         if first is None:
             long = sum(int((self._pieces(group).lengths > self._row_tokens).sum()) for group in range(self._groups))
             raise ValueError(
@@ -134,8 +135,8 @@ class Loader(Batches):
         first = self._first_row(step)
         with self._lock:
             self._count_to(first, silent=True)
-            epoch = self._counts.find(first)[0] // self._groups
-            return epoch, first - self._counts.rows_before(epoch * self._groups)
+            epoch, _ = self._group_of(self._counts.find(first)[0])
+            return epoch, first - (self._counts.rows_before(epoch * self._groups) if epoch else 0)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -194,11 +195,6 @@ class Loader(Batches):
         while part >= len(self._bounds(group)) - 1:
             group, part = group + 1, 0
         return group, part
-
-    def _group_of(self, group: int) -> tuple[int, int]:
-        """The epoch of a group that is counted over all epochs, and its number in the corpus."""
-        epoch, place = divmod(group, self._groups)
-        return epoch, int(self._group_order(epoch)[place])
 
     def _make_pieces(self, number: int) -> Pieces:
         return make_pieces(self.corpus, *self._documents(number), self.context, self.too_long)

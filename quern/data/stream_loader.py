@@ -12,6 +12,7 @@ this loader permutes documents.
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 
 import numpy as np
@@ -45,11 +46,9 @@ class StreamLoader(Batches):
         super().__init__(corpus, context, batch_rows, seed, bos, group_size)
         if corpus.masked:
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
-        self._epoch_tokens = corpus.num_tokens
-        ends = [corpus.index.size_before(self._documents(group)[1]) for group in range(self._groups)]
-        self._group_tokens = np.diff(ends, prepend=0)
+        self._ends: list[int] = []  # of the groups in the stream of the first epoch, as far as it was read
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
-        self._epoch = lru_cache(GROUPS_KEPT)(self._make_epoch)
+        self._lock = threading.Lock()
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
@@ -59,18 +58,19 @@ class StreamLoader(Batches):
         return Batch.of_rows(tokens, np.ones((len(rows), self.context), dtype=bool))
 
     def position(self, step: int) -> tuple[int, int]:
-        epoch, offset = divmod(self._first_row(step) * self.context, self._epoch_tokens)
+        epoch, offset = self._epoch_of(self._first_row(step) * self.context)
         return epoch, offset // self.context
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self._epoch_tokens // (self.batch_rows * self.context))
+        self.corpus.wait()
+        return -(-self.corpus.num_tokens // (self.batch_rows * self.context))
 
     def report(self) -> dict[str, float]:
         """Documents and rows of an epoch (the next epoch may fill the last row), and the shares of `Packing.report`."""
         return {
             "documents": self.corpus.num_documents,
-            "rows": -(-self._epoch_tokens // self.context),
+            "rows": -(-self.corpus.num_tokens // self.context),
             "utilisation": 1.0,
             "padding_share": 0.0,
             "cropped_share": 0.0,
@@ -80,11 +80,8 @@ class StreamLoader(Batches):
         """Copies the tokens of the stream from position `start` on."""
         done = 0
         while done < len(out):
-            epoch, offset = divmod(start + done, self._epoch_tokens)
-            order, group_ends = self._epoch(epoch)
-            place = int(np.searchsorted(group_ends, offset, side="right"))
-            number = int(order[place])
-            offset -= int(group_ends[place] - self._group_tokens[number])
+            epoch, offset = self._epoch_of(start + done)
+            number, offset = self._find(epoch, offset)
             starts, lengths, ends = self._group(epoch, number)
             count = min(len(out) - done, int(ends[-1]) - offset)
             # The documents of these tokens, then the part of each: the first and the last may be cut.
@@ -98,10 +95,22 @@ class StreamLoader(Batches):
             self.corpus.copy(out, at, starts[some] + skipped, length)
             done += count
 
-    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The groups of an epoch in order, and the end of each in the stream of the epoch."""
-        order = self._group_order(epoch)
-        return order, np.cumsum(self._group_tokens[order])
+    def _epoch_of(self, position: int) -> tuple[int, int]:
+        """The epoch of a position in the stream, and the position in the stream of the epoch."""
+        with self._lock:
+            while (not self._ends or self._ends[-1] <= position) and self._group_of(len(self._ends))[0] == 0:
+                _, last = self._documents(len(self._ends))
+                self._ends.append(self.corpus.index.size_before(last))
+        return (0, position) if position < self._ends[-1] else divmod(position, self._ends[-1])
+
+    def _find(self, epoch: int, offset: int) -> tuple[int, int]:
+        """The group of a position in the stream of an epoch, and the position in the stream of the group."""
+        order, ends = np.arange(len(self._ends)), np.array(self._ends)
+        if epoch:
+            order, tokens = self._group_order(epoch), np.diff(ends, prepend=0)
+            ends = np.cumsum(tokens[order])
+        place = int(np.searchsorted(ends, offset, side="right"))
+        return int(order[place]), offset - int(ends[place - 1] if place else 0)
 
     def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""

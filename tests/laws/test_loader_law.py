@@ -6,19 +6,21 @@ Each check is shown to catch a loader that breaks it (`Broken…`).
 """
 
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quern.data.batch import DOCUMENT_SIZE
+from quern.data.batch import DOCUMENT_SIZE, Batches
 from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS
 from quern.data.row_counts import SAVE_EVERY
 from quern.data.shard_writer import ShardWriter
-from quern.data.shards import Corpus
+from quern.data.shards import Corpus, GrowingCorpus
+from quern.data.stream_loader import StreamLoader
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
@@ -221,6 +223,64 @@ def test_the_first_steps_need_the_first_shards_only(tmp_path: Path):
     assert all(loader.token_hash(step) == expected.token_hash(step) for step in range(steps))
     with pytest.raises(FileNotFoundError, match=r"train-\d+.*(is missing|does not exist)"):
         loader.batch(3 * steps)
+
+
+@pytest.mark.parametrize("kind", [Loader, StreamLoader])
+def test_early_start(tmp_path: Path, law, kind: type[Batches]):
+    """Shards are written while the batches are read, each only when the reader waits for it."""
+    docs, said, options = documents(), [], {"group_size": GROUP}
+    expected = kind(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, **options)
+    asked = threading.Semaphore(0)
+
+    def prepare(writer: ShardWriter, left: Iterator[list[int]]) -> None:
+        with writer:
+            for number, document in enumerate(left):
+                if number % 20 == 0 and not asked.acquire(timeout=20):
+                    return  # nobody waits
+                writer.add(document)
+
+    def waiting(line: str) -> None:
+        said.append(line)
+        asked.release()
+
+    left = iter(docs)
+    writer = ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quern.data.shards.POLL_SECONDS", 0.005)
+        thread = threading.Thread(target=prepare, args=(writer, left))
+        thread.start()
+        asked.release()
+        growing = kind(GrowingCorpus(tmp_path, "train", "f", waiting), CONTEXT, BATCH_ROWS, SEED, **options)
+        known, differ = [], 0
+        for step in range(STEPS):
+            differ += differing(growing.batch(step), expected.batch(step))
+            differ += growing.position(step) != expected.position(step)
+            known.append(growing.corpus.num_documents)
+        thread.join()
+    assert differ == 0
+    assert 78 <= known[0] < 120 and known[-1] == 300 and len(set(known)) > 3, "no batch waits for a later group"
+    assert len(said) >= 14 and "waiting for shard 2 of the split 'train' in" in "".join(said)
+    law(f"batches read while shards are written = all shards prepared: {kind.__name__}", differ, "bit for bit")
+
+
+def test_a_preparation_that_ended_is_not_waited_for(tmp_path: Path):
+    docs = documents()
+    with pytest.raises(FileNotFoundError, match=r"has 0 shards of the split 'train'.*nobody writes it: prepare it"):
+        GrowingCorpus(tmp_path, "train", "f", print)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f") as writer,
+    ):
+        for document in docs[:150]:
+            writer.add(document)
+        raise KeyboardInterrupt
+    growing = Loader(GrowingCorpus(tmp_path, "train", "f", print), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
+    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
+    assert growing.token_hash(0) == expected.token_hash(0)
+    with pytest.raises(FileNotFoundError, match=r"is not whole, and nobody writes it: prepare it again"):
+        growing.batch(STEPS)
+    with pytest.raises(ValueError, match="another tokenizer or source"):
+        GrowingCorpus(tmp_path, "train", "g", print)
 
 
 def test_groups_come_in_order_once_and_then_in_another_order():
