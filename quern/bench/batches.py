@@ -1,9 +1,23 @@
-"""Random batches for the trainers of both frameworks; no torch."""
+"""Made-up data for benchmarks: random batches, and shards of many documents without text; no torch.
+
+Run as a child process (`python -m quern.bench.batches`), it opens such shards and times a loader.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from quern.child import serve
 from quern.data.batch import Batch
+from quern.data.loader import Loader
+from quern.data.shards import Corpus
+from quern.data.token_file import HEADER_BYTES, HEADER_INTS, MAGIC, VERSIONS, describe, write_manifest
 from quern.recipe import Recipe
+
+SHARD_TOKENS = 100_000_000
 
 
 def random_batch(recipe: Recipe, seed: int) -> Batch:
@@ -14,3 +28,63 @@ def random_batch(recipe: Recipe, seed: int) -> Batch:
     rows = np.random.default_rng(seed).integers(recipe.model.vocab_size, size=size, dtype=np.int32)
     tokens, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
     return Batch(tokens, targets, targets >= 0)
+
+
+def write_shards(folder: Path, documents: int, mean_tokens: int, seed: int) -> None:
+    """Writes shards with about this many documents, whose tokens are all 0 and take no space on most file systems.
+
+    Args:
+        folder: An empty folder.
+        documents: Wanted number of documents.
+        mean_tokens: Of the documents; their lengths are log-normal (σ = 1).
+        seed: Of the lengths.
+    """
+    numbers = np.random.Generator(np.random.Philox(seed))
+    files: list[dict[str, Any]] = []
+    hashed: dict[int, dict[str, Any]] = {}  # shards of one size have the same bytes
+    left = documents * mean_tokens
+    while left:
+        tokens = min(left, SHARD_TOKENS)
+        drawn = numbers.lognormal(np.log(mean_tokens) - 0.5, 1.0, 2 * tokens // mean_tokens + 100)
+        starts = np.concatenate([[0], np.cumsum(np.maximum(2, drawn.astype(np.int64)))])
+        path = folder / f"train-{len(files):05d}.bin"
+        header = np.zeros(HEADER_INTS, dtype="<i4")
+        header[:3] = MAGIC, 1, tokens
+        with open(path, "wb") as file:
+            file.write(header.tobytes())
+            file.truncate(HEADER_BYTES + tokens * VERSIONS[1].itemsize)
+        index = path.with_suffix(".starts.npy")
+        np.save(index, starts[starts < tokens], allow_pickle=False)
+        hashed[tokens] = hashed.get(tokens) or describe(path)
+        count = int(np.count_nonzero(starts < tokens))
+        files.append(
+            hashed[tokens] | {"name": path.name, "tokens": tokens, "documents": count, "starts": describe(index)}
+        )
+        left -= tokens
+    split = {"dtype": "uint16", "vocab_size": 2, "bos": 0, "files": files}
+    write_manifest(folder, "bench", {"train": split}, {})
+
+
+def _child(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str, float]]:
+    """Answers each step with the seconds until its batch is there, from the opening of the shards on, and memory."""
+    for step in requests:
+        began, computed = time.perf_counter(), time.process_time()
+        corpus = Corpus.open(order["folder"], "train", fingerprint="bench")
+        loader = Loader(corpus, order["context"], order["batch_rows"], order["seed"])
+        loader.report()
+        loader.batch(step)
+        seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - computed}
+        yield seconds | _memory()
+
+
+def _memory() -> dict[str, float]:
+    """Most bytes of this process's memory, and those of its own that it shares with no other process; from Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    fields = dict(line.split(":", 1) for line in lines)
+    names = {"peak_bytes": "VmHWM", "own_bytes": "RssAnon"}
+    return {name: 1024 * int(fields[field].split()[0]) for name, field in names.items() if field in fields}
+
+
+if __name__ == "__main__":
+    serve(_child)

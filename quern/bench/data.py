@@ -1,7 +1,8 @@
 """Benchmarks of the steps before the model: tokenizer training, encoding, preparation, packing, loading. No tensors.
 
 Megabytes are 10⁶ bytes of UTF-8. Shards are read from a temporary folder whose pages are in memory, as after the first
-epoch of a run. Packing and loading run on one thread; `prefetch` is one thread beside that of the consumer.
+epoch of a run. Packing and loading run on one thread; `prefetch` is one thread beside that of the consumer. Loaders of
+many documents run in processes of their own, without torch, so that their memory can be read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quern.bench.batches import write_shards
 from quern.bench.measure import (
     Figure,
     alternate,
@@ -27,6 +29,7 @@ from quern.bench.measure import (
     seconds_of,
 )
 from quern.bench.options import Setup
+from quern.child import start
 from quern.data.loader import Loader, prefetch
 from quern.data.packing import METHODS, pack
 from quern.data.shard_writer import ShardWriter
@@ -41,6 +44,8 @@ MEAN_DOCUMENT_TOKENS = 500
 PREPARED_BYTES = 250e6
 STEP_SECONDS = 0.02
 """How long the consumer of `loading` is busy with a batch: about a step on an accelerator."""
+MANY_CONTEXT, MANY_MEAN_TOKENS = 2048, 1000
+"""Of the loader of many documents."""
 SHARES = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "cropped_share"}
 """Names in the record of fields of a packing report."""
 
@@ -139,6 +144,34 @@ def packing(setup: Setup) -> Iterator[Figure]:
             note = ", ".join(f"{key} {share:.4f}" for key, share in shares[method].items())
             yield figure(f"{name}: pack, {method}", "tokens/s", tokens / taken[method], note)
         yield figure(f"{name}: pack and load, best-fit", "tokens/s", steps * BATCH_TOKENS / taken["load"])
+    yield from _many_documents(setup, 20_000 if setup.quick else setup.options.documents)
+
+
+def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
+    """A loader of many documents (log-normal, 1,000 tokens on average), in a new process for each figure.
+
+    Start: from opening the shards to the first batch. Resume: the same, to the batch in the middle of the epoch, first
+    without row counts, then with those that this left behind, as a run does.
+    """
+    with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
+        write_shards(Path(folder), documents, MANY_MEAN_TOKENS, setup.seed)
+        middle = documents * MANY_MEAN_TOKENS // 2 // ((MANY_CONTEXT + 1) * BATCH_ROWS)
+        order = {"folder": folder, "context": MANY_CONTEXT, "batch_rows": BATCH_ROWS, "seed": setup.seed}
+
+        def ask(step: int) -> dict[str, float]:
+            with start("quern.bench.batches", "loader", order) as process:
+                return process.ask(step)
+
+        first = ask(middle)
+        starts, resumes = ([ask(step) for _ in range(setup.rounds)] for step in (0, middle))
+    name = f"{documents:,} documents"
+    setup.settings[name] = {"tokens": documents * MANY_MEAN_TOKENS, "context": MANY_CONTEXT, "middle_step": middle}
+    yield figure(f"{name}: start", "s", [one["seconds"] for one in starts])
+    yield figure(f"{name}: resume in mid-epoch", "s", [one["seconds"] for one in resumes])
+    yield figure(f"{name}: resume without row counts", "s", first["seconds"], "packs half an epoch")
+    if "peak_bytes" in first:
+        note = f"{max(one['own_bytes'] for one in resumes) / 1e6:,.0f} MB of it not shared"
+        yield figure(f"{name}: peak memory", "MB", [one["peak_bytes"] / 1e6 for one in resumes], note)
 
 
 def loading(setup: Setup) -> Iterator[Figure]:

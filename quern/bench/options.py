@@ -49,6 +49,8 @@ class BenchOptions:
     """Text for tokenizer, encode, prepare and packing: a file or a folder. Default: the built-in world."""
     megabytes: float = 8.0
     """How much of that text to use."""
+    documents: int = 1_000_000
+    """`packing`: documents of the corpus whose loader is started and resumed; 100,000,000 takes minutes."""
     train: Annotated[Path | None, UNSAID] = None
     """`quality`: the training text, a file or a folder. It has no default."""
     val: Annotated[Path | None, UNSAID] = None
@@ -72,6 +74,8 @@ class BenchOptions:
         """Raises ValueError or FileNotFoundError, before anything is measured, with the value to give instead."""
         if self.batch_tokens % 512:
             raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
+        if self.documents < 1:
+            raise ValueError(f"--documents must be at least 1, not {self.documents}")
         if "quality" in self.what and (self.train is None or self.val is None):
             raise ValueError("quality needs text: give --train and --val, each a file or a folder")
         for path in (self.data, self.train, self.val):

@@ -20,8 +20,10 @@ import numpy as np
 
 from quern.data.shards import Corpus
 
-GROUP_DOCUMENTS = 1 << 20
-"""About 10⁹ tokens of web pages. Larger groups shuffle better, and take more time and memory to begin."""
+GROUP_SIZE = 2_000_000_000
+"""A million documents of 1,000 tokens. Larger groups shuffle better, and take more time and memory to begin."""
+DOCUMENT_SIZE = 1000
+"""What a document adds to the size of its group beside its tokens, since it takes memory however short it is."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class Batches(ABC):
         batch_rows: Rows of a global batch, over all ranks.
         seed: 0 to 2**63 - 1.
         bos: The tokenizer's BOS, compared with the corpus; None skips the check.
-        group_documents: Documents that are shuffled together; see above. A corpus in which neighbours are alike, such
-            as sources one after the other, needs all of them in one group.
+        group_size: Size of the documents that are shuffled together, in tokens + `DOCUMENT_SIZE` for each document;
+            None for all documents, which a corpus needs in which one source follows the other.
 
     Raises:
         ValueError: A value is out of range, or the corpus has another BOS.
@@ -99,19 +101,18 @@ class Batches(ABC):
         batch_rows: int,
         seed: int = 0,
         bos: int | None = None,
-        group_documents: int = GROUP_DOCUMENTS,
+        group_size: int | None = GROUP_SIZE,
     ) -> None:
         if context < 1 or batch_rows < 1:
             raise ValueError(f"context ({context}) and batch_rows ({batch_rows}) must be at least 1")
-        if group_documents < 1:
-            raise ValueError(f"group_documents ({group_documents}) must be at least 1")
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"group_size ({group_size}) must be at least 1")
         if not 0 <= seed < 1 << 63:
             raise ValueError(f"seed {seed} is refused: use a whole number from 0 to 2**63 - 1")
         if bos is not None and bos != corpus.bos:
             raise ValueError(f"the corpus starts documents with id {corpus.bos}, the tokenizer's BOS is {bos}")
         self.corpus, self.context, self.batch_rows, self.seed = corpus, context, batch_rows, seed
-        self.group_documents = group_documents
-        self._groups = -(-corpus.num_documents // group_documents)
+        self.group_size = group_size
         self._group_order = lru_cache(2)(self._make_group_order)
 
     @abstractmethod
@@ -159,14 +160,40 @@ class Batches(ABC):
 
     def _documents(self, group: int) -> tuple[int, int]:
         """The first document of a group, and the one after its last."""
-        return group * self.group_documents, min((group + 1) * self.group_documents, self.corpus.num_documents)
+        if self.group_size is None:
+            return 0, self.corpus.num_documents
+        first, last = (self.corpus.index.at_size(g * self.group_size, DOCUMENT_SIZE) for g in (group, group + 1))
+        return first, last
+
+    @property
+    def _groups(self) -> int:
+        """The number of groups of the corpus, of which all shards must be there."""
+        self.corpus.wait()
+        return groups_of(self.corpus, self.group_size)
+
+    def _group_of(self, turn: int) -> tuple[int, int]:
+        """(epoch, group) of the group that is read at a turn; turns count over all epochs.
+
+        In the first epoch, it waits for the shards of that group and of those before it, and for no others.
+        """
+        self.corpus.wait(self.group_size and (turn + 1) * self.group_size, DOCUMENT_SIZE)
+        if turn < groups_of(self.corpus, self.group_size):
+            return 0, turn
+        epoch, place = divmod(turn, self._groups)
+        return epoch, int(self._group_order(epoch)[place])
 
     def _make_group_order(self, epoch: int) -> np.ndarray:
-        in_order = np.arange(self._groups)
-        return in_order if epoch == 0 else self._numbers(epoch, 0, self._groups).permutation(in_order)
+        groups = self._groups
+        return self._numbers(epoch, 0, groups).permutation(groups) if epoch else np.arange(groups)
 
     def _numbers(self, epoch: int, use: int, group: int = 0) -> np.random.Generator:
         """A generator for one use in one group of one epoch; the number after the last group's is for their order."""
         # A spawn key, not one list: SeedSequence([5]) equals SeedSequence([5, 0]), and [2**32, 0] equals [0, 1].
         key = (epoch, use, group) if group else (epoch, use)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
+
+
+def groups_of(corpus: Corpus, group_size: int | None = GROUP_SIZE) -> int:
+    """The number of groups of a corpus; see `Batches`. A group may be empty, after a document that is larger."""
+    size = corpus.num_tokens + DOCUMENT_SIZE * corpus.num_documents
+    return 1 if group_size is None else -(-size // group_size)

@@ -32,8 +32,12 @@ class Index(Protocol):
         """The documents with these indices."""
         ...
 
-    def tokens_of(self, first: int, last: int) -> int:
-        """Tokens of the documents `first` to `last` - 1."""
+    def size_before(self, document: int, each: int = 0) -> int:
+        """Tokens of all documents before this one, and `each` more for each of them."""
+        ...
+
+    def at_size(self, size: int, each: int) -> int:
+        """The first document with `size_before` ≥ `size`; the number of documents if there is none."""
         ...
 
 
@@ -57,8 +61,12 @@ class ArrayIndex:
     def take(self, documents: np.ndarray) -> Spans:
         return self.starts[documents], self.lengths[documents]
 
-    def tokens_of(self, first: int, last: int) -> int:
-        return int(self.lengths[first:last].sum())
+    def size_before(self, document: int, each: int = 0) -> int:
+        return int(self.lengths[:document].sum()) + each * document
+
+    def at_size(self, size: int, each: int) -> int:
+        sizes = self.lengths + each
+        return int(np.searchsorted(np.cumsum(sizes) - sizes, size, side="left"))
 
 
 class IndexedFile(Protocol):
@@ -82,10 +90,15 @@ class FileIndex:
     """The index of consecutive files, which asks a file for its starts whenever they are needed."""
 
     def __init__(self, files: Sequence[IndexedFile]) -> None:
-        self._files = list(files)
-        self._bases = np.cumsum([0] + [file.count for file in files])
-        self._firsts = np.cumsum([0] + [file.documents for file in files])
-        self._tokens = np.cumsum([0] + [file.count - file.skipped for file in files])
+        self._files: list[IndexedFile] = []
+        self.extend(files)
+
+    def extend(self, files: Sequence[IndexedFile]) -> None:
+        """Adds files at the end; other threads may read those before."""
+        self._files += files
+        self._bases = np.cumsum([0] + [file.count for file in self._files])
+        self._firsts = np.cumsum([0] + [file.documents for file in self._files])
+        self._tokens = np.cumsum([0] + [file.count - file.skipped for file in self._files])
 
     @property
     def documents(self) -> int:
@@ -116,13 +129,17 @@ class FileIndex:
             ends[at] = np.where(local + 1 < file.documents, own[following], file.count) + base
         return starts, ends - starts
 
-    def tokens_of(self, first: int, last: int) -> int:
-        return self._tokens_before(last) - self._tokens_before(first)
+    def size_before(self, document: int, each: int = 0) -> int:
+        number = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        local = document - int(self._firsts[number])
+        inside = int(self._files[number].starts()[local]) - self._files[number].skipped if local else 0
+        return int(self._tokens[number]) + inside + each * document
 
-    def _tokens_before(self, document: int) -> int:
-        """Tokens of all documents before this one."""
-        number = min(int(np.searchsorted(self._firsts, document, side="right")) - 1, len(self._files) - 1)
-        file, local = self._files[number], document - int(self._firsts[number])
-        if local in (0, file.documents):
-            return int(self._tokens[number + (local > 0)])
-        return int(self._tokens[number]) + int(file.starts()[local]) - file.skipped
+    def at_size(self, size: int, each: int) -> int:
+        number = int(np.searchsorted(self._tokens + each * self._firsts, size, side="right")) - 1
+        if number == len(self._files):
+            return self.documents
+        file, first = self._files[number], int(self._firsts[number])
+        left = size - int(self._tokens[number]) - each * first
+        sizes = file.starts() - file.skipped + each * np.arange(file.documents)
+        return first + int(np.searchsorted(sizes, left, side="left"))

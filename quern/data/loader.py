@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from quern.data import packing, pieces
-from quern.data.batch import GROUP_DOCUMENTS, Batch, Batches, BatchSource
+from quern.data.batch import GROUP_SIZE, Batch, Batches, BatchSource
 from quern.data.packing import Packer, Packing, pack, packer
 from quern.data.pieces import TOO_LONG, Pieces, cut, make_pieces, narrow
 from quern.data.prefetch import prefetch_items
@@ -74,7 +74,7 @@ class Loader(Batches):
             then keeps tails, unless there are masks), "crop" keeps its head, "drop" leaves it out.
         buffer: See `pack`.
         chunk_documents: Pieces that are packed together.
-        group_documents: See `Batches`.
+        group_size: See `Batches`.
 
     Raises:
         ValueError: A value is out of range or unknown, or no document has a target.
@@ -92,9 +92,9 @@ class Loader(Batches):
         too_long: str = "split",
         buffer: int = 1000,
         chunk_documents: int = 65536,
-        group_documents: int = GROUP_DOCUMENTS,
+        group_size: int | None = GROUP_SIZE,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos, group_documents)
+        super().__init__(corpus, context, batch_rows, seed, bos, group_size)
         packer(packing)  # an unknown name is refused here, not at the first batch
         if chunk_documents < 1:
             raise ValueError(f"chunk_documents ({chunk_documents}) must be at least 1")
@@ -107,7 +107,8 @@ class Loader(Batches):
         self._permutation = lru_cache(1)(self._make_permutation)
         self._chunk = lru_cache(CHUNKS_KEPT)(self._make_chunk)
         self._lock = threading.Lock()
-        first = next((group for group in range(self._groups) if len(self._pieces(group))), None)
+        groups = itertools.takewhile(lambda turn: self._group_of(turn)[0] == 0, itertools.count())
+        first = next((group for group in groups if len(self._pieces(group))), None)
         if first is None:
             long = sum(int((self._pieces(group).lengths > self._row_tokens).sum()) for group in range(self._groups))
             raise ValueError(
@@ -134,8 +135,8 @@ class Loader(Batches):
         first = self._first_row(step)
         with self._lock:
             self._count_to(first, silent=True)
-            epoch = self._counts.find(first)[0] // self._groups
-            return epoch, first - self._counts.rows_before(epoch * self._groups)
+            epoch, _ = self._group_of(self._counts.find(first)[0])
+            return epoch, first - (self._counts.rows_before(epoch * self._groups) if epoch else 0)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -146,7 +147,7 @@ class Loader(Batches):
             return -(-self._counts.rows_before(self._groups) // self.batch_rows)
 
     def report(self) -> dict[str, float]:
-        """Measures the first group of the first epoch; a corpus of up to `group_documents` documents is one group.
+        """Measures the first group of the first epoch; a corpus of up to `group_size` is one group.
 
         Returns:
             documents: Number of documents of the corpus; documents_measured: of the group.
@@ -195,11 +196,6 @@ class Loader(Batches):
             group, part = group + 1, 0
         return group, part
 
-    def _group_of(self, group: int) -> tuple[int, int]:
-        """The epoch of a group that is counted over all epochs, and its number in the corpus."""
-        epoch, place = divmod(group, self._groups)
-        return epoch, int(self._group_order(epoch)[place])
-
     def _make_pieces(self, number: int) -> Pieces:
         return make_pieces(self.corpus, *self._documents(number), self.context, self.too_long)
 
@@ -239,7 +235,7 @@ class Loader(Batches):
             return None
         code = [inspect.getsource(module) for module in (sys.modules[__name__], pieces, packing)]
         marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]
-        marks += [self.group_documents, self.corpus.fingerprint, np.__version__, *code]
+        marks += [self.group_size, self.corpus.fingerprint, np.__version__, *code]
         return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"
 
     def _fill(self, chunk: _Chunk, rows: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:

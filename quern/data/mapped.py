@@ -27,12 +27,18 @@ class MappedFiles:
     """
 
     def __init__(self, files: Sequence[TokenFile], resident_bytes: int = 1 << 30) -> None:
-        self.files, self.resident_bytes = list(files), resident_bytes
+        self.files: list[TokenFile] = []
+        self.extend(files)
+        self.resident_bytes = resident_bytes
         self.masked = all(file.masked for file in files)
-        self._bases = np.cumsum([0] + [file.count for file in files])
         self._maps: dict[int, TokenMap] = {}  # by the number of the file; the one that was read last is at the end
         self._touched_bytes = 0
         self._lock = threading.Lock()
+
+    def extend(self, files: Sequence[TokenFile]) -> None:
+        """Adds files at the end; other threads may read those before."""
+        self.files += files
+        self._bases = np.cumsum([0] + [file.count for file in self.files])
 
     @property
     def count(self) -> int:
@@ -51,8 +57,12 @@ class MappedFiles:
         """
         part = np.searchsorted(self._bases, source, side="right") - 1
         local = source - self._bases[part]
-        arrays = {which: attrgetter(field)(self._map(which)) for which in np.unique(part).tolist()}
+        arrays: dict[int, np.ndarray] = {}
         for which, frm, to, count in zip(part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True):
+            if which not in arrays:
+                if len(arrays) == FILES_MAPPED:
+                    arrays.clear()
+                arrays[which] = attrgetter(field)(self._map(which))
             out[to : to + count] = arrays[which][frm : frm + count]
         self._touched_bytes += len(source) * FAULT_BYTES
         if self._touched_bytes > self.resident_bytes:

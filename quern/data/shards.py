@@ -13,9 +13,13 @@ the source, by which `prepared` sees that nothing changed. Errors name the damag
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +33,11 @@ from quern.data.token_file import (
     read_manifest,
     split_files,
 )
+from quern.temporaries import remove_abandoned
 
-VERIFIED_BYTES = 1 << 30
+POLL_SECONDS = 1.0
+"""Between two looks for a shard that is not there yet."""
+VERIFIED_BYTES = 1 << 28
 """Bytes that are hashed when a corpus is opened; a large one would take minutes."""
 
 
@@ -80,6 +87,13 @@ class Corpus:
     @property
     def num_tokens(self) -> int:
         return self.index.tokens
+
+    def wait(self, size: int | None = None, each: int = 0) -> None:
+        """Returns when the documents that come next are there: those of a whole corpus are.
+
+        Args:
+            size: Tokens that are needed, with `each` for each document; None needs all documents.
+        """
 
     @cached_property
     def _spans(self) -> Spans:
@@ -194,3 +208,60 @@ class Corpus:
     def release(self) -> None:
         """Frees the mapped pages, so that a large corpus does not fill the memory. The corpus stays readable."""
         self.files.release()
+
+
+class GrowingCorpus(Corpus):
+    """A split whose first shards are read while later ones are written. It waits for a shard that is not there yet.
+
+    Args:
+        folder, split, fingerprint: As given to `ShardWriter`.
+        log: Takes a line when it waits.
+
+    Raises:
+        FileNotFoundError: A shard is needed that is not there, and nobody writes it.
+        ValueError: The folder has another fingerprint, or a shard is damaged.
+    """
+
+    def __init__(self, folder: Path, split: str, fingerprint: str, log: Callable[[str], None]) -> None:
+        self._folder, self._split, self._expected, self._log = folder, split, fingerprint, log
+        self._waiting, self._whole = threading.Lock(), False
+        files, bos = self._next_files(0)
+        self._growing = FileIndex(files)
+        super().__init__(MappedFiles(files), self._growing, bos, fingerprint, folder / f"{split}-rows")
+
+    def wait(self, size: int | None = None, each: int = 0) -> None:
+        with self._waiting:
+            while not self._whole and (size is None or self.num_tokens + each * self.num_documents < size):
+                files, _ = self._next_files(len(self.files.files))
+                self.files.extend(files)
+                self._growing.extend(files)
+
+    def _next_files(self, known: int) -> tuple[list[ShardFile], int]:
+        """Waits until there are more shards than those that are known, or the split is whole: the new ones, and BOS."""
+        for turn in itertools.count():
+            remove_abandoned(self._folder, self._split)
+            written = any(self._folder.glob(f".{self._split}.tmp-*"))  # before the manifest, which is written first
+            entry = self._entry()
+            if entry is not None and (self._whole or len(entry["files"]) > known):
+                found = [ShardFile(self._folder, file, entry["dtype"], hashed=True) for file in entry["files"][known:]]
+                return found, entry["bos"]
+            if not written:
+                raise FileNotFoundError(
+                    f"{self._folder} has {known} shards of the split {self._split!r}, is not whole, and nobody writes "
+                    "it: prepare it again, which continues after these"
+                )
+            if turn == 1:
+                self._log(f"waiting for shard {known + 1} of the split {self._split!r} in {self._folder}")
+            time.sleep(POLL_SECONDS)
+        raise AssertionError
+
+    def _entry(self) -> dict[str, Any] | None:
+        """The split as the manifest lists it now, whole or not; None if no shard is finished."""
+        try:
+            manifest = read_manifest(self._folder)
+        except FileNotFoundError:
+            return None
+        if manifest["fingerprint"] != self._expected:
+            raise ValueError(f"{self._folder} was made from another tokenizer or source; prepare it again")
+        self._whole = self._split in manifest["splits"]
+        return (manifest["splits"] if self._whole else manifest["unfinished"]).get(self._split)

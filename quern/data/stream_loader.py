@@ -12,11 +12,12 @@ this loader permutes documents.
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 
 import numpy as np
 
-from quern.data.batch import GROUP_DOCUMENTS, Batch, Batches
+from quern.data.batch import GROUP_SIZE, Batch, Batches
 from quern.data.shards import Corpus
 
 GROUPS_KEPT = 2  # a batch may span two
@@ -26,7 +27,7 @@ class StreamLoader(Batches):
     """Batches of rows cut from the stream.
 
     Args:
-        corpus, context, batch_rows, seed, bos, group_documents: See `Batches`.
+        corpus, context, batch_rows, seed, bos, group_size: See `Batches`.
 
     Raises:
         ValueError: As `Batches`, or the corpus has masks.
@@ -40,14 +41,14 @@ class StreamLoader(Batches):
         seed: int = 0,
         *,
         bos: int | None = None,
-        group_documents: int = GROUP_DOCUMENTS,
+        group_size: int | None = GROUP_SIZE,
     ) -> None:
-        super().__init__(corpus, context, batch_rows, seed, bos, group_documents)
+        super().__init__(corpus, context, batch_rows, seed, bos, group_size)
         if corpus.masked:
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
-        self._epoch_tokens = corpus.num_tokens
-        self._group_tokens = np.array([corpus.index.tokens_of(*self._documents(g)) for g in range(self._groups)])
+        self._ends: list[int] = []  # of the groups in the stream of the first epoch, as far as it was read
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
+        self._lock = threading.Lock()
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
@@ -57,18 +58,19 @@ class StreamLoader(Batches):
         return Batch.of_rows(tokens, np.ones((len(rows), self.context), dtype=bool))
 
     def position(self, step: int) -> tuple[int, int]:
-        epoch, offset = divmod(self._first_row(step) * self.context, self._epoch_tokens)
+        epoch, offset = self._epoch_of(self._first_row(step) * self.context)
         return epoch, offset // self.context
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self._epoch_tokens // (self.batch_rows * self.context))
+        self.corpus.wait()
+        return -(-self.corpus.num_tokens // (self.batch_rows * self.context))
 
     def report(self) -> dict[str, float]:
         """Documents and rows of an epoch (the next epoch may fill the last row), and the shares of `Packing.report`."""
         return {
             "documents": self.corpus.num_documents,
-            "rows": -(-self._epoch_tokens // self.context),
+            "rows": -(-self.corpus.num_tokens // self.context),
             "utilisation": 1.0,
             "padding_share": 0.0,
             "cropped_share": 0.0,
@@ -78,7 +80,7 @@ class StreamLoader(Batches):
         """Copies the tokens of the stream from position `start` on."""
         done = 0
         while done < len(out):
-            epoch, offset = divmod(start + done, self._epoch_tokens)
+            epoch, offset = self._epoch_of(start + done)
             number, offset = self._find(epoch, offset)
             starts, lengths, ends = self._group(epoch, number)
             count = min(len(out) - done, int(ends[-1]) - offset)
@@ -93,12 +95,22 @@ class StreamLoader(Batches):
             self.corpus.copy(out, at, starts[some] + skipped, length)
             done += count
 
+    def _epoch_of(self, position: int) -> tuple[int, int]:
+        """The epoch of a position in the stream, and the position in the stream of the epoch."""
+        with self._lock:
+            while (not self._ends or self._ends[-1] <= position) and self._group_of(len(self._ends))[0] == 0:
+                _, last = self._documents(len(self._ends))
+                self._ends.append(self.corpus.index.size_before(last))
+        return (0, position) if position < self._ends[-1] else divmod(position, self._ends[-1])
+
     def _find(self, epoch: int, offset: int) -> tuple[int, int]:
-        """The group that has a token of an epoch, and the index of the token in it."""
-        order = self._group_order(epoch)
-        ends = np.cumsum(self._group_tokens[order])
+        """The group of a position in the stream of an epoch, and the position in the stream of the group."""
+        order, ends = np.arange(len(self._ends)), np.array(self._ends)
+        if epoch:
+            order, tokens = self._group_order(epoch), np.diff(ends, prepend=0)
+            ends = np.cumsum(tokens[order])
         place = int(np.searchsorted(ends, offset, side="right"))
-        return int(order[place]), offset - int(ends[place] - self._group_tokens[order[place]])
+        return int(order[place]), offset - int(ends[place - 1] if place else 0)
 
     def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""

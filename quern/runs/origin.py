@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
 from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
 from quern.runs.run_dir import RunDir
@@ -42,6 +43,7 @@ class Origin:
         source: SHA-256 of the recipe's Python file.
         base: The model that provided the initial weights: run (None for the same run), stage, step, tokens.
         rewards: Fingerprint of the files that questions and rewards of reinforcement learning are read from.
+        group_size: Size of the groups in which documents are shuffled; None if all documents are one group.
     """
 
     tokenizer: str
@@ -52,6 +54,7 @@ class Origin:
     source: str | None = None
     base: dict[str, Any] | None = None
     rewards: str | None = None
+    group_size: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -149,6 +152,24 @@ def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
             )
 
 
+def group_size_of(corpus: Corpus) -> int | None:
+    """The size of the groups in which documents are shuffled; None if all documents are one group."""
+    return GROUP_SIZE if groups_of(corpus) > 1 else None
+
+
+def refuse_other_order(run_dir: RunDir, origin: Origin, corpus: Corpus) -> None:
+    """Raises ValueError if documents were shuffled in other groups when the run began: its batches would be others."""
+    before, now = (
+        f"in groups of size {size:,}" if size else "all together" for size in (origin.group_size, group_size_of(corpus))
+    )
+    if before != now:
+        raise ValueError(
+            f"run '{run_dir.run}' was begun by another version of quern, whose batches had another order (documents "
+            f"shuffled {before}, now {now}): train on from its model with `quern pretrain --from {run_dir.run} "
+            "--run NAME`"
+        )
+
+
 def refuse_other_conversations(run_dir: RunDir, origin: Origin, found: str) -> None:
     """Raises ValueError if the conversations differ from those that fine-tuning began with."""
     if origin.conversations is not None and origin.conversations != found:
@@ -166,7 +187,7 @@ def corpus_fingerprint(*corpora: Corpus) -> str:
         digest.update(corpus.lengths.tobytes())
         for copy, dtype in ((corpus.copy, np.int32), *([(corpus.copy_mask, np.bool_)] if corpus.masked else [])):
             for at in range(0, corpus.num_documents, HASHED_DOCUMENTS):
-                starts, lengths = (values[at : at + HASHED_DOCUMENTS] for values in (corpus.starts, corpus.lengths))
+                starts, lengths = corpus.index.span(at, at + HASHED_DOCUMENTS)
                 out = np.empty(int(lengths.sum()), dtype)
                 copy(out, np.cumsum(lengths) - lengths, starts, lengths)
                 digest.update(out.tobytes())

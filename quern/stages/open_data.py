@@ -7,7 +7,7 @@ from typing import Any
 
 from quern.data.shards import Corpus, prepared
 from quern.recipe import Recipe
-from quern.runs.origin import SHOWN, Origin, read_origin, require_tokenizer, source_digest
+from quern.runs.origin import SHOWN, Origin, group_size_of, read_origin, require_tokenizer, source_digest
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.prepare import Prepared, prepare, text_fingerprint
 
@@ -31,6 +31,7 @@ def make_origin(run_dir: RunDir, data: Prepared, source: str | None, base: dict[
         shards=None if folder is None else str(folder),
         source=source_digest(source),
         base=base,
+        group_size=group_size_of(data.train),
     )
 
 

@@ -25,7 +25,13 @@ from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
 from quern.resolve import batch_rule, resolve
-from quern.runs.origin import read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
+from quern.runs.origin import (
+    read_origin,
+    refuse_other_order,
+    refuse_second_tokenizer,
+    source_digest,
+    with_absolute_paths,
+)
 from quern.runs.saved import Start, changes, warmdown_start
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
@@ -77,6 +83,7 @@ def _run(asked: Recipe, session: Session) -> int:
         if origin is not None:
             named = bool({"data", "val", "shards"} & set(session.named))
             prepared = open_data(recipe, run_dir, origin, log, named=named, workers=session.encoders)
+            refuse_other_order(run_dir, origin, prepared.train)
         else:
             prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)

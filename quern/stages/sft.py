@@ -157,8 +157,9 @@ def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
 def _loader(recipe: Recipe, corpus: Corpus) -> Loader:
     context, batch_tokens = recipe.model.context, recipe.sft.batch_tokens
     assert context and batch_tokens
-    options = {"too_long": recipe.sft.too_long, "group_documents": corpus.num_documents}  # sources follow each other
-    return Loader(corpus, context, batch_tokens // context, recipe.seed, "first-fit-decreasing", **options)
+    rows, too_long = batch_tokens // context, recipe.sft.too_long
+    # All documents in one group, because the sources of a mixture follow each other.
+    return Loader(corpus, context, rows, recipe.seed, "first-fit-decreasing", too_long=too_long, group_size=None)
 
 
 def _with_steps(recipe: Recipe, asked: Recipe, steps_per_epoch: int) -> Recipe:

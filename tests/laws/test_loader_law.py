@@ -1,25 +1,31 @@
 """Laws: batches depend on (seed, step) alone; not on ranks, accumulation, resuming or how files are cut. And
-an epoch holds every token of the corpus once, however long the documents.
+an epoch holds every token of the corpus once, however long the documents. Each holds for a corpus that is shuffled as a
+whole, and for one that is shuffled in groups.
 
 Each check is shown to catch a loader that breaks it (`Broken…`).
 """
 
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quern.data.batch import DOCUMENT_SIZE, Batches
 from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS
+from quern.data.row_counts import SAVE_EVERY
 from quern.data.shard_writer import ShardWriter
-from quern.data.shards import Corpus
+from quern.data.shards import Corpus, GrowingCorpus
+from quern.data.stream_loader import StreamLoader
 
 BOS = 0
 CONTEXT, BATCH_ROWS, SEED = 32, 12, 7
 STEPS = 48  # more than two epochs of the corpus below
+GROUP = 80_000  # about 78 of the documents below
 FIELDS = ("tokens", "targets", "mask")
 
 Make = Callable[..., Loader]
@@ -86,12 +92,14 @@ def resume_deviation(make: Make) -> int:
     return total
 
 
-@pytest.fixture(params=["pretraining", "sft"])
+@pytest.fixture(params=[("pretraining", None), ("sft", None), ("pretraining", GROUP), ("sft", GROUP)])
 def make(request: pytest.FixtureRequest) -> Make:
-    data = corpus(request.param)
+    kind_of_corpus, group_size = request.param
+    data = corpus(kind_of_corpus)
 
-    def build(kind: type[Loader] = Loader, packing: str = "best-fit", **options) -> Loader:
-        return kind(data, CONTEXT, BATCH_ROWS, SEED, packing, chunk_documents=90, buffer=20, **options)
+    def build(kind: type[Loader] = Loader, packing: str = "best-fit") -> Loader:
+        options = {"chunk_documents": 40, "buffer": 20, "group_size": group_size}
+        return kind(data, CONTEXT, BATCH_ROWS, SEED, packing, **options)
 
     assert build().position(STEPS - 1)[0] >= 2, "the law must cross epochs"
     return build
@@ -117,20 +125,192 @@ def test_resume(make, packing, law):
     law("the loader resumed at any step, twice, across epochs = uninterrupted", deviation, "bit for bit")
 
 
-def test_shard_files(tmp_path: Path, law):
+def write(folder: Path, docs: list[list[int]], shard_tokens: int = 10**9, vocab_size: int = 500) -> Path:
+    options = {"vocab_size": vocab_size, "bos": BOS, "fingerprint": "f"}
+    with ShardWriter(folder, "train", None, shard_tokens, **options) as writer:
+        for document in docs:
+            writer.add(document)
+    return folder
+
+
+@pytest.mark.parametrize("group_size", [None, GROUP])
+def test_shard_files(tmp_path: Path, law, group_size):
     docs = documents()
-    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED)
+    options = {"group_size": group_size}
+    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, **options)
     differ = 0
     for shard_tokens, vocab_size in ((10**9, 500), (300, 500), (60, 500), (300, 70_000)):
-        folder = tmp_path / f"{shard_tokens}-{vocab_size}"
-        options = {"vocab_size": vocab_size, "bos": BOS, "fingerprint": "f"}
-        with ShardWriter(folder, "train", None, shard_tokens, **options) as writer:
-            for document in docs:
-                writer.add(document)
-        loader = Loader(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED)
+        folder = write(tmp_path / f"{shard_tokens}-{vocab_size}", docs, shard_tokens, vocab_size)
+        loader = Loader(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, **options)
         differ += sum(loader.token_hash(step) != expected.token_hash(step) for step in range(STEPS))
     assert differ == 0
     law("batches from one shard, many shards and memory", differ, "hashes equal")
+
+
+class Counting(Loader):
+    """Counts the chunks that it packs."""
+
+    packed = 0
+
+    def _make_chunk(self, group: int, part: int):
+        self.packed += 1
+        return super()._make_chunk(group, part)
+
+
+def kept_counts_deviation(make: Callable[[], Counting]) -> tuple[int, int]:
+    """Entries that differ after each step was resumed with the row counts that are on disk, and most chunks packed."""
+    uninterrupted, most = make(), 0
+    expected = [uninterrupted.batch(step) for step in range(STEPS)]
+    total = 0
+    for step in range(STEPS):
+        fresh = make()
+        total += differing(fresh.batch(step), expected[step])
+        most = max(most, fresh.packed)
+    return total, most
+
+
+@pytest.mark.parametrize("group_size", [None, GROUP])
+def test_resume_with_row_counts(tmp_path: Path, law, group_size):
+    """A resumed loader packs the chunks of its batch and those since the counts were last written, and no others."""
+    folder = write(tmp_path, documents())
+
+    def make() -> Counting:
+        options = {"chunk_documents": 4, "buffer": 20, "group_size": group_size}
+        return Counting(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, **options)
+
+    deviation, most = kept_counts_deviation(make)
+    (kept,) = (folder / "train-rows").iterdir()
+    whole = kept.read_bytes()
+    assert deviation == 0 and most < SAVE_EVERY + 12 < (len(whole) - 32) // 16
+    for damaged in (whole[:-16], b"", whole[:-1] + bytes([whole[-1] ^ 1]), whole[:32]):
+        kept.write_bytes(damaged)
+        found, _ = kept_counts_deviation(make)
+        deviation += found
+        assert kept.read_bytes() == whole, "counts that are not whole are found and written again"
+    assert deviation == 0
+    law("the loader resumed at any step with the row counts on disk, damaged ones included", deviation, "bit for bit")
+
+
+def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
+    folder, docs = write(tmp_path, documents()), documents()
+    options = {"chunk_documents": 4, "buffer": 20}
+    others = [{"seed": SEED + 1}, {"context": CONTEXT + 1}, {"packing": "greedy-pad"}, {"too_long": "crop"}]
+    others += [{"buffer": 5}, {"chunk_documents": 5}, {"group_size": GROUP}]
+    for other in ({}, *others):
+        chosen = {"context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": SEED, **options, **other}
+        expected = Loader(Corpus.from_arrays(docs), **chosen)
+        loader = Loader(Corpus.open(folder, "train"), **chosen)
+        assert all(loader.token_hash(step) == expected.token_hash(step) for step in range(20)), other
+    assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
+
+
+def test_the_first_steps_need_the_first_shards_only(tmp_path: Path):
+    """In the first epoch, groups are read in order; later shards may be written, or arrive, while training runs."""
+    docs = documents()
+    write(tmp_path, docs, shard_tokens=200)
+    options = {"group_size": GROUP}
+    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, **options)
+    needed = sum(map(len, docs[:78]))
+    steps = needed // (CONTEXT + 1) // BATCH_ROWS
+    corpus = Corpus.open(tmp_path, "train", verify=False)
+    begins = np.cumsum([file.count for file in corpus.files.files]) - [file.count for file in corpus.files.files]
+    late = [file for file, begin in zip(corpus.files.files, begins, strict=True) if begin >= needed]
+    assert steps >= 2 and len(late) > 10
+    for file in late:
+        for path in tmp_path.glob(f"{file.path.stem}.*"):
+            path.unlink()
+    loader = Loader(corpus, CONTEXT, BATCH_ROWS, SEED, **options)
+    assert all(loader.token_hash(step) == expected.token_hash(step) for step in range(steps))
+    with pytest.raises(FileNotFoundError, match=r"train-\d+.*(is missing|does not exist)"):
+        loader.batch(3 * steps)
+
+
+@pytest.mark.parametrize("kind", [Loader, StreamLoader])
+def test_early_start(tmp_path: Path, law, kind: type[Batches]):
+    """Shards are written while the batches are read, each only when the reader waits for it."""
+    docs, said, options = documents(), [], {"group_size": GROUP}
+    expected = kind(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, **options)
+    asked = threading.Semaphore(0)
+
+    def prepare(writer: ShardWriter, left: Iterator[list[int]]) -> None:
+        with writer:
+            for number, document in enumerate(left):
+                if number % 20 == 0 and not asked.acquire(timeout=20):
+                    return  # nobody waits
+                writer.add(document)
+
+    def waiting(line: str) -> None:
+        said.append(line)
+        asked.release()
+
+    left = iter(docs)
+    writer = ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quern.data.shards.POLL_SECONDS", 0.005)
+        thread = threading.Thread(target=prepare, args=(writer, left))
+        thread.start()
+        asked.release()
+        growing = kind(GrowingCorpus(tmp_path, "train", "f", waiting), CONTEXT, BATCH_ROWS, SEED, **options)
+        known, differ = [], 0
+        for step in range(STEPS):
+            differ += differing(growing.batch(step), expected.batch(step))
+            differ += growing.position(step) != expected.position(step)
+            known.append(growing.corpus.num_documents)
+        thread.join()
+    assert differ == 0
+    assert 78 <= known[0] < 120 and known[-1] == 300 and len(set(known)) > 3, "no batch waits for a later group"
+    assert len(said) >= 14 and "waiting for shard 2 of the split 'train' in" in "".join(said)
+    law(f"batches read while shards are written = all shards prepared: {kind.__name__}", differ, "bit for bit")
+
+
+def test_a_preparation_that_ended_is_not_waited_for(tmp_path: Path):
+    docs = documents()
+    with pytest.raises(FileNotFoundError, match=r"has 0 shards of the split 'train'.*nobody writes it: prepare it"):
+        GrowingCorpus(tmp_path, "train", "f", print)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f") as writer,
+    ):
+        for document in docs[:150]:
+            writer.add(document)
+        raise KeyboardInterrupt
+    growing = Loader(GrowingCorpus(tmp_path, "train", "f", print), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
+    expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
+    assert growing.token_hash(0) == expected.token_hash(0)
+    with pytest.raises(FileNotFoundError, match=r"is not whole, and nobody writes it: prepare it again"):
+        growing.batch(STEPS)
+    with pytest.raises(ValueError, match="another tokenizer or source"):
+        GrowingCorpus(tmp_path, "train", "g", print)
+
+
+def test_groups_come_in_order_once_and_then_in_another_order():
+    docs = documents()
+    loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, group_size=GROUP)
+    sizes = np.array([len(doc) + DOCUMENT_SIZE for doc in docs])
+    groups = ((np.cumsum(sizes) - sizes) // GROUP).tolist()
+    of_token = {tuple(doc[1:5]): group for group, doc in zip(groups, docs, strict=True) if len(doc) > 4}
+    orders: list[list[int]] = [[] for _ in range(6)]
+    for step in itertools.count():
+        epoch, _ = loader.position(step)
+        if epoch == len(orders):
+            break
+        row = loader.batch(step).targets[0].tolist()
+        if tuple(row[:4]) in of_token:
+            orders[epoch].append(of_token[tuple(row[:4])])
+    orders = [[group for group, _ in itertools.groupby(order)] for order in orders]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders) and orders[0] == [0, 1, 2, 3]
+    assert len(set(map(tuple, orders))) > 2
+
+
+@pytest.mark.parametrize("group_size", [None, GROUP])
+def test_other_seeds_give_other_batches(law, group_size):
+    data, hashes = corpus("pretraining"), set()
+    for seed in range(8):
+        loader = Loader(data, CONTEXT, BATCH_ROWS, seed, group_size=group_size)
+        hashes |= {loader.token_hash(step) for step in range(STEPS)}
+    equal = 8 * STEPS - len(hashes)
+    assert equal == 0
+    law("batches of eight seeds differ", equal, "equal batches")
 
 
 def coverage_deviation(loader: Loader, docs: list[list[int]]) -> int:
@@ -155,9 +335,11 @@ def coverage_deviation(loader: Loader, docs: list[list[int]]) -> int:
 
 @pytest.mark.parametrize("chunk_documents", [90, 10_000])
 @pytest.mark.parametrize("packing", ["best-fit", "greedy-pad", "first-fit-decreasing"])
-def test_every_token_once(packing, chunk_documents, law):
+@pytest.mark.parametrize("group_size", [None, GROUP, 1000])
+def test_every_token_once(packing, chunk_documents, group_size, law):
     docs = [*documents(), [BOS, *range(600, 3000)]]
-    loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, packing, chunk_documents=chunk_documents)
+    options = {"chunk_documents": chunk_documents, "group_size": group_size}
+    loader = Loader(Corpus.from_arrays(docs), CONTEXT, 1, SEED, packing, **options)
     deviation = coverage_deviation(loader, docs)
     assert deviation == 0
     law("an epoch holds every token once, however long the documents", deviation, "tokens missing or repeated")
@@ -194,6 +376,22 @@ class BrokenResume(Loader):
         return super().batch(self.calls, rank, ranks)
 
 
+class BrokenGroups(Loader):
+    """The last group is forgotten."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self._groups -= 1
+
+
+class BrokenCounts(Counting):
+    """Its row counts are those of batches with another buffer."""
+
+    def _counts_path(self) -> Path | None:
+        path = super()._counts_path()
+        return path and path.with_name("always.rows")
+
+
 class BrokenCut(Loader):
     """Loses what best-fit cuts off, as packers that discard tails do."""
 
@@ -208,6 +406,18 @@ def test_the_coverage_check_catches_lost_tokens():
     assert coverage_deviation(BrokenCut(data, CONTEXT, 1, SEED), docs) > 0
     assert coverage_deviation(Loader(data, CONTEXT, 1, SEED, too_long="crop"), docs) > 0
     assert coverage_deviation(Loader(data, CONTEXT, 1, SEED), [*docs, docs[5]]) > 0
+    assert coverage_deviation(BrokenGroups(data, CONTEXT, 1, SEED, group_size=GROUP), docs) > 0
+
+
+def test_counts_of_other_rows_are_caught(tmp_path: Path):
+    data = Corpus.open(write(tmp_path, documents()), "train")
+    buffers = iter([20] + [1] * STEPS)
+
+    def make() -> Counting:
+        return BrokenCounts(data, CONTEXT, BATCH_ROWS, SEED, chunk_documents=4, buffer=next(buffers))
+
+    with pytest.raises(ValueError, match="always.rows was made from other rows: remove it"):
+        kept_counts_deviation(make)
 
 
 def test_the_checks_catch_a_broken_loader(make):

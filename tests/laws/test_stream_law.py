@@ -6,6 +6,7 @@ Each check is shown to catch a loader that breaks it.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ def documents() -> list[list[int]]:
     return [[BOS, *rng.integers(1, 500, n).tolist()] for n in rng.lognormal(2.5, 1.0, 300).astype(int).tolist()]
 
 
-def make(kind: type[StreamLoader] = StreamLoader) -> StreamLoader:
-    return kind(Corpus.from_arrays(documents()), CONTEXT, BATCH_ROWS, SEED)
+def make(kind: type[StreamLoader] = StreamLoader, group_size: int | None = None) -> StreamLoader:
+    return kind(Corpus.from_arrays(documents()), CONTEXT, BATCH_ROWS, SEED, group_size=group_size)
 
 
 def differing(one: Batch, other: Batch) -> int:
@@ -103,7 +104,7 @@ LAWS: dict[str, tuple[Callable[[Make], int], str]] = {
 def test_the_stream(name: str, law: Callable[..., None]) -> None:
     assert make().position(STEPS - 1)[0] >= 2, "the law must cross epochs"
     measure, bar = LAWS[name]
-    deviation = measure(make)
+    deviation = sum(measure(partial(make, group_size=size)) for size in (None, 80_000, 10_000))
     assert deviation == 0
     law(name, deviation, bar)
 

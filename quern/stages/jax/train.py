@@ -23,7 +23,7 @@ from quern.grug.state import JaxTrainState, StepConfig, init_state, step_config
 from quern.recipe import Recipe
 from quern.records import MakeTracker, StageFolder, git_hash
 from quern.resolve import resolve
-from quern.runs.origin import FILE, read_origin, refuse_second_tokenizer, with_absolute_paths
+from quern.runs.origin import FILE, read_origin, refuse_other_order, refuse_second_tokenizer, with_absolute_paths
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
@@ -99,6 +99,7 @@ def run(
         with first_process_first():  # process 0 prepares the text; the others find it prepared
             if origin is not None:
                 prepared = open_data(recipe, run_dir, origin, log, named=bool({"data", "val"} & set(named)))
+                refuse_other_order(run_dir, origin, prepared.train)
             else:
                 prepared = prepare(recipe, run_dir.out, log)
                 refuse_second_tokenizer(run_dir, prepared.tokenizer)

@@ -1,0 +1,103 @@
+"""Corpora of many documents: start, resume and memory of a loader; the index; more files than may be open."""
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quern.bench.batches import write_shards
+from quern.child import start
+from quern.data.index import ArrayIndex, FileIndex
+from quern.data.loader import Loader
+from quern.data.shard_writer import ShardWriter
+from quern.data.shards import Corpus
+from quern.data.stream_loader import StreamLoader
+
+BOS = 0
+DOCUMENTS, MEAN_TOKENS, CONTEXT, BATCH_ROWS = 1_000_000, 1000, 2048, 32
+MIDDLE = DOCUMENTS * MEAN_TOKENS // 2 // (CONTEXT + 1) // BATCH_ROWS
+
+
+@pytest.mark.timeout(300)
+def test_a_loader_of_a_million_documents_starts_resumes_and_stays_small(tmp_path: Path) -> None:
+    """The bars are those of 10⁸ documents, docs/benchmarks/README.md: one group is in memory in both cases."""
+    write_shards(tmp_path, DOCUMENTS, MEAN_TOKENS, seed=0)
+    order = {"folder": str(tmp_path), "context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": 0}
+    with start("quern.bench.batches", "loader", order) as process:
+        answers = [process.ask(step) for step in (0, MIDDLE)]
+    for found in answers:
+        assert found["cpu_seconds"] < 10 and found.get("peak_bytes", 0) < 2e9 and found.get("own_bytes", 0) < 0.5e9
+
+
+def shards(folder: Path, count: int, shard_tokens: int, masks: bool = False) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    docs = [[BOS, *rng.integers(1, 500, rng.integers(0, 30)).tolist()] for _ in range(count)]
+    with ShardWriter(folder, "train", vocab_size=500, bos=BOS, fingerprint="a", shard_tokens=shard_tokens) as writer:
+        for document in docs:
+            writer.add(document, np.arange(len(document)) % 3 == 1 if masks else None)
+    return docs
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 50, 10**6])
+def test_the_index_of_files_is_that_of_arrays(tmp_path: Path, shard_tokens: int) -> None:
+    lengths = np.array([len(document) for document in shards(tmp_path, 25, shard_tokens)])
+    expected = ArrayIndex(np.cumsum(lengths) - lengths, lengths)
+    foreign = [tmp_path / "a.bin", tmp_path / "b.bin"]
+    np.array([7, 7, BOS, 1, BOS], dtype="<u2").tofile(foreign[0])  # two tokens that belong to no document
+    np.array([BOS, 1, 2, BOS], dtype="<u2").tofile(foreign[1])
+    both = (
+        (Corpus.open(tmp_path, "train").index, expected),
+        (Corpus.from_file(*foreign, bos=BOS).index, ArrayIndex(np.array([2, 4, 5, 8]), np.array([2, 1, 3, 1]))),
+    )
+    for index, plain in both:
+        assert isinstance(index, FileIndex) and index.documents == plain.documents and index.tokens == plain.tokens
+        many = plain.documents
+        for first in range(many + 1):
+            for last in range(first, many + 1):
+                assert all(
+                    (a == b).all() for a, b in zip(index.span(first, last), plain.span(first, last), strict=True)
+                )
+        for each in (0, 3):
+            sizes = [sum(plain.lengths[:number]) + each * number for number in range(many + 1)]
+            for size in range(sizes[-1] + 3):
+                expected_at = next((number for number in range(many) if sizes[number] >= size), many)
+                assert index.at_size(size, each) == plain.at_size(size, each) == expected_at
+            assert all(one.size_before(n, each) == size for one in (index, plain) for n, size in enumerate(sizes))
+        chosen = np.random.default_rng(1).integers(0, many, 100)
+        assert np.array_equal(index.take(chosen), plain.take(chosen))
+        for wrong in (-1, many):
+            with pytest.raises(IndexError, match=f"numbered 0 to {many - 1}"):
+                index.take(np.array([0, wrong]))
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_more_shards_than_open_files(tmp_path: Path, masks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.data.mapped.FILES_MAPPED", 16)
+    docs = shards(tmp_path, 300, 1, masks)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, limits[1]))
+    try:
+        corpus = Corpus.open(tmp_path, "train")
+        assert [corpus.gather(number).tolist() for number in range(300)] == docs
+        loaders = [Loader(corpus, 200, 64)] + ([] if masks else [StreamLoader(corpus, 200, 64)])
+        for loader in loaders:
+            seen = {int(token) for step in range(loader.steps_per_epoch) for token in loader.batch(step).targets.flat}
+            assert seen >= {token for document in docs for token in document[1:]} or masks
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_large_corpus_is_hashed_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = shards(tmp_path, 40, 100)
+    path = tmp_path / "train-00003.bin"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match="train-00003.bin is damaged or was swapped"):
+        Corpus.open(tmp_path, "train")
+    monkeypatch.setattr("quern.data.shards.VERIFIED_BYTES", 500)
+    corpus = Corpus.open(tmp_path, "train")
+    assert corpus.gather(0).tolist() == docs[0]
+    with pytest.raises(ValueError, match="train-00003.bin is damaged or was swapped"):
+        [corpus.gather(number) for number in range(40)]
