@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quern.bench.batches import write_shards
+from quern.bench.batches import write_empty_shards
 from quern.bench.measure import (
     Figure,
     alternate,
@@ -154,7 +154,7 @@ def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
     without row counts, then with those that this left behind, as a run does.
     """
     with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
-        write_shards(Path(folder), documents, MANY_MEAN_TOKENS, setup.seed)
+        write_empty_shards(Path(folder), documents, MANY_MEAN_TOKENS, setup.seed)
         middle = documents * MANY_MEAN_TOKENS // 2 // ((MANY_CONTEXT + 1) * BATCH_ROWS)
         order = {"folder": folder, "context": MANY_CONTEXT, "batch_rows": BATCH_ROWS, "seed": setup.seed}
 

@@ -95,6 +95,8 @@ class _RecipeOptions:
 class RanksOptions(_RecipeOptions):
     """The processes of a verb that trains, and where its metrics go."""
 
+    resume: bool = False
+    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer; `run` also does without."""
     ranks: int = 1
     """Processes on this machine that train together."""
     nodes: int = 1
@@ -126,16 +128,12 @@ class RunAllOptions(RanksOptions):
     """Held-out questions of each kind in the evaluation."""
     sft: bool = True
     """--no-sft skips fine-tuning and leaves a base model."""
-    resume: bool = False
-    """Continue an existing run with its recipe, text and tokenizer; an existing run is also continued without it."""
 
 
 @dataclass
 class TrainOptions(RanksOptions):
     """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
 
-    resume: bool = False
-    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer."""
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
     """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
     Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""

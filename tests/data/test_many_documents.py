@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quern.bench.batches import write_shards
+from quern.bench.batches import write_empty_shards
 from quern.child import start
 from quern.data.index import ArrayIndex, FileIndex
 from quern.data.loader import Loader
@@ -22,7 +22,7 @@ MIDDLE = DOCUMENTS * MEAN_TOKENS // 2 // (CONTEXT + 1) // BATCH_ROWS
 @pytest.mark.timeout(300)
 def test_a_loader_of_a_million_documents_starts_resumes_and_stays_small(tmp_path: Path) -> None:
     """The bars are those of 10⁸ documents, docs/benchmarks/README.md: one group is in memory in both cases."""
-    write_shards(tmp_path, DOCUMENTS, MEAN_TOKENS, seed=0)
+    write_empty_shards(tmp_path, DOCUMENTS, MEAN_TOKENS, seed=0)
     order = {"folder": str(tmp_path), "context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": 0}
     with start("quern.bench.batches", "loader", order) as process:
         answers = [process.ask(step) for step in (0, MIDDLE)]
