@@ -57,13 +57,11 @@ class MappedFiles:
         """
         part = np.searchsorted(self._bases, source, side="right") - 1
         local = source - self._bases[part]
-        arrays: dict[int, np.ndarray] = {}
+        mapped, array = -1, out
         for which, frm, to, count in zip(part.tolist(), local.tolist(), at.tolist(), length.tolist(), strict=True):
-            if which not in arrays:
-                if len(arrays) == FILES_MAPPED:
-                    arrays.clear()
-                arrays[which] = attrgetter(field)(self._map(which))
-            out[to : to + count] = arrays[which][frm : frm + count]
+            if which != mapped:
+                mapped, array = which, attrgetter(field)(self._map(which))
+            out[to : to + count] = array[frm : frm + count]
         self._touched_bytes += len(source) * FAULT_BYTES
         if self._touched_bytes > self.resident_bytes:
             self._touched_bytes = 0

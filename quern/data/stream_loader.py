@@ -13,6 +13,7 @@ this loader permutes documents.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from functools import lru_cache
 
 import numpy as np
@@ -48,6 +49,7 @@ class StreamLoader(Batches):
             raise ValueError("a stream learns every token: pack a corpus with masks by first-fit-decreasing instead")
         self._ends: list[int] = []  # of the groups in the stream of the first epoch, as far as it was read
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
+        self._ordered = lru_cache(GROUPS_KEPT)(self._order_groups)
         self._lock = threading.Lock()
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
@@ -105,12 +107,14 @@ class StreamLoader(Batches):
 
     def _find(self, epoch: int, offset: int) -> tuple[int, int]:
         """The group of a position in the stream of an epoch, and the position in the stream of the group."""
-        order, ends = np.arange(len(self._ends)), np.array(self._ends)
-        if epoch:
-            order, tokens = self._group_order(epoch), np.diff(ends, prepend=0)
-            ends = np.cumsum(tokens[order])
-        place = int(np.searchsorted(ends, offset, side="right"))
-        return int(order[place]), offset - int(ends[place - 1] if place else 0)
+        order, ends = self._ordered(epoch) if epoch else (range(len(self._ends)), self._ends)
+        place = bisect_right(ends, offset)
+        return order[place], offset - (ends[place - 1] if place else 0)
+
+    def _order_groups(self, epoch: int) -> tuple[list[int], list[int]]:
+        """The groups of an epoch after the first, in order, and their ends in its stream."""
+        order = self._group_order(epoch)
+        return order.tolist(), np.cumsum(np.diff(self._ends, prepend=0)[order]).tolist()
 
     def _make_group(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The documents of a group in the order of an epoch: starts, lengths, and ends in the stream of the group."""

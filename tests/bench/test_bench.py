@@ -138,6 +138,9 @@ def test_every_quick_benchmark_prints_and_records(tmp_path: Path, said: list[str
     units = {name: {m["unit"] for m in body["measures"]} for name, body in found.items()}
     assert "MB/s" in units["tokenizer"] and {"MB/s", "tokens/s"} <= units["encode"]
     assert {m["name"] for m in found["prefill"]["measures"]} == {f"prefill, batch {n}" for n in (1, 8, 32)}
+    loader = [m["name"] for m in found["packing"]["measures"]]
+    figures = ("start", "resume in mid-epoch", "resume without row counts", "peak memory")
+    assert {f"20,000 documents: {name}" for name in figures} <= set(loader)
     attention = [m["name"] for m in found["attention"]["measures"]]
     for path in ("plain", "blocked", "sdpa"):
         for way in ("forward", "backward"):
