@@ -16,7 +16,6 @@ from quern.cli.options import (
     CompleteOptions,
     EvaluateOptions,
     PrepareOptions,
-    RanksOptions,
     ReportOptions,
     RunAllOptions,
     ServeOptions,
@@ -96,7 +95,12 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
 
 
 def on_ranks(
-    verb: str, rest: list[str], options: RanksOptions, source: str | None, run: Callable[[Session], int], stopped: str
+    verb: str,
+    rest: list[str],
+    options: TrainOptions | RunAllOptions,
+    source: str | None,
+    run: Callable[[Session], int],
+    stopped: str,
 ) -> int:
     """Calls `run` in this process, or starts the ranks that call it, or is one of them.
 
