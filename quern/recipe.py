@@ -67,7 +67,7 @@ class TextRecipe:
     vocab_size: int | None = None
     """Tokens in the vocabulary, special ones included."""
     tokenizer: str | None = None
-    """For data that is tokens already (.bin): the file of the tokenizer that made them, .json or .tiktoken."""
+    """The file of a tokenizer that is there already: tokenizer.json of quern or of Hugging Face, or .tiktoken."""
     column: str = "text"
     """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     split: str = "train"

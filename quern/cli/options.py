@@ -64,12 +64,27 @@ class RunOptions(ReportOptions):
 
 
 @dataclass
-class PrepareOptions:
-    """Flags of `quern prepare` and `quern tokenizer`."""
+class TokenizerOptions:
+    """Flags of `quern tokenizer`."""
 
     recipe: Annotated[Recipe, FLAT]
     out: Path = Path("out")
     """The output folder."""
+
+
+@dataclass
+class PrepareOptions(TokenizerOptions):
+    """Flags of `quern prepare`."""
+
+    to: Annotated[Literal["bin", "nanogpt"] | None, UNSAID] = None
+    """Also write the tokens for other programs: bin for modded-nanogpt and llm.c, nanogpt for nanoGPT. Default: only
+    quern's own shards, under --out."""
+    dir: Annotated[Path | None, UNSAID] = None
+    """With --to: the folder to write. Default: none."""
+
+    def __post_init__(self) -> None:
+        if (self.to is None) != (self.dir is None):
+            raise ValueError("--to and --dir belong together: give the format and the folder, --to bin --dir FOLDER")
 
 
 @dataclass

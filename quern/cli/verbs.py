@@ -18,6 +18,7 @@ from quern.cli.options import (
     ReportOptions,
     RunAllOptions,
     ServeOptions,
+    TokenizerOptions,
     TrainOptions,
     log,
 )
@@ -68,18 +69,25 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
+    from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
+    from quern.stages.prepare_tokens import write_tokens
     from quern.text.tokenizer import compression_report
 
-    options, _ = parse(verb, rest, PrepareOptions)
+    options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     recipe = resolve(options.recipe)
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
         tokenizer = train_tokenizer(recipe, source, options.out, log)
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
-        rows = prepare(recipe, options.out, log).facts["tokenizer"]["compression"]
+        prepared = prepare(recipe, options.out, log)
+        rows = prepared.facts["tokenizer"]["compression"]
+        if options.to is not None:
+            form = {"bin": MODDED_NANOGPT, "nanogpt": NANOGPT}[options.to]
+            splits, name = {"train": prepared.train, "val": prepared.val}, prepared.facts["data"]["source"]
+            write_tokens(splits, prepared.tokenizer, options.dir, name, form, log)
     for row in rows:
         log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
     return 0

@@ -32,7 +32,6 @@ from quern.data.token_file import (
     TokenFile,
     check,
     describe,
-    find,
     map_mask,
     map_tokens,
     read_manifest,
@@ -235,7 +234,7 @@ class Corpus:
         lengths: (documents,) int64, tokens of each document with BOS.
         bos: The id that every document starts with.
         fingerprint: Of the shards; None for other sources.
-        skipped_tokens: Leading tokens of foreign files that belong to no document.
+        skipped_tokens: Tokens of foreign files that belong to no document.
         resident_bytes: Most bytes of the files that stay mapped in memory (an upper estimate).
     """
 
@@ -300,18 +299,6 @@ class Corpus:
             parts.append(map_mask(part, folder / file["mask"]["name"]) if "mask" in file else part)
             firsts.append(first)
         return cls(parts, *_flat(parts, firsts), bos=entry["bos"], fingerprint=manifest["fingerprint"])
-
-    @classmethod
-    def from_file(cls, *paths: str | Path, bos: int = 50256) -> Corpus:
-        """Opens .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16); each `bos` starts a document."""
-        if not paths:
-            raise ValueError("from_file needs at least one path")
-        parts = [map_tokens(Path(path), headerless=True) for path in paths]
-        firsts = [find(part.tokens, bos) for part in parts]
-        for path, first in zip(paths, firsts, strict=True):
-            if not first.size:
-                raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
-        return cls(parts, *_flat(parts, firsts), bos, skipped_tokens=sum(int(first[0]) for first in firsts))
 
     @classmethod
     def from_arrays(

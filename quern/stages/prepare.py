@@ -20,7 +20,7 @@ from quern.recipe import Recipe
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import HoldOut, first, hold_out
-from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
+from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens, sample, token_listings
 from quern.temporaries import remove_abandoned
 from quern.terminal import Meter
 from quern.text.content import content_fingerprint
@@ -204,7 +204,8 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
 
 
 def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Prepared:
-    """Everything that training needs of the text. recipe: resolved; tokenizer: None is the one trained on the text."""
+    """Everything that training needs of the text. recipe: resolved; tokenizer: None for the one that the recipe names,
+    else for one trained on the text."""
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
             raise ValueError(
@@ -218,7 +219,7 @@ def prepare(recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: To
         tokens = fingerprint(tokenizer.fingerprint, text)
         return Prepared(tokenizer, train, val, facts, text, tokens, public=public)
     source = open_source(recipe, out, log)
-    tokenizer = tokenizer or train_tokenizer(recipe, source, out, log)
+    tokenizer = named_tokenizer(recipe, tokenizer, log) or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"

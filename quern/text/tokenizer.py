@@ -1,8 +1,9 @@
 """Byte-level BPE tokenizer: text to token ids and back.
 
 rustbpe trains the merges, tiktoken encodes with them, and a JSON file stores them (base64, no pickle). Ids 0 to 255 are
-the single bytes, then come the merges in rank order, then the special tokens. GPT-2's vocabulary can be read from
-tiktoken's file, for data that was tokenized with it. Sizes are in bytes of UTF-8 unless a name says otherwise.
+the single bytes, then come the merges in rank order, then the special tokens. Other vocabularies of this kind can be
+read from tiktoken's files and from Hugging Face's (hugging_face.py). Sizes are in bytes of UTF-8 unless a name says
+otherwise.
 
 Source: byte-level BPE as in GPT-2 (Radford et al., 2019); the split pattern follows GPT-4's published one, with the
 differences listed at SPLIT_PATTERN.
@@ -13,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,31 @@ SPLIT_PATTERN = (
     r"|\s{0,255}[\r\n]|\s{1,256}(?!\S)|\s"
 )
 
-# GPT-2's split (Radford et al., 2019), for its vocabulary.
+# The splits of other vocabularies, as their authors publish them: GPT-2 (Radford et al., 2019), GPT-4 (cl100k_base) and
+# GPT-4o (o200k_base) in tiktoken, Llama 3 in its own tokenizer.
 GPT2_SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+GPT4_SPLIT_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+LLAMA3_SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O_SPLIT_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TIKTOKEN_FILES: Mapping[int, tuple[str, int]] = MappingProxyType(
+    {
+        50_256: (GPT2_SPLIT_PATTERN, 50_256),
+        100_256: (GPT4_SPLIT_PATTERN, 100_257),
+        128_000: (LLAMA3_SPLIT_PATTERN, 128_000),
+        199_998: (GPT4O_SPLIT_PATTERN, 199_999),
+    }
+)
+"""Tokens in a file of tiktoken's → the vocabulary's split pattern, and the id of its token between documents."""
 
 
 def split_pattern(digits: int) -> str:
@@ -192,10 +217,12 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def from_tiktoken(cls, path: str | Path, pattern: str = GPT2_SPLIT_PATTERN) -> "Tokenizer":
+    def from_tiktoken(cls, path: str | Path) -> "Tokenizer":
         """Reads tiktoken's vocabulary file: one line per token, its bytes in base64 and its id.
 
-        Special tokens get the ids after the last one. BOS comes first; in GPT-2 that id is <|endoftext|>.
+        The number of tokens tells which published vocabulary it is (`TIKTOKEN_FILES`), and so its split pattern. BOS
+        gets the id of the vocabulary's token between documents, <|endoftext|> in GPT-2; the ids after it are quern's
+        special tokens. Another vocabulary is split as GPT-2's, with a line in `notes`.
 
         Raises:
             ValueError: The file has another format.
@@ -206,7 +233,11 @@ class Tokenizer:
             tokens = [base64.b64decode(token, validate=True) for token, _ in pairs]
             if [int(rank) for _, rank in pairs] != list(range(len(pairs))):
                 raise ValueError("ids do not count from 0")
-            return cls(tokens[256:], pattern, single_bytes=b"".join(tokens[:256]))
+            pattern, bos = TIKTOKEN_FILES.get(len(tokens), (GPT2_SPLIT_PATTERN, len(tokens)))
+            special = (*map(unused_name, range(len(tokens), bos)), *SPECIAL_TOKENS)
+            unknown = f"{path} has {len(tokens):,} tokens, as no vocabulary that quern knows: it splits text as GPT-2's"
+            notes = () if len(tokens) in TIKTOKEN_FILES else (unknown,)
+            return cls(tokens[256:], pattern, special, notes, b"".join(tokens[:256]))
         except ValueError as error:
             raise ValueError(
                 f"{path} is not a vocabulary of tiktoken's ({error}): each line is a token in base64 and its id, "
@@ -250,6 +281,11 @@ class Tokenizer:
         sizes = np.array([len(token) for token in self._bytes], dtype=np.int32)
         sizes[self._first_special :] = 0
         return sizes
+
+
+def unused_name(id_: int) -> str:
+    """The name of a special token for an id that a vocabulary leaves out."""
+    return f"<|unused_{id_}|>"
 
 
 def compression_report(tokenizer: Tokenizer, samples: Mapping[str, str]) -> list[dict[str, Any]]:

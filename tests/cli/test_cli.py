@@ -185,7 +185,14 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("run llama --model.softcap 3", "--model.softcap does nothing in the 'llama' recipe: .*model.dropout"),
         ("pretrain --model.depth 3", "--model.depth follows from --depth"),
         ("pretrain --model.vocab-size 400", "--model.vocab-size follows from the tokenizer: set --text.vocab-size"),
-        ("pretrain --text.tokenizer t.json", "--text.tokenizer is for data that is tokens already .*: leave it out"),
+        (
+            "tokenizer --text.tokenizer t.json",
+            "--text.tokenizer names a tokenizer, and `quern tokenizer` trains one: le",
+        ),
+        (
+            "pretrain --text.tokenizer t.json --text.digits 1",
+            "--text.digits is for a tokenizer that is trained on the text, and this one is there already: leave it out",
+        ),
         (
             "prepare --text.column body",
             "--text.column names what holds the text in a --data of your own that is text: le",
