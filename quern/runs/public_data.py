@@ -86,6 +86,11 @@ def shards_used(recipe: Recipe, out: Path) -> int | None:
     return None if known is None else _shards(recipe, known.files)
 
 
+def with_shards(recipe: Recipe, public: PublicData | None) -> Recipe:
+    """The recipe with the number of files that its run reads, so that a longer run reads the same text."""
+    return recipe if public is None else replace(recipe, shards=public.shards)
+
+
 def _data(recipe: Recipe, out: Path) -> _Known | None:
     name = recipe.data
     if name == "tinyworld" or Path(name).exists() or name.endswith(".bin"):

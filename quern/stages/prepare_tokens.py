@@ -4,9 +4,9 @@ A folder with text is text, and a .bin in it is ignored. A README.md or a .json 
 token shards have them.
 
 A source is a .bin file, a folder of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
-`val` (a file or folder too), else the files of the folder with the word "val" in their name, else documents held out from the
-rest; of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`, or comes with
-the public set.
+`val` (a file or folder too), else the files of the folder with the word "val" in their name, else documents held out
+from the rest; of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`, or comes
+with the public set.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
 from quern.resolve import batch_rule, resolve
 from quern.runs.origin import read_origin, refuse_second_tokenizer, source_digest, with_absolute_paths
+from quern.runs.public_data import with_shards
 from quern.runs.saved import Start, changes, warmdown_start
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
@@ -80,8 +81,7 @@ def _run(asked: Recipe, session: Session) -> int:
         else:
             prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer())
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
-    if prepared.public is not None:  # kept in the recipe: the run's text does not change with its length
-        asked, recipe = (replace(one, shards=prepared.public.shards) for one in (asked, recipe))
+    asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
     recipe = fit_vocabulary(recipe, prepared)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)

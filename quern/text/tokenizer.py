@@ -12,6 +12,7 @@ differences listed at SPLIT_PATTERN.
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -50,6 +51,9 @@ GPT4O_SPLIT_PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The regex engine backtracks over white space in these, and its stack holds a million steps.
+LONGEST_SPACE = 400_000
+_LONG_SPACE = re.compile(rf"\s{{{LONGEST_SPACE}}}")
 TIKTOKEN_FILES: Mapping[int, tuple[str, int]] = MappingProxyType(
     {
         50_256: (GPT2_SPLIT_PATTERN, 50_256),
@@ -117,6 +121,7 @@ class Tokenizer:
         if len(set(special_tokens)) != len(special_tokens) or "<|bos|>" not in special_tokens:
             raise ValueError("special tokens must differ from each other and contain <|bos|>")
         self.pattern = pattern
+        self._bounded = pattern in map(split_pattern, (1, 2, 3))
         self.merges = tuple(merges)
         self.single_bytes = single_bytes
         self.special_tokens = tuple(special_tokens)
@@ -251,12 +256,24 @@ class Tokenizer:
         return self.special_ids[name]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, never special tokens. Lone surrogates become U+FFFD."""
-        return self._encoding.encode_ordinary(well_formed(text))
+        """Ids of the text, never special tokens. Lone surrogates become U+FFFD.
+
+        Raises:
+            ValueError: The split of another vocabulary cannot read so long a run of white space.
+        """
+        return self._encoding.encode_ordinary(self._readable(text))
 
     def encode_batch(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
         """`encode` of each text, on several threads."""
-        return self._encoding.encode_ordinary_batch([well_formed(text) for text in texts], num_threads=threads)
+        return self._encoding.encode_ordinary_batch([self._readable(text) for text in texts], num_threads=threads)
+
+    def _readable(self, text: str) -> str:
+        if len(text) >= LONGEST_SPACE and not self._bounded and _LONG_SPACE.search(text):
+            raise ValueError(
+                f"a text has {LONGEST_SPACE:,} white-space characters in a row, which its tokenizer cannot split: "
+                "shorten them, or use a tokenizer that quern trains"
+            )
+        return well_formed(text)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of the ids, joined; a special token gives its name."""

@@ -14,16 +14,24 @@ from tiktoken_ext import openai_public
 
 from quern.text.hugging_face import open_tokenizer, read_tokenizer
 from quern.text.tinyworld import corpus
-from quern.text.tokenizer import (
-    GPT4O_SPLIT_PATTERN,
-    LLAMA3_SPLIT_PATTERN,
-    SPECIAL_TOKENS,
-    TIKTOKEN_FILES,
-    Tokenizer,
-)
+from quern.text.tokenizer import SPECIAL_TOKENS, TIKTOKEN_FILES, Tokenizer
 
 hf = pytest.importorskip("tokenizers")
 
+# As in the tokenizer.json of Llama 3 and, for GPT-4o, of Xenova/gpt-4o.
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3 = CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+GPT4O = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 PIECES = """the mill grinds GRAIN don't I'LL we've it'ſ 1 22 333 4444 ５ ½ köln Straße İstanbul ÉCOLE naïve 世界 日本語
  हिन्दी العَرَبِيَّة עִבְרִית 😀 👩‍👩‍👧 e\u0301 \u0301 .. !? <|endoftext|x {"a":1} -- http://a.b/c_d #tag \\n ǅ ª ʰ""".split()
 SPACES = [" ", "  ", "\n", "\r\n", "\n\n  ", "\t", "\u00a0", "\u2003", "\u0085", "", "/", "'", "’", "\x00", "\x1c"]
@@ -83,7 +91,7 @@ def gpt2() -> Any:
     return made(hf.pre_tokenizers.ByteLevel(add_prefix_space=False), "<|endoftext|>")
 
 
-def llama3(pattern: str = LLAMA3_SPLIT_PATTERN) -> Any:
+def llama3(pattern: str = LLAMA3) -> Any:
     others = ("<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>")
     found = made(split(pattern), "<|begin_of_text|>", others, pairs=every_split, ignore_merges=True)
     found.post_processor = hf.processors.Sequence(
@@ -98,9 +106,7 @@ def llama3(pattern: str = LLAMA3_SPLIT_PATTERN) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    "make", [gpt2, llama3, lambda: llama3(GPT4O_SPLIT_PATTERN)], ids=["GPT-2", "Llama 3", "GPT-4o"]
-)
+@pytest.mark.parametrize("make", [gpt2, llama3, lambda: llama3(GPT4O)], ids=["GPT-2", "Llama 3", "GPT-4o"])
 def test_a_tokenizer_json_gives_the_ids_of_the_library(make: Callable[[], Any], tmp_path: Path) -> None:
     theirs = make()
     theirs.save(str(tmp_path / "tokenizer.json"))
@@ -185,6 +191,9 @@ def test_an_unknown_split_and_tokens_that_merging_never_forms_are_refused() -> N
     body["model"]["ignore_merges"] = False
     with pytest.raises(ValueError, match="its whole words cannot be kept"):
         read_tokenizer(body)
+    del body["model"]["ignore_merges"]  # as in files of older versions
+    with pytest.raises(ValueError, match="its whole words cannot be kept"):
+        read_tokenizer(body)
 
 
 # tiktoken ---------------------------------------------------------------------------------------------------
@@ -212,7 +221,7 @@ def published() -> Iterator[dict[int, dict[str, Any]]]:
             199_998: openai_public.o200k_base(),
         }
     # Llama 3's tokenizer.py, which is no part of tiktoken.
-    settings[128_000] = {"pat_str": LLAMA3_SPLIT_PATTERN, "special_tokens": {"<|endoftext|>": 128_000}}
+    settings[128_000] = {"pat_str": LLAMA3, "special_tokens": {"<|endoftext|>": 128_000}}
     yield settings
 
 
@@ -239,3 +248,13 @@ def test_a_vocabulary_of_another_size_is_split_as_gpt2s_and_says_so(tmp_path: Pa
     path.write_bytes(b"".join(base64.b64encode(t) + f" {r}\n".encode() for t, r in vocabulary(2000).items()))
     (note,) = open_tokenizer(path).notes
     assert "has 2,000 tokens, as no vocabulary that quern knows: it splits text as GPT-2's" in note
+
+
+def test_a_run_of_white_space_that_the_split_cannot_read_is_refused(tmp_path: Path) -> None:
+    ours = read_tokenizer(json.loads(llama3().to_str()))
+    for text in (" " * 399_999 + "x", "a" * 1_000_000, "\n" * 399_999):
+        assert ours.decode(ours.encode(text)) == text
+    for encode in (ours.encode, lambda text: ours.encode_batch(["a", text])):
+        with pytest.raises(ValueError, match="a text has 400,000 white-space characters in a row"):
+            encode("x" + " " * 400_000)
+    assert len(Tokenizer([b"  "]).encode(" " * 1_000_000)) == 500_000, "a split of quern's own reads them"
