@@ -25,12 +25,14 @@ class ConversationSource:
         repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
         limit: Only the first so many conversations are read; None reads all.
         split: Of a data set of the Hugging Face Hub.
+        column: What holds the list of messages; None for the known shapes.
     """
 
     source: str
     repeats: float = 1.0
     limit: int | None = None
     split: str = "train"
+    column: str | None = None
 
     @staticmethod
     def parse(text: str) -> ConversationSource:
@@ -40,7 +42,7 @@ class ConversationSource:
         while match := re.fullmatch(r"(.*),(\w+)=([^,=]*)", rest, re.DOTALL):
             rest, name, value = match.groups()
             if name not in SOURCE_OPTIONS or name in values:
-                raise ValueError(f"{text!r} sets {name}: give repeats=NUMBER, limit=NUMBER, split=NAME, each once")
+                raise ValueError(f"{text!r} sets {name}: give {', '.join(SOURCE_OPTIONS)} as NAME=VALUE, each once")
             try:
                 values[name] = SOURCE_OPTIONS[name](value)
             except ValueError as error:
@@ -50,12 +52,11 @@ class ConversationSource:
         return ConversationSource(rest, **values)
 
     def __str__(self) -> str:
-        repeats = "" if self.repeats == 1 else f",repeats={self.repeats:g}"
-        limit = "" if self.limit is None else f",limit={self.limit}"
-        return f"{self.source}{repeats}{limit}{'' if self.split == 'train' else f',split={self.split}'}"
+        changed = ((f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default)
+        return self.source + "".join(f",{name}={f'{v:g}' if name == 'repeats' else v}" for name, v in changed)
 
 
-SOURCE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"repeats": float, "limit": int, "split": str}
+SOURCE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"repeats": float, "limit": int, "split": str, "column": str}
 BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
 """Sources that are made of the built-in world."""
 

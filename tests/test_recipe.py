@@ -92,7 +92,16 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         Recipe.from_json(BASE.to_json() | {"make_model": "os:system"})
 
 
-@pytest.mark.parametrize("text", ["gsm8k", "gsm8k,repeats=4", "a,b.jsonl,repeats=0.5,limit=3", "talks/,limit=10"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gsm8k",
+        "gsm8k,repeats=4",
+        "a,b.jsonl,repeats=0.5,limit=3",
+        "hf:a/b:c@d,limit=9,split=dev,column=chat",
+        "talks/,limit=10",
+    ],
+)
 def test_a_source_of_conversations_as_text(text: str) -> None:
     assert str(ConversationSource.parse(text)) == text
     assert ConversationSource.parse("x,limit=3,repeats=.5") == ConversationSource("x", 0.5, 3)

@@ -172,4 +172,4 @@ def _listed(name: HubName, folder: Path) -> Repository:
 
 
 def _endpoint() -> str:
-    return environment().get("HF_ENDPOINT") or data_sets.HUGGING_FACE
+    return (environment().get("HF_ENDPOINT") or data_sets.HUGGING_FACE).rstrip("/")

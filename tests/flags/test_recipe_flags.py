@@ -79,7 +79,7 @@ def test_conversations_take_several_sources() -> None:
     for wrong, message in (
         (
             "gsm8k,repeat=4",
-            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats=NUMBER, limit=NUMBER, split=NAME",
+            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats, limit, split, column as NAME=VALUE, each",
         ),
         ("x,limit=1,limit=2", "--conversations 'x,limit=1,limit=2' sets limit: give"),
         ("x,limit=1.5", "--conversations 'x,limit=1.5': limit must be a whole number, not '1.5'"),
