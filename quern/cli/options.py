@@ -78,6 +78,15 @@ class PrepareOptions(TokenizerOptions):
 
     workers: Annotated[int | None, UNSAID] = None
     """Processes that turn text into tokens. Default: one per core, at most 16."""
+    to: Annotated[Literal["bin", "nanogpt"] | None, UNSAID] = None
+    """Also write the tokens for other programs: bin for modded-nanogpt and llm.c, nanogpt for nanoGPT. Default: only
+    quern's own shards, under --out."""
+    dir: Annotated[Path | None, UNSAID] = None
+    """With --to: the folder to write. Default: none."""
+
+    def __post_init__(self) -> None:
+        if (self.to is None) != (self.dir is None):
+            raise ValueError("--to and --dir belong together: give the format and the folder, --to bin --dir FOLDER")
 
 
 @dataclass

@@ -74,9 +74,11 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
+    from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.machine import cpu_threads
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
+    from quern.stages.prepare_tokens import write_tokens
     from quern.text.encode.pool import ENOUGH_WORKERS
     from quern.text.tokenizer import compression_report
 
@@ -88,7 +90,12 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
         workers = options.workers or min(ENOUGH_WORKERS, cpu_threads())
-        rows = prepare(recipe, options.out, log, workers=workers).facts["tokenizer"]["compression"]
+        prepared = prepare(recipe, options.out, log, workers=workers)
+        rows = prepared.facts["tokenizer"]["compression"]
+        if options.to is not None:
+            form = {"bin": MODDED_NANOGPT, "nanogpt": NANOGPT}[options.to]
+            splits, name = {"train": prepared.train, "val": prepared.val}, prepared.facts["data"]["source"]
+            write_tokens(splits, prepared.tokenizer, options.dir, name, form, log)
     for row in rows:
         log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
     return 0

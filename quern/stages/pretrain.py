@@ -32,6 +32,7 @@ from quern.runs.origin import (
     source_digest,
     with_absolute_paths,
 )
+from quern.runs.public_data import with_shards
 from quern.runs.saved import Start, changes, warmdown_start
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
@@ -87,8 +88,7 @@ def _run(asked: Recipe, session: Session) -> int:
         else:
             prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
-    if prepared.public is not None:  # kept in the recipe: the run's text does not change with its length
-        asked, recipe = (replace(one, shards=prepared.public.shards) for one in (asked, recipe))
+    asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
     recipe = fit_vocabulary(recipe, prepared)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)

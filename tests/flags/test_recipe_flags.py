@@ -6,8 +6,9 @@ from typing import Annotated
 import pytest
 import tyro
 
+from quern.conversation_source import ConversationSource
 from quern.flags.recipe_flags import field_names, named, parse, repeated, value_of
-from quern.recipe import ConversationSource, Recipe
+from quern.recipe import Recipe
 from quern.recipes import gpt, llama
 
 
@@ -81,7 +82,7 @@ def test_conversations_take_several_sources() -> None:
     for wrong, message in (
         (
             "gsm8k,repeat=4",
-            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats=NUMBER, limit=NUMBER, split=NAME",
+            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats, limit, split, column as NAME=VALUE, each",
         ),
         ("x,limit=1,limit=2", "--conversations 'x,limit=1,limit=2' sets limit: give"),
         ("x,limit=1.5", "--conversations 'x,limit=1.5': limit must be a whole number, not '1.5'"),
