@@ -9,8 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from quern.bounds import BOUNDS, refuse_outside
-from quern.conversation_source import ConversationSource
-from quern.recipe import ModelRecipe, Recipe, SftRecipe, TrainRecipe
+from quern.recipe import ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
 from quern.unavailable import flag, refuse_unused
 
 PARTS = ("text", "model", "optim", "train", "sft", "rl")

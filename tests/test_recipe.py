@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quern.bounds import BOUNDS
-from quern.conversation_source import ConversationSource
 from quern.model.count import flops_per_token, parameters
 from quern.model.gpt import GPT
-from quern.recipe import ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
+from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import MINIMUM_BATCH_TOKENS, REFERENCE_BATCH_TOKENS, batch_rule, resolve
 from tests.support.toy_training import toy_recipe

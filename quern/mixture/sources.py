@@ -14,9 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quern.conversation_source import BUILT_IN_CONVERSATIONS, ConversationSource
 from quern.mixture import questions
-from quern.recipe import Recipe
+from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
 from quern.terminal import Meter
 from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import Message

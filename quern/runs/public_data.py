@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from quern.conversation_source import ConversationSource
 from quern.machine import environment, set_child_env
-from quern.recipe import Recipe
+from quern.recipe import ConversationSource, Recipe
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.text import data_sets, hub

@@ -6,9 +6,8 @@ from typing import Annotated
 import pytest
 import tyro
 
-from quern.conversation_source import ConversationSource
 from quern.flags.recipe_flags import field_names, named, parse, repeated, value_of
-from quern.recipe import Recipe
+from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
 
 

@@ -14,12 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.conversation_source import ConversationSource
 from quern.data import pieces
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.mixture.prepare import Mixture, check_mixture, prepare_mixture
-from quern.recipe import Recipe
+from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt
 from quern.runs import origin
 from quern.runs.origin import corpus_fingerprint
