@@ -377,11 +377,11 @@ class BrokenResume(Loader):
 
 
 class BrokenGroups(Loader):
-    """The last group is forgotten."""
+    """Reads the first group in place of the second."""
 
-    def __init__(self, *arguments, **options) -> None:
-        super().__init__(*arguments, **options)
-        self._groups -= 1
+    def _group_of(self, turn: int) -> tuple[int, int]:
+        epoch, group = super()._group_of(turn)
+        return epoch, 0 if group == 1 else group
 
 
 class BrokenCounts(Counting):
