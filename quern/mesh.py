@@ -231,6 +231,7 @@ class Mesh:
     """dp replicas of tp shards.
 
     Attributes:
+        zero: What the replicas share: 2, the optimizer's state; 3, also parameters and gradients.
         data: The ranks that hold the same shard of each replica.
         model: The shards of this replica.
         world: All ranks.
@@ -247,6 +248,7 @@ class Mesh:
     files: ProcessGroup
     progress: Progress = field(default_factory=Progress)
     store: Any = None
+    zero: int = 2
 
     @property
     def main(self) -> bool:
@@ -283,6 +285,12 @@ def refuse_uneven(ranks: int, tp: int) -> None:
         raise ValueError(f"--tp {tp} does not divide {ranks} ranks: use one of {valid}")
 
 
+def refuse_unshared(ranks: int, tp: int, zero: int) -> None:
+    """Raises ValueError when one replica should share its parameters."""
+    if zero == 3 and ranks == tp:
+        raise ValueError("--zero 3 shares parameters among replicas, and there is one: give more --ranks, or --zero 2")
+
+
 def connect(
     tp: int,
     device: torch.device,
@@ -290,10 +298,12 @@ def connect(
     ranks: int,
     timeout: timedelta = SET_UP_TIMEOUT,
     met: Callable[[], None] = lambda: None,
+    zero: int = 2,
 ) -> Mesh:
     """Connects to the other processes, as ranks/tp replicas of tp shards.
 
     Args:
+        zero: See `Mesh`.
         met: Called once every process has arrived. The connections that follow take seconds. If a rank exits then, gloo
             waits five times the timeout (github.com/pytorch/gloo/issues/520), so the caller must set a time limit.
 
@@ -318,7 +328,7 @@ def connect(
         groups[name] = ProcessGroup(name, size, dist.get_rank(group), group if size > 1 else None, progress)
     groups["world"] = ProcessGroup("world", ranks, rank, dist.group.WORLD, progress)
     files = ProcessGroup("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
-    return Mesh(ranks // tp, tp, rank, **groups, files=files, progress=progress, store=store)
+    return Mesh(ranks // tp, tp, rank, **groups, files=files, progress=progress, store=store, zero=zero)
 
 
 def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:

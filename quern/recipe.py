@@ -8,57 +8,14 @@ A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field tha
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
+from quern.conversation_source import BUILT_IN_CONVERSATIONS, ConversationSource
+
 SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class ConversationSource:
-    """A source of conversations, and how many of them an epoch has. As text: NAME, NAME,repeats=4 or NAME,limit=1000.
-
-    Args:
-        source: One of `BUILT_IN_CONVERSATIONS`, a public data set, or a file or a folder.
-        repeats: How often an epoch has each conversation; of 2.5, a random half of them has a third turn.
-        limit: Only the first so many conversations are read; None reads all.
-        split: Of a data set of the Hugging Face Hub.
-    """
-
-    source: str
-    repeats: float = 1.0
-    limit: int | None = None
-    split: str = "train"
-
-    @staticmethod
-    def parse(text: str) -> ConversationSource:
-        """Raises ValueError for an unknown or repeated option, or a wrong value."""
-        values: dict[str, Any] = {}
-        rest = text
-        while match := re.fullmatch(r"(.*),(\w+)=([^,=]*)", rest, re.DOTALL):
-            rest, name, value = match.groups()
-            if name not in SOURCE_OPTIONS or name in values:
-                raise ValueError(f"{text!r} sets {name}: give repeats=NUMBER, limit=NUMBER, split=NAME, each once")
-            try:
-                values[name] = SOURCE_OPTIONS[name](value)
-            except ValueError as error:
-                raise ValueError(
-                    f"{text!r}: {name} must be {'a whole number' if name == 'limit' else 'a number'}, not {value!r}"
-                ) from error
-        return ConversationSource(rest, **values)
-
-    def __str__(self) -> str:
-        repeats = "" if self.repeats == 1 else f",repeats={self.repeats:g}"
-        limit = "" if self.limit is None else f",limit={self.limit}"
-        return f"{self.source}{repeats}{limit}{'' if self.split == 'train' else f',split={self.split}'}"
-
-
-SOURCE_OPTIONS: Mapping[str, Callable[[str], Any]] = {"repeats": float, "limit": int, "split": str}
-BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
-"""Sources that are made of the built-in world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +25,7 @@ class TextRecipe:
     vocab_size: int | None = None
     """Tokens in the vocabulary, special ones included."""
     tokenizer: str | None = None
-    """For data that is tokens already (.bin): the file of the tokenizer that made them, .json or .tiktoken."""
+    """The file of a tokenizer that is there already: tokenizer.json of quern or of Hugging Face, or .tiktoken."""
     column: str = "text"
     """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     split: str = "train"
@@ -376,7 +333,7 @@ class Recipe:
         body = {**body, "unused": tuple(body.get("unused", ()))}
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
-        kinds = (TextRecipe, ModelRecipe, OptimRecipe, TrainRecipe, SftRecipe, RlRecipe)
+        kinds: tuple[Any, ...] = (TextRecipe, ModelRecipe, OptimRecipe, TrainRecipe, SftRecipe, RlRecipe)
         try:
             for name, part in zip("text model optim train sft rl".split(), kinds, strict=True):
                 values = body.get(name, {}) if name == "rl" else body[name]  # runs of earlier versions have no rl

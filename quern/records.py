@@ -207,8 +207,8 @@ class WandbTracker:
             )
         except wandb.Error as error:
             raise ValueError(
-                f"Weights & Biases: {error}: log in with `wandb login`, or set WANDB_MODE=offline and send the files "
-                "later with `wandb sync`"
+                f"Weights & Biases does not start ({error}): log in with `wandb login`, or set WANDB_MODE=offline and "
+                "send the files later with `wandb sync`"
             ) from error
 
     @staticmethod

@@ -27,7 +27,7 @@ class Meter:
     def __init__(self, title: str, total: float | None, unit: str, silent: bool = False) -> None:
         """total: None if unknown; silent: print nothing, as on ranks other than 0."""
         self.title, self.total, self.unit = title, total, unit
-        self.console = Console(highlight=False, quiet=silent)
+        self.console = Console(highlight=False, emoji=False, quiet=silent)
         self.started = self.last_line = time.monotonic()
         self.bar: Progress | None = None
         self._first: tuple[float, float] | None = None

@@ -49,12 +49,19 @@ _TRIALS = "lab compare,lab sweep,lab scaling"
 _TRAIN = "pretrain,run,grug train," + _TRIALS
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
-_TOKENIZED = "does nothing with data that is tokens already: their tokenizer is --text.tokenizer"
+_TOKENIZED = "is for a tokenizer that is trained on the text, and this one is there already: leave it out"
+
+
+def _has_tokenizer(recipe: Recipe, tokens: bool) -> bool:
+    return tokens or recipe.text.tokenizer is not None
+
 
 RULES = (
     Rule("pretrain,sft,run,grug train," + _TRIALS, "rl", "is for reinforcement learning: give it to `quern rl`"),
     Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
     Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val shards seed text"),
+    Rule("tokenizer", "to dir", "is for `quern prepare`"),
+    Rule("tokenizer", "text.tokenizer", "names a tokenizer, and `quern tokenizer` trains one: leave it out"),
     Rule(_TRIALS, FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
     Rule(
         _TRIALS,
@@ -91,12 +98,6 @@ RULES = (
     Rule(ALL, "unused", "comes with the recipe's file"),
     Rule(
         ALL,
-        "text.tokenizer",
-        "is for data that is tokens already (.bin); of text, the tokenizer is trained: leave it out",
-        when=lambda recipe, tokens: not tokens,
-    ),
-    Rule(
-        ALL,
         "text.column",
         "names what holds the text in a --data of your own that is text: leave it out",
         when=lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
@@ -113,9 +114,9 @@ RULES = (
         "is the number of files of a public data set, and --data is none: leave it out",
         when=lambda recipe, tokens: recipe.data == "tinyworld" or Path(recipe.data).exists(),
     ),
-    Rule(ALL, "text.vocab_size", _TOKENIZED, when=lambda recipe, tokens: tokens),
-    Rule(ALL, "text.digits", _TOKENIZED, when=lambda recipe, tokens: tokens),
-    Rule(ALL, "text.tokenizer_megabytes", _TOKENIZED, when=lambda recipe, tokens: tokens),
+    Rule(ALL, "text.vocab_size", _TOKENIZED, when=_has_tokenizer),
+    Rule(ALL, "text.digits", _TOKENIZED, when=_has_tokenizer),
+    Rule(ALL, "text.tokenizer_megabytes", _TOKENIZED, when=_has_tokenizer),
     Rule(
         ALL,
         "text.tinyworld_megabytes",

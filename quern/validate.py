@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from quern.bounds import BOUNDS, refuse_outside
-from quern.recipe import ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
+from quern.conversation_source import ConversationSource
+from quern.recipe import ModelRecipe, Recipe, SftRecipe, TrainRecipe
 from quern.unavailable import flag, refuse_unused
 
 PARTS = ("text", "model", "optim", "train", "sft", "rl")
@@ -83,6 +84,7 @@ def _check_sources(recipe: Recipe) -> None:
         _refuse(not isinstance(one, ConversationSource), f"conversations holds {one!r}: name sources")
         _refuse(not one.source.strip(), "conversations is empty: name a file, a folder or a data set")
         _refuse(not one.split, f"split of {one.source} is empty: name a split of the data set, such as train")
+        _refuse(one.column == "", f"column of {one.source} is empty: name what holds the list of messages")
         refuse_outside("conversations.repeats", one.repeats, f"repeats of {one.source}")
         if one.limit is not None:
             refuse_outside("conversations.limit", one.limit, f"limit of {one.source}")

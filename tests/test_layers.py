@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "quern").rglob("*.py"))
 
 LAYERS = (
     (
-        *"machine compiler mesh recipe resolve recipe_file validate".split(),
+        *"machine compiler mesh recipe conversation_source resolve recipe_file validate".split(),
         *"unavailable bounds records temporaries terminal child".split(),
     ),  # files of quern/ itself; these may import each other
     ("text", "data", "flags", "kernels", "kernels.attention", "optim"),

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quern.bounds import BOUNDS
+from quern.conversation_source import ConversationSource
 from quern.model.count import flops_per_token, parameters
 from quern.model.gpt import GPT
-from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
+from quern.recipe import ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import MINIMUM_BATCH_TOKENS, REFERENCE_BATCH_TOKENS, batch_rule, resolve
 from tests.support.toy_training import toy_recipe
@@ -92,7 +93,16 @@ def test_classes_from_outside_come_back_only_when_handed_over() -> None:
         Recipe.from_json(BASE.to_json() | {"make_model": "os:system"})
 
 
-@pytest.mark.parametrize("text", ["gsm8k", "gsm8k,repeats=4", "a,b.jsonl,repeats=0.5,limit=3", "talks/,limit=10"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gsm8k",
+        "gsm8k,repeats=4",
+        "a,b.jsonl,repeats=0.5,limit=3",
+        "hf:a/b:c@d,limit=9,split=dev,column=chat",
+        "talks/,limit=10",
+    ],
+)
 def test_a_source_of_conversations_as_text(text: str) -> None:
     assert str(ConversationSource.parse(text)) == text
     assert ConversationSource.parse("x,limit=3,repeats=.5") == ConversationSource("x", 0.5, 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.temporaries import remove_abandoned, write_whole
+from quern.temporaries import alone_in, remove_abandoned, write_whole
 
 WRITE_AND_WAIT = """
 import os, sys, time
@@ -42,3 +42,26 @@ def test_what_cannot_be_written_leaves_the_previous_file(tmp_path: Path) -> None
         write_whole(path, "\ud800")
     assert path.read_text(encoding="utf-8") == "old" and len(list(path.parent.iterdir())) == 1
     remove_abandoned(tmp_path / "nowhere")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from quern.temporaries import alone_in
+with alone_in(Path(sys.argv[1]), lambda: None):
+    print("inside", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_process_at_a_time_is_in_the_body_and_a_killed_one_lets_the_next_in(tmp_path: Path) -> None:
+    folder, waited = tmp_path / "new", list[str]()
+    with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == b"inside\n"
+            with alone_in(folder, lambda: (waited.append("waiting"), process.kill())):
+                assert waited == ["waiting"] and process.wait(timeout=10) < 0
+        finally:
+            process.kill()
+    with alone_in(folder, lambda: waited.append("again")):
+        assert waited == ["waiting"]

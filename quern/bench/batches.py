@@ -30,7 +30,7 @@ def random_batch(recipe: Recipe, seed: int) -> Batch:
     return Batch(tokens, targets, targets >= 0)
 
 
-def write_shards(folder: Path, documents: int, mean_tokens: int, seed: int) -> None:
+def write_empty_shards(folder: Path, documents: int, mean_tokens: int, seed: int) -> None:
     """Writes shards with about this many documents, whose tokens are all 0 and take no space on most file systems.
 
     Args:

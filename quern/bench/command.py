@@ -14,7 +14,7 @@ import torch
 
 from quern.bench.attention import attention, windows
 from quern.bench.cross_entropy import cross_entropy
-from quern.bench.data import encode, loading, packing, tokenizer
+from quern.bench.data import encode, loading, packing, prepare, tokenizer
 from quern.bench.generate import decode, prefill
 from quern.bench.measure import Figure, head, load_average, table, versions, write
 from quern.bench.options import BenchOptions, Setup
@@ -40,7 +40,7 @@ def serve(setup: Setup) -> Iterator[Figure]:
 QUICK = tokenizer, encode, packing, loading, train, prefill, decode, attention, windows, cross_entropy
 """The benchmarks that run when no name is given."""
 BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
-    run.__name__.replace("_", "-"): run for run in (*QUICK, ranks, grug, serve, quality)
+    run.__name__.replace("_", "-"): run for run in (*QUICK, prepare, ranks, grug, serve, quality)
 }
 
 

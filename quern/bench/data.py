@@ -1,4 +1,4 @@
-"""Benchmarks of the steps before the model: tokenizer training, encoding, packing, loading. No tensors are involved.
+"""Benchmarks of the steps before the model: tokenizer training, encoding, preparation, packing, loading. No tensors.
 
 Megabytes are 10⁶ bytes of UTF-8. Shards are read from a temporary folder whose pages are in memory, as after the first
 epoch of a run. Packing and loading run on one thread; `prefetch` is one thread beside that of the consumer. Loaders of
@@ -18,19 +18,30 @@ from pathlib import Path
 
 import numpy as np
 
-from quern.bench.batches import write_shards
-from quern.bench.measure import Figure, alternate, figure, seconds_of
+from quern.bench.batches import write_empty_shards
+from quern.bench.measure import (
+    Figure,
+    alternate,
+    children_peak_bytes,
+    figure,
+    peak_bytes,
+    processor_seconds,
+    seconds_of,
+)
 from quern.bench.options import Setup
 from quern.child import start
 from quern.data.loader import Loader, prefetch
 from quern.data.packing import METHODS, pack
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
+from quern.text.documents import read
+from quern.text.encode.write import write_shards
 from quern.text.tokenizer import Tokenizer
 
 CONTEXT, BATCH_ROWS = 512, 32
 BATCH_TOKENS = BATCH_ROWS * (CONTEXT + 1)
 MEAN_DOCUMENT_TOKENS = 500
+PREPARED_BYTES = 250e6
 STEP_SECONDS = 0.02
 """How long the consumer of `loading` is busy with a batch: about a step on an accelerator."""
 MANY_CONTEXT, MANY_MEAN_TOKENS = 2048, 1000
@@ -49,18 +60,61 @@ def tokenizer(setup: Setup) -> Iterator[Figure]:
 
 
 def encode(setup: Setup) -> Iterator[Figure]:
-    """Encoding: one document after another on one thread, and all at once on the machine's threads."""
-    texts, threads, made = setup.texts, max(1, setup.machine.threads), setup.tokenizer
+    """Encoding: one document after another on one thread, to lists and to arrays."""
+    texts, made = setup.texts, setup.tokenizer
     tokens, megabytes = sum(len(made.encode(text)) for text in texts), setup.text_bytes / 1e6
-    taken = setup.once(
-        {"one": lambda: [made.encode(text) for text in texts], "batch": lambda: made.encode_batch(texts, threads)}
-    )
+
+    def arrays() -> None:
+        for text in texts:
+            made.encode_array(text)
+
+    taken = setup.once({"list": lambda: [made.encode(text) for text in texts], "array": arrays})
     setup.settings.update(text=setup.text_name, bytes=setup.text_bytes, tokens=tokens)
     setup.settings.update(bytes_per_token=round(setup.text_bytes / tokens, 3), vocabulary=made.vocab_size)
-    yield figure("one thread", "MB/s", megabytes / taken["one"])
-    yield figure("one thread", "tokens/s", tokens / taken["one"])
-    yield figure(f"batch, {threads} threads", "MB/s", megabytes / taken["batch"])
-    yield figure("batch / one thread", "×", taken["one"] / taken["batch"])
+    yield figure("one thread", "MB/s", megabytes / taken["list"])
+    yield figure("one thread", "tokens/s", tokens / taken["list"])
+    yield figure("one thread, arrays", "MB/s", megabytes / taken["array"])
+
+
+def prepare(setup: Setup) -> Iterator[Figure]:
+    """Text to shards, the text several times over: reading, encoding, and writing; one worker is this process."""
+    tokenizer, data = setup.tokenizer, setup.options.data
+    passes = max(1, round((12e6 if setup.quick else PREPARED_BYTES) / setup.text_bytes))
+    megabytes = passes * setup.text_bytes / 1e6
+    children: dict[int, int] = {}
+    processor: dict[int, list[float]] = {1: [], 2: []}
+
+    def documents(workers: int) -> Iterator[str]:
+        for _ in range(passes):
+            yield from (
+                setup.texts if data is None else (text for text, _ in itertools.islice(read(data), len(setup.texts)))
+            )
+        children[workers] = children_peak_bytes()
+
+    def write(workers: int) -> None:
+        before = processor_seconds()
+        with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
+            how = {"workers": workers, "megabytes": megabytes}
+            write_shards(documents(workers), tokenizer, Path(folder), "train", "bench", lambda line: None, **how)
+        processor[workers].append(processor_seconds() - before)
+
+    jobs = {workers: partial(write, workers) for workers in processor}
+    taken = setup.once({**{f"{workers}": job for workers, job in jobs.items()}, "read": lambda: deque(documents(1), 0)})
+    spent = {workers: np.array(seconds[-setup.rounds :]) for workers, seconds in processor.items()}
+    setup.settings.update(text=setup.text_name, megabytes=round(megabytes, 1), vocabulary=tokenizer.vocab_size)
+    yield figure("1 worker", "MB/s", megabytes / taken["1"])
+    yield figure("2 workers", "MB/s", megabytes / taken["2"])
+    yield figure("2 workers / 1", "×", taken["1"] / taken["2"])
+    yield figure("1 worker", "MB/s of processor time", megabytes / spent[1])
+    yield figure("2 workers", "MB/s of processor time", megabytes / spent[2])
+    yield figure("reading alone", "MB/s", megabytes / taken["read"])
+    for workers, job in jobs.items():
+        grown = peak_bytes(job, setup.machine)
+        if grown is not None:
+            note = "beyond what the process held before, and all of its workers'"
+            yield figure(
+                f"memory, {workers} worker{'s' * (workers > 1)}", "MB", (grown + children[workers]) / 1e6, note
+            )
 
 
 def packing(setup: Setup) -> Iterator[Figure]:
@@ -100,7 +154,7 @@ def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
     without row counts, then with those that this left behind, as a run does.
     """
     with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
-        write_shards(Path(folder), documents, MANY_MEAN_TOKENS, setup.seed)
+        write_empty_shards(Path(folder), documents, MANY_MEAN_TOKENS, setup.seed)
         middle = documents * MANY_MEAN_TOKENS // 2 // ((MANY_CONTEXT + 1) * BATCH_ROWS)
         order = {"folder": folder, "context": MANY_CONTEXT, "batch_rows": BATCH_ROWS, "seed": setup.seed}
 

@@ -181,9 +181,25 @@ def peak_memory(machine: Machine) -> int | None:
     return None
 
 
-def _resident(name: str) -> int:
-    """Returns a field of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+def children_peak_bytes() -> int:
+    """Returns the most memory that the children of this process have held, added up; 0 if the system does not say."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, StopIteration):  # the process has ended
+            if int(path.joinpath("stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]) == os.getpid():
+                found += _resident("VmHWM", path.name)
+    return found
+
+
+def processor_seconds() -> float:
+    """Returns the processor time of this process and of its children that have ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def _resident(name: str, process: str = "self") -> int:
+    """Returns a field of /proc/<process>/status in bytes."""
+    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 

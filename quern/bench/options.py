@@ -18,7 +18,7 @@ from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
-               "cross-entropy", "ranks", "grug", "serve", "quality"]  # fmt: skip
+               "cross-entropy", "prepare", "ranks", "grug", "serve", "quality"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BenchOptions:
     """
 
     what: Annotated[tuple[What, ...], tyro.conf.Positional] = ()
-    """What to measure. Default: all except ranks, grug, serve and quality."""
+    """What to measure. Default: all except prepare, ranks, grug, serve and quality."""
     out: Path = Path("out")
     """The folder of the records, which are written to bench/ in it."""
     rounds: int = 5
@@ -46,7 +46,7 @@ class BenchOptions:
     start: bool = True
     """`train`: also measure start-up time and peak memory of new processes, which takes longest."""
     data: Annotated[Path | None, UNSAID] = None
-    """Text for tokenizer, encode and packing: a file or a folder. Default: the built-in world."""
+    """Text for tokenizer, encode, prepare and packing: a file or a folder. Default: the built-in world."""
     megabytes: float = 8.0
     """How much of that text to use."""
     documents: int = 1_000_000

@@ -77,7 +77,16 @@ class PrepareOptions(TokenizerOptions):
     """Flags of `quern prepare`."""
 
     workers: Annotated[int | None, UNSAID] = None
-    """Processes that turn text into tokens. Default: one per core."""
+    """Processes that turn text into tokens. Default: one per core, at most 16."""
+    to: Annotated[Literal["bin", "nanogpt"] | None, UNSAID] = None
+    """Also write the tokens for other programs: bin for modded-nanogpt and llm.c, nanogpt for nanoGPT. Default: only
+    quern's own shards, under --out."""
+    dir: Annotated[Path | None, UNSAID] = None
+    """With --to: the folder to write. Default: none."""
+
+    def __post_init__(self) -> None:
+        if (self.to is None) != (self.dir is None):
+            raise ValueError("--to and --dir belong together: give the format and the folder, --to bin --dir FOLDER")
 
 
 @dataclass
@@ -87,13 +96,16 @@ class _RecipeOptions:
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
     workers: Annotated[int | None, UNSAID] = None
-    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread."""
+    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread, at most
+    16."""
 
 
 @dataclass
 class RanksOptions(_RecipeOptions):
     """The processes of a verb that trains, and where its metrics go."""
 
+    resume: bool = False
+    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer; `run` also does without."""
     ranks: int = 1
     """Processes on this machine that train together."""
     nodes: int = 1
@@ -102,6 +114,9 @@ class RanksOptions(_RecipeOptions):
     """With several nodes: host:port, a free port of one of the nodes."""
     tp: int = 1
     """Ranks that share one replica of the model (tensor parallelism); the replicas are data parallel."""
+    zero: Literal[2, 3] = 2
+    """What the replicas share: 2, the optimizer's state; 3, also parameters and gradients, which are gathered block by
+    block: less memory, more communication."""
     restarts: int = 3
     """With several ranks: how often all ranks restart after one fails."""
     timeout: float = 60.0
@@ -122,16 +137,12 @@ class RunAllOptions(RanksOptions):
     """Held-out questions of each kind in the evaluation."""
     sft: bool = True
     """--no-sft skips fine-tuning and leaves a base model."""
-    resume: bool = False
-    """Continue an existing run with its recipe, text and tokenizer; an existing run is also continued without it."""
 
 
 @dataclass
 class TrainOptions(RanksOptions):
     """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
 
-    resume: bool = False
-    """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer."""
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
     """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
     Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""

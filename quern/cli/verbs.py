@@ -16,7 +16,6 @@ from quern.cli.options import (
     CompleteOptions,
     EvaluateOptions,
     PrepareOptions,
-    RanksOptions,
     ReportOptions,
     RunAllOptions,
     ServeOptions,
@@ -25,7 +24,7 @@ from quern.cli.options import (
     log,
 )
 from quern.cli.summaries import OF_A_RUN, described
-from quern.mesh import refuse_uneven
+from quern.mesh import refuse_uneven, refuse_unshared
 from quern.recipes import load_recipe, recipe_names
 from quern.records import find_trackers
 from quern.unavailable import refuse_idle
@@ -61,7 +60,8 @@ def command_line(verb: str, rest: list[str]) -> str:
 
 
 OF_THE_MACHINE = tuple(
-    "ranks tp nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft questions".split()
+    "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft "
+    "questions".split()
 )
 """Flags that a run does not save: the command that continues the run repeats them."""
 
@@ -74,9 +74,12 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
+    from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.machine import cpu_threads
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
+    from quern.stages.prepare_tokens import write_tokens
+    from quern.text.encode.pool import ENOUGH_WORKERS
     from quern.text.tokenizer import compression_report
 
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
@@ -86,16 +89,25 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
         tokenizer = train_tokenizer(recipe, source, options.out, log)
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
-        rows = prepare(recipe, options.out, log, workers=options.workers or cpu_threads()).facts["tokenizer"][
-            "compression"
-        ]
+        workers = options.workers or min(ENOUGH_WORKERS, cpu_threads())
+        prepared = prepare(recipe, options.out, log, workers=workers)
+        rows = prepared.facts["tokenizer"]["compression"]
+        if options.to is not None:
+            form = {"bin": MODDED_NANOGPT, "nanogpt": NANOGPT}[options.to]
+            splits, name = {"train": prepared.train, "val": prepared.val}, prepared.facts["data"]["source"]
+            write_tokens(splits, prepared.tokenizer, options.dir, name, form, log)
     for row in rows:
         log(f"  {row['kind']:18} {row['bytes_per_token']:.2f} bytes per token")
     return 0
 
 
 def on_ranks(
-    verb: str, rest: list[str], options: RanksOptions, source: str | None, run: Callable[[Session], int], stopped: str
+    verb: str,
+    rest: list[str],
+    options: TrainOptions | RunAllOptions,
+    source: str | None,
+    run: Callable[[Session], int],
+    stopped: str,
 ) -> int:
     """Calls `run` in this process, or starts the ranks that call it, or is one of them.
 
@@ -116,6 +128,7 @@ def on_ranks(
     trackers = find_trackers(options.track if here.main else ())
     if here.ranks == 1:
         refuse_uneven(ranks, options.tp)
+        refuse_unshared(ranks, options.tp, options.zero)
     if ranks > 1 and here.ranks == 1:
         if verb in ("pretrain", "run"):
             resolve(options.recipe)  # refuses bad values before any rank starts
@@ -123,7 +136,8 @@ def on_ranks(
         return launch.launch([verb, *rest], *how)
     rank_log = log if here.main else lambda line: None
     detect = functools.partial(where.machine, log=rank_log)
-    with launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout) as (machine, mesh):
+    joined = launch.joined(f"quern {verb}", options.tp, detect, where.threads, options.timeout, options.zero)
+    with joined as (machine, mesh):
         session = Session(
             stage="pretrain" if verb == "run" else verb,
             machine=machine,
@@ -142,6 +156,7 @@ def on_ranks(
 
 
 def verb_train(verb: str, rest: list[str]) -> int:
+    """Runs a training stage, on ranks if there are several."""
     from quern.runs import saved
     from quern.runs.run_dir import RunDir
     from quern.stages import pretrain, rl, sft

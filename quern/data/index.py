@@ -70,16 +70,13 @@ class ArrayIndex:
 
 
 class IndexedFile(Protocol):
-    """A file of documents. count, documents: its tokens and documents; skipped: tokens before its first document."""
+    """A file that begins with a document. count, documents: its tokens and documents."""
 
     @property
     def count(self) -> int: ...
 
     @property
     def documents(self) -> int: ...
-
-    @property
-    def skipped(self) -> int: ...
 
     def starts(self) -> np.ndarray:
         """(documents,) int64, rising: the index in the file of the first token of each document."""
@@ -98,7 +95,6 @@ class FileIndex:
         self._files += files
         self._bases = np.cumsum([0] + [file.count for file in self._files])
         self._firsts = np.cumsum([0] + [file.documents for file in self._files])
-        self._tokens = np.cumsum([0] + [file.count - file.skipped for file in self._files])
 
     @property
     def documents(self) -> int:
@@ -106,7 +102,7 @@ class FileIndex:
 
     @property
     def tokens(self) -> int:
-        return int(self._tokens[-1])
+        return int(self._bases[-1])
 
     def span(self, first: int, last: int) -> Spans:
         return self.take(np.arange(first, min(last, self.documents)))
@@ -132,14 +128,14 @@ class FileIndex:
     def size_before(self, document: int, each: int = 0) -> int:
         number = int(np.searchsorted(self._firsts, document, side="right")) - 1
         local = document - int(self._firsts[number])
-        inside = int(self._files[number].starts()[local]) - self._files[number].skipped if local else 0
-        return int(self._tokens[number]) + inside + each * document
+        inside = int(self._files[number].starts()[local]) if local else 0
+        return int(self._bases[number]) + inside + each * document
 
     def at_size(self, size: int, each: int) -> int:
-        number = int(np.searchsorted(self._tokens + each * self._firsts, size, side="right")) - 1
+        number = int(np.searchsorted(self._bases + each * self._firsts, size, side="right")) - 1
         if number == len(self._files):
             return self.documents
         file, first = self._files[number], int(self._firsts[number])
-        left = size - int(self._tokens[number]) - each * first
-        sizes = file.starts() - file.skipped + each * np.arange(file.documents)
+        left = size - int(self._bases[number]) - each * first
+        sizes = file.starts() + each * np.arange(file.documents)
         return first + int(np.searchsorted(sizes, left, side="left"))

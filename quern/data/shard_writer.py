@@ -9,6 +9,7 @@ shards.py has the format.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -83,7 +84,7 @@ class ShardWriter:
         self._work = self._temporary.path
         self._file: BinaryIO | None = None
         self._mask: BinaryIO | None = None
-        self._starts: list[np.ndarray] = []
+        self._starts = array("q")
         self._tokens = 0
         self._closed = False
 
@@ -163,7 +164,7 @@ class ShardWriter:
             raise ValueError(self._needs_mask())
         if self._tokens + ids.size >= 1 << 31:
             raise ValueError("a shard holds fewer than 2**31 tokens; split the document or lower shard_tokens")
-        self._starts.append(self._tokens + starts)
+        self._starts.frombytes((self._tokens + starts).astype(np.int64).tobytes())
         self._file.write(ids.astype(self.dtype, copy=False).tobytes())
         if self._mask is not None and mask is not None:
             self._mask.write(mask.astype(bool).tobytes())
@@ -181,11 +182,10 @@ class ShardWriter:
         self._file.close()
         path = Path(self._file.name)
         starts = path.with_suffix(".starts.npy")
-        first = np.concatenate(self._starts).astype("<i8")
-        np.save(starts, first, allow_pickle=False)
+        np.save(starts, np.array(self._starts, dtype="<i8"), allow_pickle=False)
         sync_path(path)
         sync_path(starts)
-        entry = describe(path) | {"tokens": self._tokens, "documents": len(first)}
+        entry = describe(path) | {"tokens": self._tokens, "documents": len(self._starts)}
         entry["starts"] = describe(starts)
         if self._mask is not None:
             self._mask.close()
@@ -198,7 +198,7 @@ class ShardWriter:
             os.replace(self._work / file["name"], self.folder / file["name"])
         sync_path(self.folder)
         self._files.append(entry)
-        self._file, self._mask, self._starts, self._tokens = None, None, [], 0
+        self._file, self._mask, self._starts, self._tokens = None, None, array("q"), 0
 
     def close(self) -> None:
         """Finishes the last shard, and lists the split as whole. Raises ValueError without documents."""

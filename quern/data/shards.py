@@ -26,7 +26,6 @@ import numpy as np
 from quern.data.index import ArrayIndex, FileIndex, Index, Spans
 from quern.data.mapped import MappedFiles
 from quern.data.token_file import (
-    ForeignFile,
     InMemory,
     ShardFile,
     TokenMap,
@@ -138,14 +137,6 @@ class Corpus:
                 hashed += file.verify()
         cache = folder / f"{split}-rows"
         return cls(MappedFiles(files), FileIndex(files), entry["bos"], manifest["fingerprint"], cache)
-
-    @classmethod
-    def from_file(cls, *paths: str | Path, bos: int = 50256) -> Corpus:
-        """Opens .bin files of modded-nanogpt (same header) or nanoGPT (bare uint16); each `bos` starts a document."""
-        if not paths:
-            raise ValueError("from_file needs at least one path")
-        files = [ForeignFile(Path(path), bos) for path in paths]
-        return cls(MappedFiles(files), FileIndex(files), bos)
 
     @classmethod
     def from_arrays(

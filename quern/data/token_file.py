@@ -71,29 +71,6 @@ class InMemory:
         return self.held
 
 
-class ForeignFile:
-    """A .bin file of modded-nanogpt or nanoGPT, in which each `bos` starts a document.
-
-    Raises:
-        FileNotFoundError, ValueError: As `map_tokens`, or no document starts in it.
-    """
-
-    masked = False
-
-    def __init__(self, path: Path, bos: int) -> None:
-        self.path, tokens = path, map_tokens(path, headerless=True).tokens
-        self.count, self._starts = len(tokens), find(tokens, bos)
-        if not self._starts.size:
-            raise ValueError(f"{path} never has id {bos}, so no document starts in it; pass its own bos=…")
-        self.documents, self.skipped = len(self._starts), int(self._starts[0])
-
-    def map(self) -> TokenMap:
-        return map_tokens(self.path, headerless=True)
-
-    def starts(self) -> np.ndarray:
-        return self._starts
-
-
 class ShardFile:
     """A prepared shard with its index and its mask. Each file is checked once, before it is read.
 
@@ -107,8 +84,6 @@ class ShardFile:
         FileNotFoundError, ValueError: A file is missing or damaged; the message names it. The constructor looks at
             sizes and the header only.
     """
-
-    skipped = 0
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> None:
         self.folder, self.path, self.hashed = folder, folder / entry["name"], hashed

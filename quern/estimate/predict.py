@@ -9,7 +9,8 @@ A model with these parts, in seconds of one rank:
   optimizer buffer is read and written;
 - model: the collectives of tensor parallelism, which nothing hides;
 - data: gradients, hidden behind the backward pass of the last micro-batch except for the last bucket; parameters,
-  hidden behind the update in the same way; and matrices on the way to their owners and back, not hidden.
+  hidden behind the update in the same way, or both behind all passes where replicas share parameters; and matrices
+  on the way to their owners and back, not hidden.
 
 Links follow the α-β model (Hockney, 1994): a ring of n ranks takes (n - 1) hops of α each, twice for an all-reduce,
 plus its bytes over β. Shards are neighbours within a machine. A ring over several machines is as fast as its slowest
@@ -18,6 +19,7 @@ part: the adapters of its members in each machine. Kernel launches, waiting for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from quern.estimate.hardware import ATTAINED_BANDWIDTH, Network, Processor
 from quern.parallel.layout import Layout
 from quern.parallel.memory import Memory, owned_counts, run_update
-from quern.parallel.traffic import bytes_per_step
+from quern.parallel.traffic import bytes_per_step, calls
 
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in the time of a micro-batch."""
@@ -98,11 +100,16 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     pointwise = (PASSES * (memory.activations + again) + 2 * again) / most * layout.rows / bandwidth
     update = _update_flops(layout) / rate + 2 * (memory.masters + memory.moments) / bandwidth
     traffic = bytes_per_step(layout)
-    cut = sum(not bucket.small for bucket in layout.buckets)
     kinds = "data/reduce_scatter", "data/all_gather"  # gradients there, parameters back
-    there, back = (cluster.ring_seconds(layout.dp, layout.tp, traffic.get(kind, 0), cut, 1) for kind in kinds)
+    cut = [sum(counts) for counts in zip(*(calls(layout, one) for one in layout.buckets if not one.small), strict=True)]
+    there, back = (
+        cluster.ring_seconds(layout.dp, layout.tp, traffic.get(kind, 0), count, 1)
+        for kind, count in zip(kinds, cut or (0, 0), strict=True)
+    )
     last = (products + pointwise) * layout.micro_batches[-1] / layout.rows * BACKWARD_SHARE
-    exposed = max(there / max(1, cut), there - last) + max(back / max(1, cut), back - update)
+    exposed = _exposed(there, cut[:1], last) + _exposed(back, cut[1:], update)
+    if layout.parts:  # both of them in every pass
+        exposed = _exposed(there + back, cut, products + pointwise)
     moved = _moving_seconds(layout, cluster, traffic)
     small = cluster.ring_seconds(layout.dp, layout.tp, traffic.get("data/all_reduce", 0), 3, 2)
     small += cluster.ring_seconds(layout.dp * layout.tp, 1, traffic.get("world/all_reduce", 0), 1, 2)
@@ -116,6 +123,11 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
         flops_per_token * batch_tokens,
         traffic,
     )
+
+
+def _exposed(seconds: float, calls: Sequence[int], beside: float) -> float:
+    """What does not hide behind computation: a call of the average length, or what is longer than the computation."""
+    return max(seconds / max(1, sum(calls)), seconds - beside)
 
 
 def _moving_seconds(layout: Layout, cluster: Cluster, traffic: dict[str, int]) -> float:

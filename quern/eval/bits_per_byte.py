@@ -82,8 +82,6 @@ def bits_per_byte(
     for batch in batches:
         bytes_BT = np.where(batch.mask, table[np.where(batch.mask, batch.targets, 0)], 0)
         counts_BT = bytes_BT > 0
-        if not counts_BT.any():
-            continue
         losses_BT = batch_losses(model, batch.tokens, batch.targets, machine)
         nats += float(losses_BT[counts_BT].sum())
         tokens += int(counts_BT.sum())

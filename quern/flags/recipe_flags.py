@@ -83,10 +83,11 @@ def named(arguments: Sequence[str]) -> Iterator[str]:
 def repeated(arguments: Sequence[str], names: Collection[str]) -> list[str]:
     """The flags with these names and their values, to repeat them in another command."""
     found: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        name, equals, _ = argument.partition("=")
-        if name.replace("_", "-").removeprefix("--") in names:
-            found += [argument] if equals or following.startswith("--") else [argument, following]
+    keeping = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            keeping = argument.partition("=")[0].replace("_", "-").removeprefix("--") in names
+        found += [argument] if keeping else []
     return found
 
 

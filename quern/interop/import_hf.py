@@ -142,9 +142,14 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     if body.get("format") == FILE_FORMAT:
         return Tokenizer.load(path)
     try:
-        return read_tokenizer(body)
+        tokenizer = read_tokenizer(body)
+        if any(entry["content"] not in tokenizer.special_ids for entry in body["added_tokens"]) or (
+            tokenizer.vocab_size > len({*body["model"]["vocab"], *(entry["content"] for entry in body["added_tokens"])})
+        ):
+            raise ValueError("its special tokens are not quern's, and the model has no others for chats")
     except ValueError as error:
         raise ValueError(f"{path} is not a tokenizer that quern can import: {error}") from error
+    return tokenizer
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

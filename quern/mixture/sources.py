@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from quern.conversation_source import BUILT_IN_CONVERSATIONS, ConversationSource
 from quern.mixture import questions
-from quern.recipe import BUILT_IN_CONVERSATIONS, ConversationSource, Recipe
+from quern.recipe import Recipe
 from quern.terminal import Meter
-from quern.text import data_sets, tinyworld
+from quern.text import conversations, data_sets, tinyworld
 from quern.text.chat import Message
 from quern.text.content import content_fingerprint
 from quern.text.documents import CONVERSATION_FORMATS, Conversation, conversation_rows
@@ -112,17 +114,25 @@ def _of_files(
     with Meter("looking for changes in the conversations", sum(file.size for file in listed) / 1e6, "MB") as meter:
         cache, paths = out / "data" / "digests.json", [file.path for file in listed]
         content = content_fingerprint(paths, cache, lambda done: meter.at(done / 1e6))
-    marks = ("files", content, *splits, *map(format_of, paths), str(asked.limit))
+    marks = ("files", content, *splits, *map(format_of, paths), str(asked.limit), str(asked.column))
 
     def read(split: str) -> Iterator[Conversation]:
-        return islice(read_rows(splits[split], log), asked.limit)
+        return islice(read_rows(splits[split], log, asked.column), asked.limit)
 
     return OpenSource(asked, marks, tuple(splits), read, public)
 
 
-def read_rows(source: Where, log: Log | None = None) -> Iterator[Conversation]:
-    """The conversations of files; rows of question sets count as conversations."""
-    return conversation_rows(source, log, questions.to_messages, questions.KEYS)
+def read_rows(source: Where, log: Log | None = None, column: str | None = None) -> Iterator[Conversation]:
+    """The conversations of files; rows of question sets count as conversations. column: has the lists of messages."""
+    if column is None:
+        return conversation_rows(source, log, questions.to_messages, questions.KEYS)
+
+    def of_column(record: Any) -> list[Message]:
+        if not isinstance(record, Mapping) or column not in record:
+            raise ValueError(f"it has no column or key '{column}'")
+        return conversations.to_messages(record[column])
+
+    return conversation_rows(source, log, of_column, (column,))
 
 
 def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from quern.kernels.embedding import embed
 from quern.kernels.softcap import TanhCap
 from quern.model.attention import CausalSelfAttention
 from quern.model.base import LanguageModel
@@ -112,7 +111,7 @@ class GPT(LanguageModel):
         self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(shape.depth))
         self.value_embeddings = nn.ModuleDict(
             {
-                str(layer): nn.Embedding(shape.vocab_size, shape.kv_heads * shape.head_dim)
+                str(layer): Embedding(shape.vocab_size, shape.kv_heads * shape.head_dim)
                 for layer in range(shape.depth)
                 if self.has_value_embedding(layer)
             }
@@ -196,7 +195,7 @@ class GPT(LanguageModel):
         key = str(layer)
         if key not in self.value_embeddings:
             return None
-        return embed(tokens_BT, cast(nn.Embedding, self.value_embeddings[key]).weight)
+        return self.value_embeddings[key](tokens_BT)
 
     def block_scales(self, layer: int) -> tuple[Tensor, Tensor]:
         """The factors of the stream and of x0 at the start of a block."""

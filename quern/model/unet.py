@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.kernels.embedding import embed
 from quern.kernels.rope import rotary_angles, rotate_normed
 from quern.kernels.softcap import SigmoidCap
 from quern.model.base import LanguageModel
@@ -161,7 +160,7 @@ class UNet(LanguageModel):
         self.head_dim = shape.head_dim
         self.embedding = Embedding(shape.vocab_size, shape.width)
         self.value_embeddings = nn.ModuleList(
-            nn.Embedding(shape.vocab_size, shape.heads * shape.head_dim)
+            Embedding(shape.vocab_size, shape.heads * shape.head_dim)
             for _ in range(min(VALUE_EMBEDDINGS, shape.depth // 2))
         )
         self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(shape.depth))
@@ -192,7 +191,7 @@ class UNet(LanguageModel):
         x_BTD = self._enter(tokens_BT)
         x0_BTD = x_BTD.view_as(x_BTD)  # an object of its own: the compiler would tell the first block apart otherwise
         rotary = half_rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
-        values = [embed(tokens_BT, cast(nn.Embedding, table).weight) for table in self.value_embeddings]
+        values = [table(tokens_BT) for table in self.value_embeddings]
         windows = context.windows(self.windows)
         depth, half = len(self.blocks), len(self.skip_scales)
         skips: list[Tensor] = []

@@ -14,6 +14,9 @@ rank. The owners update their fp32 masters, and the regions are gathered back. T
 A group that is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps: nothing is
 communicated or updated. Its next update uses the mean over the n steps.
 
+Where replicas share the parameters themselves (zero3.py), the parameters of one block make buckets of their own. Their
+regions lie in `Share`, and the buffers have memory only while the block computes.
+
 On one process a region is the whole buffer and nothing is communicated. With bf16 parameters and AdamW, a rank of n
 needs 2 + 2 + 12/n bytes per parameter (ZeRO stage 2, arXiv 1910.02054), and 2 more for gradients in fp32.
 """
@@ -21,8 +24,8 @@ needs 2 + 2 + 12/n bytes per parameter (ZeRO stage 2, arXiv 1910.02054), and 2 m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,13 +35,28 @@ from torch.nn import Parameter
 from quern.mesh import Mesh, Pending
 from quern.optim.groups import ParameterGroup, Rule
 from quern.parallel.ownership import Ownership, share_out
-from quern.parallel.sharding import Slice, sharding_of, sliced
+from quern.parallel.sharding import sharding_of
 from quern.parallel.stacks import Stack
 
 ALIGNMENT = 64
 """In elements: a parameter of a small bucket starts at a multiple of it, since fast matmuls need aligned operands."""
 
 Named = list[tuple[str, Parameter]]
+
+
+@dataclass
+class Share:
+    """This replica's region of parameters and gradients that no replica holds whole.
+
+    part: which module the parameters belong to; arrived: places of parameters whose gradients are in the bucket's
+    buffer; summed: `grads` has gradients of this step.
+    """
+
+    params: Tensor
+    grads: Tensor
+    part: int
+    arrived: set[int] = field(default_factory=set)
+    summed: bool = False
 
 
 @dataclass
@@ -63,6 +81,7 @@ class Bucket:
     small: bool
     stack: Stack | None = None
     """For a rule on stacks: who owns the matrices, and how they travel."""
+    share: Share | None = None
     pending: Pending | None = field(default=None, repr=False)
     travelling: Tensor | None = field(default=None, repr=False)
     """Parts of matrices that travel between regions and owners."""
@@ -81,11 +100,11 @@ class Bucket:
 
     @property
     def region_grads(self) -> Tensor:
-        return self.grads[self.begin : self.end]
+        return self.grads[self.begin : self.end] if self.share is None else self.share.grads
 
     @property
     def region_params(self) -> Tensor:
-        return self.params[self.begin : self.end]
+        return self.params[self.begin : self.end] if self.share is None else self.share.params
 
     @property
     def replicated(self) -> bool:
@@ -131,20 +150,22 @@ class Bucket:
         fetched = self.travelling
         self.wait()
         if self.stack is not None and (self.moves or self.exchange):
-            whole = self.stack.put_together(self.stack.of_replica(self.grads) if fetched is None else fetched)
+            whole = self.stack.put_together(
+                self.stack.of_replica(self.region_grads, self.begin) if fetched is None else fetched
+            )
             rounded = torch.empty_like(whole, dtype=self.params.dtype)
             if len(whole):
                 self.update(self.masters, whole, self.state, scalars, out=rounded)
             self._send_back(self.stack, rounded)
         elif len(self.masters):
-            self.update(self.masters, self._owned(self.grads), self.state, scalars, out=self._out())
+            self.update(self.masters, self._owned(self.region_grads), self.state, scalars, out=self._out())
         if not self.moves:
             self.gather()
 
     def gather(self) -> None:
-        """Starts to collect the parameters from all regions; `pending` is the collective."""
+        """Starts to collect the parameters from all regions, unless they stay there; `pending` is the collective."""
         self.wait()
-        if not self.small and self.mesh.data.size > 1:
+        if self.share is None and not self.small and self.mesh.data.size > 1:
             self.pending = self.mesh.data.all_gather(self.params, self.region_params)
 
     def round_masters(self) -> None:
@@ -168,65 +189,13 @@ class Bucket:
         else:
             self.region_params.copy_(parts.view(-1))
 
-    def slices(self) -> dict[str, Slice]:
-        """What this rank holds of masters and state, by logical name ("master.<parameter>", "m.<parameter>").
-
-        Held gradients are in "held.<parameter>", with one entry per replica along the first dim, and their number in
-        "held_steps.<parameter>".
-        """
-        found = {} if self.held is None else self._held_slices(self.held)
-        for kind, buffer in {"master": self.masters, **self.state}.items():
-            parts = self._row_slices(buffer) if self.stack is None else self._stack_slices(self.stack, buffer)
-            found |= {f"{kind}.{name}": part for name, part in parts}
-        return found
-
-    def _held_slices(self, held: Tensor) -> dict[str, Slice]:
-        """Each replica's own sum, so that a resumed run adds the same numbers in the same order."""
-        data, found = self.mesh.data, {}
-        for (name, parameter), view in zip(self.parameters, self.param_views, strict=True):
-            own = held.as_strided(view.shape, view.stride(), view.storage_offset())
-            saved = not self.replicated or self.mesh.model.rank == 0
-            part = sliced(own, sharding_of(parameter), 0, len(own), saved=saved)
-            found[f"held_steps.{name}"] = Slice(torch.tensor([self.held_steps]), (0,), (1,), self.mesh.main)
-            if part is not None:
-                offsets, whole = (data.rank, *part.offsets), (data.size, *part.whole)
-                found[f"held.{name}"] = replace(part, tensor=part.tensor[None], offsets=offsets, whole=whole)
-        return found
-
-    def _stack_slices(self, stack: Stack, buffer: Tensor) -> list[tuple[str, Slice]]:
-        """Whole parameters; each is one matrix or several."""
-        parts = buffer.view(len(stack.units), *stack.shape[:-2], *buffer.shape[1:])
-        saved = self.exchange or self.mesh.model.rank == 0
-        return [
-            (self.parameters[unit][0], Slice(part, (0,) * part.ndim, tuple(part.shape), saved))
-            for unit, part in zip(stack.units, parts, strict=True)
-        ]
-
-    def _row_slices(self, buffer: Tensor) -> list[tuple[str, Slice]]:
-        """The rows of each parameter that are in the region."""
-        found = []
-        saved = (not self.small or self.mesh.data.rank == 0) and (not self.replicated or self.mesh.model.rank == 0)
-        for (name, parameter), view in zip(self.parameters, self.param_views, strict=True):
-            start = view.storage_offset() - self.params.storage_offset()
-            width = parameter[0].numel() if parameter.ndim > 1 else 1
-            rows = parameter.numel() // width
-            low = max(0, -(-(self.begin - start) // width))
-            high = min(rows, (self.end - start) // width)
-            if low >= high:
-                continue
-            at = start + low * width - self.begin
-            part = buffer[at : at + (high - low) * width].view(high - low, *parameter.shape[1:])
-            if (whole := sliced(part, sharding_of(parameter), low, rows, saved=saved)) is not None:
-                found.append((name, whole))
-        return found
-
     def _out(self) -> Tensor | None:
         same = self.masters.data_ptr() == self.region_params.data_ptr()
-        return None if same else self._owned(self.params)
+        return None if same else self._owned(self.region_params)
 
-    def _owned(self, buffer: Tensor) -> Tensor:
-        """The part of a buffer that belongs to the masters; the region of a tiny matrix is longer, for alignment."""
-        return buffer[self.begin : self.begin + self.masters.numel()].view_as(self.masters)
+    def _owned(self, region: Tensor) -> Tensor:
+        """The part of a region that belongs to the masters; the region of a tiny matrix is longer, for alignment."""
+        return region[: self.masters.numel()].view_as(self.masters)
 
 
 # Construction -----------------------------------------------------------------------------------------------
@@ -235,12 +204,14 @@ class Bucket:
 @dataclass(frozen=True)
 class Settings:
     """dtype_ns: of Muon's matrix products; compile: run the rules through torch.compile; fp32_gradients: sum gradients
-    in fp32 rather than in the parameters' dtype."""
+    in fp32 rather than in the parameters' dtype; parts: the number of the module of each parameter that replicas may
+    share."""
 
     mesh: Mesh
     dtype_ns: torch.dtype
     compile: bool
     fp32_gradients: bool = False
+    parts: Mapping[str, int] = field(default_factory=dict)
 
 
 SMALL_ELEMENTS = 16_384
@@ -263,7 +234,8 @@ def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[B
     for group in groups:
         kinds: dict[tuple, Named] = {}
         for name, parameter in group.parameters:
-            kinds.setdefault(_kind(group, parameter, data), []).append((name, parameter))
+            part = _shared_part(group, name, parameter, settings)
+            kinds.setdefault((part, *_kind(group, parameter, data)), []).append((name, parameter))
         for parameters in kinds.values():
             stacks = _parts(parameters, most, 2 * eighth, data * model) if group.rule.stacked else [parameters]
             parts += [(group, stack) for stack in stacks]
@@ -273,6 +245,13 @@ def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[B
         for group, part in parts
     ]
     return buckets[::-1] if data > 1 else buckets
+
+
+def _shared_part(group: ParameterGroup, name: str, parameter: Parameter, settings: Settings) -> int | None:
+    """The module with which replicas share a parameter. Small parameters stay whole, and so do groups that hold the
+    gradients of several steps."""
+    large = parameter.ndim > 1 and (group.rule.stacked or parameter.numel() >= SMALL_ELEMENTS)
+    return settings.parts.get(name) if large and group.every == 1 and settings.mesh.data.size > 1 else None
 
 
 def _kind(group: ParameterGroup, parameter: Parameter, data: int) -> tuple:
@@ -361,8 +340,11 @@ def _bucket(
     for (_, parameter), view in zip(parameters, param_views, strict=True):
         view.copy_(parameter)
         parameter.data = view
-    owned = params[begin:end] if stack is None else stack.put_together(stack.of_replica(params))
+    part = _shared_part(group, *parameters[0], settings)
+    region = params[begin:end] if part is None else params[begin:end].clone()
     apart = stack is not None and stack.moves  # a rank owns more than its region
+    own = region if stack is None or apart else stack.of_replica(region, begin)
+    owned = own if stack is None else stack.put_together(stack.of_replica(params) if apart else own)
     master_dtype = torch.promote_types(params.dtype, torch.float32)
     masters = owned.to(master_dtype, copy=apart)
     update = partial(group.rule.update_, dtype=settings.dtype_ns)
@@ -373,8 +355,12 @@ def _bucket(
     grads = torch.zeros_like(params, dtype=master_dtype if settings.fp32_gradients else params.dtype)
     for _, parameter in parameters:
         parameter.grad_dtype = grads.dtype  # autograd accumulates in it
-    tensors = params, grads, param_views, views(grads), masters, group.rule.init_state(masters)
-    return Bucket(group, parameters, *tensors, update, settings.mesh, begin, end, small, stack)
+    grad_views = views(grads)
+    share = None if part is None else Share(region, torch.zeros_like(region, dtype=grads.dtype), part)
+    for buffer in (params, grads) if share else ():
+        buffer.untyped_storage().resize_(0)
+    tensors = params, grads, param_views, grad_views, masters, group.rule.init_state(masters)
+    return Bucket(group, parameters, *tensors, update, settings.mesh, begin, end, small, stack, share)
 
 
 def _unflatten(buffer: Tensor, shapes: Sequence[torch.Size], alignment: int) -> list[Tensor]:

@@ -17,6 +17,7 @@ from quern.mesh import Mesh, Pending, ProcessGroup, alone
 from quern.optim.groups import make_groups
 from quern.parallel.buckets import Bucket, Settings, make_buckets
 from quern.parallel.plan import shard_model
+from quern.parallel.zero3 import Part, numbers_of, parts_of
 from quern.recipe import Recipe
 
 
@@ -27,16 +28,16 @@ class Unconnected(ProcessGroup):
         return Pending(None, self)
 
 
-def unconnected(dp: int, tp: int) -> Mesh:
+def unconnected(dp: int, tp: int, zero: int = 2) -> Mesh:
     """The mesh from the view of rank 0."""
     data, model, world = (Unconnected(name, n, 0) for name, n in (("data", dp), ("model", tp), ("world", dp * tp)))
-    return replace(alone(), dp=dp, tp=tp, data=data, model=model, world=world)
+    return replace(alone(), dp=dp, tp=tp, data=data, model=model, world=world, zero=zero)
 
 
 @dataclass(frozen=True)
 class Layout:
     """recipe: resolved; whole: the model; shard: rank 0's part of it, in the dtype of training, on "meta"; buckets: of
-    its optimizer."""
+    its optimizer; parts: the modules whose parameters replicas share, if they do (zero3.py)."""
 
     recipe: Recipe
     dp: int
@@ -44,6 +45,7 @@ class Layout:
     whole: Any
     shard: Any
     buckets: Sequence[Bucket]
+    parts: Sequence[Part] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,19 +67,23 @@ class Layout:
         return [min(most, self.rows - first) for first in range(0, self.rows, most)]
 
 
-def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int) -> Layout:
-    """recipe: resolved. Raises ValueError where the model cannot be sharded so, or a replica would have no rows."""
+def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int, zero: int = 2) -> Layout:
+    """recipe: resolved; zero: see `Mesh`.
+
+    Raises ValueError where the model cannot be sharded so, or a replica would have no rows.
+    """
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
     assert context and batch_tokens
     rows = max(1, batch_tokens // context)
     if dp > rows:
         raise ValueError(f"a batch of {rows:,} rows cannot feed {dp:,} replicas: raise train.batch-tokens, or --tp")
-    mesh = unconnected(dp, tp)
+    mesh = unconnected(dp, tp, zero)
     whole = weightless(recipe, dtype)
     shard = shard_model(weightless(recipe, dtype), mesh)
     groups = make_groups(shard.parameter_groups(), recipe.make_rules(recipe), shard.named_parameters())
-    settings = Settings(mesh, dtype, False, recipe.train.grad_dtype == "fp32")
-    return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, settings))
+    parts = parts_of(shard) if zero == 3 else []
+    settings = Settings(mesh, dtype, False, recipe.train.grad_dtype == "fp32", numbers_of(parts))
+    return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, settings), parts)
 
 
 def weightless(recipe: Recipe, dtype: torch.dtype) -> Any:

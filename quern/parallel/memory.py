@@ -4,10 +4,12 @@ Parameters, gradients, masters and moments are the optimizer's buffers (buckets.
 owns most. Activations come from a forward pass of the largest micro-batch on the "meta" device: the sum of what
 autograd keeps. A compiled model keeps the operands and results of matrix products and attention, in the dtype in which
 they were made, and computes pointwise results again (`Origins`). Of the blocks that run again in the backward pass
-(model/recompute.py), the inputs stay, and in that pass the activations of one of them. The peak of a step is
+(model/recompute.py), the inputs stay, and in that pass the activations of one of them. Where replicas share parameters
+(zero3.py), two of their modules are whole at a time, and in the backward pass the gradients of a bucket that is filled
+and of one that is sent. The peak of a step is
 
-    buffers + max(activations + gradients in flight + max(loss, again), gradients in flight at the end of backward
-                  + again, update)
+    buffers + max(activations + gradients in flight + whole + max(loss, again + sent), gradients in flight at the end of
+                  backward + again, update)
 
 Gradients in flight are autograd's own, until they are copied into the buffers: with replicas the largest one, on one
 replica all of them, through all micro-batches. The loss is the memory of its chunks (kernels/cross_entropy.py). The
@@ -19,9 +21,10 @@ and FP8's second copies.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,8 +48,9 @@ LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index)
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by the categories above. again: activations of one block that runs again; in_flight:
-    gradients; accumulates: over several micro-batches."""
+    """Bytes of one rank, by the categories above. again: activations of one block that runs again; whole: gathered
+    parameters; sent: gradients that replicas do not keep; in_flight: gradients; accumulates: over several
+    micro-batches."""
 
     parameters: int
     gradients: int
@@ -54,6 +58,8 @@ class Memory:
     moments: int
     activations: int
     again: int
+    whole: int
+    sent: int
     loss: int
     in_flight: int
     update: int
@@ -65,7 +71,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        during = self.activations + max(self.loss, self.again) + (self.in_flight if self.accumulates else 0)
+        during = self.activations + self.whole + max(self.loss, self.again + self.sent)
+        during += self.in_flight if self.accumulates else 0
         return self.buffers + max(during, self.in_flight + self.again, self.update)
 
 
@@ -85,15 +92,19 @@ def memory(layout: Layout, device: str, compiled: bool, traced: Activations | No
     recomputed = layout.recipe.train.recompute
     assert context
     return Memory(
-        parameters=sum(bucket.params.nbytes for bucket in layout.buckets),
-        gradients=sum(bucket.grads.nbytes * (1 if bucket.group.every == 1 else 2) for bucket in layout.buckets),
+        parameters=sum((bucket.share or bucket).params.nbytes for bucket in layout.buckets),
+        gradients=sum(
+            (bucket.share or bucket).grads.nbytes * (1 if bucket.group.every == 1 else 2) for bucket in layout.buckets
+        ),
         masters=masters,
         moments=moments,
         activations=most_rows * traced.kept(recomputed),
         again=most_rows * traced.again(recomputed),
+        whole=_whole(layout),
+        sent=_sent(layout, max(gradients)),
         loss=_loss(layout, most_rows * context, device, compiled),
         in_flight=sum(gradients) if layout.dp == 1 else max(gradients),
-        update=max(_update(bucket, layout, compiled) for bucket in layout.buckets),
+        update=_update(layout, compiled),
         accumulates=len(layout.micro_batches) > 1,
     )
 
@@ -103,7 +114,7 @@ def _owned(layout: Layout) -> tuple[int, int]:
     masters, moments = [0] * (layout.dp * layout.tp), [0] * (layout.dp * layout.tp)
     for bucket in layout.buckets:
         # Parameters in fp32 are their own masters.
-        same = bucket.masters.untyped_storage()._cdata == bucket.params.untyped_storage()._cdata
+        same = bucket.masters.untyped_storage()._cdata == bucket.region_params.untyped_storage()._cdata
         unit = bucket.masters.new_empty(1, *bucket.masters.shape[1:])
         state = sum(one.nbytes for one in bucket.rule.init_state(unit).values())
         for rank, count in enumerate(owned_counts(bucket, layout)):
@@ -121,6 +132,23 @@ def owned_counts(bucket: Bucket, layout: Layout) -> list[int]:
     return [
         count * several for replica in range(layout.dp) for count in ownership.counts(replica) for _ in range(copies)
     ]
+
+
+def _whole(layout: Layout) -> int:
+    """The most bytes of parameters that replicas share and that are whole: of the last block and the head, or two
+    blocks."""
+    sizes = [0] * len(layout.parts)
+    for bucket in layout.buckets:
+        if bucket.share is not None:
+            sizes[bucket.share.part] += bucket.params.nbytes
+    blocks = [size for size, part in zip(sizes, layout.parts, strict=True) if part.again]
+    return max((sum(pair) for pair in [*pairwise(blocks), (*blocks[-1:], *sizes[-1:])]), default=0)
+
+
+def _sent(layout: Layout, largest: int) -> int:
+    """The most bytes of gradients that replicas do not keep: one that autograd hands over, and two buckets."""
+    sizes = sorted(bucket.grads.nbytes for bucket in layout.buckets if bucket.share is not None)
+    return largest + sum(sizes[-2:]) if sizes else 0
 
 
 # Activations ------------------------------------------------------------------------------------------------
@@ -300,18 +328,30 @@ def _loss_eagerly(layout: Layout, tokens: int, V: int) -> int:
     return trace.most
 
 
-def _update(bucket: Bucket, layout: Layout, compiled: bool) -> int:
-    """The peak of the rule's temporaries, and the matrices that other ranks send for it."""
-    come = 0
-    if bucket.stack is not None and (bucket.moves or bucket.exchange):
-        ownership = bucket.stack.ownership
-        held = max(len(ownership.units(replica)) for replica in range(layout.dp)) * ownership.size
-        come = (1 + bucket.moves + 2 * bucket.exchange) * held * bucket.grads.itemsize
-    if compiled and not bucket.rule.stacked:  # the compiler fuses it into one pass without temporaries
-        return come
-    trace = LiveBytes()
-    run_update(bucket, max(owned_counts(bucket, layout)), trace)
-    return come + trace.most
+def _update(layout: Layout, compiled: bool) -> int:
+    """The peak of a rule's temporaries, and the matrices that other ranks send for it; those that replicas share come
+    all at once."""
+    always = _arriving([bucket for bucket in layout.buckets if bucket.share is not None], layout)
+    most = 0
+    for bucket in layout.buckets:
+        beside = 0 if bucket.share is not None else _arriving([bucket], layout)
+        if bucket.rule.stacked or not compiled:  # the compiler fuses the others into one pass without temporaries
+            trace = LiveBytes()
+            run_update(bucket, max(owned_counts(bucket, layout)), trace)
+            beside += trace.most
+        most = max(most, beside)
+    return always + most
+
+
+def _arriving(buckets: Sequence[Bucket], layout: Layout) -> int:
+    """Bytes of matrices that come for the update, on the replica that gets most."""
+    come = [0] * layout.dp
+    for bucket in buckets:
+        if bucket.stack is not None and (bucket.moves or bucket.exchange):
+            ownership, copies = bucket.stack.ownership, 1 + bucket.moves + 2 * bucket.exchange
+            for replica in range(layout.dp):
+                come[replica] += copies * len(ownership.units(replica)) * ownership.size * bucket.grads.itemsize
+    return max(come)
 
 
 def run_update(bucket: Bucket, count: int, trace: AbstractContextManager[Any]) -> None:

@@ -36,10 +36,11 @@ class Stack:
         """The parameters that this rank owns."""
         return self.ownership.units(self.mesh.data.rank, None if self.exchange is None else self.mesh.model.rank)
 
-    def of_replica(self, buffer: Tensor) -> Tensor:
-        """Returns this rank's part (n, r, c) of the matrices that its replica owns, from a buffer of all regions."""
-        units = self.ownership.units(self.mesh.data.rank)
-        return self._matrices(buffer[units.start * self.ownership.size : units.stop * self.ownership.size])
+    def of_replica(self, buffer: Tensor, begin: int = 0) -> Tensor:
+        """Returns this rank's part (n, r, c) of the matrices that its replica owns, from a buffer of all regions, or
+        from the part of it that starts at element `begin`."""
+        units, size = self.ownership.units(self.mesh.data.rank), self.ownership.size
+        return self._matrices(buffer[units.start * size - begin : units.stop * size - begin])
 
     def fetch(self, region: Tensor) -> tuple[Tensor, Pending]:
         """Starts to fetch `of_replica` of the gradients; read it after the wait. region: this replica's, flat."""

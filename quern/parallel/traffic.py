@@ -6,9 +6,13 @@ back), over the optimizer's buckets of P elements each, padding included (bucket
 
     data/reduce_scatter   (n-1)/n · s · Σ P of buckets that are cut           gradients to their regions
     data/all_gather       the same                                            parameters back
+                          of buckets that replicas share (zero3.py), in each micro-batch: gradients once; parameters
+                          once, of all blocks except the last twice
     data/all_to_all       s · Σ (E + O) of stacks that do not divide          from regions to owners, and back
     data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 8 + 8)       their gradients; the number of targets;
-                                                                              the loss and the number of tokens
+                                                                              the loss and the number of tokens;
+                                                                              8 more for the passes of a step, where
+                                                                              replicas share parameters
     world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
     model/all_to_all      s · Σ (H - W + (m-1) W) of stacks of cut matrices   gradients to whole matrices, and back
     model/…               sent in each micro-batch: plan.py
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 from quern.parallel.plan import bytes_sent
 
@@ -50,12 +55,23 @@ def data_bytes(layout: Layout) -> Counter[str]:
         if bucket.small:
             small[bucket.grads.dtype, bucket.grads.device] += bucket.grads.nbytes
         else:
-            sent["data/reduce_scatter"] += part(bucket.grads.nbytes, n)
-            sent["data/all_gather"] += part(bucket.params.nbytes, n)
-    for size in (*small.values(), COUNT_BYTES, TOTALS_BYTES):
+            sums, gathers = calls(layout, bucket)
+            sent["data/reduce_scatter"] += sums * part(bucket.grads.nbytes, n)
+            sent["data/all_gather"] += gathers * part(bucket.params.nbytes, n)
+    for size in (*small.values(), COUNT_BYTES, TOTALS_BYTES, COUNT_BYTES if layout.parts else 0):
         sent["data/all_reduce"] += part(2 * size, n)
     sent["world/all_reduce"] += part(2 * NORM_BYTES, world)
     return sent
+
+
+def calls(layout: Layout, bucket: Bucket) -> tuple[int, int]:
+    """How often a bucket that is cut is reduced, and gathered, in one step."""
+    if bucket.share is None:
+        return 1, 1
+    passes, owner = len(layout.micro_batches), layout.parts[bucket.share.part]
+    # The last block stays gathered while the loss is computed.
+    twice = owner.again and owner.module is not layout.shard.blocks[-1]
+    return passes, passes * (2 if twice else 1)
 
 
 def model_bytes(layout: Layout) -> Counter[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from quern.optim.groups import ParameterGroup
 from quern.optim.schedule import Multipliers
 from quern.parallel.buckets import Bucket, Settings, make_buckets
 from quern.parallel.sharding import Slice
+from quern.parallel.slices import slices_of
 
 
 class Zero2:
@@ -40,7 +42,11 @@ class Zero2:
         compile: Run the update rules through torch.compile.
         mesh: The ranks; None is this process alone.
         fp32_gradients: Sum gradients over micro-batches, steps and ranks in fp32 rather than in the parameters' dtype.
+        parts: For parameters that the replicas share (zero3.py), the number of their module.
     """
+
+    fetched_ahead: ClassVar[int] = 1
+    """So many buckets' matrices are on their way to their owners while a bucket is updated."""
 
     def __init__(
         self,
@@ -50,17 +56,20 @@ class Zero2:
         compile: bool = False,
         mesh: Mesh | None = None,
         fp32_gradients: bool = False,
+        parts: Mapping[str, int] | None = None,
     ) -> None:
         self.mesh = mesh or alone()
         self.compile = compile
-        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile, fp32_gradients))
+        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile, fp32_gradients, parts or {}))
         if not self.buckets:
             raise ValueError("there is nothing to optimize: the groups hold no parameters")
         self._reduced = False
         self._left: list[int] = []
         """During the last backward pass: for each bucket, how many parameters have no gradient yet."""
         self._next = 0
-        self._order = [number for number, bucket in enumerate(self.buckets) if not bucket.small]
+        self._order = [
+            number for number, bucket in enumerate(self.buckets) if not bucket.small and bucket.share is None
+        ]
         """The order in which buckets are reduced."""
         self._completed: list[int] | None = []
         """The order in which this rank's first backward pass completes buckets; None once `_order` is rank 0's."""
@@ -148,13 +157,9 @@ class Zero2:
 
     def _gather_grads(self) -> None:
         """Makes every `.grad` the view of its buffer; copies gradients that autograd put elsewhere."""
-        silent = [name for bucket in self.buckets for name, p in bucket.parameters if p.grad is None]
-        if silent:
-            raise ValueError(
-                f"no gradient reached {', '.join(silent)}: run backward first; "
-                "if it ran, the model does not use these parameters, so remove them"
-            )
-        for bucket in self.buckets:
+        buckets = [bucket for bucket in self.buckets if bucket.share is None]
+        refuse_silent([name for bucket in buckets for name, p in bucket.parameters if p.grad is None])
+        for bucket in buckets:
             for (_, parameter), view in zip(bucket.parameters, bucket.grad_views, strict=True):
                 grad = parameter.grad
                 if grad is not None and grad is not view:
@@ -229,9 +234,9 @@ class Zero2:
             if not bucket.due:
                 bucket.hold()
         before: Bucket | None = None
-        for bucket in due[:1]:
+        for bucket in due[: self.fetched_ahead]:
             bucket.fetch()
-        for number, bucket in enumerate(due, start=1):
+        for number, bucket in enumerate(due, start=self.fetched_ahead):
             for following in due[number : number + 1]:
                 following.fetch()
             group = bucket.group
@@ -243,7 +248,9 @@ class Zero2:
                 bucket.apply(scalars)
             if before is not None:
                 before.gather()
-            before = bucket if bucket.moves else None  # the next bucket is updated while its matrices travel
+            before = (
+                bucket if bucket.moves and bucket.share is None else None
+            )  # the next bucket is updated while its matrices travel
         if before is not None:
             before.gather()
         for bucket in due:
@@ -257,7 +264,7 @@ class Zero2:
         Over all ranks, this is all that a resume needs: the parameters are the masters rounded to their dtype. The
         tensors are views of the live buffers; copy what must outlive the next step.
         """
-        return {name: part for bucket in self.buckets for name, part in bucket.slices().items()}
+        return {name: part for bucket in self.buckets for name, part in slices_of(bucket).items()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         """`slices` as whole tensors. Raises ValueError unless this process holds everything."""
@@ -306,6 +313,15 @@ class Zero2:
             bucket.round_masters()
         for bucket in self.buckets:
             bucket.wait()
+
+
+def refuse_silent(names: Sequence[str]) -> None:
+    """Raises ValueError naming parameters without a gradient."""
+    if names:
+        raise ValueError(
+            f"no gradient reached {', '.join(names)}: run backward first; "
+            "if it ran, the model does not use these parameters, so remove them"
+        )
 
 
 def _of_replicas(sums: Tensor, replicas: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import statistics
 
-from quern.recipe import BUILT_IN_CONVERSATIONS
+from quern.conversation_source import BUILT_IN_CONVERSATIONS
 from quern.report.numbers import duration, human, percent
 from quern.report.run_records import RunRecords, as_object, finite
 from quern.report.scores import score_rows, score_stages

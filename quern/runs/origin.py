@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from quern.conversation_source import BUILT_IN_CONVERSATIONS
 from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
-from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
+from quern.recipe import Recipe
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint

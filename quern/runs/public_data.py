@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from quern.conversation_source import ConversationSource
 from quern.machine import environment, set_child_env
-from quern.recipe import ConversationSource, Recipe
+from quern.recipe import Recipe
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.text import data_sets, hub
@@ -84,6 +85,11 @@ def shards_used(recipe: Recipe, out: Path) -> int | None:
     `public_data`; it downloads nothing but the list of a repository's files."""
     known = _data(recipe, out)
     return None if known is None else _shards(recipe, known.files)
+
+
+def with_shards(recipe: Recipe, public: PublicData | None) -> Recipe:
+    """The recipe with the number of files that its run reads, so that a longer run reads the same text."""
+    return recipe if public is None else replace(recipe, shards=public.shards)
 
 
 def _data(recipe: Recipe, out: Path) -> _Known | None:
@@ -167,4 +173,4 @@ def _listed(name: HubName, folder: Path) -> Repository:
 
 
 def _endpoint() -> str:
-    return environment().get("HF_ENDPOINT") or data_sets.HUGGING_FACE
+    return (environment().get("HF_ENDPOINT") or data_sets.HUGGING_FACE).rstrip("/")

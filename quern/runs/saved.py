@@ -204,7 +204,8 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
     if length:
         optim = replace(optim, decay_scale=None)
     val = None if "data" in named else saved.val  # the saved validation files belong to another text
-    return replace(saved, train=train, optim=optim, val=val, data_seed=saved.data_seed + 1)
+    shards = None if "data" in named or length else saved.shards
+    return replace(saved, train=train, optim=optim, val=val, shards=shards, data_seed=saved.data_seed + 1)
 
 
 @dataclass(frozen=True)

@@ -378,10 +378,10 @@ def _samples(engine: Engine, name: str, recipe: Recipe) -> list[dict[str, Any]]:
 
 def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
     """The user's turns of the shown conversations: of the built-in world, or first turns of held-out conversations."""
-    own = next((one.source for one in recipe.conversations or () if Path(one.source).exists()), None)
+    own = next((one for one in recipe.conversations or () if Path(one.source).exists()), None)
     if own is None or recipe.has_built_in_conversations:
         return CHATS
-    first = islice(read_rows(Path(own)), SHOWN_CHATS)  # mixture/ holds these out
+    first = islice(read_rows(Path(own.source), column=own.column), SHOWN_CHATS)  # mixture/ holds these out
     asked = [next((m["content"] for m in row.messages if m["role"] == "user"), None) for row in first]
     return [(text,) for text in asked if isinstance(text, str)]
 

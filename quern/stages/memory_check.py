@@ -71,7 +71,7 @@ def memory_check(
     room = room_of_a_rank(machine, mesh) if room is None else room
     resolved = resolve(recipe)
     try:
-        needed = _needed(resolved, machine, mesh.dp, mesh.tp)
+        needed = _needed(resolved, machine, mesh.dp, mesh.tp, mesh.zero)
     except RuntimeError as error:  # a model may do what cannot be done without numbers; it trains all the same
         log(f"memory is not checked beforehand: {str(error).splitlines()[0]}")
         return None
@@ -86,8 +86,8 @@ def memory_check(
     )
 
 
-def _needed(resolved: Recipe, machine: Machine, dp: int, tp: int) -> Memory:
-    return memory(lay_out(resolved, machine.dtype, dp, tp), machine.device.type, machine.compile)
+def _needed(resolved: Recipe, machine: Machine, dp: int, tp: int, zero: int) -> Memory:
+    return memory(lay_out(resolved, machine.dtype, dp, tp, zero), machine.device.type, machine.compile)
 
 
 def _gb(size: float) -> str:
@@ -95,10 +95,10 @@ def _gb(size: float) -> str:
 
 
 def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
-    """The first that helps: smaller micro-batches, blocks that run again, more GPUs, a smaller model."""
+    """The first that helps: smaller micro-batches, blocks that run again, ZeRO-3, more GPUs, a smaller model."""
 
-    def fits(other: Recipe, dp: int = mesh.dp, tp: int = mesh.tp) -> bool:
-        return _needed(resolve(other), machine, dp, tp).peak * (1 + ERROR) <= room
+    def fits(other: Recipe, dp: int = mesh.dp, zero: int = mesh.zero) -> bool:
+        return _needed(resolve(other), machine, dp, mesh.tp, zero).peak * (1 + ERROR) <= room
 
     train = resolve(recipe).train
     context, tokens = resolve(recipe).model.context, train.micro_batch_tokens
@@ -113,6 +113,8 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
     if enough < len(counts):
         return f"set --train.micro-batch-tokens {context} --train.recompute {counts[enough]}"
     rows = max(1, (train.batch_tokens or 0) // context)
+    if mesh.dp > 1 and mesh.zero == 2 and fits(_running_again(smallest, recipe.depth), zero=3):
+        return f"set --zero 3 --train.micro-batch-tokens {context} --train.recompute {recipe.depth}"
     if machine.device.type == "cuda":  # CPU ranks would share the same memory
         for times in MORE_RANKS:
             if mesh.dp * times <= rows and fits(smallest, dp=mesh.dp * times):

@@ -20,7 +20,7 @@ from quern.recipe import Recipe
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
 from quern.stages.hold_out import HoldOut, first, hold_out
-from quern.stages.prepare_tokens import is_tokens, open_tokens, sample, token_listings
+from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens, sample, token_listings
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.content import content_fingerprint
@@ -232,7 +232,7 @@ def prepare(
         recipe: Resolved.
         out: The output folder.
         log: Takes lines for the user.
-        tokenizer: None is the one trained on the text.
+        tokenizer: None for the one that the recipe names, else for one trained on the text.
         workers: Processes that encode text.
     """
     if is_tokens(recipe.data):
@@ -248,7 +248,7 @@ def prepare(
         tokens = fingerprint(tokenizer.fingerprint, text)
         return Prepared(tokenizer, train, val, facts, text, tokens, public=public)
     source = open_source(recipe, out, log)
-    tokenizer = tokenizer or train_tokenizer(recipe, source, out, log)
+    tokenizer = named_tokenizer(recipe, tokenizer, log) or train_tokenizer(recipe, source, out, log)
     mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"

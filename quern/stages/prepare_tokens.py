@@ -1,30 +1,37 @@
-"""Data that is tokens already: .bin files, read as they are, with the tokenizer that made them beside them.
+"""Data that is tokens already: .bin files, read as they are and written, with the tokenizer that made them beside them.
 
 A folder with text is text, and a .bin in it is ignored. A README.md or a .json beside .bin files is no text: folders of
 token shards have them.
 
 A source is a .bin file, a folder of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
-`val` (a file or folder too), else the files of the folder with "val" in their name, else documents held out from the
-rest; of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`: ours (.json) or
-tiktoken's file of GPT-2's vocabulary (.tiktoken), whose <|endoftext|> is then the BOS.
+`val` (a file or folder too), else the files of the folder with the word "val" in their name, else documents held out
+from the rest; of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`, or comes
+with the public set.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from quern.data.bin_files import BinFormat, read_bin, write_bin
 from quern.data.shards import Corpus
 from quern.recipe import Recipe
 from quern.runs.public_data import PublicData
+from quern.runs.run_dir import naming
+from quern.terminal import Meter
 from quern.text import data_sets
+from quern.text.hugging_face import open_tokenizer
 from quern.text.sources import FORMATS, Listing, format_of, list_source
 from quern.text.tokenizer import Tokenizer
 
 BYTES_PER_TOKEN = 4
 HELD_OUT_EVERY = 20
+VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
+"""In the name of a file for validation: as a word, not as in "retrieval"."""
 
 
 def is_tokens(data: str) -> bool:
@@ -65,26 +72,51 @@ def open_tokens(
         FileNotFoundError: A file is missing; the message names it.
         ValueError: There is no tokenizer, or too little to hold some out.
     """
-    tokenizer = _tokenizer(recipe, tokenizer, public)
     listed, other = token_listings(recipe, public)
     for line in listed.lines("tokens"):
         log(line)
+    tokenizer = named_tokenizer(recipe, tokenizer, log, public)
+    if tokenizer is None:
+        raise ValueError(
+            f"--data {recipe.data} is tokens already, and evaluation and chat need the tokenizer that made them: name "
+            "its file with --text.tokenizer, a tokenizer.json of quern's or of Hugging Face, or a vocabulary of "
+            "tiktoken's such as r50k_base.tiktoken"
+        )
     train, val = listed.files, other.files if other else []
     if not val:
-        val = [path for path in train if "val" in path.name]
+        val = [path for path in train if VALIDATION.search(path.name.lower())]
         train = [path for path in train if path not in val]
     if not train:
         raise FileNotFoundError(f"--data {recipe.data}: every file there is for validation, none is left to train on")
-    corpus = Corpus.from_file(*train, bos=tokenizer.bos)
+    corpus = read_bin(*train, bos=tokenizer.bos)
+    if corpus.skipped_tokens:
+        log(f"tokens: {corpus.skipped_tokens:,} before the first document of a file belong to none and are not read")
     most = int(recipe.text.val_megabytes * 1e6 / BYTES_PER_TOKEN)
     if val:
-        other = Corpus.from_file(*val, bos=tokenizer.bos)
-        return tokenizer, corpus, other.part(_first(other, np.arange(other.num_documents), most))
-    held_out = _first(corpus, np.arange(HELD_OUT_EVERY // 2, corpus.num_documents, HELD_OUT_EVERY), most)
-    if not held_out.size:
+        held_out = read_bin(*val, bos=tokenizer.bos)
+        return tokenizer, corpus, held_out.part(_first(held_out, np.arange(held_out.num_documents), most))
+    chosen = _first(corpus, np.arange(HELD_OUT_EVERY // 2, corpus.num_documents, HELD_OUT_EVERY), most)
+    if not chosen.size:
         raise ValueError(f"--data {recipe.data} holds too few documents to hold some out: name a file with --val")
-    rest = np.setdiff1d(np.arange(corpus.num_documents), held_out)
-    return tokenizer, corpus.part(rest), corpus.part(held_out)
+    rest = np.setdiff1d(np.arange(corpus.num_documents), chosen)
+    return tokenizer, corpus.part(rest), corpus.part(chosen)
+
+
+def write_tokens(
+    splits: dict[str, Corpus],
+    tokenizer: Tokenizer,
+    folder: Path,
+    name: str,
+    form: BinFormat,
+    log: Callable[[str], None],
+) -> None:
+    """Writes prepared tokens as files of another program, with the tokenizer beside them. Arguments and errors as
+    `bin_files.write_bin`."""
+    total = sum(corpus.num_tokens for corpus in splits.values())
+    with naming(folder), Meter("writing tokens", total / 1e6, "M tokens") as meter:
+        files = write_bin(splits, folder, name, form, lambda done: meter.at(done / 1e6))
+        path = tokenizer.save(folder / "tokenizer.json")
+    log(f"tokens: {total:,} in {len(files):,} files → {folder}; to read them: --data {folder} --text.tokenizer {path}")
 
 
 def sample(corpus: Corpus, tokenizer: Tokenizer, documents: int = 50) -> str:
@@ -120,25 +152,41 @@ def _listing(data: str) -> Listing:
     return Listing(here, tuple(entry for entry in (*found.ignored, *found.read) if entry not in here))
 
 
-def _tokenizer(recipe: Recipe, own: Tokenizer | None, public: PublicData | None) -> Tokenizer:
+def named_tokenizer(
+    recipe: Recipe,
+    own: Tokenizer | None,
+    log: Callable[[str], None] = lambda line: None,
+    public: PublicData | None = None,
+) -> Tokenizer | None:
+    """The tokenizer of `text.tokenizer`, or of a public set of tokens.
+
+    Args:
+        recipe: Names the file.
+        own: The run's, where there is one: then the named file need not be there any more.
+        log: Called with a line on the tokenizer.
+        public: The files of the recipe's data, where it is a public data set.
+
+    Returns:
+        The tokenizer; the run's own, or None, where no file is named.
+
+    Raises:
+        FileNotFoundError: The named file is missing.
+        ValueError: It is no tokenizer, or another one than the run's.
+    """
     name = recipe.text.tokenizer
     if name is None and public is not None and public.files.tokenizer is not None:
         name = str(public.files.tokenizer)
-    if own is not None and (name is None or not Path(name).is_file()):
+    if name is None or (own is not None and not Path(name).is_file()):
         return own
-    if name is None:
-        raise ValueError(
-            f"--data {recipe.data} is tokens already, and evaluation and chat need the tokenizer that made them: name "
-            "its file with --text.tokenizer, a tokenizer.json of quern's or, for GPT-2's tokens, tiktoken's "
-            "r50k_base.tiktoken"
-        )
-    path = Path(name)
-    if not path.is_file():
-        raise FileNotFoundError(f"--text.tokenizer {name}: there is no such file")
-    found = Tokenizer.from_tiktoken(path) if path.suffix == ".tiktoken" else Tokenizer.load(path)
+    try:
+        found = open_tokenizer(Path(name))
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"--text.tokenizer {error}") from error
     if own is not None and own.fingerprint != found.fingerprint:
         raise ValueError(
             f"--text.tokenizer {name} is another tokenizer now ({found.fingerprint[:16]}) than the model's "
             f"({own.fingerprint[:16]}): put it back as it was, or name a copy of the run's tokenizer.json"
         )
+    for line in (*found.notes, f"tokenizer: {found.vocab_size:,} tokens of {name}"):
+        log(line)
     return found

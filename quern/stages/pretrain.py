@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from quern.data.batch import Batches
+from quern.data.batch import Batch, Batches
 from quern.data.loader import Loader, windows
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
-from quern.mesh import Mesh
+from quern.mesh import Mesh, ProcessGroup
 from quern.model.count import count
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
@@ -32,6 +32,7 @@ from quern.runs.origin import (
     source_digest,
     with_absolute_paths,
 )
+from quern.runs.public_data import with_shards
 from quern.runs.saved import Start, changes, warmdown_start
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
@@ -87,8 +88,7 @@ def _run(asked: Recipe, session: Session) -> int:
         else:
             prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
-    if prepared.public is not None:  # kept in the recipe: the run's text does not change with its length
-        asked, recipe = (replace(one, shards=prepared.public.shards) for one in (asked, recipe))
+    asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
     recipe = fit_vocabulary(recipe, prepared)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
@@ -188,11 +188,18 @@ def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Eva
 
     def evaluate(state: TrainState) -> dict[str, Any]:
         replicas = state.optimizer.mesh.data
-        batches = islice(windows(prepared.val, context, rows=rows), replicas.rank, None, replicas.size)
+        batches = _shared_out(windows(prepared.val, context, rows=rows), replicas)
         score = bits_per_byte(state.model, batches, token_bytes, machine, replicas)
         return {"val_bpb": score.bpb, "val_loss": score.nats_per_token}
 
     return evaluate
+
+
+def _shared_out(batches: Iterator[Batch], replicas: ProcessGroup) -> Iterator[Batch]:
+    """This replica's batches; one without targets where others have one more, so that all run equally many passes."""
+    while several := list(islice(batches, replicas.size)):
+        empty = replace(several[0], mask=np.zeros_like(several[0].mask))
+        yield (several + [empty] * replicas.size)[replicas.rank]
 
 
 def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, corpus: Corpus) -> dict[str, int]:

@@ -59,6 +59,8 @@ def run(recipe: Recipe, session: Session) -> int:
     run_dir = session.run_dir
     if session.mesh.tp > 1:
         raise ValueError("--tp shards the model, and replies are sampled from whole replicas: leave it out")
+    if session.mesh.zero == 3:
+        raise ValueError("--zero 3 shares the parameters, and each replica samples replies by itself: leave it out")
     if session.start is None and not run_dir.folder.exists():
         raise FileNotFoundError(f"there is no run '{run_dir.run}' under {run_dir.out}: {run_dir.known()}")
     with session.opened(

@@ -31,6 +31,7 @@ from quern.runs.run_lock import run_lock
 from quern.runs.saved import Start
 from quern.temporaries import write_whole
 from quern.terminal import Meter
+from quern.text.encode.pool import ENOUGH_WORKERS
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
@@ -61,7 +62,8 @@ class Session:
         start: The checkpoint of another run that this stage begins with.
         go_on: The command that continues after a stop, for messages.
         locked: The caller holds the run's lock.
-        workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine.
+        workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a
+            number beyond which more are of no use.
     """
 
     stage: str
@@ -84,7 +86,7 @@ class Session:
         """Processes that encode text for this rank. The other ranks wait for rank 0, which has all of them."""
         if not self.mesh.main:
             return 1
-        return self.workers or self.machine.threads * self.mesh.world.size
+        return self.workers or min(ENOUGH_WORKERS, self.machine.threads * self.mesh.world.size)
 
     @property
     def folder(self) -> Path:

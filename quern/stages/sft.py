@@ -86,11 +86,11 @@ def _run(asked: Recipe, session: Session) -> int:
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
     precision = lower_precision(recipe, model, log)
+    compile_model(model, machine)
+    recompute(model, recipe.train.recompute)
     state = build_state(recipe, machine, model, mesh)
     if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
         log("the optimizer begins without the base model's state, which is another optimizer's")
-    compile_model(model, machine)
-    recompute(model, recipe.train.recompute)
     found = corpus_fingerprint(talks.train, talks.val)
     if first.origin is not None:
         refuse_other_conversations(run_dir, first.origin, found)

@@ -1,7 +1,8 @@
 """Hugging Face's files of the tokenizer and the chat format: tokenizer.json, its settings, the template; both ways.
 
 The ids of any text are equal, because three things carry over: the split pattern (in Oniguruma's dialect), the rule
-that a piece which is a whole token is not merged, and the merges as pairs (`byte_characters.py`).
+that a piece which is a whole token is not merged, and the merges as pairs (`byte_characters.py`). Tokenizers of others
+are read if they are byte-level BPE laid out as GPT-2's and Llama 3's: single bytes, merges, special tokens.
 
 Special tokens in text differ: quern never reads them from text, Hugging Face does unless it is called with
 `split_special_tokens=True`. Its chat template relies on this, so a user's message can end a turn there.
@@ -10,11 +11,21 @@ Special tokens in text differ: quern never reads them from text, Hugging Face do
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from quern.text.byte_characters import byte_characters, merge_pairs, spell
-from quern.text.tokenizer import GPT2_SPLIT_PATTERN, Tokenizer, split_pattern
+from quern.text.tokenizer import (
+    GPT2_SPLIT_PATTERN,
+    GPT4_SPLIT_PATTERN,
+    GPT4O_SPLIT_PATTERN,
+    LLAMA3_SPLIT_PATTERN,
+    SPECIAL_TOKENS,
+    Tokenizer,
+    split_pattern,
+    unused_name,
+)
 from quern.validate import install
 
 # Oniguruma reads two things differently. A + after a counted repetition is left out, because nothing follows that could
@@ -22,8 +33,13 @@ from quern.validate import install
 DIALECT = {
     **{split_pattern(n): split_pattern(n).replace(f"{{1,{n}}}+", f"{{1,{n}}}") for n in (1, 2, 3)},
     GPT2_SPLIT_PATTERN: GPT2_SPLIT_PATTERN.replace(r"|\s++$", ""),
+    GPT4_SPLIT_PATTERN: LLAMA3_SPLIT_PATTERN,
+    LLAMA3_SPLIT_PATTERN: LLAMA3_SPLIT_PATTERN,
+    GPT4O_SPLIT_PATTERN: GPT4O_SPLIT_PATTERN,
 }
 """quern's split patterns, and the same patterns in Oniguruma's dialect."""
+FIRST_TOKENS = ("<|bos|>", "<|endoftext|>", "<|begin_of_text|>", "<|startoftext|>", "<s>")
+"""Names of the token that begins documents."""
 
 CHAT_TEMPLATE = (
     "{{- '<|bos|>' -}}"
@@ -86,46 +102,113 @@ def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
     }
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Reads a tokenizer from the file of any of the programs: quern's or Hugging Face's JSON, or tiktoken's.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is none of these, or quern would encode differently.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    if path.suffix == ".tiktoken":
+        return Tokenizer.from_tiktoken(path)
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(body, dict) and "model" in body:
+            return read_tokenizer(body)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not a tokenizer that quern can use: {error}; it reads quern's own tokenizer.json, Hugging "
+            "Face's of a byte-level BPE such as GPT-2's or Llama 3's, and vocabularies of tiktoken (.tiktoken)"
+        ) from error
+    return Tokenizer.load(path)
+
+
 def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
-    """A quern tokenizer from the body of a tokenizer.json in quern's form, whichever program wrote the file.
+    """A quern tokenizer from the body of a tokenizer.json, with the same ids of any text without special tokens.
+
+    The token that begins documents becomes BOS. quern's other special tokens follow the file's, which keep their ids.
 
     Raises:
         ValueError: The quern tokenizer would encode differently. Single bytes must have ids 0 to 255, followed by the
-            merges and then the special tokens, which include BOS.
-        ImportError: `tokenizers` is not installed.
+            merges and then the special tokens.
     """
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-    ours_of = {theirs: ours for ours, theirs in DIALECT.items()}
     try:
-        special = [entry["content"] for entry in sorted(body["added_tokens"], key=lambda entry: entry["id"])]
-        by_id = sorted(body["model"]["vocab"].items(), key=lambda entry: entry[1])
-        tokens = [bytes(byte_of[character] for character in name) for name, _ in by_id if name not in special]
-        pattern = ours_of[body["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]]
-        tokenizer = Tokenizer(tokens[256:], pattern, special, single_bytes=b"".join(tokens[:256]))
-        now, before = _deciding(tokenizer_json(tokenizer)), _deciding(body)
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"it is not a byte-level BPE in quern's form ({error!r} is missing or unknown)") from error
-    differing = [name for name, value in now.items() if value != before[name]]
-    if differing:
-        raise ValueError(f"quern's tokenizer would encode differently: its {', '.join(differing)} cannot be kept")
+        pattern, special = _pattern(body), {entry["content"]: entry["id"] for entry in body["added_tokens"]}
+        by_id = sorted((id_, name) for name, id_ in body["model"]["vocab"].items() if name not in special)
+        tokens = [bytes(byte_of[character] for character in name) for _, name in by_id]
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in body["model"]["merges"]]
+        merges = [tuple(bytes(byte_of[character] for character in part) for part in pair) for pair in pairs]
+        whole_words, bos = body["model"].get("ignore_merges", False), _first_token(body, special)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"it is not a byte-level BPE ({error!r} is missing or unknown)") from error
+    if [id_ for id_, _ in by_id] != list(range(len(by_id))) or any(len(token) != 1 for token in tokens[:256]):
+        raise ValueError("its ids must be the single bytes, from 0, then the merges, then the special tokens")
+    names = {id_: "<|bos|>" if name == bos else name for name, id_ in special.items()}
+    names = [names.get(id_, unused_name(id_)) for id_ in range(len(by_id), max(names) + 1)]
+    names += [name for name in SPECIAL_TOKENS if name not in names]
+    tokenizer = Tokenizer(tokens[256:], pattern, names, single_bytes=b"".join(tokens[:256]))
+    _refuse_other_merges(tokenizer, merges, whole_words)
     return tokenizer
 
 
-def _deciding(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a tokenizer.json that decide the ids of a text."""
-    model = body["model"]
-    split, byte_level = body["pre_tokenizer"]["pretokenizers"]
-    special = {entry["content"]: entry["id"] for entry in body["added_tokens"]}
-    return {
-        "normalizer": body["normalizer"],
-        "split": (split["type"], split["pattern"], split["behavior"], split["invert"]),
-        "bytes": (byte_level["type"], byte_level["add_prefix_space"], byte_level["use_regex"]),
-        "special tokens": special,
-        "vocabulary": {token: id_ for token, id_ in model["vocab"].items() if token not in special},
-        "merges": [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]],
-        "whole words": model.get("ignore_merges", False),
+def _pattern(body: Mapping[str, Any]) -> str:
+    """quern's split pattern of a tokenizer.json. Raises ValueError for anything else that would change ids."""
+    model, steps = body["model"], body["pre_tokenizer"]
+    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    bytes_of, split = steps[-1], steps[0] if len(steps) == 2 else None
+    normalizer = body["normalizer"]
+    known = {theirs: ours for ours, theirs in DIALECT.items()}
+    differing = {
+        f"kind, {model['type']}": model["type"] != "BPE" or model.get("byte_fallback", False),
+        "normalizer": normalizer is not None and normalizer.get("normalizers") != [],
         "dropout": model.get("dropout"),
+        "affixes of words": model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"),
+        "steps before merging": bytes_of["type"] != "ByteLevel" or bytes_of["add_prefix_space"] or len(steps) > 2,
+        "split": bytes_of["use_regex"] != (split is None)
+        or (split is not None and (split["type"], split["behavior"], split["invert"]) != ("Split", "Isolated", False))
+        or (split is not None and split["pattern"]["Regex"] not in known),
+        "added tokens that are no special ones": not all(entry["special"] for entry in body["added_tokens"]),
     }
+    _refuse([name for name, differs in differing.items() if differs])
+    return GPT2_SPLIT_PATTERN if split is None else known[split["pattern"]["Regex"]]
+
+
+def _first_token(body: Mapping[str, Any], special: Mapping[str, int]) -> str:
+    """The special token that a tokenizer.json puts before a text, or one with a known name."""
+    processors = body.get("post_processor") or {}
+    found = [
+        piece["SpecialToken"]["id"]
+        for processor in processors.get("processors", [processors])
+        for piece in processor.get("single", [])[:1]
+        if "SpecialToken" in piece
+    ]
+    named = next((name for name in (*found, *FIRST_TOKENS) if name in special), None)
+    if named is None:
+        raise ValueError(f"no special token begins documents: one must be named {' or '.join(FIRST_TOKENS)}")
+    return named
+
+
+def _refuse_other_merges(tokenizer: Tokenizer, merges: Sequence[tuple[bytes, ...]], whole_words: bool) -> None:
+    """Refuses merges that lead to other ids than merging by the rank of the bytes.
+
+    Each token's own last pair must be listed, in the order of the ids. A token without such a pair, which merging never
+    forms, must count as a whole word.
+    """
+    ranks = {token: rank for rank, token in enumerate(tokenizer.merges)}
+    order = [ranks.get(b"".join(pair), -1) for pair in merges]
+    derived = merge_pairs(tokenizer)
+    _refuse(
+        ["merges"] * (order != sorted(order) or -1 in order or not set(derived.values()) <= set(merges))
+        + ["whole words"] * (not whole_words and len(derived) < len(ranks))
+    )
+
+
+def _refuse(differing: Sequence[str]) -> None:
+    if differing:
+        raise ValueError(f"quern's tokenizer would encode differently: its {', '.join(differing)} cannot be kept")
 
 
 def _library() -> Any:

@@ -234,7 +234,7 @@ def finish(code: int) -> int:
 
 @contextmanager
 def joined(
-    command: str, tp: int, detect: Callable[[int | None], Machine], threads: int | None, timeout: float
+    command: str, tp: int, detect: Callable[[int | None], Machine], threads: int | None, timeout: float, zero: int = 2
 ) -> Iterator[tuple[Machine, Mesh]]:
     """Yields this rank's machine and mesh.
 
@@ -247,6 +247,7 @@ def joined(
         detect: Takes the number of CPU threads.
         threads: CPU threads of this rank; None shares the cores equally.
         timeout: See `Heartbeat`.
+        zero: See `Mesh`.
     """
     here = place()
     if here.ranks == 1:
@@ -271,7 +272,7 @@ def joined(
         if torch.cuda.is_available():
             torch.cuda.set_device(here.local_rank)
         machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
-        mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start)
+        mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start, zero=zero)
         timer.cancel()
         heartbeat = Heartbeat(mesh, timeout, log, parent)
         yield machine, mesh

@@ -78,7 +78,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def _replicated(state: TrainState) -> dict[str, Tensor]:
     """The tensors of which each replica has a copy, by name."""
-    found: dict[str, Tensor] = dict(state.model.named_parameters())
+    buckets = state.optimizer.buckets
+    shared = {name for bucket in buckets if bucket.share is not None for name, _ in bucket.parameters}
+    found: dict[str, Tensor] = {name: p for name, p in state.model.named_parameters() if name not in shared}
     for bucket in state.optimizer.buckets:
         if bucket.small:
             held = {"master": bucket.masters, **bucket.state}

@@ -7,6 +7,7 @@ function of (seed, step), so the position in the data is the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from quern.mesh import Mesh
 from quern.optim.groups import make_groups
 from quern.parallel.sharding import Slice
 from quern.parallel.zero2 import Zero2
+from quern.parallel.zero3 import Zero3
 from quern.recipe import Recipe
 from quern.train.guard import Guard
 
@@ -97,10 +99,15 @@ def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
 
 
 def build_state(recipe: Recipe, machine: Machine, model: Any, mesh: Mesh | None = None) -> TrainState:
-    """A fresh state around a model whose weights are in place, and which is cut for the mesh. recipe: resolved."""
+    """A fresh state around a model whose weights are in place, and which is cut for the mesh and compiled.
+
+    recipe: resolved.
+    """
     groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
     fp32 = recipe.train.grad_dtype == "fp32"
-    optimizer = Zero2(groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh, fp32_gradients=fp32)
+    optimizer = (partial(Zero3, model) if mesh is not None and mesh.zero == 3 else Zero2)(
+        groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh, fp32_gradients=fp32
+    )
     return TrainState(model, optimizer, Guard(recipe.train.max_skips))
 
 

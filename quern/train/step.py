@@ -7,7 +7,7 @@ cannot change it. A step whose loss or gradient norm is not finite touches no we
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -90,7 +90,10 @@ def accumulate(
     """
     count = torch.tensor(int(batch.mask.sum()), device=machine.device)
     state.optimizer.mesh.data.all_reduce(count).wait()
-    micros = [to_device(micro, count, machine) for micro in batch.split(micro_batch_rows)]
+    parts = list(batch.split(micro_batch_rows))
+    if state.optimizer.mesh.zero == 3:
+        parts = _as_many_on_all_replicas(parts, state, machine)
+    micros = [to_device(micro, count, machine) for micro in parts]
     state.optimizer.drop_grads()  # the first micro-batch's gradients are taken as they come
     loss = torch.zeros((), device=machine.device)
     for number, (inputs, targets, scale) in enumerate(micros, start=1):
@@ -99,6 +102,14 @@ def accumulate(
             total.backward()
         loss += total.detach()
     return loss, count
+
+
+def _as_many_on_all_replicas(parts: list[Batch], state: TrainState, machine: Machine) -> list[Batch]:
+    """Adds micro-batches without targets: replicas that share parameters gather them in equally many passes."""
+    most = torch.tensor(len(parts), device=machine.device)
+    state.optimizer.mesh.data.all_reduce(most, "max").wait()
+    empty = replace(parts[0], mask=np.zeros_like(parts[0].mask))
+    return parts + [empty] * (int(most) - len(parts))
 
 
 def to_device(

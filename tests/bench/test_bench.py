@@ -166,6 +166,20 @@ print(peak_bytes(job, Machine(torch.device("cpu"), torch.float32, compile=False,
 """
 
 
+def test_preparation_with_one_and_two_workers(tmp_path: Path, said: list[str]) -> None:
+    assert command.main(["prepare", *QUICK, "--out", str(tmp_path)], said.append) == 0
+    record = records(tmp_path)["prepare"]
+    found = {(one["name"], one["unit"]): one for one in record["measures"]}
+    one, two, gain = (
+        found[key]["values"] for key in (("1 worker", "MB/s"), ("2 workers", "MB/s"), ("2 workers / 1", "×"))
+    )
+    assert all(g == pytest.approx(b / a) for a, b, g in zip(one, two, gain, strict=True))
+    assert found["2 workers", "MB/s of processor time"]["median"] > 0 < found["reading alone", "MB/s"]["median"]
+    assert 11 < record["settings"]["megabytes"] < 13
+    if sys.platform == "linux":  # two Python processes with NumPy
+        assert found["memory, 2 workers", "MB"]["median"] > 40 + found["memory, 1 worker", "MB"]["median"]
+
+
 def test_the_peak_of_a_call_is_what_it_holds_at_once() -> None:
     """Not the bytes held at its end, not the sum of all allocations, not the bytes held before it."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, encoding="utf-8", check=True)

@@ -57,7 +57,7 @@ def test_without_a_verb_it_says_what_there_is(arguments: list[str], capsys: pyte
     text = capsys.readouterr().out
     for verb in verbs.VERBS:
         assert f"\n  {verb} " in text and summaries.EXAMPLES[verb] in text
-    assert "recipes: gpt, llama, unet, or the path of a Python file that ends in RECIPE" in text
+    assert "recipes: gpt, llama, llama_adamw, unet, or the path of a Python file that ends in RECIPE" in text
 
 
 HELP = [*verbs.VERBS, "bench gpu", "grug train", "grug eval", "grug export", "grug import", "grug gauntlet"]
@@ -94,8 +94,14 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
     ("arguments", "expected"),
     [
         ("pretrian", "^quern: there is no 'pretrian': use one of run, prepare, tokenizer, pretrain, sft, rl, evaluate"),
-        ("pretrain nope", "quern pretrain: there is no recipe 'nope': use gpt, llama, unet, or the path of a .py file"),
-        ("pretrain nope.py", "there is no recipe 'nope.py': use gpt, llama, unet, or the path of a .py file"),
+        (
+            "pretrain nope",
+            "quern pretrain: there is no recipe 'nope': use gpt, llama, llama_adamw, unet, or the path of a .py file",
+        ),
+        (
+            "pretrain nope.py",
+            "there is no recipe 'nope.py': use gpt, llama, llama_adamw, unet, or the path of a .py file",
+        ),
         (
             "pretrain --dpeth 3",
             "^quern pretrain: unknown option --dpeth; nearest: --depth.*: quern pretrain --help$",
@@ -121,7 +127,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ),
         (
             "tokenizer --data no/such/file",
-            "there is no such file, folder or data set; use tinyworld, a path, or one of",
+            "there is no such file, folder or data set; use tinyworld, a path, one of",
         ),
         ("pretrain --threads 0 --no-compile", "--threads must be a whole number between 1 and 4,096, not 0"),
         (
@@ -184,14 +190,24 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("run llama --model.softcap 3", "--model.softcap does nothing in the 'llama' recipe: .*model.dropout"),
         ("pretrain --model.depth 3", "--model.depth follows from --depth"),
         ("pretrain --model.vocab-size 400", "--model.vocab-size follows from the tokenizer: set --text.vocab-size"),
-        ("pretrain --text.tokenizer t.json", "--text.tokenizer is for data that is tokens already .*: leave it out"),
+        (
+            "tokenizer --text.tokenizer t.json",
+            "--text.tokenizer names a tokenizer, and `quern tokenizer` trains one: le",
+        ),
+        (
+            "pretrain --text.tokenizer t.json --text.digits 1",
+            "--text.digits is for a tokenizer that is trained on the text, and this one is there already: leave it out",
+        ),
         (
             "prepare --text.column body",
             "--text.column names what holds the text in a --data of your own that is text: le",
         ),
         ("pretrain --data a.bin --text.column body", "--text.column names what holds the text in a --data of your own"),
         ("run --data a.csv --text.column=", "text.column is empty: name the column or the key that holds the text"),
-        ("prepare --data a.bin --text.digits 1", "--text.digits does nothing with data that is tokens already"),
+        (
+            "prepare --data a.bin --text.digits 1",
+            "--text.digits is for a tokenizer that is trained on the text, and this one is there",
+        ),
         ("pretrain --data a.txt --text.tinyworld-megabytes 1", "--data names another text: leave one of them out"),
         ("pretrain --val a.txt", "--val is for a --data of your own: the built-in world makes its own"),
         ("pretrain --train.steps 3 --train.minutes 1", "--train.steps and --train.minutes contradict each other"),

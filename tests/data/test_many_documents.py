@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quern.bench.batches import write_shards
+from quern.bench.batches import write_empty_shards
 from quern.child import start
 from quern.data.index import ArrayIndex, FileIndex
 from quern.data.loader import Loader
@@ -22,7 +22,7 @@ MIDDLE = DOCUMENTS * MEAN_TOKENS // 2 // (CONTEXT + 1) // BATCH_ROWS
 @pytest.mark.timeout(300)
 def test_a_loader_of_a_million_documents_starts_resumes_and_stays_small(tmp_path: Path) -> None:
     """The bars are those of 10⁸ documents, docs/benchmarks/README.md: one group is in memory in both cases."""
-    write_shards(tmp_path, DOCUMENTS, MEAN_TOKENS, seed=0)
+    write_empty_shards(tmp_path, DOCUMENTS, MEAN_TOKENS, seed=0)
     order = {"folder": str(tmp_path), "context": CONTEXT, "batch_rows": BATCH_ROWS, "seed": 0}
     with start("quern.bench.batches", "loader", order) as process:
         answers = [process.ask(step) for step in (0, MIDDLE)]
@@ -42,33 +42,23 @@ def shards(folder: Path, count: int, shard_tokens: int, masks: bool = False) -> 
 @pytest.mark.parametrize("shard_tokens", [1, 50, 10**6])
 def test_the_index_of_files_is_that_of_arrays(tmp_path: Path, shard_tokens: int) -> None:
     lengths = np.array([len(document) for document in shards(tmp_path, 25, shard_tokens)])
-    expected = ArrayIndex(np.cumsum(lengths) - lengths, lengths)
-    foreign = [tmp_path / "a.bin", tmp_path / "b.bin"]
-    np.array([7, 7, BOS, 1, BOS], dtype="<u2").tofile(foreign[0])  # two tokens that belong to no document
-    np.array([BOS, 1, 2, BOS], dtype="<u2").tofile(foreign[1])
-    both = (
-        (Corpus.open(tmp_path, "train").index, expected),
-        (Corpus.from_file(*foreign, bos=BOS).index, ArrayIndex(np.array([2, 4, 5, 8]), np.array([2, 1, 3, 1]))),
-    )
-    for index, plain in both:
-        assert isinstance(index, FileIndex) and index.documents == plain.documents and index.tokens == plain.tokens
-        many = plain.documents
-        for first in range(many + 1):
-            for last in range(first, many + 1):
-                assert all(
-                    (a == b).all() for a, b in zip(index.span(first, last), plain.span(first, last), strict=True)
-                )
-        for each in (0, 3):
-            sizes = [sum(plain.lengths[:number]) + each * number for number in range(many + 1)]
-            for size in range(sizes[-1] + 3):
-                expected_at = next((number for number in range(many) if sizes[number] >= size), many)
-                assert index.at_size(size, each) == plain.at_size(size, each) == expected_at
-            assert all(one.size_before(n, each) == size for one in (index, plain) for n, size in enumerate(sizes))
-        chosen = np.random.default_rng(1).integers(0, many, 100)
-        assert np.array_equal(index.take(chosen), plain.take(chosen))
-        for wrong in (-1, many):
-            with pytest.raises(IndexError, match=f"numbered 0 to {many - 1}"):
-                index.take(np.array([0, wrong]))
+    plain, index = ArrayIndex(np.cumsum(lengths) - lengths, lengths), Corpus.open(tmp_path, "train").index
+    assert isinstance(index, FileIndex) and index.documents == plain.documents and index.tokens == plain.tokens
+    many = plain.documents
+    for first in range(many + 1):
+        for last in range(first, many + 1):
+            assert all((a == b).all() for a, b in zip(index.span(first, last), plain.span(first, last), strict=True))
+    for each in (0, 3):
+        sizes = [sum(plain.lengths[:number]) + each * number for number in range(many + 1)]
+        for size in range(sizes[-1] + 3):
+            expected_at = next((number for number in range(many) if sizes[number] >= size), many)
+            assert index.at_size(size, each) == plain.at_size(size, each) == expected_at
+        assert all(one.size_before(n, each) == size for one in (index, plain) for n, size in enumerate(sizes))
+    chosen = np.random.default_rng(1).integers(0, many, 100)
+    assert np.array_equal(index.take(chosen), plain.take(chosen))
+    for wrong in (-1, many):
+        with pytest.raises(IndexError, match=f"numbered 0 to {many - 1}"):
+            index.take(np.array([0, wrong]))
 
 
 @pytest.mark.parametrize("masks", [False, True])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quern.data.bin_files import read_bin
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus, fingerprint, prepared
 
@@ -349,26 +350,25 @@ def modded(path: Path, ids: list[int]) -> Path:
 def test_foreign_files(tmp_path):
     first = modded(tmp_path / "fineweb_train_000001.bin", [50256, 1, 2, 50256, 3])
     second = modded(tmp_path / "fineweb_train_000002.bin", [4, 50256, 5])
-    corpus = Corpus.from_file(first, second)
+    corpus = read_bin(first, second)
     assert contents(corpus) == [[50256, 1, 2], [50256, 3], [50256, 5]]
     assert corpus.files.count - corpus.num_tokens == 1, "a token before the first document"
     bare = tmp_path / "train.bin"
     np.array([7, 8, 50256, 9, 10, 50256], dtype=np.uint16).tofile(bare)
-    assert contents(Corpus.from_file(bare)) == [[50256, 9, 10], [50256]]
-    assert contents(Corpus.from_file(bare, bos=7))[0][:2] == [7, 8]
+    assert contents(read_bin(bare, bos=7)) == [[7, 8, 50256, 9, 10, 50256]]
     with pytest.raises(ValueError, match="50000.*bos"):
-        Corpus.from_file(bare, bos=50000)
+        read_bin(bare, bos=50000)
     first.write_bytes(first.read_bytes()[:-2])
     with pytest.raises(ValueError, match="fineweb_train_000001.bin is damaged"):
-        Corpus.from_file(first)
+        read_bin(first)
     bare.write_bytes(b"abc")
     with pytest.raises(ValueError, match="odd"):
-        Corpus.from_file(bare)
+        read_bin(bare)
     bare.write_bytes(b"")
     with pytest.raises(ValueError, match="empty"):
-        Corpus.from_file(bare)
+        read_bin(bare)
     with pytest.raises(FileNotFoundError, match="nothing.bin"):
-        Corpus.from_file(tmp_path / "nothing.bin")
+        read_bin(tmp_path / "nothing.bin")
 
 
 def test_arrays_in_memory():
@@ -400,7 +400,7 @@ def test_a_memory_map_does_not_fill_the_memory(tmp_path):
     order = np.random.default_rng(0).permutation(32_000)
     grown = {}
     for resident_bytes in (8 << 20, 1 << 40):  # the second shows that the measurement can see growth
-        corpus = Corpus.from_file(tmp_path / "big.bin", bos=BOS)
+        corpus = read_bin(tmp_path / "big.bin", bos=BOS)
         corpus.release()
         corpus.files.resident_bytes = resident_bytes
         before = highest = resident_file_bytes()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quern.data.batch import Batch
+from quern.data.bin_files import read_bin
 from quern.data.loader import prefetch
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
@@ -120,7 +121,7 @@ def test_shards_and_speedrun_files_give_the_same_stream(tmp_path: Path) -> None:
             writer.add(ids)
     halves = documents[:25], documents[25:]
     files = [write_bin(tmp_path / f"{i}.bin", sum(half, [])) for i, half in enumerate(halves)]
-    for corpus in (Corpus.open(tmp_path, "train"), Corpus.from_file(*files, bos=BOS)):
+    for corpus in (Corpus.open(tmp_path, "train"), read_bin(*files, bos=BOS)):
         loader = StreamLoader(corpus, 32, 2, seed=4)
         assert [loader.token_hash(step) for step in range(20)] == expected
 

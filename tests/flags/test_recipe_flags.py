@@ -6,8 +6,9 @@ from typing import Annotated
 import pytest
 import tyro
 
+from quern.conversation_source import ConversationSource
 from quern.flags.recipe_flags import field_names, named, parse, repeated, value_of
-from quern.recipe import ConversationSource, Recipe
+from quern.recipe import Recipe
 from quern.recipes import gpt, llama
 
 
@@ -40,6 +41,8 @@ def test_flags_are_found_by_name_also_where_there_are_none() -> None:
     typed = "--run a --out=b --run c --no-compile --run".split()
     assert (value_of(typed[:-1], "run"), value_of(typed, "out"), value_of(typed, "from")) == ("c", "b", None)
     assert repeated(typed, ("out", "run", "no-compile")) == typed and repeated(typed, ("from",)) == []
+    several = "llama --track tensorboard wandb --depth 4 --ranks 2".split()
+    assert repeated(several, ("track", "ranks")) == "--track tensorboard wandb --ranks 2".split()
     assert value_of([], "run") is None and repeated([], ("run",)) == []
 
 
@@ -79,7 +82,7 @@ def test_conversations_take_several_sources() -> None:
     for wrong, message in (
         (
             "gsm8k,repeat=4",
-            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats=NUMBER, limit=NUMBER, split=NAME",
+            "--conversations 'gsm8k,repeat=4' sets repeat: give repeats, limit, split, column as NAME=VALUE, each",
         ),
         ("x,limit=1,limit=2", "--conversations 'x,limit=1,limit=2' sets limit: give"),
         ("x,limit=1.5", "--conversations 'x,limit=1.5': limit must be a whole number, not '1.5'"),

@@ -17,7 +17,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.text.tokenizer import Tokenizer
+from quern.text.tokenizer import Tokenizer, split_pattern
 
 Law = Callable[[str, float | int | str, str], None]
 
@@ -34,6 +34,8 @@ FIXTURES = [
     " ",
     "   x",
     "a" * 2000,
+    "  \t \n  x  1 \r\n\r\n !!\n\n  \u00a0 'LL 's'x \u2028 é\u0301\u0301 \u0301x 1\u0301 ٣٤٥ ½x",
+    " " * 700 + "x" + "\n" * 300 + " " * 256 + "1",
 ]
 
 
@@ -97,7 +99,17 @@ def test_ids_equal_tiktokens_and_the_books(
         wrong = differing(tokenizer, oracle, FIXTURES)
         assert wrong == 0
         law(f"token ids = {name} for the same merges (texts that differ)", wrong, "equal")
-    assert tokenizer.encode_batch(FIXTURES) == [tokenizer.encode(text) for text in FIXTURES]
+    assert [tokenizer.encode_array(text).tolist() for text in FIXTURES] == [tokenizer.encode(text) for text in FIXTURES]
+
+
+@pytest.mark.parametrize("digits", [1, 3])
+def test_ids_equal_tiktokens_with_other_numbers_of_digits(digits: int, tokenizer: Tokenizer, law: Law) -> None:
+    other = Tokenizer(tokenizer.merges, split_pattern(digits))
+    ranks = {bytes([byte]): byte for byte in range(256)} | {t: 256 + i for i, t in enumerate(tokenizer.merges)}
+    encoding = tiktoken.Encoding("oracle", pat_str=other.pattern, mergeable_ranks=ranks, special_tokens={})
+    wrong = differing(other, lambda text: encoding.encode(text, disallowed_special=()), FIXTURES)
+    assert wrong == 0 < differing(tokenizer, other.encode, FIXTURES)
+    law("token ids = tiktoken's for the same merges (texts that differ)", wrong, "equal")
 
 
 def not_most_frequent(merges: tuple[bytes, ...], pattern: str, texts: list[str]) -> int:
@@ -141,7 +153,7 @@ def test_any_text_has_the_oracles_ids_and_comes_back(
     tokenizer: Tokenizer, by_tiktoken: Encode, by_the_book: Encode, text: str
 ) -> None:
     ids = tokenizer.encode(text)
-    assert ids == by_tiktoken(text) == by_the_book(text)
+    assert ids == by_tiktoken(text) == by_the_book(text) == tokenizer.encode_array(text).tolist()
     assert tokenizer.decode(ids) == text
 
 

@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data import loader
+from quern.conversation_source import ConversationSource
+from quern.data import pieces
 from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.mixture.prepare import Mixture, check_mixture, prepare_mixture
-from quern.recipe import ConversationSource, Recipe
+from quern.recipe import Recipe
 from quern.recipes import gpt
 from quern.runs import origin
 from quern.runs.origin import corpus_fingerprint
@@ -236,7 +237,7 @@ def peak_bytes(path: str, out: Path) -> int:
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each conversation its place, length and piece are kept, and nothing of its 750 bytes of text."""
     monkeypatch.setattr(content, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(loader, "MASK_TOKENS", 1 << 12)
+    monkeypatch.setattr(pieces, "MASK_TOKENS", 1 << 12)
     monkeypatch.setattr(origin, "HASHED_DOCUMENTS", 16)
     reply = "answer number day " * 40
     rows = [{"instruction": f"question {number}", "output": reply} for number in range(900)]
@@ -253,3 +254,17 @@ def test_repeats_are_exact_and_even() -> None:
         counts = np.bincount(_repeated(1000, repeats, (0, 0)), minlength=1000)
         assert (counts.min(), counts.max(), counts.sum()) == (least, most, round(repeats * 1000))
     assert (_repeated(5, 1, (0, 0)) == np.arange(5)).all() and len(_repeated(5, 1e-6, (0, 0))) == 1
+
+
+def test_the_column_of_the_messages_is_named(tmp_path: Path) -> None:
+    rows = [[{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "answer"}] for n in range(9)]
+    path = write(tmp_path / "talks.jsonl", [{"instruction": "other", "chat": row} for row in rows])
+    mixture = prepared(f"{path},column=chat", tmp_path / "out")
+    assert texts(mixture.val) + texts(mixture.train) == [f"question {n}" for n in range(9)]
+    with pytest.raises(ValueError, match="talks.jsonl, line 1: not a conversation: it has no column or key 'talk'"):
+        prepared(f"{path},column=talk", tmp_path / "out")
+    table = tmp_path / "talks.parquet"
+    pq.write_table(pa.Table.from_pylist([{"id": 1, "chat": row} for row in rows]), table)
+    assert texts(prepared(f"{table},column=chat", tmp_path / "out").train) == texts(mixture.train)
+    with pytest.raises(ValueError, match="talks.parquet: not a conversation: it has only 'id', 'chat'"):
+        prepared(f"{table},column=talk", tmp_path / "out")

@@ -9,6 +9,7 @@ import torch
 from quern import compiler
 from quern.data.batch import Batch
 from quern.mesh import Mesh, alone
+from quern.model.recompute import recompute
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.parallel import buckets
@@ -16,6 +17,7 @@ from quern.parallel.buckets import Bucket
 from quern.parallel.plan import shard_model
 from quern.parallel.sharding import sharding_of, sliced
 from quern.parallel.zero2 import Zero2
+from quern.parallel.zero3 import Gathered, Zero3
 from quern.recipe import OptimRecipe, Recipe
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
@@ -61,14 +63,16 @@ def small_cuts() -> None:
     buckets.LEAST_ELEMENTS = 1024
 
 
-def optimized_shards(mesh: Mesh, architecture: str, broken: str = "") -> dict[str, float]:
-    """The same with tensor parallelism, for each architecture, at sizes that do not divide."""
+def optimized_shards(mesh: Mesh, architecture: str, recomputed: int = 0, broken: str = "") -> dict[str, float]:
+    """The same with tensor parallelism or shared parameters, for each architecture, at sizes that do not divide."""
     compiler.set_eager(True)
     small_cuts()
-    BROKEN[broken]()
+    (BROKEN | SHARING_BROKEN)[broken]()
     whole = sharded.whole_model(architecture)
     reference = _state(whole, architecture, alone())
-    ours = _state(shard_model(sharded.whole_model(architecture), mesh), architecture, mesh)
+    model = shard_model(sharded.whole_model(architecture), mesh)
+    recompute(model, recomputed)
+    ours = _state(model, architecture, mesh)
     worst: dict[str, float] = {"loss": 0.0, "norm": 0.0}
     for step in range(STEPS):
         rows = _rows(mesh, step)
@@ -91,12 +95,14 @@ def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str)
         for step in range(3):
             advance(state, _rows(mesh, step)[1], step, 2, None)
     else:
+        gather(state)
         with torch.no_grad():
             for parameter in state.model.parameters():
                 parameter.zero_()
         tensors, meta = checkpoint.load(checkpoint.path_of(Path(source), 3))
         state.restore(tensors, meta["state"])
         differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
+        gather(state)
         for name, parameter in state.model.named_parameters():
             part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
             if part is not None and not torch.equal(part.tensor, part.of(tensors[f"master.{name}"])):
@@ -110,7 +116,15 @@ def _state(model: Any, architecture: str, mesh: Mesh) -> TrainState:
     optim = OptimRecipe(lr_scale=0.01, decay_scale=0.1, eps=1e-4)
     rules = RECIPES[architecture].make_rules(replace(RECIPES[architecture], optim=optim))
     groups = make_groups(model.parameter_groups(), rules, model.named_parameters())
-    return TrainState(model, Zero2(groups, mesh=mesh), Guard(1))
+    optimizer = Zero3(model, groups, mesh=mesh) if mesh.zero == 3 else Zero2(groups, mesh=mesh)
+    return TrainState(model, optimizer, Guard(1))
+
+
+def gather(state: TrainState) -> None:
+    """Makes parameters whole that replicas share, until the next pass."""
+    for part in state.optimizer.gathered if isinstance(state.optimizer, Zero3) else ():
+        part.gather()
+        part.wait()
 
 
 def _rows(mesh: Mesh, step: int) -> tuple[Batch, Batch]:
@@ -168,6 +182,7 @@ def state_apart(ours: TrainState, reference: TrainState) -> float:
     slices = ours.optimizer.slices()
     state = deviation([part.tensor for part in slices.values()], [p.of(expected[name]) for name, p in slices.items()])
     found, wanted = [], []
+    gather(ours)
     for parameter, whole in zip(ours.model.parameters(), reference.model.parameters(), strict=True):
         part = sliced(parameter.detach(), sharding_of(parameter), 0, len(parameter), saved=True)
         if part is not None:
@@ -208,6 +223,27 @@ def _local_count() -> None:
     ProcessGroup.all_reduce = all_reduce  # type: ignore[method-assign]
 
 
+def _stale() -> None:
+    """Parameters are never freed, nor gathered again."""
+    Gathered.free = lambda self: None  # type: ignore[method-assign]
+
+
+def _last_micro_batch() -> None:
+    """The gradients of a micro-batch replace those of the one before."""
+    Zero3._send = _replacing(Zero3._send)  # type: ignore[method-assign]
+
+
+def _replacing(send: Any) -> Any:
+    def replacing(self: Zero3, bucket: Bucket) -> None:
+        assert bucket.share is not None
+        self._receive()
+        bucket.share.summed = False
+        send(self, bucket)
+
+    return replacing
+
+
+SHARING_BROKEN = {"parameters from before the update": _stale, "only the last micro-batch": _last_micro_batch}
 BROKEN = {
     "": lambda: None,
     "small gradients are not summed": _small_ones_stay,

@@ -60,6 +60,8 @@ def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, in
     if broken:
         buckets.SMALL_ELEMENTS = 0
     _, step = stepping(mesh, architecture)
+    if mesh.zero == 3:
+        step()  # after which the last block stays gathered
     mesh.reset_traffic()
     step()
     return mesh.traffic()
@@ -80,12 +82,12 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     return found
 
 
-def formula(architecture: str, dp: int, tp: int) -> list[dict[str, int]]:
+def formula(architecture: str, dp: int, tp: int, zero: int = 2) -> list[dict[str, int]]:
     """Elements of each rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "SMALL_ELEMENTS", 2000)
         patch.setattr(buckets, "LEAST_ELEMENTS", 10_000)
-        layout = lay_out(recipe(architecture), torch.float32, dp, tp)
+        layout = lay_out(recipe(architecture), torch.float32, dp, tp, zero)
         ranks = [bytes_per_step(layout, rank) for rank in range(dp * tp)]
         most = bytes_per_step(layout)
     assert most == {kind: max(one.get(kind, 0) for one in ranks) for kind in most}
@@ -102,6 +104,14 @@ def test_a_step_sends_what_the_formula_says(architecture: str, dp: int, tp: int,
     assert found - {"data/all_to_all"} == kinds | {"world/all_reduce"}
     assert dp != 3 or "data/all_to_all" in found  # matrices that three replicas cannot share evenly
     assert ranks(dp * tp, "tests.parallel.test_traffic:counted", tp=tp, architecture=architecture) == expected
+
+
+@pytest.mark.parametrize(("architecture", "dp", "tp"), [("gpt", 2, 1), ("unet", 3, 1), ("llama", 2, 2)])
+def test_so_does_a_step_of_replicas_that_share_parameters(architecture: str, dp: int, tp: int, ranks: Ranks) -> None:
+    found = ranks(dp * tp, "tests.parallel.test_traffic:counted", tp=tp, zero=3, architecture=architecture)
+    assert found == formula(architecture, dp, tp, zero=3)
+    whole = formula(architecture, dp, tp)
+    assert all(one["data/all_gather"] > other["data/all_gather"] for one, other in zip(found, whole, strict=True))
 
 
 def test_the_comparison_can_fail(ranks: Ranks) -> None:

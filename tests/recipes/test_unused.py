@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from quern.recipe import Recipe
-from quern.recipes import gpt, llama, unet
+from quern.recipes import gpt, llama, llama_adamw, unet
 from quern.resolve import resolve
 from quern.unavailable import FILLED_IN
 
-RECIPES = pytest.mark.parametrize("recipe", [gpt.RECIPE, llama.RECIPE, unet.RECIPE], ids=["gpt", "llama", "unet"])
+ALL = (gpt.RECIPE, llama.RECIPE, llama_adamw.RECIPE, unet.RECIPE)
+RECIPES = pytest.mark.parametrize("recipe", ALL, ids=[recipe.name for recipe in ALL])
 
 
 def watched(part: Any, read: set[str]) -> Any:

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.recipe import ConversationSource, Recipe, TextRecipe
+from quern.conversation_source import ConversationSource
+from quern.recipe import Recipe, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.public_data import fetch_conversations, public_data, shards_used

@@ -70,6 +70,9 @@ def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None
     larger = resolve(replace(asked, train=replace(asked.train, steps=100, batch_tokens=16_384)))
     alike = resolve(replace(RECIPE, train=replace(RECIPE.train, steps=100, batch_tokens=16_384)))
     assert larger.optim == alike.optim and larger.train == alike.train
+    of_public_set = replace(base, shards=8)
+    shards = [to_continue(of_public_set, named).shards for named in ((), ("data",), ("train.steps",))]
+    assert shards == [8, None, None]
 
 
 def test_a_field_that_is_named_overrules_the_saved_one_and_no_other() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare, train_tokenizer
+from quern.temporaries import alone_in
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer, split_pattern
 
@@ -262,6 +264,41 @@ def test_a_half_made_folder_is_not_taken_for_prepared(tmp_path: Path) -> None:
     os.remove(manifest)
     again, said = made(recipe_for(data), out)
     assert "tokens: train" in said and texts_of(again.train, again.tokenizer) == expected
+
+
+def test_of_two_processes_with_the_same_text_the_second_waits_and_finds_it_prepared(tmp_path: Path) -> None:
+    data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
+    first, _ = made(recipe_for(data), out)
+    assert first.folder is not None
+    manifest = first.folder / "manifest.json"
+    whole, said = manifest.read_text(encoding="utf-8"), list[str]()
+    manifest.unlink()
+
+    def log(line: str) -> None:
+        said.append(line)
+        if "waiting" in line:  # the other one ends
+            manifest.write_text(whole, encoding="utf-8")
+            stack.close()
+
+    with ExitStack() as stack:
+        stack.enter_context(alone_in(first.folder, lambda: None))
+        second = prepare(recipe_for(data), out, log)
+    assert said[-1] == f"tokens: waiting for the process that makes {first.folder}"
+    assert second.tokens == first.tokens
+    assert texts_of(second.val, second.tokenizer) == texts_of(first.val, first.tokenizer)
+
+
+def test_a_preparation_that_was_stopped_in_the_training_text_keeps_the_validation_text(tmp_path: Path) -> None:
+    data, out = write_jsonl(tmp_path / "t.jsonl", documents(60)), tmp_path / "out"
+    first, _ = made(recipe_for(data), out)
+    assert first.folder is not None
+    before = {path.name: path.stat().st_ino for path in first.folder.iterdir()}
+    (first.folder / "train-00000.bin").unlink()
+    again, said = made(recipe_for(data), out)
+    after = {path.name: path.stat().st_ino for path in first.folder.iterdir()}
+    assert "tokens: train" in said and "tokens: val" not in said
+    assert {name for name in before if before[name] == after[name]} >= {"val-00000.bin", "val-00000.starts.npy"}
+    assert texts_of(again.train, again.tokenizer) == texts_of(first.train, first.tokenizer)
 
 
 def test_errors_name_what_would_work(tmp_path: Path) -> None:

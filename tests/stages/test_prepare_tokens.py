@@ -1,12 +1,17 @@
 """Tokens that are there already: which files train, which validate, which tokenizer reads them."""
 
 import base64
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 
+from quern.cli.main import main
 from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.machine import Machine
@@ -20,6 +25,7 @@ from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
 from quern.text.chat import render_prompt
+from quern.text.hugging_face import tokenizer_json
 from quern.text.tokenizer import Tokenizer
 from tests.support.toy_training import CPU
 
@@ -53,7 +59,7 @@ def read(corpus: Corpus) -> list[str]:
 
 
 def test_a_folder_as_the_speedruns(tmp_path: Path, tokenizer: str) -> None:
-    for name, first in [("x_train_000001", 0), ("x_train_000002", 30), ("x_val_000000", 60)]:
+    for name, first in [("valley_train_000001", 0), ("valley_train_000002", 30), ("valley_val_000000", 60)]:
         write_bin(tmp_path / f"{name}.bin", texts(30, first))
     prepared = prepare(recipe_for(tmp_path, tokenizer), tmp_path / "out", print)
     assert read(prepared.train) == texts(60) and read(prepared.val) == texts(30, 60)
@@ -143,3 +149,68 @@ def test_a_file_of_gpt2s_tokens_becomes_a_model_that_replies(tmp_path: Path) -> 
     assert loaded.tokenizer.bos == loaded.recipe.model.bos == gpt2.bos == 256 + len(gpt2.merges)
     prompt = render_prompt(loaded.tokenizer, [{"role": "user", "content": "Who are you?"}])
     assert len(Engine(loaded.model, loaded.tokenizer, machine).generate([prompt], max_tokens=5)[0][0].ids) >= 1
+
+
+def tiktoken_file(path: Path) -> tiktoken.Encoding:
+    """Writes a vocabulary of GPT-2's size and order of bytes. Returns tiktoken's own encoding with it."""
+    singles = [bytes([byte]) for byte in (*range(33, 256), *range(33))]
+    tokens = dict.fromkeys([*singles, *TOKENIZER.merges])
+    tokens |= dict.fromkeys(b"\xff" + number.to_bytes(3, "big") for number in range(50_256 - len(tokens)))
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
+    special = {"<|endoftext|>": 50_256}
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.mark.parametrize("to", ["bin", "nanogpt"])
+def test_text_becomes_the_tokens_that_tiktoken_makes_and_is_read_back(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gpt2 = tiktoken_file(tmp_path / "r50k_base.tiktoken")
+    rows = [f"{text}; köln 世界 😀 don't 12345\n\n  {number}" for number, text in enumerate(texts(90))]
+    splits = {"train": rows[:80], "val": rows[80:]}
+    for split, some in splits.items():
+        jsonl = "".join(json.dumps({"text": text}) + "\n" for text in some)
+        (tmp_path / f"{split}.jsonl").write_text(jsonl, encoding="utf-8")
+    flags = ["prepare", "--data", "train.jsonl", "--val", "val.jsonl", "--text.tokenizer", "r50k_base.tiktoken"]
+    assert main([*flags, "--to", to, "--dir", "tokens"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "to read them: --data tokens --text.tokenizer tokens/tokenizer.json" in said and "training the tok" not in said
+    )
+    for split, some in splits.items():
+        (path,) = (tmp_path / "tokens").glob(f"*{split}_0*.bin" if to == "bin" else f"{split}.bin")
+        ids = np.fromfile(path, dtype="<u2", offset=1024 if to == "bin" else 0).tolist()
+        encoded = gpt2.encode_ordinary_batch(some)
+        assert ids == [t for text in encoded for t in ((50_256, *text) if to == "bin" else (*text, 50_256))]
+    again = prepare(recipe_for(tmp_path / "tokens", "tokens/tokenizer.json"), tmp_path / "out", print)
+    for split, corpus in (("train", again.train), ("val", again.val)):
+        assert [again.tokenizer.decode(corpus.gather(i)[1:]) for i in range(corpus.num_documents)] == splits[split]
+    assert main([*flags, "--to", to, "--dir", "tokens"]) == 1
+    assert "is there already: name a new folder" in capsys.readouterr().err
+    assert main([*flags, "--to", to]) == 1
+    assert "--to and --dir belong together" in capsys.readouterr().err
+
+
+def test_a_tokenizer_json_of_hugging_face_prepares_text_and_need_not_be_there_afterwards(tmp_path: Path) -> None:
+    hf = pytest.importorskip("tokenizers", reason="needs the extra export")
+    library = hf.Tokenizer.from_str(json.dumps(tokenizer_json(TOKENIZER)))
+    path = tmp_path / "tokenizer.json"
+    library.save(str(path))
+    (tmp_path / "t.txt").write_text("\n".join(texts(50)), encoding="utf-8")
+    recipe = replace(recipe_for(tmp_path / "t.txt", str(path), megabytes=0.001), make_documents=lines)
+    prepared = prepare(recipe, tmp_path / "out", print)
+    ids = [prepared.train.gather(i)[1:].tolist() for i in range(prepared.train.num_documents)]
+    assert ids == [library.encode(text, add_special_tokens=False).ids for text in read(prepared.train)]
+    path.unlink()
+    assert prepare(recipe, tmp_path / "out", print, prepared.tokenizer).tokens == prepared.tokens
+    with pytest.raises(FileNotFoundError, match="--text.tokenizer .*tokenizer.json: there is no such file"):
+        prepare(recipe, tmp_path / "out", print)
+    path.write_text("[1]", encoding="utf-8")
+    with pytest.raises(ValueError, match="--text.tokenizer .*tokenizer.json is not a sound tokenizer file"):
+        prepare(recipe, tmp_path / "out", print)
+
+
+def lines(texts: Iterator[str], split: str) -> Iterator[str]:
+    return (line for text in texts for line in text.splitlines())

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from quern.conversation_source import ConversationSource
 from quern.optim.schedule import Multipliers
-from quern.recipe import IN_FINE_TUNING, ConversationSource, Recipe, SftRecipe, TrainRecipe
+from quern.recipe import IN_FINE_TUNING, Recipe, SftRecipe, TrainRecipe
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.stages import sft

@@ -72,7 +72,7 @@ def hub_server() -> Iterator[Hub]:
             if root == "datasets":  # datasets/OWNER/NAME/resolve/COMMIT/PATH
                 file = "/".join(parts[4:])
                 digest = hashlib.sha256(hub.sets[name][file]).hexdigest()
-                host = f"http://localhost:{self.server.server_address[1]}"
+                host = f"http://localhost:{urlsplit(hub.url).port}"
                 return self.answer(302, b"", Location=f"{host}/cdn/{name}/{file}", X_Linked_Etag=f'"{digest}"')
             if parts[3:4] == ["revision"] and "/".join(parts[4:]) not in hub.revisions:
                 return self.answer(404, b"{}", X_Error_Code="RevisionNotFound")

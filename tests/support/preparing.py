@@ -31,7 +31,7 @@ class Events:
         self.kill, self.count, self.encoded = kill, 0, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if frame.f_code is Tokenizer.encode.__code__ and event == "call":
+        if frame.f_code is Tokenizer.encode_array.__code__ and event == "call":
             self.encoded += 1
         if not frame.f_code.co_filename.startswith(WATCHED):
             return

@@ -38,10 +38,10 @@ class Ranks:
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
 
-    def __call__(self, ranks: int, function: str, tp: int = 1, **arguments: Any) -> list[Any]:
+    def __call__(self, ranks: int, function: str, tp: int = 1, zero: int = 2, **arguments: Any) -> list[Any]:
         """Raises AssertionError with every failed rank's traceback."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        request = {"ranks": ranks, "tp": tp, "function": function, "arguments": arguments}
+        request = {"ranks": ranks, "tp": tp, "zero": zero, "function": function, "arguments": arguments}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answers = json.loads(self.process.stdout.readline() or '[{"error": "the server of ranks is gone"}]')
@@ -84,7 +84,8 @@ def child(rank: int, port: int, request: dict[str, Any]) -> dict[str, Any]:
     try:
         module, _, name = request["function"].partition(":")
         function = getattr(importlib.import_module(module), name)
-        mesh = connect(request["tp"], torch.device("cpu"), rank, request["ranks"], timedelta(seconds=60))
+        layout = {"rank": rank, "ranks": request["ranks"], "zero": request["zero"]}
+        mesh = connect(request["tp"], torch.device("cpu"), timeout=timedelta(seconds=60), **layout)
         result = function(mesh, **request["arguments"])
         disconnect(mesh)
         return {"result": result}

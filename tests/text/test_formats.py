@@ -115,3 +115,17 @@ def test_parquet_that_says_its_bytes_are_text_is_checked(tmp_path: Path) -> None
     pq.write_table(pa.table({"text": wrong}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="cannot read .*a.parquet"):
         texts(tmp_path / "a.parquet")
+
+
+def test_the_size_of_a_text_is_about_right_before_it_is_read(tmp_path: Path) -> None:
+    rows = [f"{number} stones of the mill, counted again and again; " * 5 for number in range(2_000)]
+    size = sum(map(len, rows))
+    pq.write_table(
+        pa.table({"text": rows, "other": [row * 3 for row in rows]}), tmp_path / "a.parquet", row_group_size=99
+    )
+    (tmp_path / "a.txt").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    assert formats.text_bytes(tmp_path / "a.parquet", "text") == pytest.approx(size, rel=0.05)
+    assert formats.text_bytes(tmp_path / "a.parquet", "other") == pytest.approx(3 * size, rel=0.05)
+    assert formats.text_bytes(tmp_path / "a.txt", "text") == size + len(rows) - 1
+    assert formats.text_bytes(tmp_path / "a.txt.gz", "text") is None

@@ -24,6 +24,7 @@ from quern.recipe import Recipe
 from quern.records import MakeTracker, StageFolder, git_hash
 from quern.resolve import resolve
 from quern.runs.origin import FILE, read_origin, refuse_other_order, refuse_second_tokenizer, with_absolute_paths
+from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
@@ -37,6 +38,8 @@ from quern.text.tokenizer import Tokenizer
 from quern.train.guard import EXIT_DONE
 
 STAGE = "grug"
+OF_TEXT = ("data", "val", "shards")
+"""Fields that a resumed run takes from its saved recipe, unless they are named."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +98,15 @@ def run(
         origin = read_origin(path) if resume else None
         if origin is not None and (path / "recipe.json").exists():  # the run's own text, unless the user names another
             body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
-            recipe = replace(recipe, **{name: body[name] for name in ("data", "val") if name not in named})
+            recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
         with first_process_first():  # process 0 prepares the text; the others find it prepared
             if origin is not None:
-                prepared = open_data(recipe, run_dir, origin, log, named=bool({"data", "val"} & set(named)))
+                prepared = open_data(recipe, run_dir, origin, log, named=bool({*OF_TEXT} & set(named)))
                 refuse_other_order(run_dir, origin, prepared.train)
             else:
                 prepared = prepare(recipe, run_dir.out, log)
                 refuse_second_tokenizer(run_dir, prepared.tokenizer)
-        recipe = fit_vocabulary(recipe, prepared)
+        recipe = fit_vocabulary(with_shards(recipe, prepared.public), prepared)
         check_fits(recipe.model, mesh, recipe.micro_batch_rows)
         changed = changes(recipe, path) if resume else []
         if first and origin is None:

@@ -28,6 +28,8 @@ UNIT_CHARACTERS = 1 << 20
 AHEAD = 2
 FEW_UNITS = 8
 """A shorter stream is encoded here: a worker takes about half a second to start."""
+ENOUGH_WORKERS = 16
+"""So many workers by default at most: this process reads and writes some 200 MB/s, which a dozen workers encode."""
 
 
 class Encoded(NamedTuple):

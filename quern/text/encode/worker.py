@@ -31,12 +31,11 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str], dtype: np.dtype
         ids: (T,) of the dtype, uint16 or uint32, BOS first in each document.
         lengths: (documents,) int64, BOS included.
     """
-    documents = []
+    documents, bos = [], np.array([tokenizer.bos], dtype=np.uint32)
     for text in texts:
-        ids = tokenizer.encode(text)
-        ids.insert(0, tokenizer.bos)
-        documents.append(np.fromiter(ids, dtype, len(ids)))
-    return np.concatenate(documents), np.array([len(ids) for ids in documents], dtype=np.int64)
+        documents += [bos, tokenizer.encode_array(text)]
+    lengths = np.array([len(ids) for ids in documents[1::2]], dtype=np.int64) + 1
+    return np.concatenate(documents, dtype=dtype, casting="same_kind"), lengths
 
 
 def send(connection: socket.socket, lengths: np.ndarray, payload: bytes) -> None:
