@@ -183,8 +183,7 @@ class Batches(ABC):
         return epoch, int(self._group_order(epoch)[place])
 
     def _make_group_order(self, epoch: int) -> np.ndarray:
-        groups = self._groups
-        return self._numbers(epoch, 0, groups).permutation(groups) if epoch else np.arange(groups)
+        return self._numbers(epoch, 0, self._groups).permutation(self._groups)
 
     def _numbers(self, epoch: int, use: int, group: int = 0) -> np.random.Generator:
         """A generator for one use in one group of one epoch; the number after the last group's is for their order."""

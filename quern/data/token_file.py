@@ -72,57 +72,57 @@ class InMemory:
 
 
 class ShardFile:
-    """A prepared shard with its index and its mask.
+    """A prepared shard with its index and its mask. Each file is checked once, before it is read.
 
     Args:
         folder: The folder of the data.
         entry: The shard's entry in the manifest.
         dtype: Of the tokens.
-        hashed: Whether `verify` compares hashes.
+        hashed: Whether files are hashed.
 
     Raises:
-        FileNotFoundError, ValueError: A file is missing, or its size or header is not the manifest's.
+        FileNotFoundError, ValueError: A file is missing or damaged; the message names it. The constructor looks at
+            sizes and the header only.
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, hashed: bool) -> None:
-        self.folder, self.files, self.hashed = folder, split_files({"files": [entry]}), hashed
+        self.folder, self.path, self.hashed = folder, folder / entry["name"], hashed
         self.count, self.documents, self.masked = int(entry["tokens"]), int(entry["documents"]), "mask" in entry
-        self.path, self._starts = folder / entry["name"], folder / entry["starts"]["name"]
-        self._mask = folder / entry["mask"]["name"] if self.masked else None
-        self._verified = False
-        for file in self.files:
+        self._index, self._tokens = [entry["starts"]], [entry, *([entry["mask"]] if self.masked else [])]
+        self._checked: set[str] = set()
+        for file in (*self._index, *self._tokens):
             check(folder / file["name"], file, verify=False)
         tokens = map_tokens(self.path, headerless=False).tokens
         if tokens.dtype.name != dtype or len(tokens) != self.count:
             raise ValueError(f"{self.path} does not match the manifest; prepare it again")
 
     def verify(self) -> int:
-        """Checks the contents, once; every reader of the shard calls this first.
-
-        Returns:
-            Bytes that were hashed.
-
-        Raises:
-            FileNotFoundError, ValueError: A file is damaged; the message names it.
-        """
-        if self._verified:
-            return 0
-        for file in self.files:
-            check(self.folder / file["name"], file, verify=self.hashed)
-        starts = np.load(self._starts, mmap_mode="r", allow_pickle=False)
-        if len(starts) != self.documents or starts[0] != 0 or (np.diff(starts, append=self.count) <= 0).any():
-            raise ValueError(f"{self.path} does not match its document starts; prepare it again")
-        self._verified = True
-        return sum(file["bytes"] for file in self.files) if self.hashed else 0
+        """Checks all files, and returns the bytes that were hashed."""
+        self.starts()
+        self._check(self._tokens)
+        return sum(file["bytes"] for file in (*self._index, *self._tokens)) if self.hashed else 0
 
     def map(self) -> TokenMap:
-        self.verify()
-        held = map_tokens(self.path, headerless=False)
-        return held if self._mask is None else map_mask(held, self._mask)
+        tokens, *mask = self._check(self._tokens)
+        held = map_tokens(tokens, headerless=False)
+        return map_mask(held, mask[0]) if mask else held
 
     def starts(self) -> np.ndarray:
-        self.verify()
-        return np.load(self._starts, mmap_mode="r", allow_pickle=False)
+        new = self._index[0]["name"] not in self._checked
+        (path,) = self._check(self._index)
+        starts = np.load(path, mmap_mode="r", allow_pickle=False)
+        if new and (len(starts) != self.documents or starts[0] or (np.diff(starts, append=self.count) <= 0).any()):
+            self._checked.remove(path.name)
+            raise ValueError(f"{path} does not match {self.path.name}; prepare it again")
+        return starts
+
+    def _check(self, files: list[dict[str, Any]]) -> list[Path]:
+        """The paths of files, whose contents are as they were written."""
+        for file in files:
+            if file["name"] not in self._checked:
+                check(self.folder / file["name"], file, self.hashed)
+                self._checked.add(file["name"])
+        return [self.folder / file["name"] for file in files]
 
 
 def map_tokens(path: Path, headerless: bool) -> TokenMap:

@@ -302,6 +302,15 @@ def test_groups_come_in_order_once_and_then_in_another_order():
     assert len(set(map(tuple, orders))) > 2
 
 
+@pytest.mark.parametrize(("kind", "context"), [(Loader, 33), (StreamLoader, 34)])
+def test_each_group_is_shuffled_in_its_own_order(kind: type[Batches], context: int):
+    docs = [[BOS, *[number] * 33] for number in range(1, 101)]  # 50 in a group, each fills a row
+    loader = kind(Corpus.from_arrays(docs), context, 50, SEED, group_size=50 * (34 + DOCUMENT_SIZE))
+    orders = [(loader.batch(step).targets[:, 5] - 1) % 50 for step in range(4)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
 @pytest.mark.parametrize("group_size", [None, GROUP])
 def test_other_seeds_give_other_batches(law, group_size):
     data, hashes = corpus("pretraining"), set()
@@ -377,11 +386,11 @@ class BrokenResume(Loader):
 
 
 class BrokenGroups(Loader):
-    """The last group is forgotten."""
+    """Reads the first group in place of the second."""
 
-    def __init__(self, *arguments, **options) -> None:
-        super().__init__(*arguments, **options)
-        self._groups -= 1
+    def _group_of(self, turn: int) -> tuple[int, int]:
+        epoch, group = super()._group_of(turn)
+        return epoch, 0 if group == 1 else group
 
 
 class BrokenCounts(Counting):
