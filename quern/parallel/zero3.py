@@ -147,9 +147,15 @@ class Zero3(Zero2):
             model.loss, model.logits = (partial(self._call_head, own, call) for call in before)
             return partial(vars(model).update, {"loss": before[0], "logits": before[1]})
         # A table may be called within compiled code, which runs hooks, but no other wrapper.
-        enter, leave = (torch.compiler.disable(partial(hook, own)) for hook in (self._enter, self._leave))
+        disable: Any = torch.compiler.disable
+        enter, leave = (disable(partial(hook, own)) for hook in (self._enter, self._leave))
         handles = part.module.register_forward_pre_hook(enter), part.module.register_forward_hook(leave)
-        return lambda: [handle.remove() for handle in handles] and None
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
 
     def _begin(self, model: nn.Module, arguments: Any) -> None:
         """A new pass."""
