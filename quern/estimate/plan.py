@@ -26,7 +26,7 @@ from quern.flags.recipe_flags import parse
 from quern.machine import measure_peak_flops
 from quern.model.count import flops_per_token, parameters
 from quern.parallel.layout import Layout, lay_out
-from quern.parallel.memory import Memory, activations, memory
+from quern.parallel.memory import Activations, Memory, activations, memory
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.stages.memory_check import machine_memory
@@ -67,19 +67,20 @@ class PlanOptions:
 class Candidate:
     """One layout. `step` is None for an impossible one, with the reason in `refusal`.
 
-    `recomputed` blocks run again in the backward pass; without that, a GPU would need `kept` bytes. `share` is the
-    bytes of the parameters over those of their padded buffers.
+    `zero` is that of `Mesh`; `recomputed` blocks run again in the backward pass; `note` says why they must. `share` is
+    the bytes of the parameters over those of their padded buffers.
     """
 
     dp: int
     tp: int
+    zero: int = 2
     micro_batch_tokens: int = 0
     recomputed: int = 0
     memory: Annotated[Memory | None, UNSAID] = None
     step: Annotated[Step | None, UNSAID] = None
     refusal: str = ""
     share: float = 1.0
-    kept: int = 0
+    note: str = ""
 
     @property
     def seconds(self) -> float:
@@ -122,30 +123,41 @@ def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
 
 
 def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, dp: int, tp: int) -> Candidate:
-    device = "cpu" if options.gpu == "cpu" else "cuda"
-    room = cluster.processor.memory - cluster.processor.reserved
+    """Returns the fastest with whole parameters; if it needs blocks that run again, the fastest of all."""
     try:
         layout = lay_out(recipe, DTYPES[options.dtype], dp, tp)
     except ValueError as error:
         return Candidate(dp, tp, refusal=str(error))
-    traced, flops = activations(layout, device, options.compile), flops_per_token(recipe)
+    traced = activations(layout, "cpu" if options.gpu == "cpu" else "cuda", options.compile)
+    whole = _fastest(options, cluster, layout, 2, traced)
+    if dp == 1 or (whole.step is not None and not whole.note):
+        return whole
+    shared = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero=3), 3, traced)
+    if whole.seconds <= shared.seconds < math.inf:
+        return whole
+    slower = "is slower" if whole.step else whole.refusal
+    return replace(shared, note="; ".join(filter(None, [f"with whole parameters (--zero 2) it {slower}", shared.note])))
+
+
+def _fastest(options: PlanOptions, cluster: Cluster, layout: Layout, zero: int, traced: Activations) -> Candidate:
+    """Returns the candidate with the best micro-batch, and with as few blocks that run again as fit."""
+    device = "cpu" if options.gpu == "cpu" else "cuda"
+    room, flops = cluster.processor.memory - cluster.processor.reserved, flops_per_token(layout.recipe)
     share = sum(p.nbytes for p in layout.shard.parameters()) / sum(bucket.params.nbytes for bucket in layout.buckets)
     found: list[Candidate] = []
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
-        tokens = sized.recipe.train.micro_batch_tokens
-        assert tokens
-        kept = 0
-        for smaller in _recomputed(sized):
-            recomputed, needed = smaller.recipe.train.recompute, memory(smaller, device, options.compile, traced)
-            kept = kept or needed.peak
+        one = Candidate(layout.dp, layout.tp, zero, sized.recipe.train.micro_batch_tokens or 0, share=share)
+        note = ""
+        for again in _recomputed(sized):
+            needed = memory(again, device, options.compile, traced)
+            one = replace(one, recomputed=again.recipe.train.recompute, memory=needed)
             if needed.peak <= room:
-                step = predict(smaller, needed, cluster, flops)
-                found.append(Candidate(dp, tp, tokens, recomputed, needed, step, "", share, kept))
+                found.append(replace(one, step=predict(again, needed, cluster, flops), note=note))
                 break
+            need = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
+            note = note or f"with the activations of all blocks it {need}"
         else:
-            refusal = f"needs {needed.peak / GB:.1f} GB of the {room / GB:.1f} GB that are free"
-            found.append(Candidate(dp, tp, tokens, recomputed, needed, None, refusal, share))
-            break
+            return min([*found, replace(one, refusal=need)], key=lambda one: one.seconds)
     return min(found, key=lambda one: one.seconds)
 
 
@@ -195,14 +207,8 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
         return [*lines, "", f"Nothing fits: {more} {smaller}"]
     flags = f"--tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
     flags += f" --train.recompute {best.recomputed}" if best.recomputed else ""
-    lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}"]
-    if best.kept > best.memory.peak:
-        free = chip.memory - chip.reserved
-        lines += [
-            f"      {best.recomputed} of {recipe.depth} blocks run again in the backward pass; with the activations of "
-            f"all, it needs {best.kept / GB:.1f} GB of the {free / GB:.1f} GB that are free"
-        ]
-    lines += [""]
+    flags += " --zero 3" if best.zero == 3 else ""
+    lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}", *([f"      {best.note}"] if best.note else []), ""]
     lines += ["memory of one GPU" if options.gpu != "cpu" else "memory of one rank (the interpreter comes on top)"]
     lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
     lines += ["", "one GPU sends per step"]
@@ -212,10 +218,11 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     return [*lines, "", *ASSUMED]
 
 
-HEAD = ("dp", "tp", "micro-batch", "again", "memory GB", "products", "pointwise", "update", "model", "data", "step ms",
-        "tokens/s", "MFU %", "days", "dollars")  # fmt: skip
+HEAD = ("dp", "tp", "zero", "micro-batch", "again", "memory GB", "products", "pointwise", "update", "model", "data",
+        "step ms", "tokens/s", "MFU %", "days", "dollars")  # fmt: skip
 ASSUMED = (
-    "again: the first so many blocks run again in the backward pass (--train.recompute), as few quarters as fit.",
+    "zero: 3 where replicas must share parameters and gradients, or it is faster than running blocks again. again: the",
+    "first so many blocks run again in the backward pass (--train.recompute), as few quarters as fit.",
     "The columns from products to data are ms of a step. model: collectives of tensor parallelism; data: collectives",
     "of data parallelism that nothing hides. Memory and bytes are counted. Times are a model without kernel launches,",
     "stragglers and waiting for data: trust a measured run more (docs/parallelism.md).",
@@ -225,7 +232,7 @@ ASSUMED = (
 def _row(one: Candidate, options: PlanOptions, cluster: Cluster, steps: int) -> tuple[str, ...]:
     needed = f"{one.memory.peak / GB:.2f}" if one.memory else "-"
     micro = f"{one.micro_batch_tokens:,}" if one.micro_batch_tokens else "-"
-    head = (f"{one.dp:,}", str(one.tp), micro, str(one.recomputed), needed)
+    head = (f"{one.dp:,}", str(one.tp), str(one.zero), micro, str(one.recomputed), needed)
     if one.step is None:
         return (*head, *["-"] * (len(HEAD) - len(head)))
     step = one.step
@@ -259,6 +266,8 @@ def _categories(one: Memory) -> list[tuple[str, int, str]]:
         ("moments", one.moments, ""),
         ("activations", one.activations, "of one micro-batch"),
         ("run again", one.again, "activations of one block, when the loss is gone"),
+        ("gathered", one.whole, "parameters of two modules" if one.whole else ""),
+        ("sent", one.sent, "gradients of two modules, when the loss is gone" if one.sent else ""),
         ("loss", one.loss, "a chunk of logits, gradients of head and hidden states"),
         ("gradients in flight", one.in_flight, "" if one.accumulates else "when activations are gone"),
         ("update", one.update, "when activations are gone"),
@@ -289,7 +298,7 @@ def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> d
     body = []
     for one in found:
         entry: dict[str, Any] = {"dp": one.dp, "tp": one.tp, "micro_batch_tokens": one.micro_batch_tokens}
-        entry["recomputed"] = one.recomputed
+        entry |= {"zero": one.zero, "recomputed": one.recomputed, "note": one.note}
         entry |= {"refusal": one.refusal, "parameters_share_of_buffers": round(one.share, 4)}
         entry["memory"] = one.memory and asdict(one.memory) | {"peak": one.memory.peak}
         entry["step"] = one.step and asdict(one.step) | {"seconds": one.step.seconds}

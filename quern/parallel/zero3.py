@@ -139,16 +139,23 @@ class Zero3(Zero2):
     # Parameters -----------------------------------------------------------------------------------------------
 
     def _wrap(self, model: Any, part: Part, own: Gathered) -> Callable[[], None]:
-        """→ what undoes it. The head is not called: its weight is used in two methods of the model."""
-        if part.module is not model.head:
-            return wrap_calls(part.module, partial(self._call, own, part.again))
-        before = model.loss, model.logits
-        model.loss, model.logits = (partial(self._call_head, own, call) for call in before)
+        """→ what undoes it."""
+        if part.again:
+            return wrap_calls(part.module, partial(self._call_block, own))
+        if part.module is model.head:  # not called: its weight is used in two methods of the model
+            before = model.loss, model.logits
+            model.loss, model.logits = (partial(self._call_head, own, call) for call in before)
+            return partial(vars(model).update, {"loss": before[0], "logits": before[1]})
+        # A table may be called within compiled code, which runs hooks, but no other wrapper.
+        disable: Any = torch.compiler.disable
+        enter, leave = (disable(partial(hook, own)) for hook in (self._enter, self._leave))
+        handles = part.module.register_forward_pre_hook(enter), part.module.register_forward_hook(leave)
 
-        def restore() -> None:
-            model.loss, model.logits = before
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
 
-        return restore
+        return remove
 
     def _begin(self, model: nn.Module, arguments: Any) -> None:
         """A new pass."""
@@ -160,27 +167,34 @@ class Zero3(Zero2):
         for part in self.gathered:
             part.free()
 
-    def _call(self, part: Gathered, again: bool, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_block(self, part: Gathered, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter(part)
         result = call(*args, **kwargs)
-        for tensor in tree_leaves(result) if again and torch.is_grad_enabled() else ():
+        for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._enter_backward, part))
-        if self._expected(after=1) is not part:
-            part.free()
+        self._leave(part)
         return result
 
     def _call_head(self, part: Gathered, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._receive()  # the forward pass has hidden the last sum of the micro-batch before
-        return self._call(part, False, call, *args, **kwargs)
+        self._enter(part)
+        result = call(*args, **kwargs)
+        self._leave(part)
+        return result
 
-    def _enter(self, part: Gathered) -> None:
+    def _enter(self, part: Gathered, *_: Any) -> None:
         """Before a part computes."""
         part.gather()
         self._calls.append(part)
         if (following := self._expected(after=0)) is not None:
             following.gather()
         part.wait()
+
+    def _leave(self, part: Gathered, *_: Any) -> None:
+        """After a part has computed. The last block stays for its backward pass, which comes after the head."""
+        if self._expected(after=1) is not part:
+            part.free()
 
     def _expected(self, after: int) -> Gathered | None:
         """The part that is called next, or `after` calls later, if this pass goes as the one before."""

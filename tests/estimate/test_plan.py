@@ -37,6 +37,18 @@ def test_a_layout_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, caps
     assert "Nothing fits: use more GPUs (--gpus 2), a smaller --depth" in capsys.readouterr().out
 
 
+def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 24 GB: parameters and gradients of 5.5 billion take 22, and activations of 1,536 rows take 31."""
+    flags = ("--gpus", "8", "--gpu", "rtx4090", "--per-machine", "8", "--model.width", "12288")
+    found = planned(tmp_path, *flags, "--train.batch-tokens", "4096")["candidates"]
+    (shared,) = (one for one in found if one["dp"] == 8)
+    assert shared["zero"] == 3 and shared["step"] and "with whole parameters (--zero 2) it needs" in shared["note"]
+    rows = ("--train.batch-tokens", "786432", "--train.micro-batch-tokens", "786432")
+    (best,) = planned(tmp_path, "--gpus", "1", "--gpu", "rtx4090", *rows)["candidates"]
+    assert best["recomputed"] == 3 and "with the activations of all blocks it needs 32.1 GB" in best["note"]
+    assert "--train.recompute 3" in capsys.readouterr().out
+
+
 def test_cost_and_days_follow_from_the_step(tmp_path: Path) -> None:
     body = planned(tmp_path, "--gpus", "8", "--dollars-per-hour", "2.5", "--matmul-tflops", "500")
     for one in body["candidates"]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,36 +21,45 @@ from tests.support.ranks import Ranks
 Law = Callable[[str, float | int | str, str], None]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
-@pytest.mark.parametrize(
-    ("architecture", "dp", "tp", "dtype", "rows", "micro_rows", "width", "recomputed"),
-    [
-        ("gpt", 1, 1, "fp32", 8, 8, 384, 0),
-        ("gpt", 2, 1, "fp32", 8, 2, 384, 0),
-        ("llama", 1, 2, "fp32", 8, 4, 384, 0),
-        ("unet", 2, 1, "bf16", 2, 1, 128, 0),  # products in bf16 are slow on many CPUs
-        ("gpt", 1, 1, "fp32", 8, 8, 384, 4),
-        ("llama", 1, 1, "fp32", 8, 8, 384, 2),
-    ],
+@dataclass(frozen=True)
+class Case:
+    architecture: str
+    dp: int
+    tp: int
+    dtype: str
+    rows: int
+    micro_rows: int
+    width: int = 384
+    recomputed: int = 0
+    zero: int = 2
+
+    def __str__(self) -> str:
+        again = f", {self.recomputed} of 4 blocks run again" if self.recomputed else ""
+        shared = ", ZeRO-3" if self.zero == 3 else ""
+        return f"{self.architecture}, dp {self.dp} x tp {self.tp}, {self.dtype}{again}{shared}"
+
+
+CASES = (
+    Case("gpt", 1, 1, "fp32", 8, 8),
+    Case("gpt", 2, 1, "fp32", 8, 2),
+    Case("llama", 1, 2, "fp32", 8, 4),
+    Case("unet", 2, 1, "bf16", 2, 1, width=128),  # products in bf16 are slow on many CPUs
+    Case("gpt", 1, 1, "fp32", 8, 8, recomputed=4),
+    Case("llama", 1, 1, "fp32", 8, 8, recomputed=2),
+    Case("gpt", 2, 1, "fp32", 4, 1, zero=3),
 )
-def test_the_peak_is_as_predicted(
-    architecture: str,
-    dp: int,
-    tp: int,
-    dtype: str,
-    rows: int,
-    micro_rows: int,
-    width: int,
-    recomputed: int,
-    ranks: Ranks,
-    law: Law,
-) -> None:
-    sizes = {"width": width, "rows": rows, "micro_rows": micro_rows, "recomputed": recomputed}
-    found = ranks(dp * tp, "tests.parallel.measured:peak", tp=tp, architecture=architecture, dtype=dtype, **sizes)
-    expected = memory(lay_out(recipe(architecture, **sizes), DTYPES[dtype], dp, tp), "cpu", compiled=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_peak_is_as_predicted(case: Case, ranks: Ranks, law: Law) -> None:
+    sizes = {name: getattr(case, name) for name in ("width", "rows", "micro_rows", "recomputed")}
+    flags: dict[str, Any] = {"tp": case.tp, "zero": case.zero, "architecture": case.architecture, "dtype": case.dtype}
+    found = ranks(case.dp * case.tp, "tests.parallel.measured:peak", **flags, **sizes)
+    layout = lay_out(recipe(case.architecture, **sizes), DTYPES[case.dtype], case.dp, case.tp, case.zero)
+    expected = memory(layout, "cpu", compiled=False)
     off = max(found) / expected.peak - 1
-    again = f", {recomputed} of 4 blocks run again" if recomputed else ""
-    law(f"peak memory of a rank = predicted: {architecture}, dp {dp} x tp {tp}, {dtype}{again}", abs(off), "≤ 0.1")
+    law(f"peak memory of a rank = predicted: {case}", abs(off), "≤ 0.1")
     assert abs(off) <= 0.1, (found, expected.peak, expected)
 
 

@@ -119,7 +119,7 @@ def apart(found: list[Any], expected: list[Any]) -> float:
 
 def test_in_bf16(ranks: Ranks) -> None:
     """One micro-batch, so that gradients are rounded alike."""
-    arguments = {"architecture": "gpt", "dtype": "bfloat16"}
+    arguments: dict[str, Any] = {"architecture": "gpt", "dtype": "bfloat16"}
     whole, shared = (ranks(2, "tests.parallel.test_zero3:trained", zero=zero, **arguments) for zero in (2, 3))
     assert apart(shared, whole) <= 1e-4
 
@@ -128,7 +128,7 @@ def test_in_bf16(ranks: Ranks) -> None:
 @pytest.mark.parametrize("recomputed", [0, 4])
 def test_compiled(recomputed: int, ranks: Ranks) -> None:
     """The same compiled code; nothing is compiled after the first step."""
-    arguments = {"architecture": "gpt", "dtype": "float32", "recomputed": recomputed}
+    arguments: dict[str, Any] = {"architecture": "gpt", "dtype": "float32", "recomputed": recomputed}
     plain = ranks(2, "tests.parallel.test_zero3:trained", zero=3, **arguments)
     found = ranks(2, "tests.parallel.test_zero3:trained", zero=3, compiled=True, **arguments)
     assert apart(found, plain) <= 1e-5
