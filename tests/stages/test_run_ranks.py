@@ -14,8 +14,8 @@ from tests.support.faulty_ranks import FaultyRanks
 
 PRETRAIN_STEPS, SFT_STEPS = 8, 6
 ALIKE = 1e-4
-"""Relative, of losses after up to 14 updates. The laws bound an update by 1e-5; AdamW normalises gradients that are near
-zero, so a difference in rounding can grow from one update to the next. Other batches change the last losses by 6e-3."""
+"""Relative, of losses after up to 14 updates. The laws bound an update by 1e-5; AdamW normalises gradients that are
+near zero, so rounding errors can grow from one update to the next. Other batches change the last losses by 6e-3."""
 RECIPE = """
 from dataclasses import replace
 from quern.recipes.gpt import RECIPE as BASELINE
