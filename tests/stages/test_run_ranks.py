@@ -13,6 +13,9 @@ from tests.stages.test_run_all import TOY
 from tests.support.faulty_ranks import FaultyRanks
 
 PRETRAIN_STEPS, SFT_STEPS = 8, 6
+ALIKE = 1e-4
+"""Relative, of losses after up to 14 updates. The laws bound an update by 1e-5; AdamW normalises gradients that are
+near zero, so rounding errors can grow from one update to the next. Other batches change the last losses by 6e-3."""
 RECIPE = """
 from dataclasses import replace
 from quern.recipes.gpt import RECIPE as BASELINE
@@ -26,19 +29,20 @@ RECIPE = replace(BASELINE, name="planted")
 """
 
 
-def request(folder: Path, name: str, *recipe: str, **how: Any) -> dict[str, Any]:
-    arguments = ["run", *recipe, *TOY, "--run", name, "--out", str(folder / name)]
-    return {"arguments": arguments, "faults": [], "ranks": 2, "restarts": 0, "counted": False} | how
+def request(folder: Path, name: str, *arguments: str, **how: Any) -> dict[str, Any]:
+    command = ["run", *arguments, *TOY, "--run", name, "--out", str(folder / name)]
+    return {"arguments": command, "faults": [], "ranks": 2, "restarts": 0, "counted": False} | how
 
 
 @pytest.fixture(scope="module")
 def cold(faulty_server: FaultyRanks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with the run of one process and that of two ranks, and what the ranks said."""
+    """A folder with the runs of one process, of two replicas and of two shards, and what the two replicas said."""
     folder = tmp_path_factory.mktemp("cold")
-    one, two = faulty_server.together([request(folder, "one", ranks=1), request(folder, "two", counted=True)])
-    assert one["exits"] == [[0]] and one["result"] == 0, one["said"]
-    assert two["exits"] == [[0, 0]] and two["result"] == 0, two["said"]
-    return folder, two
+    alone, replicas = request(folder, "alone", ranks=1), request(folder, "replicas", counted=True)
+    found = faulty_server.together([alone, replicas, request(folder, "shards", "--tp", "2")])
+    for one in found:
+        assert one["exits"] in ([[0]], [[0, 0]]) and one["result"] == 0, one["said"]
+    return folder, found[1]
 
 
 def scores(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -46,25 +50,30 @@ def scores(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_two_ranks_leave_what_one_process_leaves(cold: tuple[Path, dict[str, Any]]) -> None:
-    folder, two = cold
-    runs = [folder / name / "runs" / name for name in ("one", "two")]
+@pytest.mark.parametrize("name", ["replicas", "shards"])
+def test_two_ranks_leave_what_one_process_leaves(cold: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, _ = cold
+    runs = [folder / each / "runs" / each for each in ("alone", name)]
     files = [{str(p.relative_to(run)) for p in run.rglob("*") if p.suffix != ".safetensors"} for run in runs]
     assert files[0] == files[1]
     assert files[0] >= {"report.html", "report.md", "evaluate.jsonl", "answers/sft/tinyworld/sums.answers.jsonl"}
     for stage, steps in (("pretrain", PRETRAIN_STEPS), ("sft", SFT_STEPS)):
-        ours, theirs = ({line["step"]: line for line in read_metrics(run / stage)} for run in runs)
-        assert ours.keys() == theirs.keys() and max(ours) == steps
-        for step in ours:
-            for name in {"loss", "val_loss"} & ours[step].keys():
-                assert theirs[step][name] == pytest.approx(ours[step][name], rel=1e-5)
-    for one, own in zip(scores(folder, "one"), scores(folder, "two"), strict=True):
-        assert one["value"] == pytest.approx(own["value"], rel=1e-5)
-        assert one | {"value": 0} == own | {"value": 0}
+        one, two = ({line["step"]: line for line in read_metrics(run / stage)} for run in runs)
+        assert one.keys() == two.keys() and max(one) == steps
+        for step in one:
+            for field in {"loss", "val_loss"} & one[step].keys():
+                assert two[step][field] == pytest.approx(one[step][field], rel=ALIKE)
+    for theirs, ours in zip(scores(folder, "alone"), scores(folder, name), strict=True):
+        assert ours["value"] == pytest.approx(theirs["value"], rel=ALIKE)
+        assert ours | {"value": 0} == theirs | {"value": 0}
     assert titles(runs[0]) == titles(runs[1])
+
+
+def test_each_step_is_said_once_and_taken_by_both(cold: tuple[Path, dict[str, Any]]) -> None:
+    _, replicas = cold
     for line, times in {"tokens: train": 1, "fine-tuned on": 1, "evaluating: sft": 1, "report: ": 2}.items():
-        assert len(lines_with(line, two["said"])) == times, two["said"]
-    assert min(len(two["events"][rank]["begins"]) for rank in "01") == PRETRAIN_STEPS + SFT_STEPS
+        assert len(lines_with(line, replicas["said"])) == times, replicas["said"]
+    assert [len(replicas["events"][rank]["begins"]) for rank in "01"] == [PRETRAIN_STEPS + SFT_STEPS] * 2
 
 
 def titles(run: Path) -> list[str]:
@@ -77,10 +86,10 @@ def test_a_rank_dies_while_fine_tuning_or_preparation_fails(
 ) -> None:
     """The killed run goes on within fine-tuning, and ends as the undisturbed one. An error of the user ends all ranks,
     also after the steps of pretraining."""
-    folder, two = cold
+    folder, replicas = cold
     recipe = folder / "planted.py"
     recipe.write_text(RECIPE, encoding="utf-8")
-    begins = two["events"]["1"]["begins"][PRETRAIN_STEPS + 4]
+    begins = replicas["events"]["1"]["begins"][PRETRAIN_STEPS + 4]
     fault = {"kind": "kill", "rank": 1, "part": "train", "number": begins + 1}
     killed, refused = faulty_server.together(
         [
@@ -90,9 +99,7 @@ def test_a_rank_dies_while_fine_tuning_or_preparation_fails(
     )
     assert killed["places"] and killed["exits"][1:] == [[0, 0]] and killed["result"] == 0, killed["said"]
     assert len(lines_with("resumed at step", killed["said"])) == 2, killed["said"]
-    assert scores(folder, "killed") == [
-        line | {"run": "killed"} if "run" in line else line for line in scores(folder, "two")
-    ]
+    assert scores(folder, "killed") == scores(folder, "replicas")
     assert refused["exits"] == [[0, 0]] and refused["result"] == 1, refused["said"]
     assert lines_with("quern run:", refused["said"]) == ["quern run: planted"]
     assert checkpoint.steps(folder / "refused/runs/refused/pretrain/checkpoints")[-1] == PRETRAIN_STEPS
