@@ -3,8 +3,8 @@
 A step decodes one token for every running row, reads a part of the waiting prompts, and chooses the next tokens.
 Prompts are read in waves, each with a cache of its own, from which finished rows are copied into free seats of the
 running batch (batch.py). With a budget of prompt tokens a step, a wave has as many short prompts as the budget allows,
-in the order of arrival, and a long prompt is read in parts: neither stalls the rows that already answer. Seats have room
-for a whole row, so a row that has joined never has to leave before its end.
+in the order of arrival, and a long prompt is read in parts: neither stalls the rows that already answer. Seats have
+room for a whole row, so a row that has joined never has to leave before its end.
 
 A row's tokens do not depend on the other rows: it has its own cache, its own random numbers (sample.py), its own bias.
 """
