@@ -185,6 +185,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "megabytes": MEGABYTES,
     "prefix_megabytes": Bounds(0, 1e6),
     "watch_seconds": Bounds(0, 1e6),
+    "replicas": _whole(1, 1024),
     "requests_per_minute": _whole(0, 10**9),
     "requests_at_once": _whole(0, 10**9),
     "request_seconds": Bounds(0, 1e6, above=True),

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -207,6 +207,15 @@ def processor_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
     return platform.processor() or platform.machine()
+
+
+def worker_variables(machine: Machine) -> Callable[[int], dict[str, str]]:
+    """Environment variables of a worker process, by its number from 0: on GPUs, each worker sees one of them."""
+    if machine.device.type != "cuda":
+        return lambda worker: {}
+    visible = environment().get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    return lambda worker: {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]}
 
 
 def environment() -> Mapping[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import random
 import string
@@ -51,22 +52,23 @@ def serve(setup: Setup) -> Iterator[Figure]:
     with running(engine) as port:
         load = Load(port, NAME, ordinary, tokenizer.bos, ROWS, seconds, length, reply, setup.seed)
         closed, offline = [], []
+        seeds = itertools.count(setup.seed)  # no prompt is sent twice: it would be known
         for turn in range(setup.rounds):
             offline.append(offline_rate(engine, setup.seed + turn, ordinary, length, reply))
-            closed.append(sent(replace(load, seed=turn)))
+            closed.append(sent(replace(load, seed=next(seeds))))
         rates = np.array([rate(one) for one in closed])
         yield figure(f"engine alone, batch {ROWS}", "tokens/s", np.array(offline))
         yield figure(f"{ROWS} clients, closed loop", "tokens/s", rates)
         yield figure(f"{ROWS} clients / engine alone", "×", rates / np.array(offline))
         yield from latencies(f"{ROWS} clients", closed)
-        single = [sent(replace(load, clients=1, seed=turn)) for turn in range(setup.rounds)]
+        single = [sent(replace(load, clients=1, seed=next(seeds))) for _ in range(setup.rounds)]
         yield figure("1 client", "tokens/s", np.array([rate(one) for one in single]))
         yield from latencies("1 client", single)
         whole = replace(load, long_tokens=engine.context - reply - 1)
-        beside = [[one for one in sent(replace(whole, seed=turn)) if one.client] for turn in range(setup.rounds)]
+        beside = [[one for one in sent(replace(whole, seed=next(seeds))) if one.client] for _ in range(setup.rounds)]
         yield from latencies(f"{ROWS - 1} clients beside prompts of {whole.long_tokens} tokens", beside)
         half = rates.mean() / reply / 2
-        opened = [sent(replace(load, rate=half, seed=turn)) for turn in range(setup.rounds)]
+        opened = [sent(replace(load, rate=half, seed=next(seeds))) for _ in range(setup.rounds)]
         yield from latencies(f"open loop, {half:.1f} requests/s", opened)
         yield from second_turns(setup, port, engine.context)
 

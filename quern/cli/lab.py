@@ -18,7 +18,7 @@ from quern.flags.recipe_flags import named, parse
 from quern.kernels.attention.autotune import select_attention
 from quern.lab import command
 from quern.lab.board import server
-from quern.lab.devices import DeviceOptions, variables
+from quern.lab.devices import DeviceOptions
 from quern.lab.log import publish
 from quern.lab.names import start_facts
 from quern.lab.scaling import study as scaling
@@ -54,7 +54,7 @@ def _sweep(rest: list[str], help_text: str) -> int:
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(device["threads"])]
     facts = start_facts(machine, shlex.join(["quern", "lab", "sweep", *rest]))
     trainer = _trainer(options, device)
-    return sweep.run(options, log, trainer, worker, variables(machine), facts=facts, source=source)
+    return sweep.run(options, log, trainer, worker, machines.worker_variables(machine), facts=facts, source=source)
 
 
 def _scaling(rest: list[str], help_text: str) -> int:

@@ -256,6 +256,8 @@ class ServeOptions(_ModelOptions):
     """Further runs to serve. Requests choose by name: quern-RUN."""
     watch_seconds: float = 0.0
     """Look so often for a newer checkpoint, and send new requests to it; 0 for never."""
+    replicas: int = 1
+    """Processes that each have the models, behind one port; on GPUs, one GPU each."""
     requests_per_minute: int = 0
     """The most requests for replies by one holder of a key, or by one address without keys; 0 for any number."""
     requests_at_once: int = 0

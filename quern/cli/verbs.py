@@ -324,8 +324,9 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         )
         limits = Limits(seconds=options.request_seconds)
         command.run(
-            sources, options.host, options.port, gate, limits, log, watch_seconds=options.watch_seconds, tls=tls
-        )
+            sources, options.host, options.port, gate, limits, log,
+            watch_seconds=options.watch_seconds, tls=tls, replicas=options.replicas,
+        )  # fmt: skip
     return 0
 
 

@@ -104,7 +104,7 @@ def decode_many(
     return decode(model, cache, tokens_B, slots_S)
 
 
-def turned_is_faster(model: nn.Module, rows: int, rounds: int = 10) -> bool:
+def turned_is_faster(model: nn.Module, rows: int, rounds: int = 4) -> bool:
     """Measures alternately whether w · xᵀ of all the model's matrices is faster than x · wᵀ."""
     pairs = [
         (linear.weight, torch.ones(rows, linear.in_features, dtype=linear.weight.dtype))

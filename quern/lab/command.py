@@ -18,7 +18,7 @@ from quern.flags.recipe_flags import named, parse
 from quern.lab.arms import Arm
 from quern.lab.cluster import connect
 from quern.lab.compare import Workers, compare
-from quern.lab.devices import DeviceOptions, variables
+from quern.lab.devices import DeviceOptions
 from quern.lab.names import check_name, locked, start_facts
 from quern.lab.power import detectable_effect
 from quern.lab.results import HEAD
@@ -153,7 +153,8 @@ def _run(
     )
     own = 1 if options.ray else options.workers  # workers that share this machine
     device = machine_flags(machine) | {"threads": options.where.arguments(own)["threads"]}
-    workers = Workers(options.workers, options.out, device, variables(machine), cluster=options.ray is not None)
+    variables = machines.worker_variables(machine)
+    workers = Workers(options.workers, options.out, device, variables, cluster=options.ray is not None)
     results, failed = compare(study, arms, workers, log)
     for line in grid(("equal", *HEAD), [[one.axis, *one.cells()] for one in results]):
         log(line)

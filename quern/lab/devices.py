@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -36,12 +35,3 @@ class DeviceOptions:
             "compile": self.compile,
             "threads": max(1, machine.threads // workers),
         }
-
-
-def variables(machine: machines.Machine) -> Callable[[int], dict[str, str]]:
-    """Environment variables of a worker, by its number from 0: on GPUs, each worker sees one of them."""
-    if machine.device.type != "cuda":
-        return lambda worker: {}
-    visible = machines.environment().get("CUDA_VISIBLE_DEVICES", "")
-    devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    return lambda worker: {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]}

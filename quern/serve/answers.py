@@ -23,6 +23,7 @@ from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
 encode = json.JSONEncoder(allow_nan=False).encode
+STREAM_END = "data: [DONE]\n\n"
 UNKNOWN = float("inf")
 """Stands for the log-probability of a token with nothing before it."""
 
@@ -190,7 +191,7 @@ class Answer(ABC):
                 yield server_sent(self._body(self.chunk_kind, [], {"usage": self.usage()}))
         except Exception as error:
             yield server_sent(as_api_error(error).body)
-        yield "data: [DONE]\n\n"
+        yield STREAM_END
 
     def _pieces(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         """The choices of the chunks for these events; neighbouring pieces of one kind become one."""

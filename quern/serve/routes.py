@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -32,6 +32,7 @@ from quern.serve.responses import Responses
 
 MAX_BODY_BYTES = 1 << 20
 Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 def add_routes(app: FastAPI, models: Models) -> None:
@@ -117,13 +118,21 @@ async def respond(http: Request, answer: Answer, request: ChatRequest | Completi
 
 async def whole(http: Request, answer: Answer | Responses) -> Response:
     """The complete response. The job is cancelled if the client disconnects."""
-    finished = asyncio.ensure_future(answer.whole())
+    try:
+        body = await unless_gone(http, answer.whole())
+    finally:
+        answer.job.cancel()
+    return Response(status_code=499) if body is None else JSON(body)
+
+
+async def unless_gone(http: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`; None if the client disconnects before, which cancels it."""
+    finished = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(http))
     try:
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return JSON(finished.result()) if finished.done() else Response(status_code=499)
+        return finished.result() if finished.done() else None
     finally:
-        answer.job.cancel()
         finished.cancel()
         gone.cancel()
 
@@ -138,6 +147,14 @@ async def read_json(http: Request) -> Any:
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError("Send the body as JSON, with the header 'Content-Type: application/json'.", status=415)
+    try:
+        return json.loads(await read_body(http))
+    except (ValueError, RecursionError):
+        raise ApiError("The body is not valid JSON.") from None
+
+
+async def read_body(http: Request) -> bytes:
+    """The body. Raises ApiError if it is too large."""
     body = bytearray()
     try:
         async for chunk in http.stream():
@@ -146,10 +163,7 @@ async def read_json(http: Request) -> Any:
                 raise ApiError(f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages.", status=413)
     except ClientDisconnect:  # no failure of the server, whose log would have a traceback; nobody reads the answer
         raise ApiError("The client left before the end of its body.", status=499) from None
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError("The body is not valid JSON.") from None
+    return bytes(body)
 
 
 async def on_api_error(_: Request, error: Exception) -> Response:

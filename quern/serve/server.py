@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from quern.generate.engine import Engine
@@ -83,7 +84,7 @@ def prepare_threads() -> None:
     sys.setswitchinterval(0.0005)
 
 
-def serve(app: FastAPI, listener: socket.socket, **tls: Any) -> None:
+def serve(app: Starlette, listener: socket.socket, **tls: Any) -> None:
     """Serves on a socket of `listen` until interrupted. tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config."""
     prepare_threads()
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, **tls)

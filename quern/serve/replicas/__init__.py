@@ -1,0 +1,1 @@
+"""Several server processes behind one port: the processes (processes.py, process.py), and who answers (router.py)."""

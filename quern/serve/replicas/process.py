@@ -1,0 +1,58 @@
+"""One replica, a child process: the server on a Unix socket, which the router alone can reach.
+
+It ends like a server that gets SIGTERM when its parent closes its standard input, or dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quern import child
+from quern.kernels.attention.autotune import select_attention
+from quern.machine import detect
+from quern.runs.run_dir import RunDir
+from quern.serve.command import Source, open_app
+from quern.serve.frontier import Gate
+from quern.serve.server import serve
+from quern.serve.worker import Limits
+
+WAITING_CONNECTIONS = 2048
+
+
+def end_with(requests: Iterable[Any]) -> None:
+    """Asks this process to end when its parent has closed its standard input."""
+    for _ in requests:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    order, requests = child.orders()
+    threading.Thread(target=end_with, args=(requests,), daemon=True).start()
+    with child.replying() as reply:
+        machine = select_attention(detect(**order["machine"]))
+        sources = {
+            name: Source(RunDir(Path(out), run), stage, machine, megabytes)
+            for name, (out, run, stage, megabytes) in order["sources"].items()
+        }
+        path = Path(order["path"])
+        path.unlink(missing_ok=True)  # of the process before
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(path))
+            listener.listen(WAITING_CONNECTIONS)
+            limits = Limits(seconds=order["request_seconds"])
+            app = open_app(
+                sources, Gate(), limits, lambda line: reply({"log": line}), watch_seconds=order["watch_seconds"]
+            )
+            reply({"ready": True})
+            serve(app, listener)
+
+
+if __name__ == "__main__":
+    main()
