@@ -373,7 +373,7 @@ class Recipe:
         body = {**body, "unused": tuple(body.get("unused", ()))}
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
-        kinds = (TextRecipe, ModelRecipe, OptimRecipe, TrainRecipe, SftRecipe, RlRecipe)
+        kinds: tuple[Any, ...] = (TextRecipe, ModelRecipe, OptimRecipe, TrainRecipe, SftRecipe, RlRecipe)
         try:
             for name, part in zip("text model optim train sft rl".split(), kinds, strict=True):
                 values = body.get(name, {}) if name == "rl" else body[name]  # runs of earlier versions have no rl
