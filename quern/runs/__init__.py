@@ -1,1 +1,1 @@
-"""A run on disk: its folder, lock, saved recipe, origin, and model. Stages, interop and serving use it."""
+"""A run on disk: its folder, lock, saved recipe, origin, model and public data. Stages, interop and serving use it."""

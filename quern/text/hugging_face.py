@@ -29,11 +29,11 @@ from quern.text.tokenizer import (
 from quern.validate import install
 
 # Oniguruma reads two things differently. A + after a counted repetition is left out, because nothing follows that could
-# take characters back. $ matches at the end of any line, so its case is left out; the next case covers it.
+# take characters back. $ matches at the end of any line; in GPT-2's its case is left out, since the next one covers it.
 DIALECT = {
     **{split_pattern(n): split_pattern(n).replace(f"{{1,{n}}}+", f"{{1,{n}}}") for n in (1, 2, 3)},
     GPT2_SPLIT_PATTERN: GPT2_SPLIT_PATTERN.replace(r"|\s++$", ""),
-    GPT4_SPLIT_PATTERN: LLAMA3_SPLIT_PATTERN,
+    GPT4_SPLIT_PATTERN: GPT4_SPLIT_PATTERN.replace("{1,3}+", "{1,3}").replace("$", r"\z"),
     LLAMA3_SPLIT_PATTERN: LLAMA3_SPLIT_PATTERN,
     GPT4O_SPLIT_PATTERN: GPT4O_SPLIT_PATTERN,
 }
