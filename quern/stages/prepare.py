@@ -23,6 +23,7 @@ from quern.stages.prepare_tokens import is_tokens, list_tokens, open_tokens, sam
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text import hub
+from quern.text.clean.records import read_records, recorded
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
 from quern.text.encode.sample import sampled
@@ -271,7 +272,7 @@ def prepare(
         sizes = {"val": None, "train": source.megabytes}
         with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
             for split in (split for split in sizes if not prepared(folder, mark, [split])):
-                texts = (text for text in source.read(split) if text)
+                texts = (text for text in recorded(source.read(split), folder, split) if text)
                 how = {"workers": workers, "megabytes": sizes[split]}
                 write_shards(texts, tokenizer, folder, split, mark, log, **how)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
@@ -281,6 +282,8 @@ def prepare(
         else {"validation text": "\n".join(islice(source.read("val"), 50))}
     )
     facts = _facts(source.name, samples, tokenizer, train, val)
+    if cleaning := read_records(folder):
+        facts["data"]["cleaning"] = cleaning
     return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder)
 
 
