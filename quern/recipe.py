@@ -207,17 +207,9 @@ class TrainRecipe:
 
 
 OPERATIONAL = frozenset(
-    {
-        "train.micro_batch_tokens",
-        "train.log_every",
-        "train.eval_every",
-        "train.save_every",
-        "train.keep",
-        "train.save_in_background",
-        "train.max_skips",
-        "train.recompute",
-        "train.optimizer_memory",
-    }
+    f"train.{name}"
+    for name in "micro_batch_tokens log_every eval_every save_every keep save_in_background max_skips recompute "
+    "optimizer_memory".split()
 )
 """Fields that say how training goes, not what is learned: they may change when a run is resumed."""
 FOR_FINE_TUNING = ("sft", "conversations", "text.tinyworld_conversations")
