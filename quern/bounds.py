@@ -181,6 +181,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "max_tokens": COUNT,
     "port": _whole(0, 2**16 - 1),
     "rounds": FEW,
+    "documents": _whole(1, 10**9),
     "batch_tokens": COUNT,
     "megabytes": MEGABYTES,
     "prefix_megabytes": Bounds(0, 1e6),

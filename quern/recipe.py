@@ -200,21 +200,16 @@ class TrainRecipe:
     """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
     recompute: int = 0
     """The first so many blocks run again in the backward pass: less memory, more time, the same numbers."""
+    optimizer_memory: str = "device"
+    """device or cpu: where masters and moments are kept; from the CPU, those of a bucket visit a GPU for its update."""
     grad_dtype: str = "compute"
     """compute or fp32: the dtype in which gradients are summed over micro-batches, steps and ranks."""
 
 
 OPERATIONAL = frozenset(
-    {
-        "train.micro_batch_tokens",
-        "train.log_every",
-        "train.eval_every",
-        "train.save_every",
-        "train.keep",
-        "train.save_in_background",
-        "train.max_skips",
-        "train.recompute",
-    }
+    f"train.{name}"
+    for name in "micro_batch_tokens log_every eval_every save_every keep save_in_background max_skips recompute "
+    "optimizer_memory".split()
 )
 """Fields that say how training goes, not what is learned: they may change when a run is resumed."""
 FOR_FINE_TUNING = ("sft", "conversations", "text.tinyworld_conversations")

@@ -90,6 +90,9 @@ RULES = (
     Rule("grug train", "train.minutes", "is for `quern pretrain`: the JAX twin trains for --train.steps"),
     Rule("grug train", "train.fp8", "is for `quern pretrain`: the JAX twin has no FP8"),
     Rule("grug train", "train.recompute", "is for `quern pretrain`: the JAX twin keeps all activations"),
+    Rule(
+        "grug train", "train.optimizer_memory", "is for `quern pretrain`: the JAX twin keeps all state on its devices"
+    ),
     Rule("grug train", "train.grad_dtype", "is for `quern pretrain`: the JAX twin sums gradients in fp32"),
     Rule("grug train", "train.save_in_background", "is not needed: the JAX twin always saves in the background"),
     Rule("evaluate,serve", ALL, _OF_THE_RUN),

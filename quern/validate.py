@@ -19,6 +19,7 @@ CHOICES = {
     "train.packing": ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream"),
     "train.fp8": ("off", "head", "all"),
     "train.grad_dtype": ("compute", "fp32"),
+    "train.optimizer_memory": ("device", "cpu"),
     "sft.too_long": ("crop", "drop"),
 }
 

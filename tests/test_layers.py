@@ -23,7 +23,7 @@ LAYERS = (
         *"unavailable bounds records temporaries terminal child".split(),
     ),  # files of quern/ itself; these may import each other
     ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
-    ("text.tinyworld", "text.encode", "model"),
+    ("text.tinyworld", "text.clean", "text.encode", "model"),
     ("parallel", "generate", "generate.sandbox", "recipes"),
     ("train", "eval", "grug", "mixture"),
     ("rl",),

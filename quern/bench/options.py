@@ -74,8 +74,6 @@ class BenchOptions:
         """Raises ValueError or FileNotFoundError, before anything is measured, with the value to give instead."""
         if self.batch_tokens % 512:
             raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
-        if self.documents < 1:
-            raise ValueError(f"--documents must be at least 1, not {self.documents}")
         if "quality" in self.what and (self.train is None or self.val is None):
             raise ValueError("quality needs text: give --train and --val, each a file or a folder")
         for path in (self.data, self.train, self.val):

@@ -67,8 +67,8 @@ class PlanOptions:
 class Candidate:
     """One layout. `step` is None for an impossible one, with the reason in `refusal`.
 
-    `zero` is that of `Mesh`; `recomputed` blocks run again in the backward pass; `note` says why they must. `share` is
-    the bytes of the parameters over those of their padded buffers.
+    `zero` is that of `Mesh`; `recomputed` blocks run again in the backward pass; `note` says why this is needed.
+    `share` is the bytes of the parameters over those of their padded buffers.
     """
 
     dp: int
@@ -81,6 +81,7 @@ class Candidate:
     refusal: str = ""
     share: float = 1.0
     note: str = ""
+    optimizer_memory: str = "device"
 
     @property
     def seconds(self) -> float:
@@ -123,20 +124,29 @@ def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
 
 
 def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, dp: int, tp: int) -> Candidate:
-    """Returns the fastest with whole parameters; if it needs blocks that run again, the fastest of all."""
+    """Returns the fastest of this layout. What saves memory is tried in turn: blocks that run again, parameters that
+    replicas share, and masters and moments in the CPU's memory."""
     try:
         layout = lay_out(recipe, DTYPES[options.dtype], dp, tp)
     except ValueError as error:
         return Candidate(dp, tp, refusal=str(error))
     traced = activations(layout, "cpu" if options.gpu == "cpu" else "cuda", options.compile)
-    whole = _fastest(options, cluster, layout, 2, traced)
-    if dp == 1 or (whole.step is not None and not whole.note):
-        return whole
-    shared = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero=3), 3, traced)
-    if whole.seconds <= shared.seconds < math.inf:
-        return whole
-    slower = "is slower" if whole.step else whole.refusal
-    return replace(shared, note="; ".join(filter(None, [f"with whole parameters (--zero 2) it {slower}", shared.note])))
+    best, zero = _fastest(options, cluster, layout, 2, traced), 3 if dp > 1 else 2
+    if dp > 1 and (best.step is None or best.recomputed > recipe.train.recompute):
+        shared = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, 3), 3, traced)
+        best = _better(best, shared, "with whole parameters (--zero 2) it")
+    if best.step is None and options.gpu != "cpu" and recipe.train.optimizer_memory == "device":
+        recipe = replace(recipe, train=replace(recipe.train, optimizer_memory="cpu"))
+        away = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), zero, traced)
+        best = _better(best, away, "with masters and moments on the GPU it")
+    return best
+
+
+def _better(one: Candidate, other: Candidate, without: str) -> Candidate:
+    """Returns the faster one. If it is the other, its note begins with what is wrong without it."""
+    if one.seconds <= other.seconds < math.inf:
+        return one
+    return replace(other, note="; ".join(filter(None, [f"{without} {one.refusal or 'is slower'}", other.note])))
 
 
 def _fastest(options: PlanOptions, cluster: Cluster, layout: Layout, zero: int, traced: Activations) -> Candidate:
@@ -146,7 +156,9 @@ def _fastest(options: PlanOptions, cluster: Cluster, layout: Layout, zero: int, 
     share = sum(p.nbytes for p in layout.shard.parameters()) / sum(bucket.params.nbytes for bucket in layout.buckets)
     found: list[Candidate] = []
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
-        one = Candidate(layout.dp, layout.tp, zero, sized.recipe.train.micro_batch_tokens or 0, share=share)
+        train = sized.recipe.train
+        one = Candidate(layout.dp, layout.tp, zero, train.micro_batch_tokens or 0, share=share)
+        one = replace(one, optimizer_memory=train.optimizer_memory)
         note = ""
         for again in _recomputed(sized):
             needed = memory(again, device, options.compile, traced)
@@ -208,6 +220,7 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     flags = f"--tp {best.tp} --train.micro-batch-tokens {best.micro_batch_tokens}"
     flags += f" --train.recompute {best.recomputed}" if best.recomputed else ""
     flags += " --zero 3" if best.zero == 3 else ""
+    flags += " --train.optimizer-memory cpu" if best.optimizer_memory == "cpu" else ""
     lines += ["", f"best: dp {best.dp:,} × tp {best.tp}: {flags}", *([f"      {best.note}"] if best.note else []), ""]
     lines += ["memory of one GPU" if options.gpu != "cpu" else "memory of one rank (the interpreter comes on top)"]
     lines += [f"  {name:22} {size / GB:9.3f} GB  {note}" for name, size, note in _categories(best.memory)]
@@ -264,6 +277,7 @@ def _categories(one: Memory) -> list[tuple[str, int, str]]:
         ("gradients", one.gradients, ""),
         ("fp32 masters", one.masters, "" if one.masters else "parameters are their own"),
         ("moments", one.moments, ""),
+        ("in the CPU's memory", one.away, "masters and moments, beside the peak" if one.away else ""),
         ("activations", one.activations, "of one micro-batch"),
         ("run again", one.again, "activations of one block, when the loss is gone"),
         ("gathered", one.whole, "parameters of two modules" if one.whole else ""),
@@ -298,7 +312,7 @@ def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> d
     body = []
     for one in found:
         entry: dict[str, Any] = {"dp": one.dp, "tp": one.tp, "micro_batch_tokens": one.micro_batch_tokens}
-        entry |= {"zero": one.zero, "recomputed": one.recomputed, "note": one.note}
+        entry |= {name: getattr(one, name) for name in ("zero", "recomputed", "optimizer_memory", "note")}
         entry |= {"refusal": one.refusal, "parameters_share_of_buffers": round(one.share, 4)}
         entry["memory"] = one.memory and asdict(one.memory) | {"peak": one.memory.peak}
         entry["step"] = one.step and asdict(one.step) | {"seconds": one.step.seconds}

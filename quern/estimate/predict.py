@@ -7,6 +7,7 @@ A model with these parts, in seconds of one rank:
 - pointwise: the operations between products, bound by memory. The forward pass writes and reads what autograd keeps,
   the backward pass reads it and writes its gradient: four passes, and two more over what is computed again. Each
   optimizer buffer is read and written;
+- update: also the way of masters and moments to a GPU and back, where they are kept in the CPU's memory;
 - model: the collectives of tensor parallelism, which nothing hides;
 - data: gradients, hidden behind the backward pass of the last micro-batch except for the last bucket; parameters,
   hidden behind the update in the same way, or both behind all passes where replicas share parameters; and matrices
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from quern.estimate.hardware import ATTAINED_BANDWIDTH, Network, Processor
+from quern.estimate.hardware import ATTAINED_BANDWIDTH, HOST_BANDWIDTH, Network, Processor
 from quern.parallel.layout import Layout
 from quern.parallel.memory import Memory, owned_counts, run_update
 from quern.parallel.traffic import bytes_per_step, calls
@@ -99,6 +100,7 @@ def predict(layout: Layout, memory: Memory, cluster: Cluster, flops_per_token: f
     most, again = max(layout.micro_batches), recomputed * memory.again
     pointwise = (PASSES * (memory.activations + again) + 2 * again) / most * layout.rows / bandwidth
     update = _update_flops(layout) / rate + 2 * (memory.masters + memory.moments) / bandwidth
+    update += 2 * memory.away / (HOST_BANDWIDTH * ATTAINED_BANDWIDTH)
     traffic = bytes_per_step(layout)
     kinds = "data/reduce_scatter", "data/all_gather"  # gradients there, parameters back
     cut = [sum(counts) for counts in zip(*(calls(layout, one) for one in layout.buckets if not one.small), strict=True)]

@@ -1,26 +1,19 @@
 """Which questions of a task share a long passage with the training text.
 
-A question is contaminated if any run of 13 words in it is also in a training document: the rule of GPT-3 (Brown et
-al., 2020, https://arxiv.org/abs/2005.14165, appendix C). Words are compared in lower case without punctuation. A
-question with fewer words counts if all of them, in order, are in a document. The training text is read once, document
-by document; memory grows with the questions only.
+A question is contaminated if any run of 13 words in it is also in a training document (text/clean/word_runs.py). The
+training text is read once, document by document; memory grows with the questions only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from quern.eval.task import Item
 from quern.mesh import ProcessGroup
+from quern.text.clean.word_runs import WORDS, digest, passage_runs, runs, split_words
 
-WORDS = 13
-LEAST_WORDS = 5
-"""Shorter questions are in every large text by chance, and are never called contaminated."""
-
-_WORD = re.compile(r"\w+")
 _OPTION = re.compile(r"^([A-Z])\) (.*)$", re.MULTILINE)
 
 
@@ -34,17 +27,14 @@ def find_contaminated(questions: Sequence[str], documents: Iterable[str], words:
     """
     wanted: dict[int, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, question in enumerate(questions):
-        split = _split(question)
-        size = min(words, len(split))
-        if size >= LEAST_WORDS:
-            for run in _runs(split, size):
-                wanted[size][_digest(run)].append(number)
+        for size, mark in passage_runs(question, words):
+            wanted[size][mark].append(number)
     found = [False] * len(questions)
     for document in documents:
-        split = _split(document)
+        split = split_words(document)
         for size, known in wanted.items():
-            for run in _runs(split, size):
-                for number in known.get(_digest(run), ()):
+            for run in runs(split, size):
+                for number in known.get(digest(run), ()):
                     found[number] = True
     return found
 
@@ -69,15 +59,3 @@ def contaminated_shares(
     found = iter(own if group is None else map(any, zip(*group.gather_objects(own), strict=True)))
     shares = {task: [next(found) for _ in texts] for task, texts in passages.items()}
     return {task: sum(own) / len(own) for task, own in shares.items() if own}
-
-
-def _split(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
-
-
-def _runs(words: Sequence[str], size: int) -> Iterable[str]:
-    return (" ".join(words[first : first + size]) for first in range(len(words) - size + 1))
-
-
-def _digest(run: str) -> bytes:
-    return hashlib.blake2b(run.encode("utf-8"), digest_size=8).digest()

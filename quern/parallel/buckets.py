@@ -82,6 +82,8 @@ class Bucket:
     stack: Stack | None = None
     """For a rule on stacks: who owns the matrices, and how they travel."""
     share: Share | None = None
+    visits: bool = False
+    """Masters and state are kept on the CPU, and copied to the device of the parameters for the update."""
     pending: Pending | None = field(default=None, repr=False)
     travelling: Tensor | None = field(default=None, repr=False)
     """Parts of matrices that travel between regions and owners."""
@@ -155,12 +157,22 @@ class Bucket:
             )
             rounded = torch.empty_like(whole, dtype=self.params.dtype)
             if len(whole):
-                self.update(self.masters, whole, self.state, scalars, out=rounded)
+                self._update_owned(whole, scalars, rounded)
             self._send_back(self.stack, rounded)
         elif len(self.masters):
-            self.update(self.masters, self._owned(self.region_grads), self.state, scalars, out=self._out())
+            self._update_owned(self._owned(self.region_grads), scalars, self._out())
         if not self.moves:
             self.gather()
+
+    def _update_owned(self, grads: Tensor, scalars: dict[str, Tensor] | dict[str, float], out: Tensor | None) -> None:
+        if not self.visits:
+            self.update(self.masters, grads, self.state, scalars, out=out)
+            return
+        kept = [self.masters, *self.state.values()]
+        masters, *state = here = [tensor.to(grads.device, non_blocking=True, copy=True) for tensor in kept]
+        self.update(masters, grads, dict(zip(self.state, state, strict=True)), scalars, out=out)
+        for tensor, changed in zip(kept, here, strict=True):
+            tensor.copy_(changed)  # waits for the device: a checkpoint may read it next
 
     def gather(self) -> None:
         """Starts to collect the parameters from all regions, unless they stay there; `pending` is the collective."""
@@ -171,7 +183,7 @@ class Bucket:
     def round_masters(self) -> None:
         """Sets the parameters from the masters, which were loaded."""
         if self.stack is not None and (self.moves or self.exchange):
-            self._send_back(self.stack, self.masters.to(self.params.dtype))
+            self._send_back(self.stack, self.masters.to(self.params))
         elif (out := self._out()) is not None:
             out.copy_(self.masters)
         self.gather()
@@ -205,13 +217,14 @@ class Bucket:
 class Settings:
     """dtype_ns: of Muon's matrix products; compile: run the rules through torch.compile; fp32_gradients: sum gradients
     in fp32 rather than in the parameters' dtype; parts: the number of the module of each parameter that replicas may
-    share."""
+    share; on_cpu: keep masters and state there."""
 
     mesh: Mesh
     dtype_ns: torch.dtype
     compile: bool
     fp32_gradients: bool = False
     parts: Mapping[str, int] = field(default_factory=dict)
+    on_cpu: bool = False
 
 
 SMALL_ELEMENTS = 16_384
@@ -229,7 +242,8 @@ def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[B
     data, model = settings.mesh.data.size, settings.mesh.model.size
     total = sum(p.numel() for group in groups for _, p in group.parameters)
     eighth = max(LEAST_ELEMENTS, total // 8)
-    most = min(max(MOST_ELEMENTS, data * LEAST_REGION), eighth) if data > 1 else total
+    apart = data > 1 or settings.on_cpu  # else larger stacks are updated faster
+    most = min(max(MOST_ELEMENTS, data * LEAST_REGION), eighth) if apart else total
     parts: list[tuple[ParameterGroup, Named]] = []
     for group in groups:
         kinds: dict[tuple, Named] = {}
@@ -346,7 +360,7 @@ def _bucket(
     own = region if stack is None or apart else stack.of_replica(region, begin)
     owned = own if stack is None else stack.put_together(stack.of_replica(params) if apart else own)
     master_dtype = torch.promote_types(params.dtype, torch.float32)
-    masters = owned.to(master_dtype, copy=apart)
+    masters = owned.to(master_dtype, copy=apart or settings.on_cpu)
     update = partial(group.rule.update_, dtype=settings.dtype_ns)
     # Rules on stacks are mostly matrix products. On a CPU, compiling them saves less time in an hour of training than
     # it costs at the start. dynamic: one compilation serves all sizes.
@@ -359,8 +373,13 @@ def _bucket(
     share = None if part is None else Share(region, torch.zeros_like(region, dtype=grads.dtype), part)
     for buffer in (params, grads) if share else ():
         buffer.untyped_storage().resize_(0)
-    tensors = params, grads, param_views, grad_views, masters, group.rule.init_state(masters)
-    return Bucket(group, parameters, *tensors, update, settings.mesh, begin, end, small, stack, share)
+    state = group.rule.init_state(masters)
+    if settings.on_cpu and params.device.type == "cuda":
+        masters, state = masters.cpu().pin_memory(), {name: one.cpu().pin_memory() for name, one in state.items()}
+    tensors = params, grads, param_views, grad_views, masters, state
+    return Bucket(
+        group, parameters, *tensors, update, settings.mesh, begin, end, small, stack, share, visits=settings.on_cpu
+    )
 
 
 def _unflatten(buffer: Tensor, shapes: Sequence[torch.Size], alignment: int) -> list[Tensor]:

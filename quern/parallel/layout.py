@@ -82,7 +82,8 @@ def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int, zero: int = 2)
     shard = shard_model(weightless(recipe, dtype), mesh)
     groups = make_groups(shard.parameter_groups(), recipe.make_rules(recipe), shard.named_parameters())
     parts = parts_of(shard) if zero == 3 else []
-    settings = Settings(mesh, dtype, False, recipe.train.grad_dtype == "fp32", numbers_of(parts))
+    fp32, on_cpu = recipe.train.grad_dtype == "fp32", recipe.train.optimizer_memory == "cpu"
+    settings = Settings(mesh, dtype, False, fp32, numbers_of(parts), on_cpu)
     return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, settings), parts)
 
 

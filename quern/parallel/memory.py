@@ -50,7 +50,7 @@ LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index)
 class Memory:
     """Bytes of one rank, by the categories above. again: activations of one block that runs again; whole: gathered
     parameters; sent: gradients that replicas do not keep; in_flight: gradients; accumulates: over several
-    micro-batches."""
+    micro-batches; away: masters and moments in a CPU's memory, beside a GPU."""
 
     parameters: int
     gradients: int
@@ -64,6 +64,7 @@ class Memory:
     in_flight: int
     update: int
     accumulates: bool
+    away: int = 0
 
     @property
     def buffers(self) -> int:
@@ -87,7 +88,8 @@ def memory(layout: Layout, device: str, compiled: bool, traced: Activations | No
     traced = traced or activations(layout, device, compiled)
     grad_bytes = layout.buckets[0].grads.itemsize
     gradients = [p.numel() * grad_bytes for p in layout.shard.parameters()]
-    masters, moments = _owned(layout)
+    masters, moments = _owned(layout, layout.buckets)
+    away = masters + moments if device == "cuda" and layout.recipe.train.optimizer_memory == "cpu" else 0
     most_rows, context = max(layout.micro_batches), layout.recipe.model.context
     recomputed = layout.recipe.train.recompute
     assert context
@@ -96,8 +98,8 @@ def memory(layout: Layout, device: str, compiled: bool, traced: Activations | No
         gradients=sum(
             (bucket.share or bucket).grads.nbytes * (1 if bucket.group.every == 1 else 2) for bucket in layout.buckets
         ),
-        masters=masters,
-        moments=moments,
+        masters=0 if away else masters,
+        moments=0 if away else moments,
         activations=most_rows * traced.kept(recomputed),
         again=most_rows * traced.again(recomputed),
         whole=_whole(layout),
@@ -106,13 +108,14 @@ def memory(layout: Layout, device: str, compiled: bool, traced: Activations | No
         in_flight=sum(gradients) if layout.dp == 1 else max(gradients),
         update=_update(layout, compiled),
         accumulates=len(layout.micro_batches) > 1,
+        away=away,
     )
 
 
-def _owned(layout: Layout) -> tuple[int, int]:
-    """Bytes of masters and of moments, on the rank that owns most."""
+def _owned(layout: Layout, buckets: Sequence[Bucket]) -> tuple[int, int]:
+    """Bytes of masters and of moments of some buckets, on the rank that owns most."""
     masters, moments = [0] * (layout.dp * layout.tp), [0] * (layout.dp * layout.tp)
-    for bucket in layout.buckets:
+    for bucket in buckets:
         # Parameters in fp32 are their own masters.
         same = bucket.masters.untyped_storage()._cdata == bucket.region_params.untyped_storage()._cdata
         unit = bucket.masters.new_empty(1, *bucket.masters.shape[1:])
@@ -329,12 +332,13 @@ def _loss_eagerly(layout: Layout, tokens: int, V: int) -> int:
 
 
 def _update(layout: Layout, compiled: bool) -> int:
-    """The peak of a rule's temporaries, and the matrices that other ranks send for it; those that replicas share come
-    all at once."""
+    """The peak of a rule's temporaries, masters and state that visit, and the matrices that other ranks send for it;
+    those that replicas share come all at once."""
     always = _arriving([bucket for bucket in layout.buckets if bucket.share is not None], layout)
     most = 0
     for bucket in layout.buckets:
         beside = 0 if bucket.share is not None else _arriving([bucket], layout)
+        beside += sum(_owned(layout, [bucket])) if bucket.visits else 0
         if bucket.rule.stacked or not compiled:  # the compiler fuses the others into one pass without temporaries
             trace = LiveBytes()
             run_update(bucket, max(owned_counts(bucket, layout)), trace)

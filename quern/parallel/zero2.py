@@ -42,6 +42,7 @@ class Zero2:
         compile: Run the update rules through torch.compile.
         mesh: The ranks; None is this process alone.
         fp32_gradients: Sum gradients over micro-batches, steps and ranks in fp32 rather than in the parameters' dtype.
+        on_cpu: Keep masters and state in the CPU's memory, and copy those of a bucket to the device for its update.
         parts: For parameters that the replicas share (zero3.py), the number of their module.
     """
 
@@ -56,11 +57,12 @@ class Zero2:
         compile: bool = False,
         mesh: Mesh | None = None,
         fp32_gradients: bool = False,
+        on_cpu: bool = False,
         parts: Mapping[str, int] | None = None,
     ) -> None:
         self.mesh = mesh or alone()
         self.compile = compile
-        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile, fp32_gradients, parts or {}))
+        self.buckets = make_buckets(groups, Settings(self.mesh, dtype_ns, compile, fp32_gradients, parts or {}, on_cpu))
         if not self.buckets:
             raise ValueError("there is nothing to optimize: the groups hold no parameters")
         self._reduced = False

@@ -115,6 +115,9 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
     rows = max(1, (train.batch_tokens or 0) // context)
     if mesh.dp > 1 and mesh.zero == 2 and fits(_running_again(smallest, recipe.depth), zero=3):
         return f"set --zero 3 --train.micro-batch-tokens {context} --train.recompute {recipe.depth}"
+    away = replace(smallest, train=replace(smallest.train, recompute=recipe.depth, optimizer_memory="cpu"))
+    if machine.device.type == "cuda" and fits(away):
+        return f"set --train.optimizer-memory cpu --train.micro-batch-tokens {context} --train.recompute {recipe.depth}"
     if machine.device.type == "cuda":  # CPU ranks would share the same memory
         for times in MORE_RANKS:
             if mesh.dp * times <= rows and fits(smallest, dp=mesh.dp * times):

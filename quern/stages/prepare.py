@@ -23,6 +23,7 @@ from quern.stages.hold_out import HoldOut, first, hold_out
 from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens, sample, token_listings
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
+from quern.text.clean.records import read_records, recorded
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
 from quern.text.encode.sample import sampled
@@ -39,14 +40,14 @@ SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
 
 @dataclass(frozen=True)
 class Source:
-    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; megabytes: of the
+    """name: for file names; fingerprint: changes when the text does; read(split) yields documents; megabytes() of the
     whole text, None if it is not known before it is read; alike: the text is the same everywhere, as what a program
     generates, so its beginning is a sample of it; public: its files, where it is a public data set."""
 
     name: str
     fingerprint: str
     read: Callable[[str], Iterator[str]]
-    megabytes: float | None
+    megabytes: Callable[[], float | None]
     alike: bool = False
     public: PublicData | None = None
 
@@ -127,9 +128,12 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     marks += ["the first of it"] if val is not None else []
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out)]
-    sizes = [None if filter_marks else text_bytes(file, recipe.text.column) for file in listings["text"].files]
-    known = [size for size in sizes if size is not None]
-    megabytes = sum(known) / 1e6 if len(known) == len(sizes) else None
+
+    def megabytes() -> float | None:
+        sizes = [None if filter_marks else text_bytes(file, recipe.text.column) for file in listings["text"].files]
+        known = [size for size in sizes if size is not None]
+        return sum(known) / 1e6 if len(known) == len(sizes) else None
+
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 
 
@@ -173,7 +177,7 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
     filtered, marks = _filter(recipe, documents)
     _check_splits("tinyworld", filtered, log)
     mark = fingerprint(str(recipe.seed), str(sizes), sample, *marks)
-    return Source("tinyworld", mark, filtered, None if marks else sizes["train"], alike=True)
+    return Source("tinyworld", mark, filtered, lambda: None if marks else sizes["train"], alike=True)
 
 
 def train_tokenizer(recipe: Recipe, source: Source, out: Path, log: Callable[[str], None]) -> Tokenizer:
@@ -256,12 +260,11 @@ def prepare(
         log(f"tokens: {folder} is up to date")
     else:
         refuse_unwritable(out)
-        sizes = {"val": None, "train": source.megabytes}
         with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
-            for split in (split for split in sizes if not prepared(folder, mark, [split])):
-                texts = (text for text in source.read(split) if text)
-                how = {"workers": workers, "megabytes": sizes[split]}
-                write_shards(texts, tokenizer, folder, split, mark, log, **how)
+            for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
+                texts = (text for text in recorded(source.read(split), folder, split) if text)
+                megabytes = source.megabytes() if split == "train" else None
+                write_shards(texts, tokenizer, folder, split, mark, log, workers=workers, megabytes=megabytes)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)
@@ -269,6 +272,8 @@ def prepare(
         else {"validation text": "\n".join(islice(source.read("val"), 50))}
     )
     facts = _facts(source.name, samples, tokenizer, train, val)
+    if cleaning := read_records(folder):
+        facts["data"]["cleaning"] = cleaning
     return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder, source.public)
 
 

@@ -35,7 +35,8 @@ def refuse_unequal_replicas(state: TrainState) -> None:
     if mesh.data.size == 1:
         return
     tensors = _replicated(state)
-    own = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    device = state.optimizer.buckets[0].params.device
+    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     found = own.new_empty(mesh.world.size * len(own))
     mesh.world.all_gather(found, own).wait()
     rows = [tuple(row) for row in found.view(mesh.world.size, -1).tolist()]

@@ -104,9 +104,9 @@ def build_state(recipe: Recipe, machine: Machine, model: Any, mesh: Mesh | None 
     recipe: resolved.
     """
     groups = make_groups(model.parameter_groups(), recipe.make_rules(recipe), model.named_parameters())
-    fp32 = recipe.train.grad_dtype == "fp32"
+    fp32, on_cpu = recipe.train.grad_dtype == "fp32", recipe.train.optimizer_memory == "cpu"
     optimizer = (partial(Zero3, model) if mesh is not None and mesh.zero == 3 else Zero2)(
-        groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh, fp32_gradients=fp32
+        groups, dtype_ns=machine.dtype, compile=machine.compile, mesh=mesh, fp32_gradients=fp32, on_cpu=on_cpu
     )
     return TrainState(model, optimizer, Guard(recipe.train.max_skips))
 

@@ -43,6 +43,10 @@ def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: py
     found = planned(tmp_path, *flags, "--train.batch-tokens", "4096")["candidates"]
     (shared,) = (one for one in found if one["dp"] == 8)
     assert shared["zero"] == 3 and shared["step"] and "with whole parameters (--zero 2) it needs" in shared["note"]
+    flags = ("--gpus", "1", "--gpu", "rtx4090", "--model.width", "9216", "--train.batch-tokens", "4096")
+    (away,) = planned(tmp_path, *flags)["candidates"]
+    assert away["optimizer_memory"] == "cpu" and "with masters and moments on the GPU it needs" in away["note"]
+    assert away["memory"]["masters"] == away["memory"]["moments"] == 0 < away["memory"]["away"]
     rows = ("--train.batch-tokens", "786432", "--train.micro-batch-tokens", "786432")
     (best,) = planned(tmp_path, "--gpus", "1", "--gpu", "rtx4090", *rows)["candidates"]
     assert best["recomputed"] == 3 and "with the activations of all blocks it needs 32.1 GB" in best["note"]

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from quern.eval.contamination import LEAST_WORDS, WORDS, find_contaminated
+from quern.eval.contamination import find_contaminated
+from quern.text.clean.word_runs import SHORTEST, WORDS
 
 WORD_LIST = [f"word{number}" for number in range(500)]
 
@@ -39,7 +40,7 @@ def test_planted_passages_are_found_and_only_they() -> None:
 )
 def test_short_questions_must_be_in_a_document_as_a_whole(question: str, document: str, shared: bool) -> None:
     assert find_contaminated([question], [document]) == [shared]
-    assert LEAST_WORDS <= WORDS
+    assert SHORTEST <= WORDS
 
 
 def test_two_documents_do_not_make_a_passage() -> None:

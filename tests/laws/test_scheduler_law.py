@@ -245,3 +245,18 @@ def test_a_long_prompt_does_not_stall_a_running_row() -> None:
         if not late.events:
             assert len(engine.scheduler.batch.rows[0].reply.ids) == before + 1
     assert steps == 11 and row.unfinished == 1
+
+
+@pytest.mark.parametrize(("budget", "answering"), [(8, [2, 3, 4, 5]), (16, [3, 5, 5, 5]), (64, [5, 5, 5, 5])])
+def test_a_burst_of_prompts_is_read_whole_in_the_order_of_arrival(budget: int, answering: list[int]) -> None:
+    """The first of four prompts of eight tokens does not wait for the last one."""
+    engine = Engine(MODELS["gpt"](), TOKENIZER, CPU)
+    engine.submit([[TOKENIZER.bos]], max_tokens=60, **NO_END)
+    engine.step(budget)
+    late = [engine.submit([[TOKENIZER.bos, number] + [5] * 6], max_tokens=9, **NO_END) for number in range(4)]
+    found = []
+    for _ in range(4):
+        engine.step(budget)
+        found.append(len(engine.scheduler.batch))
+        assert [row.generation for row in engine.scheduler.batch.rows][1:] == late[: found[-1] - 1]
+    assert found == answering and all(one.unfinished for one in late)

@@ -17,7 +17,7 @@ HERE: Recipe = resolve(RECIPE)
 MAY_CHANGE = {
     f"train.{name}"
     for name in """micro_batch_tokens log_every eval_every save_every keep save_in_background max_skips recompute steps
-    warmup_steps warmdown_share final_lr clip_norm""".split()
+    optimizer_memory warmup_steps warmdown_share final_lr clip_norm""".split()
 } | {f"sft.{name}" for name in ("steps", "epochs", "lr_share", "warmdown_share")}
 MAY_CHANGE |= {"rl.steps", "rl.lr_share", "rl.warmdown_share"}
 BY_CONTENT = ("data", "val", "shards", "conversations", "text.tokenizer", "sft.tests")

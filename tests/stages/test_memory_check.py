@@ -37,10 +37,23 @@ def test_smaller_micro_batches_come_first() -> None:
     memory_check(recipe(micro_batch_tokens=setting), CPU, alone(), print, 60e6)
 
 
-def test_more_gpus_share_the_moments() -> None:
-    message = refusal(recipe(micro_batch_tokens=64), CUDA, 13e6)
-    ranks = int(message.partition("--ranks ")[2].split()[0])
-    memory_check(recipe(micro_batch_tokens=64), CUDA, unconnected(ranks, 1), print, 13e6)
+def test_a_cpu_takes_the_moments() -> None:
+    assert "--train.optimizer-memory cpu" in refusal(recipe(micro_batch_tokens=64), CUDA, 13e6)
+    memory_check(recipe(micro_batch_tokens=64, optimizer_memory="cpu", recompute=4), CUDA, alone(), print, 13e6)
+
+
+def test_more_gpus_share_them() -> None:
+    asked, room = recipe(micro_batch_tokens=64, optimizer_memory="cpu"), 8e6
+    ranks = int(refusal(asked, CUDA, room).partition("--ranks ")[2].split()[0])
+    memory_check(asked, CUDA, unconnected(ranks, 1), print, room)
+
+
+def test_replicas_share_parameters() -> None:
+    asked = recipe(micro_batch_tokens=64)
+    with pytest.raises(ValueError, match="set --zero 3 --train.micro-batch-tokens 64 --train.recompute 4"):
+        memory_check(asked, CUDA, unconnected(8, 1), print, 5e6)
+    asked = recipe(micro_batch_tokens=64, recompute=4)
+    memory_check(asked, CUDA, unconnected(8, 1, zero=3), print, 5e6)
 
 
 def test_cpu_ranks_would_share_the_same_memory() -> None:

@@ -21,6 +21,7 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare, train_tokenizer
 from quern.temporaries import alone_in
+from quern.text.clean.steps import Cleaned, Step, exact_duplicates
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer, split_pattern
 
@@ -92,6 +93,27 @@ def test_a_constant_of_the_filter_makes_another_text(tmp_path: Path) -> None:
         idea, _ = read_recipe_file(path)
         found.append(made(replace(plain, make_documents=idea.make_documents), tmp_path / "out")[0].text)
     assert found[0] == found[2] != found[1]
+
+
+def cleaned(texts: Iterator[str], split: str) -> Iterator[str]:
+    longer = Step("short documents", lambda text: len(text) > 60)
+    return Cleaned(texts, [longer, exact_duplicates()]) if split == "train" else texts
+
+
+def test_what_cleaning_removed_is_a_fact_of_the_run_also_when_nothing_is_made_again(tmp_path: Path) -> None:
+    texts = [text for text in documents(90) for _ in range(2)]
+    recipe = replace(recipe_for(write_jsonl(tmp_path / "t.jsonl", texts)), make_documents=cleaned)
+    train = [text for number, text in enumerate(texts) if number % 20 != 10]
+    long = [text for text in train if len(text) > 60]
+    for _ in range(2):
+        prepared, _ = made(recipe, tmp_path / "out")
+        assert prepared.train.num_documents == len(set(long))
+        removed = {"short documents": len(train) - len(long), "exact duplicates": len(long) - len(set(long))}
+        assert prepared.facts["data"]["cleaning"] == [
+            {"split": "train", "documents": len(train), "step": step, "removed": count}
+            for step, count in removed.items()
+        ]
+        assert min(removed.values()) > 0
 
 
 def test_a_filter_that_leaves_nothing_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ OTHER: dict[str, Any] = {
     "keep": 8,
     "save_in_background": True,
     "max_skips": 11,
+    "recompute": 3,
+    "optimizer_memory": "cpu",
     "clip_norm": 1.5,
     "fp8": "all",
 }

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import quern
+from quern.data.shards import prepared
 from quern.text.encode.write import write_shards
 from quern.text.tokenizer import Tokenizer
 
@@ -46,7 +47,8 @@ def main() -> None:
     events = Events(int(sys.argv[5]) if len(sys.argv) > 5 else None)
     sys.setprofile(events)
     how = {"workers": workers, "shard_tokens": SHARD_TOKENS, "unit_characters": UNIT_CHARACTERS}
-    write_shards(iter(texts), tokenizer, folder, "train", "mark", lambda line: None, **how)
+    if not prepared(folder, "mark", ["train"]):  # as stages/prepare.py asks
+        write_shards(iter(texts), tokenizer, folder, "train", "mark", lambda line: None, **how)
     sys.setprofile(None)
     print(json.dumps({"events": events.count, "encoded": events.encoded}))
 

@@ -1,0 +1,155 @@
+"""Steps that remove documents, and `Cleaned`, which applies them in order and counts what each removed.
+
+A step looks at one document at a time and may remember those before it. So the result depends on the order of the
+documents, which is that of the source, and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from quern.text.clean.word_runs import WORDS, digest, passage_runs, runs, split_words
+from quern.validate import install
+
+SHINGLE_WORDS = 5
+"""Near duplicates share most of their runs of so many words."""
+STOP_WORDS = frozenset("the be to of and that have with".split())
+
+
+@dataclass(frozen=True)
+class Step:
+    """name: for the report; keep: whether a document stays."""
+
+    name: str
+    keep: Callable[[str], bool]
+
+
+@dataclass
+class Cleaned(Iterator[str]):
+    """The documents that every step keeps. A document that a step removes is not shown to those after it.
+
+    Args:
+        texts: The documents.
+        steps: In their order.
+        documents: How many were read so far.
+        removed: How many each step has removed so far, by its name.
+    """
+
+    texts: Iterator[str]
+    steps: Iterable[Step]
+    documents: int = field(default=0, init=False)
+    removed: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = tuple(self.steps)
+        self.removed = {step.name: 0 for step in self.steps}
+
+    def __next__(self) -> str:
+        for text in self.texts:
+            self.documents += 1
+            step = next((step for step in self.steps if not step.keep(text)), None)
+            if step is None:
+                return text
+            self.removed[step.name] += 1
+        raise StopIteration
+
+
+def length(least: int, most: int | None = None) -> Step:
+    """Removes documents of fewer than `least` or more than `most` characters."""
+    return Step("length", lambda text: least <= len(text) and (most is None or len(text) <= most))
+
+
+def exact_duplicates() -> Step:
+    """Removes documents that equal an earlier one, apart from white space at both ends.
+
+    It remembers 16 bytes of hash of each: that any two of 10⁹ documents are confused has a chance of 1 in 10²⁰.
+    """
+    seen: set[bytes] = set()
+
+    def keep(text: str) -> bool:
+        mark = hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        new = mark not in seen
+        seen.add(mark)
+        return new
+
+    return Step("exact duplicates", keep)
+
+
+def near_duplicates(threshold: float = 0.8, permutations: int = 128) -> Step:
+    """Removes documents that nearly equal an earlier one: MinHash (Broder, 1997) with locality-sensitive hashing.
+
+    Args:
+        threshold: The Jaccard similarity of the sets of runs of 5 words from which two documents count as the same;
+            around it, the decision is a matter of chance, which is the same in every run.
+        permutations: More make the decision sharper and slower. Each kept document takes about 4 kB of memory for 128.
+
+    Raises:
+        ImportError: datasketch is not installed.
+    """
+    try:
+        from datasketch import MinHash, MinHashLSH
+    except ImportError as error:
+        raise ImportError(f"near duplicates need an extra package ({error}): {install('data')}") from error
+    index, numbers = MinHashLSH(threshold=threshold, num_perm=permutations), itertools.count()
+
+    def keep(text: str) -> bool:
+        words = split_words(text)
+        sketch = MinHash(num_perm=permutations, seed=1)
+        sketch.update_batch([run.encode("utf-8") for run in runs(words, min(SHINGLE_WORDS, max(1, len(words))))])
+        if index.query(sketch):
+            return False
+        index.insert(str(next(numbers)), sketch)
+        return True
+
+    return Step("near duplicates", keep)
+
+
+def quality(least_words: int = 50) -> Step:
+    """Removes what does not look like English prose, by rules of Gopher.
+
+    Source: Rae et al., 2021, https://arxiv.org/abs/2112.11446, appendix A. Ours leave out the rules about repetitions
+    and the largest number of words.
+
+    A document stays if it has `least_words` words, if they have 3 to 10 characters on average, if four of five of them
+    have a letter, if at most one symbol # or … comes to ten words, if at most nine of ten lines begin with a bullet
+    and three of ten end with an ellipsis, and if two of Gopher's eight frequent words occur.
+    """
+
+    def keep(text: str) -> bool:
+        words, lines = text.split(), [line for line in text.splitlines() if line.strip()]
+        count = len(words)
+        return (
+            count >= least_words
+            and 3 * count <= sum(map(len, words)) <= 10 * count
+            and sum(any(map(str.isalpha, word)) for word in words) >= 0.8 * count
+            and text.count("#") + text.count("…") + text.count("...") <= 0.1 * count
+            and sum(line.lstrip().startswith(("•", "-", "*")) for line in lines) <= 0.9 * len(lines)
+            and sum(line.rstrip().endswith(("…", "...")) for line in lines) <= 0.3 * len(lines)
+            and len(STOP_WORDS.intersection(word.strip(",.;:!?").lower() for word in words)) >= 2
+        )
+
+    return Step("quality", keep)
+
+
+def benchmark_questions(passages: Iterable[str], words: int = WORDS) -> Step:
+    """Removes documents that share a run of words with a passage, such as a benchmark's question with its answer.
+
+    `quern evaluate --contamination` counts by the same rule (word_runs.py), so that it then counts none.
+
+    Args:
+        passages: The texts to look for; those of fewer than 5 words are in every large text, and ignored.
+        words: Length of a run.
+    """
+    known: dict[int, set[bytes]] = {}
+    for passage in passages:
+        for size, mark in passage_runs(passage, words):
+            known.setdefault(size, set()).add(mark)
+
+    def keep(text: str) -> bool:
+        split = split_words(text)
+        return not any(digest(run) in marks for size, marks in known.items() for run in runs(split, size))
+
+    return Step("benchmark questions", keep)
