@@ -169,8 +169,8 @@ class Loader(Batches):
         """The chunk of a row (an index over all epochs), its first row, and its end. silent: as `Meter`."""
         with self._lock:
             self._count_to(row, silent)
-            group, part, first, end = self._counts.find(row)
-            chunk = self._chunk(group, part)
+            turn, part, first, end = self._counts.find(row)
+            chunk = self._chunk(turn, part)
             if len(chunk.order) != end - first:
                 raise ValueError(f"{self._counts.path} was made from other rows: remove it")
             return chunk, first, end
@@ -185,34 +185,34 @@ class Loader(Batches):
                 self._append_chunk()
 
     def _append_chunk(self) -> None:
-        group, part = self._next_chunk()
-        self._counts.append(group, len(self._chunk(group, part).order))
+        turn, part = self._next_chunk()
+        self._counts.append(turn, len(self._chunk(turn, part).order))
 
     def _next_chunk(self) -> tuple[int, int]:
-        """The first chunk that is not counted: its group, counted over all epochs, and its number in the group."""
-        group, part = self._counts.last
+        """The first chunk that is not counted: the turn of its group (see `_group_of`), and its number in the group."""
+        turn, part = self._counts.last
         part += 1
-        while part >= len(self._bounds(group)) - 1:
-            group, part = group + 1, 0
-        return group, part
+        while part >= len(self._bounds(turn)) - 1:
+            turn, part = turn + 1, 0
+        return turn, part
 
-    def _make_pieces(self, number: int) -> Pieces:
-        return make_pieces(self.corpus, *self._documents(number), self.context, self.too_long)
+    def _make_pieces(self, group: int) -> Pieces:
+        return make_pieces(self.corpus, *self._documents(group), self.context, self.too_long)
 
-    def _bounds(self, group: int) -> np.ndarray:
+    def _bounds(self, turn: int) -> np.ndarray:
         """The first piece of each chunk of a group, and the end of the last."""
-        count = len(self._pieces(self._group_of(group)[1]))
+        count = len(self._pieces(self._group_of(turn)[1]))
         chunks = -(-count // self.chunk_documents)
         return np.arange(chunks + 1) * count // max(1, chunks)
 
-    def _make_permutation(self, group: int) -> np.ndarray:
-        epoch, number = self._group_of(group)
-        return self._numbers(epoch, 0, number).permutation(narrow(np.arange(len(self._pieces(number)))))
+    def _make_permutation(self, turn: int) -> np.ndarray:
+        epoch, group = self._group_of(turn)
+        return self._numbers(epoch, 0, group).permutation(narrow(np.arange(len(self._pieces(group)))))
 
-    def _make_chunk(self, group: int, part: int) -> _Chunk:
-        epoch, number = self._group_of(group)
-        begin, end = self._bounds(group)[part : part + 2]
-        pieces, piece = self._pieces(number), self._permutation(group)[begin:end]
+    def _make_chunk(self, turn: int, part: int) -> _Chunk:
+        epoch, group = self._group_of(turn)
+        begin, end = self._bounds(turn)[part : part + 2]
+        pieces, piece = self._pieces(group), self._permutation(turn)[begin:end]
         lengths = pieces.lengths[pieces.document[piece]] - pieces.offset[piece]
         if self.too_long == "split":  # with "crop" the whole document is offered, so that cropped tokens are counted
             lengths = np.minimum(lengths, self._row_tokens)
@@ -225,7 +225,7 @@ class Loader(Batches):
             source=pieces.starts[document] + start,
             resumed=start > 0,
             broken=start + packing.length < pieces.lengths[document],
-            order=self._numbers(epoch, 1 + part, number).permutation(packing.rows),
+            order=self._numbers(epoch, 1 + part, group).permutation(packing.rows),
             heads=heads,
         )
 

@@ -22,7 +22,7 @@ DIGEST_BYTES = 32
 
 
 class RowCounts:
-    """Row counts in reading order: groups of all epochs, and the chunks of each group.
+    """Row counts in reading order. The groups of all epochs take turns, numbered from 0, and a group has chunks.
 
     Args:
         path: The file; None keeps the counts in memory only. Several processes may write it.
@@ -30,8 +30,8 @@ class RowCounts:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        # Of each chunk: its group, counted over all epochs, and the rows up to its end.
-        self._groups, self._ends = ([], []) if path is None else _read(path)
+        # Of each chunk: the turn of its group, and the rows up to its end.
+        self._turns, self._ends = ([], []) if path is None else _read(path)
         self._saved = len(self._ends)
 
     @property
@@ -41,31 +41,31 @@ class RowCounts:
 
     @property
     def last(self) -> tuple[int, int]:
-        """(group, chunk in it) of the last known chunk; (0, -1) before the first."""
-        group = self._groups[-1] if self._groups else 0
-        return group, len(self._groups) - bisect_left(self._groups, group) - 1
+        """(turn, chunk in the group) of the last known chunk; (0, -1) before the first."""
+        turn = self._turns[-1] if self._turns else 0
+        return turn, len(self._turns) - bisect_left(self._turns, turn) - 1
 
-    def append(self, group: int, rows: int) -> None:
+    def append(self, turn: int, rows: int) -> None:
         """Adds the next chunk."""
-        self._groups.append(group)
+        self._turns.append(turn)
         self._ends.append(self.total + rows)
         if self.path is not None and len(self._ends) >= self._saved + SAVE_EVERY:
             self._save(self.path)
 
     def find(self, row: int) -> tuple[int, int, int, int]:
-        """The chunk of a row below `total`: its group, its number in the group, its first row, and its end."""
+        """The chunk of a row below `total`: its turn, its number in the group, its first row, and its end."""
         at = bisect_right(self._ends, row)
-        group = self._groups[at]
-        return group, at - bisect_left(self._groups, group), self._ends[at - 1] if at else 0, self._ends[at]
+        turn = self._turns[at]
+        return turn, at - bisect_left(self._turns, turn), self._ends[at - 1] if at else 0, self._ends[at]
 
-    def rows_before(self, group: int) -> int:
-        """Rows of all groups before this one, whose chunks are all known."""
-        at = bisect_left(self._groups, group)
+    def rows_before(self, turn: int) -> int:
+        """Rows of all turns before this one, whose chunks are all known."""
+        at = bisect_left(self._turns, turn)
         return self._ends[at - 1] if at else 0
 
     def _save(self, path: Path) -> None:
         self._saved = len(self._ends)
-        body = np.array([self._groups, self._ends], dtype="<i8").tobytes()
+        body = np.array([self._turns, self._ends], dtype="<i8").tobytes()
         try:
             if len(_read(path)[1]) < len(self._ends):  # other ranks write it too
                 with whole_file(path) as temporary:
@@ -76,10 +76,10 @@ class RowCounts:
 
 
 def _read(path: Path) -> tuple[list[int], list[int]]:
-    """The groups and the ends in a file; none if it is missing or not whole."""
+    """The turns and the ends in a file; none if it is missing or not whole."""
     raw = path.read_bytes() if path.is_file() else b""
     body = raw[DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != raw[:DIGEST_BYTES]:
         return [], []
-    groups, ends = np.frombuffer(body, dtype="<i8").reshape(2, -1).tolist()
-    return groups, ends
+    turns, ends = np.frombuffer(body, dtype="<i8").reshape(2, -1).tolist()
+    return turns, ends
