@@ -10,9 +10,11 @@ import torch
 from quern.cli import main
 from quern.machine import Machine
 from quern.mesh import alone
-from quern.parallel.layout import unconnected
+from quern.parallel.layout import lay_out, unconnected
+from quern.parallel.memory import memory
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes import gpt, llama, unet
+from quern.resolve import resolve
 from quern.stages.memory_check import memory_check
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
@@ -25,9 +27,13 @@ def recipe(**train: Any) -> Recipe:
 
 
 def refusal(made: Recipe, machine: Machine, room: float) -> str:
-    with pytest.raises(ValueError, match="cannot fit") as caught:
-        memory_check(made, machine, alone(), print, room)
-    return str(caught.value)
+    try:
+        found = memory_check(made, machine, alone(), print, room)
+    except ValueError as error:
+        assert "cannot fit" in str(error)
+        return str(error)
+    needed = memory(lay_out(resolve(made), machine.dtype, 1, 1, 2), machine.device.type, machine.compile)
+    pytest.fail(f"it fits: {found}; asked again: {needed}")
 
 
 def test_smaller_micro_batches_come_first() -> None:
