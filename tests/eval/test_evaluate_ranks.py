@@ -1,8 +1,8 @@
 """`quern evaluate` on two ranks over gloo: the scores and answers of one process, and what a failing rank leaves."""
 
 import json
-import re
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
