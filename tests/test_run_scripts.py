@@ -117,9 +117,8 @@ def test_the_whole_way_on_two_ranks(commands: Commands, faulty_server: FaultyRan
         assert found["result"] in (0, None) and found["exits"] == [[0] * ranks], (arguments, found["said"])
         said.append(found["said"])
     prepared, pretrained, core, tuned, chat, reported = said
-    assert lines_with("tokens: train", prepared) and lines_with("is up to date", pretrained), (
-        "the ranks find it prepared"
-    )
+    # Another test of this server may have prepared the text already.
+    assert lines_with("tokens: ", prepared) and lines_with("is up to date", pretrained), "the ranks find it prepared"
     assert "pretraining: 6 steps of 512 tokens" in pretrained and "fine-tuned on" in tuned
     assert lines_with("copa", core) and lines_with("mean of 1 of CORE's 22 tasks", core)
     assert lines_with("chat/mmlu", chat) and lines_with("chat/spelling", chat)
