@@ -14,8 +14,8 @@ rank. The owners update their fp32 masters, and the regions are gathered back. T
 A group that is updated every n-th step (`GroupRule.every`) adds its gradients to `held` on the other steps: nothing is
 communicated or updated. Its next update uses the mean over the n steps.
 
-Where replicas share the parameters themselves (zero3.py), the parameters of one block make buckets of their own. Their
-regions lie in `Share`, and the buffers have memory only while the block computes.
+Where replicas share the parameters themselves (zero3.py), the parameters of one block make buckets of their own.
+`Share` holds their regions, and the buffers have memory only while the block computes.
 
 On one process a region is the whole buffer and nothing is communicated. With bf16 parameters and AdamW, a rank of n
 needs 2 + 2 + 12/n bytes per parameter (ZeRO stage 2, arXiv 1910.02054), and 2 more for gradients in fp32.

@@ -250,9 +250,8 @@ class Zero2:
                 bucket.apply(scalars)
             if before is not None:
                 before.gather()
-            before = (
-                bucket if bucket.moves and bucket.share is None else None
-            )  # the next bucket is updated while its matrices travel
+            # The next bucket is updated while the matrices of this one travel.
+            before = bucket if bucket.moves and bucket.share is None else None
         if before is not None:
             before.gather()
         for bucket in due:
