@@ -1,4 +1,8 @@
-"""Throughput and latencies of the HTTP server, as ratios of what the engine decodes without it in the same run."""
+"""Throughput and latencies of the HTTP server, as ratios of what the engine decodes without it in the same run.
+
+Its child, `python -m quern.bench.serve`, is the server, as `quern serve` runs it. It also decodes a batch without HTTP,
+in the same thread.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,25 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import uvicorn
+from fastapi import Request
 
+from quern import child
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.measure import Figure, figure, seconds_of
 from quern.bench.options import Setup
 from quern.generate.engine import Engine
 from quern.generate.sample import Sampling
+from quern.kernels.attention.autotune import select_attention
+from quern.machine import detect
+from quern.serve import server
 from quern.serve.load import Load, Sent
-from quern.serve.server import WARM_ROWS, create_app, listen, prepare_threads
+from quern.serve.replicas.process import end_with
 
 PROMPT_TOKENS, REPLY_TOKENS = 64, 192
 ROWS = 32
 NAME = "bench"
+OFFLINE = "/offline"
+"""The path that decodes without HTTP."""
 CHATS = 8
 """Chats of two turns in each round."""
 TURN_REPLY, QUESTION = 8, 8
@@ -45,16 +55,20 @@ def serve(setup: Setup) -> Iterator[Figure]:
     recipe = reference(setup.quick, setup.seed)
     assert recipe.model.vocab_size
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
-    engine = Engine(talking_model(recipe, tokenizer, setup.machine), tokenizer, setup.machine, prefix_megabytes=256)
-    if setup.machine.compile:
-        yield figure("warm-up, once", "s", seconds_of(lambda: engine.warm_up(WARM_ROWS)))
+    context = int(recipe.model.context or 0)
     ordinary = tokenizer.vocab_size - len(tokenizer.special_ids)
-    with running(engine) as port:
+    order = {"machine": child.machine_flags(setup.machine), "quick": setup.quick, "seed": setup.seed}
+    with child.start("quern.bench.serve", "server", order) as process:
+        ready = process.answer()
+        port = ready["port"]
+        if setup.machine.compile:
+            yield figure("warm-up, once", "s", [ready["warm_up_seconds"]])
         load = Load(port, NAME, ordinary, tokenizer.bos, ROWS, seconds, length, reply, setup.seed)
         closed, offline = [], []
         seeds = itertools.count(setup.seed)  # no prompt is sent twice: it would be known
         for turn in range(setup.rounds):
-            offline.append(offline_rate(engine, setup.seed + turn, ordinary, length, reply))
+            alone = {"seed": setup.seed + turn, "ordinary": ordinary, "length": length, "reply": reply}
+            offline.append(asked(port, OFFLINE, alone)["rate"])
             closed.append(sent(replace(load, seed=next(seeds))))
         rates = np.array([rate(one) for one in closed])
         yield figure(f"engine alone, batch {ROWS}", "tokens/s", np.array(offline))
@@ -64,13 +78,13 @@ def serve(setup: Setup) -> Iterator[Figure]:
         single = [sent(replace(load, clients=1, seed=next(seeds))) for _ in range(setup.rounds)]
         yield figure("1 client", "tokens/s", np.array([rate(one) for one in single]))
         yield from latencies("1 client", single)
-        whole = replace(load, long_tokens=engine.context - reply - 1)
+        whole = replace(load, long_tokens=context - reply - 1)
         beside = [[one for one in sent(replace(whole, seed=next(seeds))) if one.client] for _ in range(setup.rounds)]
         yield from latencies(f"{ROWS - 1} clients beside prompts of {whole.long_tokens} tokens", beside)
         half = rates.mean() / reply / 2
         opened = [sent(replace(load, rate=half, seed=next(seeds))) for _ in range(setup.rounds)]
         yield from latencies(f"open loop, {half:.1f} requests/s", opened)
-        yield from second_turns(setup, port, engine.context)
+        yield from second_turns(setup, port, context)
 
 
 def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: int) -> float:
@@ -79,6 +93,13 @@ def offline_rate(engine: Engine, seed: int, ordinary: int, length: int, reply: i
     prompts = [[engine.tokenizer.bos, *numbers.integers(0, ordinary, length - 1).tolist()] for _ in range(ROWS)]
     seconds = seconds_of(lambda: engine.generate(prompts, max_tokens=reply, sampling=Sampling(), seed=seed))
     return ROWS * reply / seconds
+
+
+def asked(port: int, path: str, body: dict[str, Any]) -> Any:
+    """The answer to a request."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return json.loads(connection.getresponse().read())
 
 
 def rate(requests: Sequence[Sent]) -> float:
@@ -182,20 +203,28 @@ def chat_turn(port: int, messages: list[dict[str, str]]) -> Turn:
     return Turn(arrived - start, text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
-@contextlib.contextmanager
-def running(engine: Engine) -> Iterator[int]:
-    """A server in this process, as `quern serve` runs it; yields its port."""
-    prepare_threads()
-    with listen("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app({NAME: engine}), log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            if not thread.is_alive():
-                raise RuntimeError("the server did not start")
-            time.sleep(0.01)
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join(30)
+def main() -> None:
+    """The child: the server of the reference model, on a port that it tells its parent."""
+    order, requests = child.orders()
+    threading.Thread(target=end_with, args=(requests,), daemon=True).start()
+    with child.replying() as reply, server.listen("127.0.0.1", 0) as listener:
+        machine = select_attention(detect(**order["machine"]))
+        recipe = reference(order["quick"], order["seed"])
+        assert recipe.model.vocab_size
+        tokenizer = pair_tokenizer(recipe.model.vocab_size)
+        engine = Engine(talking_model(recipe, tokenizer, machine), tokenizer, machine, prefix_megabytes=256)
+        seconds = seconds_of(lambda: engine.warm_up(server.WARM_ROWS))
+        app = server.create_app({NAME: engine})
+        worker = app.state.models.find(NAME).worker
+
+        async def offline(request: Request) -> dict[str, float]:
+            arguments = await request.json()
+            return {"rate": await worker.call(lambda: offline_rate(engine, **arguments))}
+
+        app.add_api_route(OFFLINE, offline, methods=["POST"])
+        reply({"port": listener.getsockname()[1], "warm_up_seconds": seconds})
+        server.serve(app, listener, app.state.models.thread)
+
+
+if __name__ == "__main__":
+    main()

@@ -168,6 +168,8 @@ class PrefillContext:
         self._lengths_B = lengths_B
         self._fresh = cache.filled == 0
         self._attend: Callable[..., Tensor] = attention or attend
+        self._masks: dict[tuple[int | None, ...], Tensor] = {}
+        self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the ring: where new tokens go
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self._cache.positions_B[:, None] + torch.arange(x_BTD.size(1), device=x_BTD.device)
@@ -200,20 +202,41 @@ class PrefillContext:
         """Padding needs no mask: it is to the right of all real tokens, which do not see it."""
         cache = self._cache
         keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
+        T, ring = q_BTHE.size(1), keys.size(2)
         if self._fresh:
-            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
-        else:
-            used = min(keys.size(2), cache.filled)
-            y_BTHE = attend_masked(
-                q_BTHE,
-                torch.cat([keys[:, :, :used], k_BTKE.transpose(1, 2)], dim=2),
-                torch.cat([values[:, :, :used], v_BTKE.transpose(1, 2)], dim=2),
-                self._visible(q_BTHE.size(1), keys.size(2), used, window),
-                scale,
-            )
+            self._store(keys, k_BTKE)
+            self._store(values, v_BTKE)
+            return self._attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
+        if ring == cache.max_tokens:  # a slot is a position: no new token replaces one that is seen
+            self._store(keys, k_BTKE)
+            self._store(values, v_BTKE)
+            used = min(ring, cache.filled + T)
+            mask_BTR = self._masked(lambda: self._upto(T, used, window), used, window)
+            return attend_masked(q_BTHE, keys[:, :, :used], values[:, :, :used], mask_BTR, scale)
+        used = min(ring, cache.filled)
+        y_BTHE = attend_masked(
+            q_BTHE,
+            torch.cat([keys[:, :, :used], k_BTKE.transpose(1, 2)], dim=2),
+            torch.cat([values[:, :, :used], v_BTKE.transpose(1, 2)], dim=2),
+            self._masked(lambda: self._visible(T, ring, used, window), ring, used, window),
+            scale,
+        )
         self._store(keys, k_BTKE)
         self._store(values, v_BTKE)
         return y_BTHE
+
+    def _masked(self, make: Callable[[], Tensor], *key: int | None) -> Tensor:
+        """A mask that layers of one kind share."""
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
+
+    def _upto(self, T: int, used: int, window: int | None) -> Tensor:
+        """Mask (B, T, used): which positions each new token sees."""
+        slots_R = torch.arange(used, device=self._lengths_B.device)
+        query_BT1 = (self._cache.positions_B[:, None] + torch.arange(T, device=slots_R.device))[:, :, None]
+        visible = slots_R <= query_BT1
+        return visible if window is None else visible & (slots_R > query_BT1 - window)
 
     def _visible(self, T: int, ring: int, used: int, window: int | None) -> Tensor:
         """Mask (B, T, used + T): which of the first `used` slots and of the T new tokens each new token sees."""
@@ -232,20 +255,18 @@ class PrefillContext:
 
     def _store(self, slots_BKRE: Tensor, new_BTKE: Tensor) -> None:
         """Writes into each slot the newest new token that maps to it, if there is one."""
-        B, _, R, _ = slots_BKRE.shape
-        T = new_BTKE.size(1)
+        R, T = slots_BKRE.size(2), new_BTKE.size(1)
         if self._fresh and T <= R:
             # Padding is written to slots that a real token overwrites before any query sees them.
             slots_BKRE[:, :, :T] = new_BTKE.transpose(1, 2)
             return
-        start_B1 = self._cache.positions_B[:, None]
-        end_B1 = start_B1 + self._lengths_B[:, None]
-        newest_BR = end_B1 - 1 - (end_B1 - 1 - torch.arange(R, device=start_B1.device)) % R
-        index_BR = newest_BR - start_B1
-        rows_B1 = torch.arange(B, device=start_B1.device)[:, None]
-        newest_BRKE = new_BTKE[rows_B1, index_BR.clamp(min=0)]
-        is_new = (index_BR >= 0)[:, None, :, None]
-        slots_BKRE.copy_(torch.where(is_new, newest_BRKE.transpose(1, 2), slots_BKRE))
+        if R not in self._places:
+            new_T = torch.arange(T, device=new_BTKE.device)
+            ends_B1 = self._lengths_B[:, None]
+            rows_N, tokens_N = ((new_T < ends_B1) & (new_T >= ends_B1 - R)).nonzero(as_tuple=True)
+            self._places[R] = rows_N, tokens_N, (self._cache.positions_B[rows_N] + tokens_N) % R
+        rows_N, tokens_N, slots_N = self._places[R]
+        slots_BKRE[rows_N, :, slots_N] = new_BTKE[rows_N, tokens_N]
 
 
 class DecodeContext:

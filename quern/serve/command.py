@@ -21,6 +21,7 @@ from quern.generate.engine import Engine
 from quern.machine import Machine, worker_variables
 from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
+from quern.serve.engine_thread import in_new_thread
 from quern.serve.frontier import Gate
 from quern.serve.models import Models
 from quern.serve.page import read_welcome
@@ -97,7 +98,7 @@ def open_app(
                     continue
                 shown[name] = newest
                 try:
-                    engine, what = await asyncio.to_thread(source.open, log)
+                    engine, what = await in_new_thread(lambda source=source: source.open(log))
                 except Exception as error:  # the server goes on with the model that it has
                     log(f"{name}: the newest checkpoint cannot be served ({error}); going on with the one before")
                     continue
@@ -140,7 +141,8 @@ def run(
     with listen(host, port) as listener:  # clients that come now wait until the model is compiled
         address = f"at http{'s' if tls else ''}://{host}:{listener.getsockname()[1]}"
         if replicas == 1:
-            serve(open_app(sources, gate, limits, log, f" {address}", watch_seconds=watch_seconds), listener, **files)
+            app = open_app(sources, gate, limits, log, f" {address}", watch_seconds=watch_seconds)
+            serve(app, listener, app.state.models.thread, **files)
             return
         with started(sources, replicas, limits, log, watch_seconds) as processes:
             log(f"serving {', '.join(sources)} with {replicas} replicas {address}")

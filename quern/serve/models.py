@@ -1,4 +1,4 @@
-"""The models of a server, by name. Each has a worker of its own, and can be replaced while the server runs."""
+"""The models of a server, by name. Each has a worker, and can be replaced while the server runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quern.generate.engine import Engine
+from quern.serve.engine_thread import EngineThread
 from quern.serve.metrics import Metrics
 from quern.serve.requests.errors import ApiError
 from quern.serve.worker import Limits, Worker
@@ -39,16 +40,9 @@ class Models:
     def __init__(self, engines: Mapping[str, Engine], limits: Limits) -> None:
         self.metrics, self._limits = Metrics(), limits
         self._models = {name: Model(name, engine, self.metrics, limits) for name, engine in engines.items()}
-        self._retired: list[Model] = []
-
-    def start(self) -> None:
+        self.thread = EngineThread()
         for model in self.all():
-            model.worker.start()
-
-    def stop(self) -> None:
-        """Ends all requests at their next token."""
-        for model in (*self.all(), *self._retired):
-            model.worker.stop()
+            self.thread.add(model.worker)
 
     def all(self) -> list[Model]:
         return list(self._models.values())
@@ -65,10 +59,8 @@ class Models:
     async def replace(self, name: str, engine: Engine) -> None:
         """Sends new requests to another engine; returns when the old one has answered those that it had."""
         old, new = self._models[name], Model(name, engine, self.metrics, self._limits)
-        new.worker.start()
+        self.thread.add(new.worker)
         self._models[name] = new
-        self._retired.append(old)
         while old.worker.open:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(old.worker.stop)
-        self._retired.remove(old)
+        await new.worker.call(lambda: self.thread.remove(old.worker))

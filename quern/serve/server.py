@@ -4,7 +4,7 @@
 origin is named: a body must be declared as JSON, which browsers send across origins only with a permission, and a
 request for another host name is refused. What every request passes first is in frontier.py, the paths are in routes.py,
 requests in schema.py, responses in answers.py, what leads from the one to the other in generate.py, the generating
-thread in worker.py.
+thread in engine_thread.py.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from quern.generate.engine import Engine
+from quern.serve.engine_thread import EngineThread
 from quern.serve.frontier import Frontier, Gate
 from quern.serve.models import Models
 from quern.serve.page import Welcome, add_page
@@ -57,7 +58,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        models.start()
+        models.thread.start()
         watching = None if watch is None else asyncio.ensure_future(watch(models))
         try:
             yield
@@ -65,10 +66,11 @@ def create_app(
             if watching is not None:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-            await asyncio.to_thread(models.stop)
+            await asyncio.to_thread(models.thread.stop)
 
     # The interactive documentation would load scripts from other hosts.
     app = FastAPI(title="quern", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.models = models
     if gate.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=gate.origins, allow_methods=["*"], allow_headers=["*"], max_age=600
@@ -84,34 +86,60 @@ def prepare_threads() -> None:
     sys.setswitchinterval(0.0005)
 
 
-def serve(app: Starlette, listener: socket.socket, **tls: Any) -> None:
-    """Serves on a socket of `listen` until interrupted. tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config."""
+def serve(app: Starlette, listener: socket.socket, engines: EngineThread | None = None, **tls: Any) -> None:
+    """Serves on a socket of `listen` until interrupted. Call it in the main thread.
+
+    Args:
+        app: The application.
+        listener: Where clients connect.
+        engines: What this thread runs meanwhile; the event loop has another thread.
+        tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config.
+
+    Raises:
+        KeyboardInterrupt: After the normal end, if SIGINT asked for it.
+    """
     prepare_threads()
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
     server = uvicorn.Server(config)
-    with normal_end(server):
-        server.run(sockets=[listener])
+
+    def answer() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            if engines is not None:
+                engines.end()
+
+    thread = threading.Thread(target=answer, name="quern-http")
+    with ended_by_signals(server):
+        if engines is not None:
+            engines.elsewhere = True
+        thread.start()
+        if engines is not None:
+            engines.run()
+        thread.join()
 
 
 @contextlib.contextmanager
-def normal_end(server: uvicorn.Server) -> Iterator[None]:
-    """Lets a server end normally at SIGTERM. uvicorn raises the signal again after its end, for the handler before it.
+def ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
+    """SIGTERM and SIGINT ask a server in another thread to end; SIGINT then raises KeyboardInterrupt, as ever.
 
-    Without a handler, the signal would then end the process, which Docker and scripts read as a failure. Does nothing
-    outside the main thread.
+    SIGTERM is a normal end: Docker and scripts would read the default, death by the signal, as a failure.
     """
+    interrupted = False
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        server.should_exit = True  # of use before uvicorn has its own handler
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted |= number == signal.SIGINT
+        server.handle_exit(number, frame)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The thread that owns the engine, and the requests it works on. HTTP is in server.py.
+"""An engine, and the requests it works on. engine_thread.py runs it; HTTP is in server.py.
 
 All open requests share the engine's running batch: a request joins it at any token and leaves it at its last one. The
 event loop never waits for the engine: after each step, what the requests produced is sent to the loops of the
@@ -7,7 +7,6 @@ coroutines that read them, in one call. A reader that falls behind gets the piec
 
 import asyncio
 import queue
-import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +37,7 @@ class Limits:
 
 
 class Job:
-    """One request. `submit` starts it in the worker's thread; iterate over `batches` to receive its events."""
+    """One request. `submit` starts it in the engine thread; iterate over `batches` to receive its events."""
 
     def __init__(self, submit: Callable[[], Generation], seconds: float) -> None:
         self._submit = submit
@@ -75,7 +74,7 @@ class Job:
         return self._cancelled
 
     def begin(self) -> bool:
-        """Submits the request, in the worker's thread. Returns False if nobody waits for it any more."""
+        """Submits the request, in the engine thread. Returns False if nobody waits for it any more."""
         if not self._cancelled:
             self.generation = self._submit()
         return not self._cancelled
@@ -104,7 +103,7 @@ class Worker:
     """Runs requests together.
 
     Args:
-        engine: Used by the worker's thread alone once it has started.
+        engine: Used by the engine thread alone once the worker belongs to it.
         metrics: Counts what happens.
         limits: How many rows may wait, and how long a request may take.
     """
@@ -112,19 +111,20 @@ class Worker:
     def __init__(self, engine: Engine, metrics: ModelMetrics, limits: Limits) -> None:
         self.engine, self.metrics = engine, metrics
         self._limits = limits
-        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None]] = queue.SimpleQueue()
         self._open: list[Job] = []
-        # Jobs, the first counted in the event loop alone, the second in the worker's thread alone.
+        # Jobs, the first counted in the event loop alone, the second in the engine thread alone.
         self._submitted = self._ended = 0
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="quern-engine", daemon=True)
+        self._ring: Callable[[], None] | None = None
+        self._stopped = False
 
-    def start(self) -> None:
-        self._thread.start()
+    def rings(self, ring: Callable[[], None]) -> None:
+        """Sets what wakes the thread that calls `turn`. Until then, requests are refused."""
+        self._ring = ring
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._stopping.is_set()
+        return self._ring is not None and not self._stopped
 
     @property
     def waiting(self) -> int:
@@ -149,11 +149,11 @@ class Worker:
             raise ApiError(message, status=429, kind="rate_limit_error")
         job = Job(submit, self._limits.seconds)
         self._submitted += 1
-        self._inbox.put(job)
+        self._put(job)
         return job
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function in the worker's thread, between two steps; returns its result."""
+        """Runs a function in the engine thread, between two steps; returns its result."""
         if not self.alive:
             raise stopped("the engine is not running")
         loop = asyncio.get_running_loop()
@@ -167,30 +167,39 @@ class Worker:
             else:
                 loop.call_soon_threadsafe(_settle, done, result, None)
 
-        self._inbox.put(run)
+        self._put(run)
         return await done
 
-    def stop(self, timeout_seconds: float = 10.0) -> None:
-        """Ends all requests at their next token and joins the thread."""
-        self._stopping.set()
-        self._inbox.put(None)
-        if self._thread.is_alive():
-            self._thread.join(timeout_seconds)
+    def _put(self, item: Job | Callable[[], None]) -> None:
+        self._inbox.put(item)
+        assert self._ring is not None
+        self._ring()
 
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            self._take_new()
-            if self._open and not self._stopping.is_set():
-                try:
-                    self.engine.step(PREFILL_TOKENS)
-                except Exception as error:  # the readers report the error; the thread goes on
-                    self._end([(job, error) for job in self._open])
-                    self._open = []
-                else:
-                    self._deliver()
-            if not self._open:  # the rows of clients that have left would keep their seats until the next request
-                self.engine.scheduler.reset()
-            self.metrics.set_load(self.engine.scheduler.running, self.waiting)
+    def turn(self) -> bool:
+        """Starts the requests that have arrived, and takes one step of the engine.
+
+        Returns:
+            Whether there is more to do at once.
+        """
+        if not self._open and self._inbox.empty():
+            return False
+        self._take_new()
+        if self._open:
+            try:
+                self.engine.step(PREFILL_TOKENS)
+            except Exception as error:  # the readers report the error; the worker goes on
+                self._end([(job, error) for job in self._open])
+                self._open = []
+            else:
+                self._deliver()
+        if not self._open:  # the rows of clients that have left would keep their seats until the next request
+            self.engine.scheduler.reset()
+        self.metrics.set_load(self.engine.scheduler.running, self.waiting)
+        return bool(self._open)
+
+    def stop(self) -> None:
+        """Ends all requests with an error, also those that come later. In the engine thread, or after its end."""
+        self._stopped = True
         left = list(self._open)
         while not self._inbox.empty():
             if isinstance(item := self._inbox.get(), Job):
@@ -198,21 +207,19 @@ class Worker:
         self._end([(job, stopped("the server is stopping")) for job in left])
 
     def _take_new(self) -> None:
-        """Starts the requests that have arrived; waits for one if nothing is open."""
-        while not self._stopping.is_set() and not (self._open and self._inbox.empty()):
-            if not self._open:  # this may wait for long: requests that left before they began do not count meanwhile
-                self.metrics.set_load(self.engine.scheduler.running, self.waiting)
+        """Starts the requests that have arrived."""
+        while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, Job):
-                try:
-                    if item.begin():
-                        self._open.append(item)
-                    else:
-                        self._end([(item, None)])
-                except Exception as error:
-                    self._end([(item, error)])
-            elif item is not None:
+            if not isinstance(item, Job):
                 item()
+                continue
+            try:
+                if item.begin():
+                    self._open.append(item)
+                else:
+                    self._end([(item, None)])
+            except Exception as error:
+                self._end([(item, error)])
 
     def _end(self, items: list[tuple[Job, Any]]) -> None:
         """Sends jobs their last item."""

@@ -7,9 +7,11 @@ import torch
 
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.options import Setup
-from quern.bench.serve import QUESTION, TURN_REPLY, running, second_turns
+from quern.bench.serve import NAME, QUESTION, TURN_REPLY, second_turns
 from quern.generate.engine import Engine
 from quern.machine import Machine
+from quern.serve.server import create_app
+from tests.support.http_server import running
 
 CPU = Machine(torch.device("cpu"), torch.float32, compile=False, threads=1)
 
@@ -23,8 +25,8 @@ def test_a_second_turn_reads_only_what_is_new(megabytes: float) -> None:
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
     engine = Engine(talking_model(recipe, tokenizer, CPU), tokenizer, CPU, prefix_megabytes=megabytes)
     setup = Setup(CPU, quick=True, rounds=1)
-    with running(engine) as port:
-        first, second, ratio = second_turns(setup, port, engine.context)
+    with running(create_app({NAME: engine})) as url:
+        first, second, ratio = second_turns(setup, int(url.rpartition(":")[2]), engine.context)
     prompt = engine.context - 9 - 2 * TURN_REPLY - QUESTION + 4  # BOS, two around the question, one before the reply
     assert first["name"] == f"first turn of {prompt} tokens: time to first token, median"
     assert ratio["values"] == pytest.approx([a / b for a, b in zip(first["values"], second["values"], strict=True)])

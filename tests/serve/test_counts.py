@@ -14,6 +14,7 @@ import pytest
 
 from quern.generate.engine import Engine
 from quern.generate.rows import Event
+from quern.serve.engine_thread import EngineThread
 from quern.serve.frontier import Gate
 from quern.serve.metrics import Metrics, ModelMetrics
 from quern.serve.server import create_app
@@ -80,9 +81,11 @@ def test_a_client_that_leaves_with_its_last_token_is_counted_once() -> None:
         async for _ in jobs[0].batches():
             pass
 
-    worker.start()
+    thread = EngineThread()
+    thread.add(worker)
+    thread.start()
     asyncio.run(ask())
-    worker.stop()
+    thread.stop()
     counted = re.findall(r'request_success_total\{finished_reason="(\w+)".*\} (\S+)', all_metrics.page().decode())
     assert counted == [("length", "1.0")]
 

@@ -1,7 +1,9 @@
 """What someone who runs the server relies on: rates, time limits, CORS, HTTPS, several models, newer checkpoints."""
 
 import json
+import os
 import re
+import signal
 import ssl
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from quern.cli.verbs import parse
 from quern.generate.engine import Engine
 from quern.serve.frontier import Gate, Rates
 from quern.serve.models import Models
-from quern.serve.server import LOOPBACK, create_app
+from quern.serve.server import LOOPBACK, create_app, listen, serve
 from quern.serve.worker import Limits
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine, toy_tokenizer
@@ -47,6 +50,37 @@ def ask(url: str, *, model: str = "toy", **more: Any) -> httpx.Response:
     headers = more.pop("headers", {})
     body = {"model": model, "messages": HELLO, "max_tokens": 5, "temperature": 0, "logit_bias": NO_END, **more}
     return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+
+# The program -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_the_main_thread_runs_the_engines_until_a_signal(number: signal.Signals) -> None:
+    """Not another thread: OpenMP keeps threads for each that has computed, as the main one has, and too many wait."""
+    threads = set()
+
+    class Noting(Engine):
+        def step(self, prefill_tokens: int | None = None) -> None:
+            threads.add(threading.current_thread())
+            super().step(prefill_tokens)
+
+    toy = toy_engine(context=256)
+    app = create_app({"toy": Noting(toy.model, toy.tokenizer, toy.machine)})
+
+    def client(url: str) -> int:
+        try:
+            return ask(url).status_code
+        finally:
+            os.kill(os.getpid(), number)
+
+    ends = pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext()
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with ends:
+            serve(app, listener, app.state.models.thread)
+    assert asked.result() == 200
+    assert threads == {threading.main_thread()}
 
 
 # Rates and times ---------------------------------------------------------------------------------------------

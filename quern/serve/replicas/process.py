@@ -51,7 +51,7 @@ def main() -> None:
                 sources, Gate(), limits, lambda line: reply({"log": line}), watch_seconds=order["watch_seconds"]
             )
             reply({"ready": True})
-            serve(app, listener)
+            serve(app, listener, app.state.models.thread)
 
 
 if __name__ == "__main__":
