@@ -172,7 +172,7 @@ class Bucket:
         masters, *state = here = [tensor.to(grads.device, non_blocking=True, copy=True) for tensor in kept]
         self.update(masters, grads, dict(zip(self.state, state, strict=True)), scalars, out=out)
         for tensor, changed in zip(kept, here, strict=True):
-            tensor.copy_(changed)  # waits for the device: a checkpoint may read it next
+            tensor.copy_(changed, non_blocking=True)  # `Zero2.slices` waits for it
 
     def gather(self) -> None:
         """Starts to collect the parameters from all regions, unless they stay there; `pending` is the collective."""
