@@ -77,6 +77,29 @@ class Machine:
         """Returns a generator on the CPU for any device, so that initial weights don't depend on the hardware."""
         return torch.Generator(device="cpu").manual_seed(seed)
 
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a tensor from the host to the device; to a GPU from pinned memory, so that the host does not wait."""
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[Any]]:
+        """Starts to copy a tensor to the host.
+
+        Returns:
+            A function that returns the values as `Tensor.tolist`. It waits for this copy, and for no later work.
+        """
+        if self.device.type != "cuda":
+            return tensor.tolist
+        copied = tensor.to("cpu", non_blocking=True)  # pinned
+        arrived = torch.cuda.current_stream(self.device).record_event()
+
+        def read() -> list[Any]:
+            arrived.synchronize()
+            return copied.tolist()
+
+        return read
+
     def synchronize(self) -> None:
         """Waits until the device has finished, before a clock is read."""
         if self.device.type == "cuda":

@@ -61,7 +61,7 @@ class KVCache:
         return cls(
             list(model.windows),
             list(model.attention_layers),
-            shape.kv_heads,
+            shape.kv_heads // model.shards,
             shape.head_dim,
             rows,
             max_tokens,
@@ -162,6 +162,8 @@ class KVCache:
 
 class PrefillContext:
     """The context of a prefill: many tokens at once, appended to rows that may already hold tokens."""
+
+    continues = True
 
     def __init__(self, cache: KVCache, lengths_B: Tensor, attention: Attention | None = None):
         self._cache = cache
@@ -274,6 +276,8 @@ class DecodeContext:
 
     slots_S: arange(S), where S exceeds the position of every live row: long layers read their first S slots only.
     """
+
+    continues = True
 
     def __init__(self, cache: KVCache, slots_S: Tensor):
         self._cache = cache

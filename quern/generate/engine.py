@@ -56,7 +56,7 @@ class Engine:
             prefix_megabytes: Memory for the states of prompts that were read, for later prompts that begin alike.
                 With 0, every prompt is read in full. Call `prefixes.clear` after the weights have changed.
         """
-        vocabulary = model.embedding.weight.size(0)
+        vocabulary = int(model.shape.vocab_size or 0)
         if vocabulary < tokenizer.vocab_size:
             raise ValueError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}: they do not "

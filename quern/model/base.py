@@ -56,6 +56,8 @@ class LanguageModel(nn.Module):
     """For each layer, the tokens that a query sees, itself included; None is all of them."""
     attention_layers: list[int]
     """The layers that attend: the others need no keys and values."""
+    shards: int = 1
+    """Among so many shards parallel/ has divided the heads."""
     criterion: Any = staticmethod(cross_entropy)
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
 

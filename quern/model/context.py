@@ -20,6 +20,9 @@ from quern.machine import Attention
 class Context(Protocol):
     """Shapes: B rows, T tokens, H query heads, K key/value heads, E head dim."""
 
+    continues: bool
+    """Whether rows may go on after earlier tokens, so that a token before a row's first one exists."""
+
     def positions(self, x_BTD: Tensor) -> Tensor:
         """Positions (1 or B, T) of the tokens, as integers on x's device."""
         ...
@@ -63,6 +66,8 @@ class CausalContext:
     windows: for each layer, in place of the model's own; as 0-dim CPU tensors they may change between calls. progress:
     share of the training run that is done; 1 in evaluation.
     """
+
+    continues = False
 
     def __init__(
         self,

@@ -191,7 +191,7 @@ class UNet(LanguageModel):
         x_BTD = self._enter(tokens_BT)
         x0_BTD = x_BTD.view_as(x_BTD)  # an object of its own: the compiler would tell the first block apart otherwise
         rotary = half_rotary_table(context.positions(x_BTD), self.head_dim, self.shape.rope_base)
-        values = [table(tokens_BT) for table in self.value_embeddings]
+        values: list[Tensor] = []
         windows = context.windows(self.windows)
         depth, half = len(self.blocks), len(self.skip_scales)
         skips: list[Tensor] = []
@@ -199,6 +199,8 @@ class UNet(LanguageModel):
             if layer >= half:
                 x_BTD = self._merge(x_BTD, skips.pop(), self.skip_scales[layer - half])
             which = value_embedding_of(layer, depth)
+            if which == len(values):  # looked up where it is used: the backward pass takes the newest nodes first
+                values.append(self.value_embeddings[which](tokens_BT))
             x_BTD = block(x_BTD, x0_BTD, None if which is None else values[which], rotary, windows[layer], context)
             if layer < half:
                 skips.append(x_BTD.view_as(x_BTD))  # an object of its own, as above: the first skip skips nothing

@@ -34,7 +34,7 @@ from torch.nn import Parameter
 
 from quern.mesh import Mesh, Pending
 from quern.optim.groups import ParameterGroup, Rule
-from quern.parallel.ownership import Ownership, share_out
+from quern.parallel.ownership import Ownership, share_out, units_together
 from quern.parallel.sharding import sharding_of
 from quern.parallel.stacks import Stack
 
@@ -172,7 +172,7 @@ class Bucket:
         masters, *state = here = [tensor.to(grads.device, non_blocking=True, copy=True) for tensor in kept]
         self.update(masters, grads, dict(zip(self.state, state, strict=True)), scalars, out=out)
         for tensor, changed in zip(kept, here, strict=True):
-            tensor.copy_(changed)  # waits for the device: a checkpoint may read it next
+            tensor.copy_(changed, non_blocking=True)  # `Zero2.slices` waits for it
 
     def gather(self) -> None:
         """Starts to collect the parameters from all regions, unless they stay there; `pending` is the collective."""
@@ -231,7 +231,7 @@ SMALL_ELEMENTS = 16_384
 """A bucket of an elementwise rule with fewer elements is not cut."""
 MOST_ELEMENTS = 2**24
 LEAST_ELEMENTS = 2**18
-"""A stack is split into buckets of an eighth of all parameters, within these bounds: large enough for the bandwidth of
+"""A group is split into buckets of an eighth of all parameters, within these bounds: large enough for the bandwidth of
 a link, small enough that the first buckets are reduced early in the backward pass."""
 LEAST_REGION = 2**19
 """In elements per replica: with smaller regions, a ring waits longer than it sends."""
@@ -242,7 +242,7 @@ def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[B
     data, model = settings.mesh.data.size, settings.mesh.model.size
     total = sum(p.numel() for group in groups for _, p in group.parameters)
     eighth = max(LEAST_ELEMENTS, total // 8)
-    apart = data > 1 or settings.on_cpu  # else larger stacks are updated faster
+    apart = data > 1 or settings.on_cpu  # else larger buckets are updated faster
     most = min(max(MOST_ELEMENTS, data * LEAST_REGION), eighth) if apart else total
     parts: list[tuple[ParameterGroup, Named]] = []
     for group in groups:
@@ -251,8 +251,10 @@ def make_buckets(groups: Sequence[ParameterGroup], settings: Settings) -> list[B
             part = _shared_part(group, name, parameter, settings)
             kinds.setdefault((part, *_kind(group, parameter, data)), []).append((name, parameter))
         for parameters in kinds.values():
-            stacks = _parts(parameters, most, 2 * eighth, data * model) if group.rule.stacked else [parameters]
-            parts += [(group, stack) for stack in stacks]
+            size, room = parameters[0][1].numel(), most
+            if group.rule.stacked:
+                room = size * units_together(len(parameters), size, most, 2 * eighth, data * model)
+            parts += [(group, part) for part in _split(parameters, room)]
     owned = _shared_out([part for group, part in parts if group.rule.stacked], data, model)
     buckets = [
         _stack(group, part, settings, owned[part[0][0]]) if group.rule.stacked else _flat(group, part, settings)
@@ -277,15 +279,15 @@ def _kind(group: ParameterGroup, parameter: Parameter, data: int) -> tuple:
     return (*common, parameter[0].numel() if data > 1 and parameter.ndim > 1 else 1)
 
 
-def _parts(parameters: Named, most: int, largest: int, ranks: int) -> list[Named]:
-    """Splits parameters into consecutive parts of at most `most` elements. Where that takes no more than `largest`
-    elements, the number of parameters in a part divides by the ranks, so that no matrix has to move."""
-    size, count = parameters[0][1].numel(), max(1, most // parameters[0][1].numel())
-    if ranks <= len(parameters) and ranks * size <= largest:
-        count = max(ranks, count // ranks * ranks)
-    else:
-        count = -(-len(parameters) // -(-len(parameters) // count))  # all much the same
-    return [parameters[i : i + count] for i in range(0, len(parameters), count)]
+def _split(parameters: Named, most: int) -> list[Named]:
+    """Splits parameters into consecutive parts of at most `most` elements, or of one parameter that is larger. They are
+    in the model's order, so the backward pass completes the last part first."""
+    parts: list[Named] = []
+    for name, parameter in parameters:
+        if not parts or sum(p.numel() for _, p in parts[-1]) + parameter.numel() > most:
+            parts.append([])
+        parts[-1].append((name, parameter))
+    return parts
 
 
 def _shared_out(stacks: Sequence[Named], replicas: int, shards: int) -> dict[str, Ownership]:

@@ -89,6 +89,15 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
     return max(0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
+def units_together(units: int, size: int, most: int, largest: int, ranks: int) -> int:
+    """How many of the units share a buffer of at most `most` elements. Where it takes no more than `largest` elements,
+    their number divides by the ranks, so that no unit has to travel."""
+    count = max(1, most // size)
+    if ranks <= units and ranks * size <= largest:
+        return max(ranks, count // ranks * ranks)
+    return -(-units // -(-units // count))  # all much the same
+
+
 def share_out(units: int, cost: int, work: list[list[int]], whole: bool) -> tuple[int, ...]:
     """Divides units of one cost among the ranks.
 

@@ -150,7 +150,7 @@ def shard_model(model: Any, mesh: Mesh, plan: ShardingPlan | None = None) -> Any
             cut(*_owner(model, name), dim, group)
     model.embedding = VocabularyEmbedding.of(model.embedding, group)
     head = VocabularyHead.of(model.head, group)
-    model.criterion = head.cross_entropy
+    model.criterion, model.shards = head.cross_entropy, group.size
     _make_logits_whole(model, head)
     for name, dropout in dropouts.items():
         model.set_submodule(name, StreamDropout.of(dropout, group))

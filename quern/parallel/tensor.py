@@ -128,6 +128,7 @@ class StreamContext:
 
     def __init__(self, context: Context, rows: tuple[int, int], group: ProcessGroup) -> None:
         self.context, self.rows, self.group = context, rows, group
+        self.continues = context.continues
 
     def positions(self, x_BTD: Tensor) -> Tensor:
         return self.context.positions(x_BTD.new_empty(*self.rows, 0))
@@ -152,6 +153,9 @@ class StreamContext:
     def previous(self, x_BTD: Tensor, name: str) -> Tensor:
         """x is the stream. The last token of the previous part precedes its first token."""
         t, rank = x_BTD.size(1), self.group.rank
+        if self.context.continues:  # only the context knows what precedes a row's first token
+            before_ND = self.context.previous(self.whole_rows(x_BTD), name).flatten(0, 1)
+            return F.pad(before_ND, (0, 0, 0, t * self.group.size - len(before_ND)))[None, rank * t : (rank + 1) * t]
         lasts_1nD = gather(x_BTD[:, -1:], self.group)  # all shards must take part, also in backward
         before = lasts_1nD[:, rank - 1 : rank or None]
         begins = (torch.arange(t, device=x_BTD.device) + rank * t) % self.rows[1] == 0

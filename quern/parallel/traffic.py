@@ -9,8 +9,8 @@ back), over the optimizer's buckets of P elements each, padding included (bucket
                           of buckets that replicas share (zero3.py), in each micro-batch: gradients once; parameters
                           once, of all blocks except the last twice
     data/all_to_all       s · Σ (E + O) of stacks that do not divide          from regions to owners, and back
-    data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 8 + 8)       their gradients; the number of targets;
-                                                                              the loss and the number of tokens;
+    data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 16 + 4)      their gradients; the numbers of targets
+                                                                              and positions; the loss;
                                                                               8 more for the passes of a step, where
                                                                               replicas share parameters
     world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
@@ -31,10 +31,10 @@ from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 from quern.parallel.plan import bytes_sent
 
-COUNT_BYTES = 8
-"""An int64: the number of targets in the global batch."""
-TOTALS_BYTES = 8
-"""Two numbers in fp32: the loss, and the tokens computed."""
+COUNT_BYTES = 16
+"""Two int64: the number of targets in the global batch, and of all positions."""
+PASSES_BYTES = 8
+LOSS_BYTES = 4
 NORM_BYTES = 4
 
 
@@ -58,7 +58,7 @@ def data_bytes(layout: Layout) -> Counter[str]:
             sums, gathers = calls(layout, bucket)
             sent["data/reduce_scatter"] += sums * part(bucket.grads.nbytes, n)
             sent["data/all_gather"] += gathers * part(bucket.params.nbytes, n)
-    for size in (*small.values(), COUNT_BYTES, TOTALS_BYTES, COUNT_BYTES if layout.parts else 0):
+    for size in (*small.values(), COUNT_BYTES, LOSS_BYTES, PASSES_BYTES if layout.parts else 0):
         sent["data/all_reduce"] += part(2 * size, n)
     sent["world/all_reduce"] += part(2 * NORM_BYTES, world)
     return sent

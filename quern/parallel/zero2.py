@@ -181,10 +181,10 @@ class Zero2:
                 norms.append(0 * torch.linalg.vector_norm(bucket.grads, dtype=torch.float32))
             elif self._counts(bucket):
                 norms.append(torch.linalg.vector_norm(bucket.region_grads, dtype=torch.float32))
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), device=self.buckets[0].params.device)]))
         if self.mesh.world.size == 1:
             return norm
-        square = norm.square().to(self.buckets[0].params.device)
+        square = norm.square()
         self.mesh.world.all_reduce(square).wait()
         return square.sqrt()
 
@@ -265,6 +265,9 @@ class Zero2:
         Over all ranks, this is all that a resume needs: the parameters are the masters rounded to their dtype. The
         tensors are views of the live buffers; copy what must outlive the next step.
         """
+        device = self.buckets[0].params.device
+        if device.type == "cuda" and any(bucket.visits for bucket in self.buckets):
+            torch.cuda.current_stream(device).synchronize()  # masters and state on their way to the CPU
         return {name: part for bucket in self.buckets for name, part in slices_of(bucket).items()}
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -20,8 +20,10 @@ import torch
 from quern.data.batch import Batch
 from quern.eval.task import Item
 from quern.generate.engine import Engine
+from quern.generate.reply import Completion
 from quern.generate.sample import Sampling
 from quern.machine import Machine
+from quern.mesh import ProcessGroup, alone
 from quern.model.base import LanguageModel
 from quern.model.loss import loss_sum
 from quern.recipe import RlRecipe
@@ -110,6 +112,8 @@ class Rollouts:
         reference: The model that the divergence is measured from; needed if `settings.kl` is above 0.
         folder: Where the replies of a round are kept, if several updates use them.
         kept_steps: The steps of the checkpoints from which training can go on. Older rounds are removed.
+        shards: The ranks among which tensor parallelism divides the model. All of them sample the same replies; the
+            first one rewards them and keeps them.
     """
 
     ahead = False
@@ -125,12 +129,13 @@ class Rollouts:
         reference: LanguageModel | None = None,
         folder: Path | None = None,
         kept_steps: Callable[[], Sequence[int]] = tuple,
+        shards: ProcessGroup | None = None,
     ) -> None:
         if settings.kl and reference is None:
             raise ValueError("a weight of the divergence needs the model that it is measured from")
         self.engine, self.environments, self.settings, self.seed = engine, environments, settings, seed
         self.micro_batch_rows, self.reference, self.folder = micro_batch_rows, reference, folder
-        self.kept_steps = kept_steps
+        self.kept_steps, self.shards = kept_steps, shards or alone().model
         self.tally = Tally()
         self._round, self._kept = -1, []
 
@@ -181,12 +186,9 @@ class Rollouts:
         )
         model.train(training)
         groups: list[list[Rollout]] = [[] for _ in items]
-        for number, replies in zip(fits, done, strict=True):
-            environment, item = items[number]
-            for reply in replies:
-                reward = float(environment.reward(item, reply.text))
-                if not np.isfinite(reward):
-                    raise ValueError(f"environment '{environment.name}' gave the reward {reward}: give a finite number")
+        rewards = self._rewards([items[number] for number in fits], done)
+        for number, replies, rewarded in zip(fits, done, rewards, strict=True):
+            for reply, reward in zip(replies, rewarded, strict=True):
                 penalty = overlong_penalty(len(reply.ids), settings.max_tokens, settings.overlong_tokens)
                 one = Rollout(
                     number,
@@ -200,6 +202,21 @@ class Rollouts:
                 )
                 groups[number].append(one)
         return groups
+
+    def _rewards(
+        self, items: Sequence[tuple[Environment, Item]], done: Sequence[Sequence[Completion]]
+    ) -> list[list[float]]:
+        """The rewards of the replies to each question, equal on all shards: a program may run out of time on one."""
+        found: list[list[float]] = []
+        if self.shards.rank == 0:
+            for (environment, item), replies in zip(items, done, strict=True):
+                found.append([float(environment.reward(item, reply.text)) for reply in replies])
+        found = self.shards.broadcast_object(found)
+        for (environment, _), rewards in zip(items, found, strict=True):
+            for reward in rewards:
+                if not np.isfinite(reward):
+                    raise ValueError(f"environment '{environment.name}' gave the reward {reward}: give a finite number")
+        return found
 
     def logprobs(self, rows: Sequence[Rollout], model: LanguageModel | None = None) -> list[np.ndarray]:
         """Log-probabilities of the replies' tokens, computed as in training. model: by default the one in training."""
@@ -292,7 +309,7 @@ class Rollouts:
 
     def _write(self, number: int, rank: int, ranks: int, rows: Sequence[Rollout]) -> None:
         """Keeps a round's replies: a run that stops between two updates needs them, and their model is gone."""
-        if self.folder is not None:
+        if self.folder is not None and self.shards.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             body = {"tally": self.tally.sums, "rollouts": [asdict(one) for one in rows]}
             write_whole(self._path(number, rank, ranks), json.dumps(body))

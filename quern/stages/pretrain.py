@@ -41,7 +41,7 @@ from quern.stages.session import Session, lower_precision, main_first
 from quern.terminal import duration
 from quern.train import loop
 from quern.train.state import TrainState, build_model, build_state, compile_model
-from quern.train.step import accumulate
+from quern.train.step import accumulate, send_batch
 
 CALIBRATION_STEPS = 8
 
@@ -250,7 +250,8 @@ def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, me
     passes, updates = [], []
     for step in range(CALIBRATION_STEPS):
         start = time.perf_counter()
-        accumulate(state, batches.batch(step, mesh.data.rank, mesh.data.size), machine, rows)
+        batch = batches.batch(step, mesh.data.rank, mesh.data.size)
+        accumulate(state, send_batch(batch, mesh, machine, rows), machine)
         state.optimizer.grad_norm().item()
         middle = time.perf_counter()
         state.optimizer.step(step, Multipliers())

@@ -52,13 +52,11 @@ def run(recipe: Recipe, session: Session) -> int:
     Raises:
         FileNotFoundError: There is no fine-tuned model.
         CheckpointError: No good checkpoint of it.
-        ValueError: An environment does not exist, the model is sharded, or the run practised before and `resume` was
-            not asked for.
+        ValueError: An environment does not exist, replicas share parameters, or the run practised before and `resume`
+            was not asked for.
         RunInUseError: Another process trains in the run.
     """
     run_dir = session.run_dir
-    if session.mesh.tp > 1:
-        raise ValueError("--tp shards the model, and replies are sampled from whole replicas: leave it out")
     if session.mesh.zero == 3:
         raise ValueError("--zero 3 shares the parameters, and each replica samples replies by itself: leave it out")
     if session.start is None and not run_dir.folder.exists():
@@ -83,7 +81,8 @@ def _run(asked: Recipe, session: Session) -> int:
     model.load_state_dict(weights)
     reference = build_model(recipe, machine, None)
     reference.load_state_dict(weights)
-    shard_model(model, mesh)
+    for one in (model, reference):
+        shard_model(one, mesh)
     changed = changes(recipe, session.folder) if session.resume else []
     precision = lower_precision(recipe, model, log)
     recompute(model, recipe.train.recompute)
@@ -99,6 +98,7 @@ def _run(asked: Recipe, session: Session) -> int:
         reference=reference.eval(),
         folder=session.folder / "rollouts",
         kept_steps=lambda: checkpoint.steps(run_dir.checkpoints("rl")),
+        shards=mesh.model,
     )
     plan = session.plan(
         recipe,

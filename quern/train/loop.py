@@ -29,7 +29,7 @@ from quern.train.heartbeat import StragglerDetector
 from quern.train.replicas import refuse_unequal_replicas
 from quern.train.saver import Saver
 from quern.train.state import TrainState
-from quern.train.step import StepResult, train_step
+from quern.train.step import DeviceBatch, StepResult, send_batch, train_on
 
 Evaluator = Callable[[TrainState], dict[str, Any]]
 
@@ -81,23 +81,18 @@ def train(
     folder.rewind(state.step)  # also where a run died before its first checkpoint
     folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
     window, stragglers = _Window(), StragglerDetector()
-    fresh = True
+    fresh, own_seconds = True, 0.0
     mesh = state.optimizer.mesh
     saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background, plan.keep_step)
-    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan)) as batches:
+    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan, machine)) as batches:
         for batch in batches:
             mesh.progress.begin_step(state.step, FIRST_STEP if fresh else TRAINING)
+            told = _exchange(stop, own_seconds, mesh, machine)
             start, waited = time.perf_counter(), mesh.waited_seconds()
             _seed_draws(state, plan)
-            result = train_step(
-                state,
-                batch,
-                plan.schedule(state.step),
-                machine,
-                micro_batch_rows=plan.micro_batch_rows * max(1, (plan.row_tokens or 0) // batch.tokens.shape[1]),
-                clip_norm=plan.clip_norm,
-            )
+            result = train_on(state, batch, plan.schedule(state.step), machine, plan.clip_norm)
             seconds = time.perf_counter() - start
+            own_seconds = seconds - mesh.waited_seconds() + waited
             _count(state, result, seconds, window, folder, fresh)
             fresh = False
             advance(state, {"loss": result.loss} | window.speed())
@@ -106,9 +101,9 @@ def train(
             if state.step % plan.log_every == 0 or state.step == plan.steps:
                 _log(state, result, window, plan, folder)
                 window = _Window(window.rate())
-            asked, slow = _exchange(stop.requested, seconds - mesh.waited_seconds() + waited, mesh, machine, stragglers)
-            stopping = asked and state.step < plan.steps
-            if slow:
+            signals, times = told()
+            stopping = any(signals) and state.step < plan.steps
+            if times and (slow := stragglers.observe(times)):
                 folder.event("slow", step=state.step, reason=slow)
                 log(slow)
             _evaluate(state, plan, folder)
@@ -126,37 +121,52 @@ def train(
     return EXIT_DONE
 
 
-def _exchange(
-    asked: bool, seconds: float, mesh: Mesh, machine: Machine, stragglers: StragglerDetector
-) -> tuple[bool, str | None]:
-    """→ whether a signal has reached any rank, so that all stop after the same step; what to say of a slow rank.
+def _exchange(stop: Stop, seconds: float, mesh: Mesh, machine: Machine) -> Callable[[], list[Any]]:
+    """Starts to tell every rank whether a signal has reached this one, and how long its previous step took.
 
-    seconds: this rank's own of the step.
+    All ranks stop after the same step. A signal to one of several ranks during a step counts from the next step on.
+
+    Returns:
+        A function to call after the step, whose wait for the device covers the exchange. It returns two lists with a
+        value of each rank: the signals and the seconds. A process alone hears at once, and has no seconds to compare.
     """
     if mesh.world.size == 1:
-        return asked, None
-    own = torch.tensor([float(asked), seconds], device=machine.device)
+        return lambda: [[stop.requested], []]
+    own = machine.send(torch.tensor([float(stop.requested), seconds]))
     heard = own.new_empty(2 * mesh.world.size)
     mesh.world.all_gather(heard, own).wait()
-    signals, times = heard.view(-1, 2).T.tolist()
-    return any(signals), stragglers.observe(times)
+    return machine.read_later(heard.view(-1, 2).T)
 
 
-def _batches(state: TrainState, loader: BatchSource, plan: TrainingPlan) -> Generator[Batch, None, None]:
-    """This replica's rows of the batches to come."""
-    data = state.optimizer.mesh.data
-    if loader.ahead:
-        return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
-    return _sample(state, loader, plan)
+def _batches(
+    state: TrainState, loader: BatchSource, plan: TrainingPlan, machine: Machine
+) -> Generator[DeviceBatch, None, None]:
+    """This replica's rows of the batches to come, on the device.
 
-
-def _sample(state: TrainState, loader: BatchSource, plan: TrainingPlan) -> Generator[Batch, None, None]:
-    """Batches that depend on the model: each is made when its step begins, outside the time in steps."""
+    Batches that can be read ahead are sent a step ahead: the device has them when their step begins. Others depend on
+    the model, and each is made when its step begins, outside the time in steps.
+    """
     mesh = state.optimizer.mesh
-    for step in range(state.step, plan.steps):
-        with mesh.progress.during(SAMPLING):
-            batch = loader.batch(step, mesh.data.rank, mesh.data.size)
-        yield batch
+    own = {"rank": mesh.data.rank, "ranks": mesh.data.size}
+
+    def send(batch: Batch) -> DeviceBatch:
+        rows = plan.micro_batch_rows * max(1, (plan.row_tokens or 0) // batch.tokens.shape[1])
+        return send_batch(batch, mesh, machine, rows)
+
+    if not loader.ahead:
+        for step in range(state.step, plan.steps):
+            with mesh.progress.during(SAMPLING):
+                batch = loader.batch(step, **own)
+            yield send(batch)
+        return
+    ahead = None
+    with closing(prefetch(loader, state.step, plan.steps, **own)) as batches:
+        for sent in map(send, batches):
+            if ahead is not None:
+                yield ahead
+            ahead = sent
+    if ahead is not None:
+        yield ahead
 
 
 def _seed_draws(state: TrainState, plan: TrainingPlan) -> None:

@@ -2,21 +2,43 @@
 
 The loss is the sum over valid targets divided by their number in the whole batch, so the number of micro-batches
 cannot change it. A step whose loss or gradient norm is not finite touches no weights.
+
+The host waits for the device once in a step, for the loss and the gradient norm. A batch is sent ahead (`send_batch`):
+its copy and its counts are there when that wait ends. tests/train/test_waits.py counts the waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quern.data.loader import Batch
 from quern.machine import Machine
+from quern.mesh import Mesh
 from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """This replica's rows of a global batch, on the device.
+
+    Attributes:
+        micros: Tokens, targets and scale (`to_device`) of each forward pass.
+        counts: Returns, once they have reached the host, over all replicas: the valid targets, the positions, and the
+            forward passes that a replica must make.
+        weighted: Whether the targets have weights.
+    """
+
+    micros: list[tuple[Tensor, Tensor, Tensor]]
+    counts: Callable[[], list[int]]
+    weighted: bool
 
 
 @dataclass(frozen=True)
@@ -40,14 +62,21 @@ def train_step(
     micro_batch_rows: int,
     clip_norm: float | None = None,
 ) -> StepResult:
-    """Runs one step and advances `state`. The host waits for the device once, for the loss and the gradient norm.
+    """Sends a batch and trains on it: `send_batch`, then `train_on`, whose arguments these are."""
+    sent = send_batch(batch, state.optimizer.mesh, machine, micro_batch_rows)
+    return train_on(state, sent, multipliers, machine, clip_norm)
+
+
+def train_on(
+    state: TrainState, batch: DeviceBatch, multipliers: Multipliers, machine: Machine, clip_norm: float | None = None
+) -> StepResult:
+    """Runs one step and advances `state`.
 
     Args:
         state: Model and optimizer.
         batch: This replica's rows of the global batch.
         multipliers: The schedule's values for this step.
         machine: The machine.
-        micro_batch_rows: Rows in one forward pass.
         clip_norm: Global gradient norm to clip to.
 
     Returns:
@@ -57,17 +86,16 @@ def train_step(
     Raises:
         ValueError: No token of the global batch is a target, and the targets have no weights.
     """
-    part, tokens = accumulate(state, batch, machine, micro_batch_rows, multipliers.progress)
-    totals = torch.stack([part.float(), part.new_tensor(batch.tokens.size, dtype=torch.float32)])
-    state.optimizer.mesh.data.all_reduce(totals).wait()
-    norm = state.optimizer.grad_norm()
-    loss, positions, norm_value = torch.stack([*totals, norm]).tolist()  # the step's wait for the device
-    targets = int(tokens)  # ready by now
+    targets, positions, _ = batch.counts()
     if targets == 0:
-        if batch.weight is None:
+        if not batch.weighted:
             raise ValueError("a batch without a single target cannot train: check the data's masks")
         state.step += 1  # no reply of these rollouts was better than another of its question
-        return StepResult(0.0, 0.0, 0, int(positions), "empty")
+        return StepResult(0.0, 0.0, 0, positions, "empty")
+    part = accumulate(state, batch, machine, multipliers.progress)
+    state.optimizer.mesh.data.all_reduce(part).wait()
+    norm = state.optimizer.grad_norm()
+    loss, norm_value = torch.stack([part, norm]).tolist()  # the step's wait for the device
     verdict = state.guard.observe(bool(np.isfinite(loss) and np.isfinite(norm_value)))
     if verdict == "step":
         if clip_norm is not None:
@@ -75,25 +103,20 @@ def train_step(
         state.optimizer.step(state.earlier_updates + state.step - state.guard.skips, multipliers)
     state.step += 1
     state.tokens += targets
-    return StepResult(loss, norm_value, targets, int(positions), verdict)
+    return StepResult(loss, norm_value, targets, positions, verdict)
 
 
-def accumulate(
-    state: TrainState, batch: Batch, machine: Machine, micro_batch_rows: int, progress: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accumulate(state: TrainState, batch: DeviceBatch, machine: Machine, progress: float = 1.0) -> Tensor:
     """Leaves the gradients in the optimizer's buffers.
 
     Gradients are summed over the replicas while the backward pass of the last micro-batch runs.
 
     Returns:
-        This replica's part of the mean loss, and the valid targets of the global batch; 0-dim tensors on the device.
+        This replica's part of the mean loss, a 0-dim tensor on the device.
     """
-    count = torch.tensor(int(batch.mask.sum()), device=machine.device)
-    state.optimizer.mesh.data.all_reduce(count).wait()
-    parts = list(batch.split(micro_batch_rows))
-    if state.optimizer.mesh.zero == 3:
-        parts = _as_many_on_all_replicas(parts, state, machine)
-    micros = [to_device(micro, count, machine) for micro in parts]
+    inputs, targets, scale = batch.micros[0]
+    missing = batch.counts()[2] - len(batch.micros)
+    micros = batch.micros + [(inputs, targets, torch.zeros_like(scale))] * missing
     state.optimizer.drop_grads()  # the first micro-batch's gradients are taken as they come
     loss = torch.zeros((), device=machine.device)
     for number, (inputs, targets, scale) in enumerate(micros, start=1):
@@ -101,21 +124,32 @@ def accumulate(
         with state.optimizer.last_backward() if number == len(micros) else nullcontext():
             total.backward()
         loss += total.detach()
-    return loss, count
+    return loss
 
 
-def _as_many_on_all_replicas(parts: list[Batch], state: TrainState, machine: Machine) -> list[Batch]:
-    """Adds micro-batches without targets: replicas that share parameters gather them in equally many passes."""
-    most = torch.tensor(len(parts), device=machine.device)
-    state.optimizer.mesh.data.all_reduce(most, "max").wait()
-    empty = replace(parts[0], mask=np.zeros_like(parts[0].mask))
-    return parts + [empty] * (int(most) - len(parts))
+def send_batch(batch: Batch, mesh: Mesh, machine: Machine, micro_batch_rows: int) -> DeviceBatch:
+    """Starts to copy a batch to the device and to count its targets over the replicas. On GPUs the host does not wait.
+
+    Replicas that share parameters gather them in equally many passes, so those with fewer micro-batches add empty ones.
+
+    Args:
+        batch: This replica's rows of the global batch.
+        mesh: The ranks; all of them call this.
+        machine: The machine.
+        micro_batch_rows: Rows in one forward pass.
+    """
+    parts = list(batch.split(micro_batch_rows))
+    sums = machine.send(torch.tensor([int(batch.mask.sum()), batch.tokens.size]))
+    mesh.data.all_reduce(sums).wait()
+    passes = machine.send(torch.tensor([len(parts)]))
+    if mesh.zero == 3:
+        mesh.data.all_reduce(passes, "max").wait()
+    micros = [to_device(part, sums[0], machine) for part in parts]
+    return DeviceBatch(micros, machine.read_later(torch.cat([sums, passes])), batch.weight is not None)
 
 
-def to_device(
-    batch: Batch, valid_targets: int | torch.Tensor, machine: Machine
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copies a batch to the device; on a GPU from pinned memory, so that the host does not wait.
+def to_device(batch: Batch, valid_targets: int | Tensor, machine: Machine) -> tuple[Tensor, Tensor, Tensor]:
+    """Starts to copy a micro-batch to the device.
 
     Returns:
         tokens, targets (B, T) int64 and scale (B, T) fp32 = mask · weight / valid_targets.
@@ -123,8 +157,5 @@ def to_device(
     scale = batch.mask.astype(np.float32)
     if batch.weight is not None:
         scale *= batch.weight
-    host = [torch.from_numpy(a) for a in (batch.tokens, batch.targets, scale)]
-    if machine.device.type == "cuda":
-        host = [array.pin_memory() for array in host]
-    tokens, targets, scales = (array.to(machine.device, non_blocking=True) for array in host)
+    tokens, targets, scales = (machine.send(torch.from_numpy(a)) for a in (batch.tokens, batch.targets, scale))
     return tokens.long(), targets.long(), scales / valid_targets

@@ -15,7 +15,7 @@ from quern.data.loader import Batch
 from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
-from quern.train.step import accumulate, to_device, train_step
+from quern.train.step import accumulate, send_batch, to_device, train_step
 from tests.support.toy_training import CPU, ROWS, eager, toy_loader, toy_recipe, toy_state
 
 __all__ = ["eager"]  # a fixture
@@ -42,7 +42,7 @@ def batch_of(kind: str) -> Batch:
 
 
 def ours(state: TrainState, batch: Batch, rows: int) -> torch.Tensor:
-    return accumulate(state, batch, CPU, rows)[0]
+    return accumulate(state, send_batch(batch, state.optimizer.mesh, CPU, rows), CPU)
 
 
 def deviation(accumulate: Accumulate, kind: str, rows: int) -> tuple[float, float, float]:
@@ -98,7 +98,7 @@ def test_the_whole_step_is_the_same(law: Law) -> None:
 def in_bf16(rows: int, grad_dtype: str) -> torch.Tensor:
     """All gradients of a batch in bf16, from micro-batches of `rows`."""
     state = toy_state(toy_recipe(grad_dtype=grad_dtype), replace(CPU, dtype=torch.bfloat16))
-    accumulate(state, batch_of("full"), CPU, rows)
+    ours(state, batch_of("full"), rows)
     state.optimizer.grad_norm()
     return torch.cat([p.grad.float().flatten() for p in state.model.parameters()])
 

@@ -10,7 +10,7 @@ import torch
 from quern.mesh import alone
 from quern.parallel import buckets
 from quern.rl.rollouts import Rollouts
-from tests.rl.ranks import LETTERS, advanced, rl_state, rollouts_of, updated
+from tests.rl.ranks import LETTERS, advanced, replies, rl_state, rollouts_of, updated
 from tests.support.ranks import Ranks
 from tests.support.toy_training import eager
 
@@ -22,11 +22,23 @@ Law = Callable[[str, float | int | str, str], None]
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-@pytest.mark.parametrize(("count", "updates"), [(2, 1), (3, 1), (2, 2)])
-def test_n_ranks_are_one(count: int, updates: int, ranks: Ranks, law: Law) -> None:
-    worst = max(ranks(count, "tests.rl.ranks:updated", updates=updates))
-    law(f"RL, {count} ranks and other micro-batches = 1, {updates} updates a round: state", worst, "≤ 1e-5")
+@pytest.mark.parametrize(("count", "tp", "updates"), [(2, 1, 1), (3, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)])
+def test_n_ranks_are_one(count: int, tp: int, updates: int, ranks: Ranks, law: Law) -> None:
+    worst = max(ranks(count, "tests.rl.ranks:updated", tp=tp, updates=updates))
+    cut = f" (tp {tp})" if tp > 1 else ""
+    law(f"RL, {count} ranks{cut} and other micro-batches = 1, {updates} updates a round: state", worst, "≤ 1e-5")
     assert worst <= BAR
+
+
+def test_shards_sample_the_same_replies(ranks: Ranks, law: Law) -> None:
+    """And have the same rewards, even where a program rewards otherwise on another rank."""
+    expected = [one for group in replies(alone()) for one in group]
+    for found in ranks(2, "tests.rl.ranks:replies", tp=2, unequal=True):
+        rows = [one for group in found for one in group]
+        assert [row[:2] for row in rows] == [row[:2] for row in expected]
+        worst = max(np.abs(np.subtract(row[2], one[2])).max() for row, one in zip(rows, expected, strict=True))
+        law("RL, 2 shards = 1 rank: log-probabilities of the replies' tokens", worst, "≤ 1e-5 nats")
+        assert worst <= BAR
 
 
 def test_the_law_of_ranks_can_fail(ranks: Ranks) -> None:

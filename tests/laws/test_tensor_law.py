@@ -16,7 +16,7 @@ BAR = 1e-5
 Law = Callable[[str, float | int | str, str], None]
 LAYOUTS = ((1, 1, False), (2, 2, False), (2, 2, True), (4, 4, False), (4, 2, False), (4, 2, True))
 """(ranks, tp, accumulated in micro-batches of unequal size); ranks / tp replicas."""
-COMPARED = "tests.parallel.sharded:compared"
+COMPARED, GENERATED = "tests.parallel.sharded:compared", "tests.parallel.sharded:generated"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -31,6 +31,20 @@ def test_shards_are_one_model(architecture: str, ranks: Ranks, law: Law) -> None
     law(f"bytes sent by the model group = formula, {architecture}", exact["bytes"], "0")
     assert max(worst.values()) <= BAR, worst
     assert exact == {"weights": 0, "bytes": 0}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shards_generate_as_one_model(architecture: str, ranks: Ranks, law: Law) -> None:
+    """With caches of a part of the heads."""
+    found = [ranks(count, GENERATED, tp=count, architecture=architecture) for count in (2, 4)]
+    worst = max(sum(found, []))
+    law(f"shards generate as 1 rank, {architecture}: logits", worst, f"≤ {BAR:g} relative, fp32")
+    assert worst <= BAR
+
+
+def test_the_check_of_generation_can_fail(ranks: Ranks) -> None:
+    mistake = "the token before a part is forgotten"
+    assert min(ranks(2, GENERATED, tp=2, architecture="gpt", broken=mistake)) > 100 * BAR
 
 
 @pytest.mark.parametrize("mistake", [name for name in BROKEN if name])

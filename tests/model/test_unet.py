@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from quern import compiler
 from quern.data.batch import Batch
 from quern.data.shards import Corpus
+from quern.mesh import alone
 from quern.model.loss import loss_sum, token_losses
 from quern.model.unet import UNet, value_embedding_of, without_attention
 from quern.recipe import ModelRecipe, Recipe
@@ -19,7 +20,7 @@ from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
 from quern.stages.pretrain import make_batches
 from quern.train.state import TrainState, build_state
-from quern.train.step import accumulate, train_step
+from quern.train.step import accumulate, send_batch, train_step
 from tests.support.toy_training import CPU
 
 BOS = 0
@@ -311,7 +312,8 @@ def toy_batch() -> Batch:
 def test_micro_batches_add_up_to_the_whole() -> None:
     recipe = toy_recipe()
     states = [build_state(recipe, CPU, random_model(recipe.model)) for _ in range(2)]
-    losses = [accumulate(s, toy_batch(), CPU, rows, 0.5)[0].item() for s, rows in zip(states, (1, 3), strict=True)]
+    batches = [send_batch(toy_batch(), alone(), CPU, rows) for rows in (1, 3)]
+    losses = [accumulate(state, batch, CPU, 0.5).item() for state, batch in zip(states, batches, strict=True)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     for state in states:
         state.optimizer.grad_norm()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quern import compiler
+from quern.generate.cache import KVCache, decode
 from quern.mesh import Mesh, Pending, ProcessGroup
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
@@ -111,6 +112,23 @@ def compared(
         "bytes": float(sum(abs(sent[kind] - sum(one[kind] for one in formula)) for kind in sent)),
     }
     return found
+
+
+def generated(mesh: Mesh, architecture: str, broken: str = "") -> float:
+    """Rows of unequal lengths, read in two parts, then five tokens each: how far the cut model's logits deviate."""
+    compiler.set_eager(True)
+    whole = logits_of(whole_model(architecture))
+    BROKEN[broken]()
+    return deviation(logits_of(shard_model(whole_model(architecture), mesh)), whole)
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> list[Tensor]:
+    tokens_BT, lengths = batch(5)[0], torch.tensor([[9, 1, 4, 7, 2], [3, 8, 0, 9, 5]])
+    cache, found = KVCache.for_model(model, 5, T), []
+    for part, own in zip(tokens_BT.split(9, dim=1), lengths, strict=False):
+        found.append(model.logits(cache.prefill(model, part, own)[own > 0]))
+    return [*found, *(decode(model, cache, tokens_B, torch.arange(32)) for tokens_B in tokens_BT[:, -5:].T)]
 
 
 def evaluated(model: Any, tokens_BT: Tensor, targets_BT: Tensor) -> list[Tensor]:

@@ -108,8 +108,8 @@ def lines_with(words: str, said: str) -> list[str]:
 
 
 def during_training(events: dict[str, Any], stretch: float) -> int:
-    """Returns an event between the starts of the second step and the last but one."""
-    first, last = events["begins"][1], events["begins"][-2]
+    """Returns an event between the starts of the second step and the last but two: signals are heard a step later."""
+    first, last = events["begins"][1], events["begins"][-3]
     return int(first + stretch * (last - first))
 
 

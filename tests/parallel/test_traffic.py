@@ -16,7 +16,7 @@ from quern.parallel.layout import lay_out
 from quern.parallel.plan import shard_model
 from quern.parallel.traffic import bytes_per_step, data_bytes
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
-from quern.recipes import gpt, llama, unet
+from quern.recipes import gpt, llama, llama_adamw, unet
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
@@ -82,6 +82,28 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     return found
 
 
+def tables_leaving(mesh: Mesh, architecture: str, block: int) -> list[list[str]]:
+    """In the second step's last backward pass: the value embeddings that were sent before each gradient of a block."""
+    compiler.set_eager(True)
+    small_cuts()
+    state, step = stepping(mesh, architecture)
+    tables = {
+        name: bucket
+        for bucket in state.optimizer.buckets
+        for name, _ in bucket.parameters
+        if name.startswith("value_embeddings.")
+    }
+    found: list[list[str]] = []
+    own = list(state.model.blocks[block].parameters())
+    for parameter in own:  # these hooks come after the optimizer's
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: found.append([table for table, bucket in tables.items() if bucket.pending is not None])
+        )
+    for _ in range(2):
+        step()
+    return found[-len(own) :]
+
+
 def formula(architecture: str, dp: int, tp: int, zero: int = 2) -> list[dict[str, int]]:
     """Elements of each rank."""
     with pytest.MonkeyPatch.context() as patch:
@@ -126,9 +148,36 @@ def test_gradients_leave_while_others_are_made(architecture: str, ranks: Ranks) 
     this would hang."""
     for first, *later in ranks(2, "tests.parallel.test_traffic:leaving", architecture=architecture):
         half = len(first) // 2
-        assert first[half] == 0
         for counts in later:
+            assert first[half] < counts[half]
             assert counts[0] == 1 and counts[half] >= 3 and counts[-1] > counts[half]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "block", "table"),
+    [("gpt", 1, "value_embeddings.3.weight"), ("unet", 0, "value_embeddings.1.weight")],
+)
+def test_a_value_embedding_leaves_before_earlier_blocks(
+    architecture: str, block: int, table: str, ranks: Ranks
+) -> None:
+    """The block has a value embedding of its own, whose gradient comes with the block's."""
+    for found in ranks(2, "tests.parallel.test_traffic:tables_leaving", architecture=architecture, block=block):
+        assert found and all(sent == [table] for sent in found)
+
+
+def test_elementwise_groups_are_split_where_replicas_share_the_work(monkeypatch: Any) -> None:
+    """Every parameter of llama_adamw has an elementwise rule. A part ends before it would exceed an eighth of all."""
+    monkeypatch.setattr(buckets, "LEAST_ELEMENTS", 10_000)
+    made = replace(recipe("llama"), make_rules=llama_adamw.RECIPE.make_rules)
+    alone, shared = (lay_out(made, torch.float32, dp, 1) for dp in (1, 2))
+    assert len(alone.buckets) == len({bucket.group.name for bucket in alone.buckets})
+    eighth = sum(p.numel() for p in shared.shard.parameters()) // 8
+    names = [name for name, _ in shared.shard.named_parameters()]
+    places = [[names.index(name) for name, _ in bucket.parameters] for bucket in shared.buckets]
+    sizes = [sum(p.numel() for _, p in bucket.parameters) for bucket in shared.buckets]
+    assert max(size for size, place in zip(sizes, places, strict=True) if len(place) > 1) <= eighth
+    assert sum(len(place) > 1 for place in places) >= 4 and sorted(sum(places, [])) == list(range(len(names)))
+    assert all(one == sorted(one) for one in places)
 
 
 def test_the_formula_by_hand(monkeypatch: Any) -> None:
@@ -144,7 +193,7 @@ def test_the_formula_by_hand(monkeypatch: Any) -> None:
     rows = 2 * 3 * 134 * 16
     norms = 5 * 64  # each begins at a multiple of 64
     moved = 2 * 2 * (3 * sum(regions) + rows) // 3
-    small = 2 * 2 * 2 * norms // 3 + 2 * (2 * 2 * 8 // 3)
+    small = 2 * 2 * 2 * norms // 3 + 2 * 2 * 16 // 3 + 2 * 2 * 4 // 3
     layout = lay_out(made, torch.bfloat16, 3, 1)
     assert data_bytes(layout) == {
         "data/reduce_scatter": moved,

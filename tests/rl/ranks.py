@@ -33,7 +33,7 @@ NEVER = Environment("never", ask, lambda item, reply: 0.0)
 
 
 def rl_recipe() -> Recipe:
-    recipe = toy_recipe({"context": 48, "vocab_size": toy_tokenizer().vocab_size})
+    recipe = toy_recipe({"context": 48, "vocab_size": toy_tokenizer().vocab_size, "kv_heads": 2})
     return replace(recipe, optim=OptimRecipe(lr_scale=0.01, decay_scale=0.1, width_scale=1.0, eps=1e-4))
 
 
@@ -60,6 +60,16 @@ def advanced(state: TrainState, rollouts: Rollouts, mesh: Mesh, micro_batch_rows
     return result
 
 
+def replies(mesh: Mesh, unequal: bool = False) -> list[Any]:
+    """What the mesh samples, token by token, and each reply's reward. unequal: each rank rewards otherwise."""
+    compiler.set_eager(True)
+    spread = Environment("spread", ask, lambda item, reply: len(reply) + mesh.rank * unequal)
+    rollouts = rollouts_of(rl_state(mesh), SETTINGS, spread, shards=mesh.model)
+    items = [(spread, ask(f"{number:06}")) for number in range(6)]
+    groups = rollouts.ask(items, 3, list(map(str, range(6))))
+    return [[[one.ids, one.reward, one.logprobs] for one in group] for group in groups]
+
+
 def updated(mesh: Mesh, updates: int = 1, local_mean: bool = False) -> float:
     """Trains on the mesh and on one process, with other micro-batches → the largest deviation of the state.
 
@@ -70,7 +80,7 @@ def updated(mesh: Mesh, updates: int = 1, local_mean: bool = False) -> float:
     settings = replace(SETTINGS, updates=updates)
     one, ours = rl_state(alone()), rl_state(mesh)
     advanced(one, rollouts_of(one, settings), alone(), 100)
-    rollouts = rollouts_of(ours, settings)
+    rollouts = rollouts_of(ours, settings, shards=mesh.model)
     if local_mean:
         whole = rollouts.batch
 

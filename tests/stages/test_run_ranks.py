@@ -81,6 +81,26 @@ def titles(run: Path) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("## ")]
 
 
+def test_shards_practise_as_one_process(cold: tuple[Path, dict[str, Any]], faulty_server: FaultyRanks) -> None:
+    """Reinforcement learning of the same model: the replies, and what is learned of them."""
+    out = cold[0] / "alone"
+    stage = f"rl --from alone --out {out} --rl.rewards counting --rl.kl 0.1 --rl.steps 2 --rl.groups 3 --rl.samples 3"
+    sizes = "--rl.max-tokens 6 --rl.val-questions 2 --rl.val-samples 2 --no-compile --dtype fp32 --threads 1"
+    runs = {"practised": (), "practised-in-shards": ("--tp", "2")}
+    found = faulty_server.together(
+        [
+            {"arguments": [*stage.split(), *sizes.split(), "--run", run, *flags], "faults": [], "restarts": 0}
+            | {"ranks": 2 if flags else 1, "counted": False}
+            for run, flags in runs.items()
+        ]
+    )
+    assert [one["result"] for one in found] == [0, 0], [one["said"] for one in found]
+    one, two = (read_metrics(out / "runs" / run / "rl") for run in runs)
+    for theirs, ours in zip(one, two, strict=True):
+        for field in {"loss", "entropy", "reply_tokens", "val_kl"} & theirs.keys():
+            assert ours[field] == pytest.approx(theirs[field], rel=ALIKE, abs=1e-6)
+
+
 def test_a_rank_dies_while_fine_tuning_or_preparation_fails(
     cold: tuple[Path, dict[str, Any]], faulty_server: FaultyRanks
 ) -> None:

@@ -137,7 +137,7 @@ def test_a_failing_reader_is_raised_and_not_waited_for(tmp_path: Path) -> None:
     loader = Failing(whole.corpus, whole.context, whole.batch_rows)
     with pytest.raises(ValueError, match="shard 7 is damaged"):
         go(tmp_path, toy_state(), loader=loader)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2], "a batch is sent before the step before it"
 
 
 # Steps that are not finite ----------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew_without_doubled
     whole = toy_loader()
     with pytest.raises(RuntimeError, match="gone"):
         go(tmp_path, toy_state(), loader=Dying(whole.corpus, whole.context, whole.batch_rows))
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
     assert go(tmp_path, toy_state(), again=True)[0] == EXIT_DONE
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
 

@@ -18,7 +18,7 @@ from quern.text.chat import Message, render
 from quern.text.tinyworld import corpus as tinyworld_corpus
 from quern.text.tokenizer import Tokenizer
 from quern.train.state import TrainState
-from quern.train.step import accumulate, to_device, train_step
+from quern.train.step import accumulate, send_batch, to_device, train_step
 from tests.support.toy_training import (
     CONTEXT,
     CPU,
@@ -50,14 +50,15 @@ def test_loss_is_the_mean_over_valid_targets_and_gradients_are_autograds() -> No
     batch = toy_loader(masked=True).batch(2)
     assert 0 < batch.mask.sum() < batch.mask.size
     state, twin = toy_state(), toy_state()
-    loss, tokens = accumulate(state, batch, CPU, 3)
+    sent = send_batch(batch, state.optimizer.mesh, CPU, 3)
+    loss = accumulate(state, sent, CPU)
     state.optimizer.grad_norm()
     x_BTD = twin.model(torch.from_numpy(batch.tokens).long(), CausalContext())
     targets = torch.from_numpy(batch.targets).long().flatten()
     losses = cross_entropy_plain(x_BTD.flatten(0, 1), twin.model.head.weight, targets, twin.model.cap)
     expected = losses[torch.from_numpy(batch.mask).flatten()].mean()
     expected.backward()
-    assert tokens == batch.mask.sum()
+    assert sent.counts() == [batch.mask.sum(), batch.mask.size, -(-ROWS // 3)]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for (name, p), other in zip(state.model.named_parameters(), twin.model.parameters(), strict=True):
         assert ((p.grad - other.grad).norm() / other.grad.norm()).item() <= 5e-5, name
@@ -210,7 +211,7 @@ def test_the_check_for_traces_can_fail() -> None:
     """A loop that looks at nothing before it updates."""
     loader, state = toy_loader(), toy_state()
     before = snapshot(state)
-    accumulate(state, poisoned(loader.batch(0)), CPU, 3)
+    accumulate(state, send_batch(poisoned(loader.batch(0)), state.optimizer.mesh, CPU, 3), CPU)
     state.optimizer.step(0, Multipliers())
     assert differing(snapshot(state), before) != []
 

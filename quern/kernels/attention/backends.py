@@ -97,7 +97,7 @@ def mask_function(mask: MaskSpec, T: int, device: torch.device) -> Callable[...,
     fixed, varying = split_window(mask.window, T)
     window: int | Tensor = fixed or T
     if varying is not None:
-        window = varying.to(device)
+        window = torch.full((), int(varying), dtype=varying.dtype, device=device)  # no copy from the host
     documents_BT = mask.documents_BT
 
     def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
