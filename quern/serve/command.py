@@ -146,7 +146,7 @@ def run(
             return
         with started(sources, replicas, limits, log, watch_seconds) as processes:
             log(f"serving {', '.join(sources)} with {replicas} replicas {address}")
-            serve(create_router(processes.replicas, gate, processes.stop), listener, **files)
+            serve(create_router(processes.replicas, gate, processes.stop), listener, None, **files)
 
 
 @contextlib.contextmanager
