@@ -73,11 +73,17 @@ class TokenizerOptions:
 
 
 @dataclass
-class PrepareOptions(TokenizerOptions):
-    """Flags of `quern prepare`."""
+class EncodingOptions:
+    """A verb that turns text into tokens."""
 
     workers: Annotated[int | None, UNSAID] = None
-    """Processes that turn text into tokens. Default: one per core, at most 16."""
+    """Processes that turn text into tokens. Default: one per CPU thread, at most 16."""
+
+
+@dataclass
+class PrepareOptions(EncodingOptions, TokenizerOptions):
+    """Flags of `quern prepare`."""
+
     to: Annotated[Literal["bin", "nanogpt"] | None, UNSAID] = None
     """Also write the tokens for other programs: bin for modded-nanogpt and llm.c, nanogpt for nanoGPT. Default: only
     quern's own shards, under --out."""
@@ -90,20 +96,11 @@ class PrepareOptions(TokenizerOptions):
 
 
 @dataclass
-class _RecipeOptions:
-    """A verb that trains what the recipe describes."""
+class RanksOptions:
+    """A verb that trains what the recipe describes: its processes, and where its metrics go."""
 
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
-    workers: Annotated[int | None, UNSAID] = None
-    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread, at most
-    16."""
-
-
-@dataclass
-class RanksOptions(_RecipeOptions):
-    """The processes of a verb that trains, and where its metrics go."""
-
     resume: bool = False
     """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer; `run` also does without."""
     ranks: int = 1
@@ -130,7 +127,7 @@ class RanksOptions(_RecipeOptions):
 
 
 @dataclass
-class RunAllOptions(RanksOptions):
+class RunAllOptions(EncodingOptions, RanksOptions):
     """Flags of `quern run`."""
 
     questions: int = 200
@@ -141,13 +138,18 @@ class RunAllOptions(RanksOptions):
 
 @dataclass
 class TrainOptions(RanksOptions):
-    """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
+    """Flags of `quern sft` and `quern rl`."""
 
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
     """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
     Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""
     from_step: str = NEWEST
     """The checkpoint for --from: newest, before-warmdown (saved before the learning rates fell), or a step."""
+
+
+@dataclass
+class PretrainOptions(EncodingOptions, TrainOptions):
+    """Flags of `quern pretrain`."""
 
 
 @dataclass

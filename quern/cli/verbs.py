@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from quern.cli.options import (
     ChatOptions,
     CompleteOptions,
+    EncodingOptions,
     EvaluateOptions,
     PrepareOptions,
+    PretrainOptions,
     ReportOptions,
     RunAllOptions,
     ServeOptions,
@@ -150,7 +152,7 @@ def on_ranks(
             mesh=mesh,
             named=set(named(rest)),
             go_on=go_on(verb, rest, where.run_dir),
-            workers=options.workers,
+            workers=options.workers if isinstance(options, EncodingOptions) else None,
         )
         return launch.finish(run(session))
 
@@ -161,7 +163,7 @@ def verb_train(verb: str, rest: list[str]) -> int:
     from quern.runs.run_dir import RunDir
     from quern.stages import pretrain, rl, sft
 
-    options, source = parse(verb, rest, TrainOptions)
+    options, source = parse(verb, rest, PretrainOptions if verb == "pretrain" else TrainOptions)
     recipe, where = options.recipe, options.where
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
