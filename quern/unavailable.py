@@ -60,7 +60,7 @@ RULES = (
     Rule("pretrain,sft,run,grug train," + _TRIALS, "rl", "is for reinforcement learning: give it to `quern rl`"),
     Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
     Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val shards seed text"),
-    Rule("tokenizer", "to dir", "is for `quern prepare`"),
+    Rule("tokenizer", "to dir engine ray", "is for `quern prepare`"),
     Rule(
         "tokenizer,sft,rl,evaluate,grug train",
         "workers",

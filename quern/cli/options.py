@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from quern import machine as machines
+from quern.cluster.connect import cluster_cpus, connect
 from quern.flags.check_flags import UNSAID
 from quern.generate.sample import Sampling
 from quern.recipe import Recipe
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST
+
+if TYPE_CHECKING:
+    from quern.text.encode.pool import StartWorkers
 
 FLAT = tyro.conf.arg(name="")
 """The fields of this part are flags without a prefix."""
@@ -84,6 +88,10 @@ class EncodingOptions:
 class PrepareOptions(EncodingOptions, TokenizerOptions):
     """Flags of `quern prepare`."""
 
+    engine: Literal["processes", "ray"] = "processes"
+    """Where the workers run: in processes of this machine, or on a Ray cluster, by default one on each of its CPUs."""
+    ray: Annotated[str | None, UNSAID] = None
+    """With --engine ray: the cluster, auto or HOST:PORT. Default: auto."""
     to: Annotated[Literal["bin", "nanogpt"] | None, UNSAID] = None
     """Also write the tokens for other programs: bin for modded-nanogpt and llm.c, nanogpt for nanoGPT. Default: only
     quern's own shards, under --out."""
@@ -93,6 +101,19 @@ class PrepareOptions(EncodingOptions, TokenizerOptions):
     def __post_init__(self) -> None:
         if (self.to is None) != (self.dir is None):
             raise ValueError("--to and --dir belong together: give the format and the folder, --to bin --dir FOLDER")
+        if self.ray is not None and self.engine != "ray":
+            raise ValueError("--ray names a cluster: give --engine ray with it, or leave it out")
+
+    def encoders(self) -> tuple[int, StartWorkers]:
+        """The number of workers, and where they run. Connects to the cluster."""
+        from quern.text.encode.cluster import on_cluster
+        from quern.text.encode.pool import ENOUGH_WORKERS, on_processes
+
+        start_workers, count = on_processes, machines.cpu_threads
+        if self.engine == "ray":
+            connect(self.ray or "auto")
+            start_workers, count = on_cluster, cluster_cpus
+        return self.workers or min(ENOUGH_WORKERS, count()), start_workers
 
 
 @dataclass

@@ -77,11 +77,9 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
-    from quern.machine import cpu_threads
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
     from quern.stages.prepare_tokens import write_tokens
-    from quern.text.encode.pool import ENOUGH_WORKERS
     from quern.text.tokenizer import compression_report
 
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
@@ -91,8 +89,8 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
         tokenizer = train_tokenizer(recipe, source, options.out, log)
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
-        workers = options.workers or min(ENOUGH_WORKERS, cpu_threads())
-        prepared = prepare(recipe, options.out, log, workers=workers)
+        workers, start_workers = options.encoders()
+        prepared = prepare(recipe, options.out, log, workers=workers, start_workers=start_workers)
         rows = prepared.facts["tokenizer"]["compression"]
         if options.to is not None:
             form = {"bin": MODDED_NANOGPT, "nanogpt": NANOGPT}[options.to]

@@ -26,6 +26,7 @@ from quern.terminal import Meter
 from quern.text.clean.records import read_records, recorded
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
+from quern.text.encode.pool import StartWorkers, on_processes
 from quern.text.encode.sample import sampled
 from quern.text.encode.write import write_shards
 from quern.text.formats import text_bytes
@@ -228,7 +229,12 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
 
 
 def prepare(
-    recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None, workers: int = 1
+    recipe: Recipe,
+    out: Path,
+    log: Callable[[str], None],
+    tokenizer: Tokenizer | None = None,
+    workers: int = 1,
+    start_workers: StartWorkers = on_processes,
 ) -> Prepared:
     """Prepares everything that training needs of the text.
 
@@ -238,6 +244,7 @@ def prepare(
         log: Takes lines for the user.
         tokenizer: None for the one that the recipe names, else for one trained on the text.
         workers: Processes that encode text.
+        start_workers: Where they run.
     """
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
@@ -264,7 +271,8 @@ def prepare(
             for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
                 texts = (text for text in recorded(source.read(split), folder, split) if text)
                 megabytes = source.megabytes() if split == "train" else None
-                write_shards(texts, tokenizer, folder, split, mark, log, workers=workers, megabytes=megabytes)
+                how = {"workers": workers, "megabytes": megabytes, "start_workers": start_workers}
+                write_shards(texts, tokenizer, folder, split, mark, log, **how)
     train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
     samples = (
         corpus.kinds_of_text(recipe.seed)

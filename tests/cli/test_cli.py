@@ -180,6 +180,8 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("rl --workers=3", "--workers does nothing in `quern rl`: give it to `quern prepare`, `quern pretrain` or"),
         ("grug train --workers 3", "--workers does nothing in `quern grug train`: give it to `quern prepare`, `quern "),
         ("prepare --train.steps 3", "--train.steps does nothing in `quern prepare`: give it to the verb that trains"),
+        ("prepare --ray auto", "--ray names a cluster: give --engine ray with it, or leave it out"),
+        ("tokenizer --engine ray", "--engine is for `quern prepare`"),
         ("prepare --ranks 2", "unknown option --ranks; all of them: quern prepare --help"),
         ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out"),
         ("chat --port 3", "unknown option --port; .*quern chat --help"),

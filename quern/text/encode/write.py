@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quern.data.shard_writer import SHARD_TOKENS, ShardWriter
 from quern.terminal import Meter
-from quern.text.encode.pool import UNIT_CHARACTERS, encoded
+from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, encoded, on_processes
 from quern.text.tokenizer import Tokenizer
 
 
@@ -30,6 +30,7 @@ def write_shards(
     megabytes: float | None = None,
     shard_tokens: int = SHARD_TOKENS,
     unit_characters: int = UNIT_CHARACTERS,
+    start_workers: StartWorkers = on_processes,
 ) -> None:
     """Writes a split, or what an earlier writer of the same split has left to do.
 
@@ -38,7 +39,7 @@ def write_shards(
         tokenizer: Encodes them.
         folder, split, fingerprint, shard_tokens: As `ShardWriter`.
         log: Takes lines for the user.
-        workers, unit_characters: As `encoded`.
+        workers, unit_characters, start_workers: As `encoded`.
         megabytes: The size of the text, for the time left; None if unknown.
 
     Raises:
@@ -60,7 +61,7 @@ def write_shards(
         start, done = time.monotonic(), 0
         with (
             Meter(f"tokenizing {split}", megabytes, "MB") as meter,
-            closing(encoded(texts, tokenizer, writer.dtype, workers, unit_characters)) as units,
+            closing(encoded(texts, tokenizer, writer.dtype, workers, unit_characters, start_workers)) as units,
         ):
             for unit in units:
                 writer.add_documents(unit.ids, unit.lengths)
