@@ -84,7 +84,7 @@ def train(
     fresh = True
     mesh = state.optimizer.mesh
     saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background, plan.keep_step)
-    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan)) as batches:
+    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan, stop)) as batches:
         for batch in batches:
             mesh.progress.begin_step(state.step, FIRST_STEP if fresh else TRAINING)
             start, waited = time.perf_counter(), mesh.waited_seconds()
@@ -118,10 +118,15 @@ def train(
                 except checkpoint.CheckpointError as error:
                     return _not_saved(error, state, folder, log)
             if stopping:
-                folder.event("stop", step=state.step, reason="signal")
-                saved = f", and saved: continue with `{plan.go_on}`" if plan.save_every else ""
-                log(f"stopped after step {state.step} as asked{saved}")
-                return EXIT_STOPPED
+                return _stopped(state, plan, folder, log)
+        if state.step < plan.steps:  # stopped while it waited for text
+            try:
+                saver.settle()
+                if plan.save_every and state.step not in checkpoint.steps(folder.path / "checkpoints"):
+                    _save(state, saver, plan, last=True)
+            except checkpoint.CheckpointError as error:
+                return _not_saved(error, state, folder, log)
+            return _stopped(state, plan, folder, log)
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE
 
@@ -142,11 +147,15 @@ def _exchange(
     return any(signals), stragglers.observe(times)
 
 
-def _batches(state: TrainState, loader: BatchSource, plan: TrainingPlan) -> Generator[Batch, None, None]:
-    """This replica's rows of the batches to come."""
+def _batches(state: TrainState, loader: BatchSource, plan: TrainingPlan, stop: Stop) -> Generator[Batch, None, None]:
+    """This replica's rows of the batches to come. A rank that is alone waits for no text once it was asked to stop."""
     data = state.optimizer.mesh.data
     if loader.ahead:
-        return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size)
+
+        def give_up() -> bool:
+            return stop.alone and stop.requested and state.step > 0
+
+        return prefetch(loader, state.step, plan.steps, rank=data.rank, ranks=data.size, give_up=give_up)
     return _sample(state, loader, plan)
 
 
@@ -290,6 +299,13 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Trainin
     if state.guard.skips:
         line["skipped"] = state.guard.skips
     return line
+
+
+def _stopped(state: TrainState, plan: TrainingPlan, folder: Records, log: Callable[[str], None]) -> int:
+    folder.event("stop", step=state.step, reason="signal")
+    saved = f", and saved: continue with `{plan.go_on}`" if plan.save_every else ""
+    log(f"stopped after step {state.step} as asked{saved}")
+    return EXIT_STOPPED
 
 
 def _not_saved(error: Exception, state: TrainState, folder: Records, log: Callable[[str], None]) -> int:
