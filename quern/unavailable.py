@@ -60,7 +60,13 @@ RULES = (
     Rule("pretrain,sft,run,grug train," + _TRIALS, "rl", "is for reinforcement learning: give it to `quern rl`"),
     Rule("prepare,tokenizer", FINE_TUNING, _OTHER_VERB),
     Rule("prepare,tokenizer", ALL, _OTHER_VERB, but="depth data val shards seed text"),
-    Rule("tokenizer", "to dir", "is for `quern prepare`"),
+    Rule("tokenizer", "to dir engine ray", "is for `quern prepare`"),
+    Rule(
+        "tokenizer,sft,rl,evaluate,grug train",
+        "workers",
+        "does nothing in `quern {verb}`: give it to `quern prepare`, `quern pretrain` or `quern run`, which turn text "
+        "into tokens",
+    ),
     Rule("tokenizer", "text.tokenizer", "names a tokenizer, and `quern tokenizer` trains one: leave it out"),
     Rule(_TRIALS, FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
     Rule(

@@ -22,7 +22,7 @@ LAYERS = (
         *"machine compiler mesh recipe resolve recipe_file validate".split(),
         *"unavailable bounds records temporaries terminal child".split(),
     ),  # files of quern/ itself; these may import each other
-    ("text", "data", "flags", "kernels", "kernels.attention", "optim"),
+    ("text", "data", "flags", "cluster", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "text.clean", "text.encode", "model"),
     ("parallel", "generate", "generate.sandbox", "recipes"),
     ("train", "eval", "grug", "mixture"),

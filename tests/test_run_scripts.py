@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quern.cli import verbs
-from quern.cli.options import TrainOptions
+from quern.cli.options import PretrainOptions
 from tests.eval.test_core import rows_of
 from tests.parallel.test_faults import lines_with
 from tests.support.faulty_ranks import FaultyRanks
@@ -69,7 +69,7 @@ def test_the_command_is_one_of_pretrain(
     (tmp_path / "fineweb10B").mkdir()
     (tmp_path / "fineweb10B/fineweb_val_000000.bin").touch()
     monkeypatch.chdir(tmp_path)
-    options, _ = verbs.parse(verb, rest, TrainOptions)
+    options, _ = verbs.parse(verb, rest, PretrainOptions)
     assert (options.ranks, options.nodes, options.rendezvous) == expected
     assert options.recipe.depth == (12 if script == "speedrun.sh" else 20)
 
@@ -84,7 +84,7 @@ def test_the_file_for_a_rented_machine_starts_the_whole_way(commands: Commands) 
     found = commands(["-c", line], SKYPILOT_NUM_GPUS_PER_NODE="8", **variables)
     assert [rest[0] for rest in found] == ["prepare", "pretrain", "evaluate", "sft", "evaluate", "report"]
     _, pretrain, *_ = found
-    options, _ = verbs.parse("pretrain", pretrain[1:], TrainOptions)
+    options, _ = verbs.parse("pretrain", pretrain[1:], PretrainOptions)
     assert (options.recipe.data, options.recipe.depth, options.ranks) == ("climbmix", 24, 8)
     assert options.where.run == "speedrun-gpt"
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from quern import machine as machines
+from quern.cluster.connect import cluster_cpus, connect
 from quern.flags.check_flags import UNSAID
 from quern.generate.sample import Sampling
 from quern.recipe import Recipe
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST
+
+if TYPE_CHECKING:
+    from quern.text.encode.pool import StartWorkers
 
 FLAT = tyro.conf.arg(name="")
 """The fields of this part are flags without a prefix."""
@@ -73,11 +77,21 @@ class TokenizerOptions:
 
 
 @dataclass
-class PrepareOptions(TokenizerOptions):
-    """Flags of `quern prepare`."""
+class EncodingOptions:
+    """A verb that turns text into tokens."""
 
     workers: Annotated[int | None, UNSAID] = None
-    """Processes that turn text into tokens. Default: one per core, at most 16."""
+    """Processes that turn text into tokens. Default: one per CPU thread, at most 16."""
+
+
+@dataclass
+class PrepareOptions(EncodingOptions, TokenizerOptions):
+    """Flags of `quern prepare`."""
+
+    engine: Literal["processes", "ray"] = "processes"
+    """Where the workers run: in processes of this machine, or on a Ray cluster, by default one on each of its CPUs."""
+    ray: Annotated[str | None, UNSAID] = None
+    """With --engine ray: the cluster, auto or HOST:PORT. Default: auto."""
     to: Annotated[Literal["bin", "nanogpt"] | None, UNSAID] = None
     """Also write the tokens for other programs: bin for modded-nanogpt and llm.c, nanogpt for nanoGPT. Default: only
     quern's own shards, under --out."""
@@ -87,23 +101,27 @@ class PrepareOptions(TokenizerOptions):
     def __post_init__(self) -> None:
         if (self.to is None) != (self.dir is None):
             raise ValueError("--to and --dir belong together: give the format and the folder, --to bin --dir FOLDER")
+        if self.ray is not None and self.engine != "ray":
+            raise ValueError("--ray names a cluster: give --engine ray with it, or leave it out")
+
+    def encoders(self) -> tuple[int, StartWorkers]:
+        """The number of workers, and where they run. Connects to the cluster."""
+        from quern.text.encode.cluster import on_cluster
+        from quern.text.encode.pool import ENOUGH_WORKERS, on_processes
+
+        start_workers, count = on_processes, machines.cpu_threads
+        if self.engine == "ray":
+            connect(self.ray or "auto")
+            start_workers, count = on_cluster, cluster_cpus
+        return self.workers or min(ENOUGH_WORKERS, count()), start_workers
 
 
 @dataclass
-class _RecipeOptions:
-    """A verb that trains what the recipe describes."""
+class RanksOptions:
+    """A verb that trains what the recipe describes: its processes, and where its metrics go."""
 
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
-    workers: Annotated[int | None, UNSAID] = None
-    """`run`, `pretrain`: processes that turn text into tokens before training. Default: one per CPU thread, at most
-    16."""
-
-
-@dataclass
-class RanksOptions(_RecipeOptions):
-    """The processes of a verb that trains, and where its metrics go."""
-
     resume: bool = False
     """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer; `run` also does without."""
     ranks: int = 1
@@ -130,7 +148,7 @@ class RanksOptions(_RecipeOptions):
 
 
 @dataclass
-class RunAllOptions(RanksOptions):
+class RunAllOptions(EncodingOptions, RanksOptions):
     """Flags of `quern run`."""
 
     questions: int = 200
@@ -141,13 +159,18 @@ class RunAllOptions(RanksOptions):
 
 @dataclass
 class TrainOptions(RanksOptions):
-    """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
+    """Flags of `quern sft` and `quern rl`."""
 
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
     """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
     Default: random weights, the run's base model, or for `quern rl` its fine-tuned model."""
     from_step: str = NEWEST
     """The checkpoint for --from: newest, before-warmdown (saved before the learning rates fell), or a step."""
+
+
+@dataclass
+class PretrainOptions(EncodingOptions, TrainOptions):
+    """Flags of `quern pretrain`."""
 
 
 @dataclass

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from quern.cli.options import (
     ChatOptions,
     CompleteOptions,
+    EncodingOptions,
     EvaluateOptions,
     PrepareOptions,
+    PretrainOptions,
     ReportOptions,
     RunAllOptions,
     ServeOptions,
@@ -75,11 +77,9 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
-    from quern.machine import cpu_threads
     from quern.resolve import resolve
     from quern.stages.prepare import open_source, prepare, train_tokenizer
     from quern.stages.prepare_tokens import write_tokens
-    from quern.text.encode.pool import ENOUGH_WORKERS
     from quern.text.tokenizer import compression_report
 
     options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
@@ -89,8 +89,8 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
         tokenizer = train_tokenizer(recipe, source, options.out, log)
         rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
     else:
-        workers = options.workers or min(ENOUGH_WORKERS, cpu_threads())
-        prepared = prepare(recipe, options.out, log, workers=workers)
+        workers, start_workers = options.encoders()
+        prepared = prepare(recipe, options.out, log, workers=workers, start_workers=start_workers)
         rows = prepared.facts["tokenizer"]["compression"]
         if options.to is not None:
             form = {"bin": MODDED_NANOGPT, "nanogpt": NANOGPT}[options.to]
@@ -150,7 +150,7 @@ def on_ranks(
             mesh=mesh,
             named=set(named(rest)),
             go_on=go_on(verb, rest, where.run_dir),
-            workers=options.workers,
+            workers=options.workers if isinstance(options, EncodingOptions) else None,
         )
         return launch.finish(run(session))
 
@@ -161,7 +161,7 @@ def verb_train(verb: str, rest: list[str]) -> int:
     from quern.runs.run_dir import RunDir
     from quern.stages import pretrain, rl, sft
 
-    options, source = parse(verb, rest, TrainOptions)
+    options, source = parse(verb, rest, PretrainOptions if verb == "pretrain" else TrainOptions)
     recipe, where = options.recipe, options.where
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")

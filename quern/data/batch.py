@@ -153,6 +153,11 @@ class Batches(ABC):
             )
         return self._first_row(step) + np.arange(rank, self.batch_rows, ranks)
 
+    def _last_row(self, step: int) -> int:
+        """The last row of the global batch. Every rank finds it before it reads, so that all of them wait for the same
+        shards: a rank that waits for another one in a collective has a limit, and a preparation has none."""
+        return self._first_row(step) + self.batch_rows - 1
+
     def _first_row(self, step: int) -> int:
         if step < 0:
             raise ValueError(f"step {step} is negative; steps count from 0")

@@ -23,7 +23,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -123,6 +123,8 @@ class Loader(Batches):
         shape = (len(wanted), self._row_tokens)
         tokens = np.full(shape, self.corpus.bos, dtype=np.int32)
         mask = np.zeros(shape, dtype=bool)
+        with self._lock:
+            self._count_to(self._last_row(step), silent=rank != 0)
         done = 0
         while done < len(wanted):
             chunk, base, end = self._find(int(wanted[done]), silent=rank != 0)
@@ -263,7 +265,13 @@ class Loader(Batches):
 
 
 def prefetch(
-    loader: BatchSource, start: int, stop: int | None, depth: int = 2, rank: int = 0, ranks: int = 1
+    loader: BatchSource,
+    start: int,
+    stop: int | None,
+    depth: int = 2,
+    rank: int = 0,
+    ranks: int = 1,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Generator[Batch, None, None]:
     """Reads batches ahead in a thread, which ends when the iterator is closed or dropped.
 
@@ -272,12 +280,13 @@ def prefetch(
         start, stop: First step, and the step after the last; endless if stop is None.
         depth: Batches that are read ahead.
         rank, ranks: See `Batches.batch`.
+        give_up: Asked while no batch is ready; if it returns True, there are no more.
 
     Raises:
         Exception: An error of the reader, when its batch is asked for.
     """
     steps = itertools.count(start) if stop is None else range(start, stop)
-    return prefetch_items((loader.batch(step, rank, ranks) for step in steps), depth)
+    return prefetch_items((loader.batch(step, rank, ranks) for step in steps), depth, give_up)
 
 
 def windows(corpus: Corpus, context: int, rows: int = 32, multiple: int = 64) -> Iterator[Batch]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+POLL_SECONDS = 0.5
 
 
-def prefetch_items(items: Iterable[T], ahead: int = 2) -> Generator[T, None, None]:
-    """Yields the items in order. A thread computes up to `ahead` of them early.
+def prefetch_items(
+    items: Iterable[T], ahead: int = 2, give_up: Callable[[], bool] = lambda: False
+) -> Generator[T, None, None]:
+    """Yields the items in order, until the caller gives up while there is none. A thread computes up to `ahead` early.
 
     An error of the iterable is raised where its item would have come. The thread ends when this generator is closed
     or dropped.
@@ -25,6 +28,14 @@ def prefetch_items(items: Iterable[T], ahead: int = 2) -> Generator[T, None, Non
                 return ready.put(item, timeout=0.1)
             except queue.Full:
                 continue
+
+    def take() -> T | _End:
+        while True:
+            try:
+                return ready.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if give_up():
+                    return _End(None)
 
     def read() -> None:
         error = None
@@ -40,7 +51,7 @@ def prefetch_items(items: Iterable[T], ahead: int = 2) -> Generator[T, None, Non
     thread = threading.Thread(target=read, name="prefetch", daemon=True)
     thread.start()
     try:
-        while not isinstance(item := ready.get(), _End):
+        while not isinstance(item := take(), _End):
             yield item
         if item.error is not None:
             raise item.error

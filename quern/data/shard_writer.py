@@ -78,7 +78,7 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(self.folder, split)
         self._files = self._finished_files()
-        self.documents = sum(file["documents"] for file in self._files)
+        self.documents, _ = self.finished
         """How many documents the split has so far."""
         self._temporary = TemporaryFolder(self.folder / split)
         self._work = self._temporary.path
@@ -99,9 +99,14 @@ class ShardWriter:
             self.abandon()
 
     @property
+    def finished(self) -> tuple[int, int]:
+        """Documents and tokens in the shards that are finished."""
+        return sum(file["documents"] for file in self._files), sum(file["tokens"] for file in self._files)
+
+    @property
     def tokens(self) -> int:
         """How many tokens the split has so far."""
-        return sum(file["tokens"] for file in self._files) + self._tokens
+        return self.finished[1] + self._tokens
 
     def add(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray | None = None) -> None:
         """Appends one document: `add_documents` with this one."""
@@ -263,11 +268,8 @@ class ShardWriter:
         splits, unfinished = (manifest.get(key, {}) if same else {} for key in ("splits", "unfinished"))
         for entries in (splits, unfinished):
             entries.pop(self.split, None)
-        entry = self._layout() | {
-            "documents": sum(file["documents"] for file in self._files),
-            "tokens": sum(file["tokens"] for file in self._files),
-            "files": self._files,
-        }
+        documents, tokens = self.finished
+        entry = self._layout() | {"documents": documents, "tokens": tokens, "files": self._files}
         if whole:
             splits[self.split] = entry
         else:

@@ -13,9 +13,7 @@ the source, by which `prepared` sees that nothing changed. Errors name the damag
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,10 +30,7 @@ from quern.data.token_file import (
     read_manifest,
     split_files,
 )
-from quern.temporaries import remove_abandoned
 
-POLL_SECONDS = 1.0
-"""Between two looks for a shard that is not there yet."""
 VERIFIED_BYTES = 1 << 28
 """Bytes that are hashed when a corpus is opened; a large one would take minutes."""
 
@@ -58,8 +53,26 @@ def prepared(folder: str | Path, fingerprint: str, splits: Iterable[str] = ("tra
         return False  # absent or unreadable: in both cases prepare it again
     if manifest["fingerprint"] != fingerprint or not set(splits) <= set(manifest["splits"]):
         return False
-    files = [file for split in splits for file in split_files(manifest["splits"][split])]
-    return all((folder / f["name"]).is_file() and (folder / f["name"]).stat().st_size == f["bytes"] for f in files)
+    return all(_are_there(folder, manifest["splits"][split]) for split in splits)
+
+
+def prepared_in_part(folder: Path, fingerprint: str, split: str) -> tuple[int, int]:
+    """Documents and tokens in the finished shards of a split that is not whole; (0, 0) for another one, or where one
+    of its files is missing."""
+    try:
+        manifest = read_manifest(folder)
+    except (FileNotFoundError, ValueError):
+        return 0, 0
+    entry = manifest["unfinished"].get(split)
+    if manifest["fingerprint"] != fingerprint or entry is None or not _are_there(folder, entry):
+        return 0, 0
+    return entry["documents"], entry["tokens"]
+
+
+def _are_there(folder: Path, entry: dict[str, Any]) -> bool:
+    """Whether the folder has every file of a split, with its size."""
+    files = [(folder / file["name"], file["bytes"]) for file in split_files(entry)]
+    return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
 class Corpus:
@@ -86,6 +99,11 @@ class Corpus:
     @property
     def num_tokens(self) -> int:
         return self.index.tokens
+
+    @property
+    def whole(self) -> bool:
+        """Whether all documents are there, so that the numbers above are final."""
+        return True
 
     def wait(self, size: int | None = None, each: int = 0) -> None:
         """Returns when the documents that come next are there: those of a whole corpus are.
@@ -202,23 +220,27 @@ class Corpus:
 
 
 class GrowingCorpus(Corpus):
-    """A split whose first shards are read while later ones are written. It waits for a shard that is not there yet.
+    """A split whose first shards are read while later ones are written.
 
     Args:
         folder, split, fingerprint: As given to `ShardWriter`.
-        log: Takes a line when it waits.
+        missing: Called with the number of shards that are there, again and again until a needed one is there too. It
+            waits a moment, or raises the reason why no more will come.
 
     Raises:
-        FileNotFoundError: A shard is needed that is not there, and nobody writes it.
         ValueError: The folder has another fingerprint, or a shard is damaged.
     """
 
-    def __init__(self, folder: Path, split: str, fingerprint: str, log: Callable[[str], None]) -> None:
-        self._folder, self._split, self._expected, self._log = folder, split, fingerprint, log
+    def __init__(self, folder: Path, split: str, fingerprint: str, missing: Callable[[int], object]) -> None:
+        self._folder, self._split, self._expected, self._missing = folder, split, fingerprint, missing
         self._waiting, self._whole = threading.Lock(), False
         files, bos = self._next_files(0)
         self._growing = FileIndex(files)
         super().__init__(MappedFiles(files), self._growing, bos, fingerprint, folder / f"{split}-rows")
+
+    @property
+    def whole(self) -> bool:
+        return self._whole
 
     def wait(self, size: int | None = None, each: int = 0) -> None:
         with self._waiting:
@@ -229,30 +251,25 @@ class GrowingCorpus(Corpus):
 
     def _next_files(self, known: int) -> tuple[list[ShardFile], int]:
         """Waits until there are more shards than those that are known, or the split is whole: the new ones, and BOS."""
-        for turn in itertools.count():
-            remove_abandoned(self._folder, self._split)
-            written = any(self._folder.glob(f".{self._split}.tmp-*"))  # before the manifest, which is written first
-            entry = self._entry()
+        while True:
+            entry, self._whole = _listed(self._folder, self._split, self._expected)
             if entry is not None and (self._whole or len(entry["files"]) > known):
                 found = [ShardFile(self._folder, file, entry["dtype"], hashed=True) for file in entry["files"][known:]]
                 return found, entry["bos"]
-            if not written:
-                raise FileNotFoundError(
-                    f"{self._folder} has {known} shards of the split {self._split!r}, is not whole, and nobody writes "
-                    "it: prepare it again, which continues after these"
-                )
-            if turn == 1:
-                self._log(f"waiting for shard {known + 1} of the split {self._split!r} in {self._folder}")
-            time.sleep(POLL_SECONDS)
-        raise AssertionError
+            self._missing(known)
 
-    def _entry(self) -> dict[str, Any] | None:
-        """The split as the manifest lists it now, whole or not; None if no shard is finished."""
-        try:
-            manifest = read_manifest(self._folder)
-        except FileNotFoundError:
-            return None
-        if manifest["fingerprint"] != self._expected:
-            raise ValueError(f"{self._folder} was made from another tokenizer or source; prepare it again")
-        self._whole = self._split in manifest["splits"]
-        return (manifest["splits"] if self._whole else manifest["unfinished"]).get(self._split)
+
+def _listed(folder: Path, split: str, fingerprint: str) -> tuple[dict[str, Any] | None, bool]:
+    """The split as the manifest lists it now, and whether it is whole; None if no shard is finished.
+
+    Raises:
+        ValueError: The folder has another fingerprint.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        return None, False
+    if manifest["fingerprint"] != fingerprint:
+        raise ValueError(f"{folder} was made from another tokenizer or source; prepare it again")
+    whole = split in manifest["splits"]
+    return (manifest["splits"] if whole else manifest["unfinished"]).get(split), whole

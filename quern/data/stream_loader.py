@@ -55,6 +55,7 @@ class StreamLoader(Batches):
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self._rows_of(step, rank, ranks)
         tokens = np.empty((len(rows), self.context + 1), dtype=np.int32)
+        self._epoch_of((self._last_row(step) + 1) * self.context)  # the last row's last target
         for row, out in zip(rows.tolist(), tokens, strict=True):
             self._fill(row * self.context, out)
         return Batch.of_rows(tokens, np.ones((len(rows), self.context), dtype=bool))

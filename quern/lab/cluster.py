@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,44 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from quern.cluster.connect import SECONDS_TO_START, last_line, ray_module
 from quern.lab.arms import Arm, Arms, Order
 from quern.lab.trainer import Trial
 from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
-from quern.validate import install
 
-SECONDS_TO_CONNECT, SECONDS_TO_START, SECONDS_TO_CLOSE = 10, 120, 10
-
-
-def _ray() -> Any:
-    return importlib.import_module("ray")
-
-
-def connect(address: str) -> None:
-    """Connects this process to a cluster.
-
-    Args:
-        address: "auto" or HOST:PORT.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: There is no cluster at the address.
-    """
-    try:
-        ray = _ray()
-    except ImportError as error:
-        raise ImportError(f"--ray needs an extra package ({error}): {install('ray')}") from error
-    try:
-        if address != "auto":  # Ray itself would wait for minutes
-            host, _, port = address.rpartition(":")
-            if not (host and port.isdecimal()) or "/" in address:
-                raise ValueError("it is neither auto nor HOST:PORT")
-            socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
-        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"there is no Ray cluster at {address} ({error}): start one with `ray start --head`, and give its address"
-        ) from error
+SECONDS_TO_CLOSE = 10
 
 
 class RayArms:
@@ -79,7 +45,7 @@ class RayArms:
 
     def train(self, trials: Sequence[Order]) -> Iterator[tuple[Order, Trial]]:
         """As `arms.Arms.train`. Raises RuntimeError also if the actor's machine is lost."""
-        ray = _ray()
+        ray = ray_module()
         self._start()
         by_arm = {order.arm: order for order in trials}
         try:
@@ -88,12 +54,12 @@ class RayArms:
                 body = ray.get(answer)
                 yield by_arm[body["recipe"]], Trial.from_json(body)
         except ray.exceptions.RayError as error:
-            raise RuntimeError(_last_line(error)) from error
+            raise RuntimeError(last_line(error)) from error
 
     def end(self) -> None:
         """Ends the actor and its processes; the next trial starts another one."""
         if self._actor is not None:
-            ray, actor, self._actor = _ray(), self._actor, None
+            ray, actor, self._actor = ray_module(), self._actor, None
             with suppress(ray.exceptions.RayError):
                 ray.get(actor.close.remote(), timeout=SECONDS_TO_CLOSE)
             ray.kill(actor)
@@ -102,7 +68,7 @@ class RayArms:
         """Starts the actor and waits for it: a worker that holds a lock of the study must not wait for room."""
         if self._actor is not None:
             return
-        ray, machine = _ray(), self._arguments[2]
+        ray, machine = ray_module(), self._arguments[2]
         threads, gpus = machine["threads"], 1 if machine["device"] == "cuda" else 0
         actor = ray.remote(_Host).options(num_cpus=threads, num_gpus=gpus).remote(*self._arguments)
         try:
@@ -114,7 +80,7 @@ class RayArms:
                 f"{SECONDS_TO_START} s: give fewer --workers or fewer --threads"
             ) from error
         except ray.exceptions.RayError as error:
-            raise RuntimeError(_last_line(error)) from error
+            raise RuntimeError(last_line(error)) from error
         self._actor = actor
 
 
@@ -122,10 +88,6 @@ def _anywhere(recipe: Recipe) -> Recipe:
     """The recipe with absolute paths: a worker of the cluster runs in another folder."""
     found = {name: getattr(recipe, name) for name in ("data", "val")}
     return replace(recipe, **{n: str(Path(v).resolve()) for n, v in found.items() if v and Path(v).exists()})
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1]
 
 
 class _Host:

@@ -13,10 +13,10 @@ import tyro
 
 from quern import machine as machines
 from quern.child import machine_flags
+from quern.cluster.connect import connect
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import named, parse
 from quern.lab.arms import Arm
-from quern.lab.cluster import connect
 from quern.lab.compare import Workers, compare
 from quern.lab.devices import DeviceOptions
 from quern.lab.names import check_name, locked, start_facts

@@ -199,7 +199,9 @@ class UNet(LanguageModel):
             if layer >= half:
                 x_BTD = self._merge(x_BTD, skips.pop(), self.skip_scales[layer - half])
             which = value_embedding_of(layer, depth)
-            if which is not None and which == len(values):  # looked up where it is used: the backward pass takes the newest nodes first
+            if which is not None and which == len(
+                values
+            ):  # where it is used: the backward pass takes the newest nodes first
                 values.append(self.value_embeddings[which](tokens_BT))
             x_BTD = block(x_BTD, x0_BTD, None if which is None else values[which], rotary, windows[layer], context)
             if layer < half:

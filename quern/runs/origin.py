@@ -152,15 +152,16 @@ def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
             )
 
 
-def group_size_of(corpus: Corpus) -> int | None:
+def group_size_of(corpus: Corpus, group_size: int = GROUP_SIZE) -> int | None:
     """The size of the groups in which documents are shuffled; None if all documents are one group."""
-    return GROUP_SIZE if groups_of(corpus) > 1 else None
+    return group_size if groups_of(corpus, group_size) > 1 else None
 
 
-def refuse_other_order(run_dir: RunDir, origin: Origin, corpus: Corpus) -> None:
+def refuse_other_order(run_dir: RunDir, origin: Origin, corpus: Corpus, group_size: int = GROUP_SIZE) -> None:
     """Raises ValueError if documents were shuffled in other groups when the run began: its batches would be others."""
     before, now = (
-        f"in groups of size {size:,}" if size else "all together" for size in (origin.group_size, group_size_of(corpus))
+        f"in groups of size {size:,}" if size else "all together"
+        for size in (origin.group_size, group_size_of(corpus, group_size))
     )
     if before != now:
         raise ValueError(

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from quern.data.shards import Corpus, fingerprint, prepared
+from quern.data.batch import GROUP_SIZE
+from quern.data.shard_writer import SHARD_TOKENS
+from quern.data.shards import Corpus, fingerprint, prepared, prepared_in_part
 from quern.recipe import Recipe
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
@@ -26,8 +28,9 @@ from quern.terminal import Meter
 from quern.text.clean.records import read_records, recorded
 from quern.text.content import content_fingerprint
 from quern.text.documents import read
+from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, on_processes
 from quern.text.encode.sample import sampled
-from quern.text.encode.write import write_shards
+from quern.text.encode.write import never, write_shards
 from quern.text.formats import text_bytes
 from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
@@ -51,6 +54,10 @@ class Source:
     alike: bool = False
     public: PublicData | None = None
 
+    def mark(self, tokenizer: Tokenizer) -> str:
+        """The fingerprint of this text's token shards."""
+        return fingerprint(tokenizer.fingerprint, self.fingerprint)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -68,6 +75,32 @@ class Prepared:
     tokens: str
     folder: Path | None = None
     public: PublicData | None = None
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a large text is divided. shard_tokens: see `ShardWriter`; unit_characters: see `encoded`; group_size: see
+    `Batches`."""
+
+    shard_tokens: int = SHARD_TOKENS
+    unit_characters: int = UNIT_CHARACTERS
+    group_size: int = GROUP_SIZE
+
+
+class Early(Protocol):
+    """How training begins before the text is whole (early_start.py). main: whether this process prepares; the others
+    find the first part."""
+
+    main: bool
+    division: Division
+
+    def enough(self, documents: int, tokens: int) -> bool:
+        """Whether training can begin with so much in finished shards."""
+        ...
+
+    def open(self, recipe: Recipe, out: Path, folder: Path, mark: str, tokenizer: Tokenizer) -> Corpus:
+        """Opens the training split of which enough is there, and has the rest prepared."""
+        ...
 
 
 def open_source(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> Source:
@@ -228,7 +261,13 @@ def _metered(texts: Iterable[str], meter: Meter) -> Iterator[str]:
 
 
 def prepare(
-    recipe: Recipe, out: Path, log: Callable[[str], None], tokenizer: Tokenizer | None = None, workers: int = 1
+    recipe: Recipe,
+    out: Path,
+    log: Callable[[str], None],
+    tokenizer: Tokenizer | None = None,
+    workers: int = 1,
+    start_workers: StartWorkers = on_processes,
+    early: Early | None = None,
 ) -> Prepared:
     """Prepares everything that training needs of the text.
 
@@ -238,6 +277,8 @@ def prepare(
         log: Takes lines for the user.
         tokenizer: None for the one that the recipe names, else for one trained on the text.
         workers: Processes that encode text.
+        start_workers: Where they run.
+        early: Returns before the training split is whole, if it is large; None prepares all of it.
     """
     if is_tokens(recipe.data):
         if recipe.make_documents is not None:
@@ -253,19 +294,20 @@ def prepare(
         return Prepared(tokenizer, train, val, facts, text, tokens, public=public)
     source = open_source(recipe, out, log)
     tokenizer = named_tokenizer(recipe, tokenizer, log) or train_tokenizer(recipe, source, out, log)
-    mark = fingerprint(tokenizer.fingerprint, source.fingerprint)
+    mark = source.mark(tokenizer)
     known = [found for found in sorted((out / "data").glob(f"*-{mark[:8]}")) if prepared(found, mark)]
     folder = known[0] if known else out / "data" / f"{source.name}-{mark[:8]}"
     if known:
         log(f"tokens: {folder} is up to date")
-    else:
+    elif early is None or early.main:
         refuse_unwritable(out)
-        with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
-            for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
-                texts = (text for text in recorded(source.read(split), folder, split) if text)
-                megabytes = source.megabytes() if split == "train" else None
-                write_shards(texts, tokenizer, folder, split, mark, log, workers=workers, megabytes=megabytes)
-    train, val = (Corpus.open(folder, split, fingerprint=mark) for split in ("train", "val"))
+        division, enough = (Division(), never) if early is None else (early.division, early.enough)
+        write_splits(source, tokenizer, folder, log, division, workers, start_workers, enough)
+    if early is None or prepared(folder, mark):
+        train = Corpus.open(folder, "train", fingerprint=mark)
+    else:
+        train = early.open(recipe, out, folder, mark, tokenizer)
+    val = Corpus.open(folder, "val", fingerprint=mark)
     samples = (
         corpus.kinds_of_text(recipe.seed)
         if recipe.data == "tinyworld"
@@ -275,6 +317,48 @@ def prepare(
     if cleaning := read_records(folder):
         facts["data"]["cleaning"] = cleaning
     return Prepared(tokenizer, train, val, facts, source.fingerprint, mark, folder, source.public)
+
+
+def write_splits(
+    source: Source,
+    tokenizer: Tokenizer,
+    folder: Path,
+    log: Callable[[str], None],
+    division: Division,
+    workers: int,
+    start_workers: StartWorkers = on_processes,
+    enough: Callable[[int, int], bool] = never,
+) -> None:
+    """Writes what the splits of a text lack. One process at a time writes a folder; the others wait for it.
+
+    Args:
+        source: The text.
+        tokenizer: Encodes it.
+        folder: Of the shards.
+        log: Takes lines for the user.
+        division: Of the shards.
+        workers, start_workers, enough: As `write_shards`; `enough` is asked of the training split.
+    """
+    mark = source.mark(tokenizer)
+    with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
+        for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
+            ends = enough if split == "train" else never
+            if ends(*prepared_in_part(folder, mark, split)):
+                continue
+            write_shards(
+                (text for text in recorded(source.read(split), folder, split) if text),
+                tokenizer,
+                folder,
+                split,
+                mark,
+                log,
+                workers=workers,
+                megabytes=source.megabytes() if split == "train" else None,
+                shard_tokens=division.shard_tokens,
+                unit_characters=division.unit_characters,
+                start_workers=start_workers,
+                enough=ends,
+            )
 
 
 def text_fingerprint(recipe: Recipe, out: Path) -> str:
@@ -289,12 +373,18 @@ def _tokens_fingerprint(recipe: Recipe, out: Path, public: PublicData | None) ->
     return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
 
 
+def facts_of(corpus: Corpus) -> dict[str, Any]:
+    """The size of a split; `prepared` says that it is of a part."""
+    size = {"documents": corpus.num_documents, "tokens": corpus.num_tokens}
+    return size if corpus.whole else {**size, "prepared": "in part"}
+
+
 def _facts(name: str, samples: Mapping[str, str], tokenizer: Tokenizer, train: Corpus, val: Corpus) -> dict[str, Any]:
     return {
         "data": {
             "source": name,
-            "train": {"documents": train.num_documents, "tokens": train.num_tokens},
-            "validation": {"documents": val.num_documents, "tokens": val.num_tokens},
+            "train": facts_of(train),
+            "validation": facts_of(val),
         },
         "tokenizer": {
             "vocabulary": tokenizer.vocab_size,

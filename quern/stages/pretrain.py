@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from quern.data.batch import Batch, Batches
+from quern.data import shards
+from quern.data.batch import GROUP_SIZE, Batch, Batches
 from quern.data.loader import Loader, windows
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
@@ -34,9 +35,10 @@ from quern.runs.origin import (
 )
 from quern.runs.public_data import with_shards
 from quern.runs.saved import Start, changes, warmdown_start
+from quern.stages.early_start import EarlyStart
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
-from quern.stages.prepare import Prepared, prepare
+from quern.stages.prepare import Prepared, facts_of, prepare
 from quern.stages.session import Session, lower_precision, main_first
 from quern.terminal import duration
 from quern.train import loop
@@ -67,26 +69,42 @@ def run(recipe: Recipe, session: Session) -> int:
         RunInUseError: Another process trains in the run.
     """
     name = session.run_dir.run
-    with session.opened(
+    already = (
         f"pretrained already: continue with --resume, train on from its model with `quern pretrain --from {name} "
         "--run NAME`, or name another run with --run"
-    ):
-        return _run(recipe, session)
+    )
+    early = EarlyStart(
+        main=session.mesh.main,
+        source=session.source,
+        workers=session.encoders,
+        division=session.division,
+        go_on=session.resume_command,
+        log=session.log,
+    )
+    with session.opened(already), early:
+        code = _run(recipe, session, early)
+        if session.mesh.main:
+            _complete_facts(session)
+        return code
 
 
-def _run(asked: Recipe, session: Session) -> int:
+def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
     machine, run_dir, mesh, log, start = session.machine, session.run_dir, session.mesh, session.log, session.start
     needed = memory_check(asked, machine, mesh, log)
     asked = with_absolute_paths(asked)
     recipe = resolve(asked)
     origin = read_origin(session.folder) if session.resume else None
+    # Batches of the recipe's own may read the whole index, and code whose file is unknown reaches no other process.
+    own_code = any(not made.__module__.startswith("quern.") for made in recipe.callables().values())
+    whole = recipe.make_batches is not None or (own_code and session.source is None)
+    how: dict[str, Any] = {"early": None if whole else early, "workers": session.encoders}
     with main_first(mesh):
         if origin is not None:
             named = bool({"data", "val", "shards"} & set(session.named))
-            prepared = open_data(recipe, run_dir, origin, log, named=named, workers=session.encoders)
-            refuse_other_order(run_dir, origin, prepared.train)
+            prepared = open_data(recipe, run_dir, origin, log, named=named, **how)
+            refuse_other_order(run_dir, origin, prepared.train, session.division.group_size)
         else:
-            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), session.encoders)
+            prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), **how)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
     asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
     recipe = fit_vocabulary(recipe, prepared)
@@ -102,11 +120,11 @@ def _run(asked: Recipe, session: Session) -> int:
         model.initialize(recipe.seed)
     changed = changes(recipe, session.folder, besides=(*FOR_FINE_TUNING, *FOR_RL)) if session.resume else []
     _refuse_other_length(recipe, changed, run_dir.run)
-    batches = make_batches(recipe, prepared.train)
+    batches = make_batches(recipe, prepared.train, group_size=session.division.group_size)
     state = build_state(recipe, machine, model, mesh)
     base = None if start is None else load_start(state, start, log)
     if origin is None:
-        origin = make_origin(run_dir, prepared, session.source, base)
+        origin = make_origin(run_dir, prepared, session.source, base, session.division.group_size)
     elif session.source is not None:
         origin = replace(origin, source=source_digest(session.source))
     assert recipe.train.steps and recipe.optim.lr_scale is not None
@@ -139,6 +157,18 @@ def _run(asked: Recipe, session: Session) -> int:
     )
 
 
+def _complete_facts(session: Session) -> None:
+    """Writes to run.json how long the text is, if that was not known when the run began and is known now."""
+    facts, origin = session.run_dir.facts(), read_origin(session.folder)
+    known = facts.get("data", {}).get("train", {})
+    if origin is None or origin.shards is None or "prepared" not in known:
+        return
+    folder = session.run_dir.out / origin.shards
+    if shards.prepared(folder, origin.tokens or ""):
+        facts["data"]["train"] = facts_of(Corpus.open(folder, "train", verify=False))
+        session.run_dir.write("run.json", facts)
+
+
 def _refuse_other_length(recipe: Recipe, changed: Sequence[str], run: str) -> None:
     """Raises ValueError for another number of steps where the recipe makes its own batches."""
     if recipe.make_batches is not None and any(line.startswith("train.steps ") for line in changed):
@@ -167,7 +197,7 @@ def fit_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
     return replace(recipe, model=replace(recipe.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos))
 
 
-def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Batches:
+def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None, group_size: int = GROUP_SIZE) -> Batches:
     """The recipe's batches; of `rows` rows, in the default order, where that is given."""
     context, batch_tokens = recipe.model.context, recipe.train.batch_tokens
     assert context and batch_tokens
@@ -176,8 +206,8 @@ def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None) -> Bat
     rows = rows or max(1, batch_tokens // context)
     seed = recipe.seed if recipe.data_seed is None else recipe.data_seed
     if recipe.train.packing == "stream":
-        return StreamLoader(corpus, context, rows, seed)
-    return Loader(corpus, context, rows, seed, recipe.train.packing)
+        return StreamLoader(corpus, context, rows, seed, group_size=group_size)
+    return Loader(corpus, context, rows, seed, recipe.train.packing, group_size=group_size)
 
 
 def validation(recipe: Recipe, prepared: Prepared, machine: Machine) -> loop.Evaluator:
@@ -228,7 +258,7 @@ def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, cor
         train = json.loads(written.read_text(encoding="utf-8"))["train"]
         steps, batch_tokens = train["steps"], train["batch_tokens"]
     else:
-        measured = _time_parts(recipe, session.machine, model, corpus, mesh)
+        measured = _time_parts(recipe, session, model, corpus)
         micro_seconds, update_seconds = mesh.world.broadcast_object(measured)
         micro_tokens = recipe.micro_batch_rows * (recipe.model.context or 1)
         steps, batch_tokens = 1, recipe.train.batch_tokens or micro_tokens
@@ -242,11 +272,12 @@ def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, cor
     return {"steps": steps, "batch_tokens": batch_tokens}
 
 
-def _time_parts(recipe: Recipe, machine: Machine, model: Any, corpus: Corpus, mesh: Mesh) -> tuple[float, float]:
+def _time_parts(recipe: Recipe, session: Session, model: Any, corpus: Corpus) -> tuple[float, float]:
     """Median seconds of one micro-batch forward and backward, and of one optimizer update."""
+    machine, mesh = session.machine, session.mesh
     state = build_state(recipe, machine, model, mesh)
     rows = recipe.micro_batch_rows
-    batches = make_batches(recipe, corpus, rows * mesh.dp)
+    batches = make_batches(recipe, corpus, rows * mesh.dp, session.division.group_size)
     passes, updates = [], []
     for step in range(CALIBRATION_STEPS):
         start = time.perf_counter()
@@ -276,19 +307,23 @@ def overview(
         mesh: The ranks.
 
     Returns:
-        Lines for the user; the last ones say where the text is repeated often, or because few files were fetched.
+        Lines for the user; the last ones say where the text is repeated often, or because few files were fetched. Of a
+        text that is not whole yet, that is not known.
     """
     assert recipe.train.batch_tokens
     tokens = plan.steps * recipe.train.batch_tokens
     epochs = tokens / max(1, data.train.num_tokens)
+    so_far, at_most = ("", "") if data.train.whole else (" so far", "at most ")
     lines = [
-        f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on, {data.val.num_tokens:,} to "
-        "validate on",
-        f"length: {tokens:,} tokens, {_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens for each "
-        "parameter",
+        f"model: {total:,} parameters; text: {data.train.num_tokens:,} tokens to train on{so_far}, "
+        f"{data.val.num_tokens:,} to validate on",
+        f"length: {tokens:,} tokens, {at_most}{_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
+        "for each parameter",
         f"time: about {duration(tokens * plan.flops_per_token / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
         f"machine's speed in matrix products{_room(memory, mesh)}",
     ]
+    if not data.train.whole:
+        return lines
     public = data.public
     if epochs > 1 and public is not None and public.shards < public.available:
         enough = min(public.available, math.ceil(epochs * public.shards))

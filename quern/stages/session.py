@@ -29,6 +29,7 @@ from quern.runs.origin import FILE, Origin, require_same
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import Start
+from quern.stages.prepare import Division
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.text.encode.pool import ENOUGH_WORKERS
@@ -64,6 +65,7 @@ class Session:
         locked: The caller holds the run's lock.
         workers: Processes that encode text; None is one for each CPU thread of all ranks of this machine, up to a
             number beyond which more are of no use.
+        division: How a large text is divided; tests divide small ones.
     """
 
     stage: str
@@ -80,6 +82,12 @@ class Session:
     go_on: str = ""
     locked: bool = False
     workers: int | None = None
+    division: Division = Division()
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the stage after a stop."""
+        return self.go_on or f"quern {self.stage} --resume {self.run_dir.flags}"
 
     @property
     def encoders(self) -> int:
@@ -156,7 +164,7 @@ class Session:
             peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size,
             evaluators=[(train.eval_every, evaluator)],
             keep_step=keep_step,
-            go_on=self.go_on or f"quern {self.stage} --resume {self.run_dir.flags}",
+            go_on=self.resume_command,
             lower_rates=lower_rates,
             meta={
                 "recipe": recipe.to_json(),

@@ -84,7 +84,7 @@ def train(
     fresh, own_seconds = True, 0.0
     mesh = state.optimizer.mesh
     saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background, plan.keep_step)
-    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan, machine)) as batches:
+    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan, machine, stop)) as batches:
         for batch in batches:
             mesh.progress.begin_step(state.step, FIRST_STEP if fresh else TRAINING)
             told = _exchange(stop, own_seconds, mesh, machine)
@@ -113,10 +113,15 @@ def train(
                 except checkpoint.CheckpointError as error:
                     return _not_saved(error, state, folder, log)
             if stopping:
-                folder.event("stop", step=state.step, reason="signal")
-                saved = f", and saved: continue with `{plan.go_on}`" if plan.save_every else ""
-                log(f"stopped after step {state.step} as asked{saved}")
-                return EXIT_STOPPED
+                return _stopped(state, plan, folder, log)
+        if state.step < plan.steps:  # stopped while it waited for text
+            try:
+                saver.settle()
+                if plan.save_every and state.step not in checkpoint.steps(folder.path / "checkpoints"):
+                    _save(state, saver, plan, last=True)
+            except checkpoint.CheckpointError as error:
+                return _not_saved(error, state, folder, log)
+            return _stopped(state, plan, folder, log)
     folder.event("finish", step=state.step, tokens=state.tokens, seconds=round(state.seconds, 3))
     return EXIT_DONE
 
@@ -139,12 +144,13 @@ def _exchange(stop: Stop, seconds: float, mesh: Mesh, machine: Machine) -> Calla
 
 
 def _batches(
-    state: TrainState, loader: BatchSource, plan: TrainingPlan, machine: Machine
+    state: TrainState, loader: BatchSource, plan: TrainingPlan, machine: Machine, stop: Stop
 ) -> Generator[DeviceBatch, None, None]:
     """This replica's rows of the batches to come, on the device.
 
     Batches that can be read ahead are sent a step ahead: the device has them when their step begins. Others depend on
-    the model, and each is made when its step begins, outside the time in steps.
+    the model, and each is made when its step begins, outside the time in steps. A rank that is alone waits for no text
+    once it was asked to stop.
     """
     mesh = state.optimizer.mesh
     own = {"rank": mesh.data.rank, "ranks": mesh.data.size}
@@ -153,6 +159,9 @@ def _batches(
         rows = plan.micro_batch_rows * max(1, (plan.row_tokens or 0) // batch.tokens.shape[1])
         return send_batch(batch, mesh, machine, rows)
 
+    def give_up() -> bool:
+        return stop.alone and stop.requested and state.step > 0
+
     if not loader.ahead:
         for step in range(state.step, plan.steps):
             with mesh.progress.during(SAMPLING):
@@ -160,7 +169,7 @@ def _batches(
             yield send(batch)
         return
     ahead = None
-    with closing(prefetch(loader, state.step, plan.steps, **own)) as batches:
+    with closing(prefetch(loader, state.step, plan.steps, **own, give_up=give_up)) as batches:
         for sent in map(send, batches):
             if ahead is not None:
                 yield ahead
@@ -300,6 +309,13 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Trainin
     if state.guard.skips:
         line["skipped"] = state.guard.skips
     return line
+
+
+def _stopped(state: TrainState, plan: TrainingPlan, folder: Records, log: Callable[[str], None]) -> int:
+    folder.event("stop", step=state.step, reason="signal")
+    saved = f", and saved: continue with `{plan.go_on}`" if plan.save_every else ""
+    log(f"stopped after step {state.step} as asked{saved}")
+    return EXIT_STOPPED
 
 
 def _not_saved(error: Exception, state: TrainState, folder: Records, log: Callable[[str], None]) -> int:

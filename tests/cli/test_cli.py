@@ -176,7 +176,12 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("evaluate own.py --run r", "the run has its recipe already: leave 'own.py' out, and name the run with --run"),
         ("pretrain --sft.steps 3", "--sft.steps is for fine-tuning: give it to `quern sft` or `quern run`"),
         ("pretrain --questions 3", "--questions is for `quern evaluate` and `quern run`"),
+        ("sft --workers 3", "--workers does nothing in `quern sft`: give it to `quern prepare`, `quern pretrain` or"),
+        ("rl --workers=3", "--workers does nothing in `quern rl`: give it to `quern prepare`, `quern pretrain` or"),
+        ("grug train --workers 3", "--workers does nothing in `quern grug train`: give it to `quern prepare`, `quern "),
         ("prepare --train.steps 3", "--train.steps does nothing in `quern prepare`: give it to the verb that trains"),
+        ("prepare --ray auto", "--ray names a cluster: give --engine ray with it, or leave it out"),
+        ("tokenizer --engine ray", "--engine is for `quern prepare`"),
         ("prepare --ranks 2", "unknown option --ranks; all of them: quern prepare --help"),
         ("evaluate --depth 3", "quern evaluate: --depth belongs to the run's recipe and cannot change: leave it out"),
         ("chat --port 3", "unknown option --port; .*quern chat --help"),
@@ -230,7 +235,7 @@ def test_what_is_mistyped_is_named_with_what_is_valid(
 
 def test_every_number_among_the_flags_has_its_range() -> None:
     """A new flag goes into the table of quern/bounds.py, or this fails."""
-    of_verbs = [options.PrepareOptions, options.RunAllOptions, options.TrainOptions, options.EvaluateOptions]
+    of_verbs = [options.PrepareOptions, options.RunAllOptions, options.PretrainOptions, options.EvaluateOptions]
     of_verbs += [options.CompleteOptions, options.ChatOptions, options.ServeOptions, options.ReportOptions]
     stages = [import_hf.ImportOptions, bench_command.BenchOptions, export.ExportOptions, plan.PlanOptions]
     of_lab = [CompareOptions, ScalingOptions, SweepOptions, BoardOptions]
@@ -255,7 +260,7 @@ def test_an_unknown_run_names_those_that_there_are(capsys: pytest.CaptureFixture
 def test_a_file_that_ends_in_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "quiet.py"
     path.write_text(RECIPE_FILE, encoding="utf-8")
-    parsed, source = verbs.parse("pretrain", [str(path), "--depth", "3"], options.TrainOptions)
+    parsed, source = verbs.parse("pretrain", [str(path), "--depth", "3"], options.PretrainOptions)
     assert source == RECIPE_FILE
     assert (parsed.recipe.name, parsed.recipe.depth) == ("quiet", 3)
     assert parsed.recipe.make_model.__name__ == "Quiet" and issubclass(parsed.recipe.make_model, GPT)
@@ -315,6 +320,11 @@ def test_flags_reach_every_part_of_the_recipe() -> None:
     assert (recipe.depth, recipe.seed, recipe.data) == (6, 3, "x")
     assert (recipe.train.steps, recipe.model.windows) == (7, "L")
     assert (recipe.optim.muon_steps, recipe.sft.epochs) == (4, 1.5)
+
+
+def test_the_verbs_that_encode_text_take_a_number_of_workers() -> None:
+    kinds = {"prepare": options.PrepareOptions, "pretrain": options.PretrainOptions, "run": options.RunAllOptions}
+    assert [verbs.parse(verb, ["--workers", "3"], kind)[0].workers for verb, kind in kinds.items()] == [3, 3, 3]
 
 
 def test_every_field_of_sampling_is_a_flag() -> None:

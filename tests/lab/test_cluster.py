@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from quern.cluster.connect import connect
 from quern.lab.arms import Arm, Arms, Order
-from quern.lab.cluster import RayArms, connect
+from quern.lab.cluster import RayArms
 from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 

@@ -6,8 +6,8 @@ Each check is shown to catch a loader that breaks it (`Broken…`).
 """
 
 import itertools
-import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,7 +228,7 @@ def test_the_first_steps_need_the_first_shards_only(tmp_path: Path):
 @pytest.mark.parametrize("kind", [Loader, StreamLoader])
 def test_early_start(tmp_path: Path, law, kind: type[Batches]):
     """Shards are written while the batches are read, each only when the reader waits for it."""
-    docs, said = documents(), list[str]()
+    docs, waited = documents(), list[int]()
     expected = kind(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
     asked = threading.Semaphore(0)
 
@@ -239,34 +239,38 @@ def test_early_start(tmp_path: Path, law, kind: type[Batches]):
                     asked.acquire(timeout=5)  # 20 documents may be less than the shard that is waited for
                 writer.add(document)
 
-    def waiting(line: str) -> None:
-        said.append(line)
-        asked.release()
+    def missing(shards: int) -> None:
+        if shards not in waited:
+            asked.release()
+        waited.append(shards)
+        time.sleep(0.005)
 
     left = iter(docs)
     writer = ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quern.data.shards.POLL_SECONDS", 0.005)
-        thread = threading.Thread(target=prepare, args=(writer, left))
-        thread.start()
-        asked.release()
-        growing = kind(GrowingCorpus(tmp_path, "train", "f", waiting), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
-        known, differ = [], 0
-        for step in range(STEPS):
-            differ += differing(growing.batch(step), expected.batch(step))
-            differ += growing.position(step) != expected.position(step)
-            known.append(growing.corpus.num_documents)
-        thread.join()
+    thread = threading.Thread(target=prepare, args=(writer, left))
+    thread.start()
+    asked.release()
+    growing = kind(GrowingCorpus(tmp_path, "train", "f", missing), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
+    known, differ = [], 0
+    for step in range(STEPS):
+        differ += differing(growing.batch(step), expected.batch(step))
+        differ += growing.position(step) != expected.position(step)
+        known.append(growing.corpus.num_documents)
+    thread.join()
     assert differ == 0
     assert 78 <= known[0] < 120 and known[-1] == 300 and len(set(known)) > 3, "no batch waits for a later group"
-    assert len(said) >= 10 and all(re.match(r"waiting for shard \d+ of the split 'train' in", line) for line in said)
+    assert len(set(waited)) >= 10 and waited == sorted(waited)
     law(f"batches read while shards are written = all shards prepared: {kind.__name__}", differ, "bit for bit")
 
 
 def test_a_preparation_that_ended_is_not_waited_for(tmp_path: Path):
     docs = documents()
-    with pytest.raises(FileNotFoundError, match=r"has 0 shards of the split 'train'.*nobody writes it: prepare it"):
-        GrowingCorpus(tmp_path, "train", "f", print)
+
+    def missing(shards: int) -> None:
+        raise RuntimeError(f"there are {shards} shards, and nobody writes more")
+
+    with pytest.raises(RuntimeError, match="there are 0 shards, and nobody writes more"):
+        GrowingCorpus(tmp_path, "train", "f", missing)
     with (
         pytest.raises(KeyboardInterrupt),
         ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f") as writer,
@@ -274,13 +278,41 @@ def test_a_preparation_that_ended_is_not_waited_for(tmp_path: Path):
         for document in docs[:150]:
             writer.add(document)
         raise KeyboardInterrupt
-    growing = Loader(GrowingCorpus(tmp_path, "train", "f", print), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
+    growing = Loader(GrowingCorpus(tmp_path, "train", "f", missing), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
     expected = Loader(Corpus.from_arrays(docs), CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
     assert growing.token_hash(0) == expected.token_hash(0)
-    with pytest.raises(FileNotFoundError, match=r"is not whole, and nobody writes it: prepare it again"):
+    with pytest.raises(RuntimeError, match=r"there are \d\d? shards, and nobody writes more"):
         growing.batch(STEPS)
     with pytest.raises(ValueError, match="another tokenizer or source"):
-        GrowingCorpus(tmp_path, "train", "g", print)
+        GrowingCorpus(tmp_path, "train", "g", missing)
+
+
+@pytest.mark.parametrize("kind", [Loader, StreamLoader])
+def test_all_ranks_wait_for_the_same_shards(tmp_path: Path, kind: type[Batches]):
+    """A rank that has its own rows waits with the others, not for them in a collective, which has a time limit."""
+
+    def missing(shards: int) -> None:
+        raise RuntimeError
+
+    def first_missing(rank: int) -> int:
+        corpus = GrowingCorpus(tmp_path, "train", "f", missing)
+        loader = kind(corpus, CONTEXT, BATCH_ROWS, SEED, group_size=GROUP)
+        for step in range(STEPS):
+            try:
+                loader.batch(step, rank, BATCH_ROWS)
+            except RuntimeError:
+                return step
+        raise AssertionError
+
+    for documents_there in (100, 180, 260):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            ShardWriter(tmp_path, "train", None, 200, vocab_size=500, bos=BOS, fingerprint="f") as writer,
+        ):
+            for document in documents()[writer.documents : documents_there]:
+                writer.add(document)
+            raise KeyboardInterrupt
+        assert len({first_missing(rank) for rank in range(BATCH_ROWS)}) == 1
 
 
 def test_groups_come_in_order_once_and_then_in_another_order():

@@ -23,11 +23,11 @@ from quern.train import launch
 launch.connect = functools.partial(launch.connect, timeout=timedelta(seconds=4))
 prepare = pretrain.prepare
 
-def planted(*arguments):
+def planted(*arguments, **options):
     print("prepared by rank", os.environ["RANK"], flush=True)
     if os.environ["RANK"] == "0":
         {body}
-    return prepare(*arguments)
+    return prepare(*arguments, **options)
 
 pretrain.prepare = planted
 RECIPE = replace(BASELINE, name="planted")

@@ -12,7 +12,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -46,61 +46,21 @@ class Encoded(NamedTuple):
     text_bytes: int
 
 
-def encoded(
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
-    workers: int = 1,
-    unit_characters: int = UNIT_CHARACTERS,
-) -> Generator[Encoded, None, None]:
-    """Encodes documents in order.
-
-    Args:
-        texts: The documents.
-        tokenizer: Encodes them.
-        dtype: uint16 or uint32.
-        workers: Processes that encode; with 1, this process does.
-        unit_characters: A unit ends with the document that gives it this many characters.
-
-    Yields:
-        The documents of one unit.
-
-    Raises:
-        RuntimeError: A worker has died.
-    """
-    units = _units(texts, unit_characters)
-    first = list(islice(units, FEW_UNITS))
-    if workers == 1 or len(first) < FEW_UNITS:
-        for unit in chain(first, units):
-            size = sum(len(well_formed(text).encode("utf-8")) for text in unit)
-            yield Encoded(*encode_documents(tokenizer, unit, dtype), size)
-        return
-    with _started(tokenizer, dtype, workers) as submit:
-        waiting: deque[Future[Encoded]] = deque()
-        for unit in chain(first, units):
-            waiting.append(submit(unit))
-            if len(waiting) == AHEAD * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+Submit = Callable[[list[str]], Future[Encoded]]
+"""Hands a unit to a worker."""
+StartWorkers = Callable[[Tokenizer, np.dtype, int], AbstractContextManager[Submit]]
+"""Starts so many workers for the length of a block."""
 
 
-def _units(texts: Iterable[str], unit_characters: int) -> Iterator[list[str]]:
-    unit: list[str] = []
-    size = 0
-    for text in texts:
-        unit.append(text)
-        size += len(text)
-        if size >= unit_characters:
-            yield unit
-            unit, size = [], 0
-    if unit:
-        yield unit
+def encode_unit(tokenizer: Tokenizer, unit: list[str], dtype: np.dtype) -> Encoded:
+    """Encodes the documents of one unit on this thread."""
+    size = sum(len(well_formed(text).encode("utf-8")) for text in unit)
+    return Encoded(*encode_documents(tokenizer, unit, dtype), size)
 
 
 @contextmanager
-def _started(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Callable[[list[str]], Future[Encoded]]]:
-    """Starts workers for the length of the block, and yields a function that hands a unit to the next free one."""
+def on_processes(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Submit]:
+    """`StartWorkers` on this machine: a unit goes to the next process that is free."""
     free: SimpleQueue[tuple[Child, socket.socket]] = SimpleQueue()
 
     def ask(unit: list[str]) -> Encoded:
@@ -132,3 +92,56 @@ def _started(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Ca
         threads = ThreadPoolExecutor(workers, "encode")
         stack.callback(threads.shutdown, cancel_futures=True)
         yield lambda unit: threads.submit(ask, unit)
+
+
+def encoded(
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    workers: int = 1,
+    unit_characters: int = UNIT_CHARACTERS,
+    start_workers: StartWorkers = on_processes,
+) -> Generator[Encoded, None, None]:
+    """Encodes documents in order.
+
+    Args:
+        texts: The documents.
+        tokenizer: Encodes them.
+        dtype: uint16 or uint32.
+        workers: Processes that encode; with 1, this process does.
+        unit_characters: A unit ends with the document that gives it this many characters.
+        start_workers: Where they run.
+
+    Yields:
+        The documents of one unit.
+
+    Raises:
+        RuntimeError: A worker has died.
+    """
+    units = _units(texts, unit_characters)
+    first = list(islice(units, FEW_UNITS))
+    if workers == 1 or len(first) < FEW_UNITS:
+        for unit in chain(first, units):
+            yield encode_unit(tokenizer, unit, dtype)
+        return
+    with start_workers(tokenizer, dtype, workers) as submit:
+        waiting: deque[Future[Encoded]] = deque()
+        for unit in chain(first, units):
+            waiting.append(submit(unit))
+            if len(waiting) == AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _units(texts: Iterable[str], unit_characters: int) -> Iterator[list[str]]:
+    unit: list[str] = []
+    size = 0
+    for text in texts:
+        unit.append(text)
+        size += len(text)
+        if size >= unit_characters:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit

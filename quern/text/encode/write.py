@@ -14,8 +14,13 @@ from pathlib import Path
 
 from quern.data.shard_writer import SHARD_TOKENS, ShardWriter
 from quern.terminal import Meter
-from quern.text.encode.pool import UNIT_CHARACTERS, encoded
+from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, encoded, on_processes
 from quern.text.tokenizer import Tokenizer
+
+
+def never(documents: int, tokens: int) -> bool:
+    """`enough` of `write_shards` for a split that is written to its end."""
+    return False
 
 
 def write_shards(
@@ -30,6 +35,8 @@ def write_shards(
     megabytes: float | None = None,
     shard_tokens: int = SHARD_TOKENS,
     unit_characters: int = UNIT_CHARACTERS,
+    start_workers: StartWorkers = on_processes,
+    enough: Callable[[int, int], bool] = never,
 ) -> None:
     """Writes a split, or what an earlier writer of the same split has left to do.
 
@@ -38,8 +45,9 @@ def write_shards(
         tokenizer: Encodes them.
         folder, split, fingerprint, shard_tokens: As `ShardWriter`.
         log: Takes lines for the user.
-        workers, unit_characters: As `encoded`.
+        workers, unit_characters, start_workers: As `encoded`.
         megabytes: The size of the text, for the time left; None if unknown.
+        enough: Takes the documents and tokens in finished shards, and returns whether to end before the split is whole.
 
     Raises:
         ValueError: There are no documents.
@@ -60,16 +68,20 @@ def write_shards(
         start, done = time.monotonic(), 0
         with (
             Meter(f"tokenizing {split}", megabytes, "MB") as meter,
-            closing(encoded(texts, tokenizer, writer.dtype, workers, unit_characters)) as units,
+            closing(encoded(texts, tokenizer, writer.dtype, workers, unit_characters, start_workers)) as units,
         ):
             for unit in units:
                 writer.add_documents(unit.ids, unit.lengths)
                 done += unit.text_bytes
                 speed = done / 1e6 / (time.monotonic() - start)
                 meter.at((skipped + done) / 1e6, f"{speed:.1f} MB/s, {writer.tokens / 1e6:.1f}M tokens")
+                if enough(*writer.finished):
+                    writer.abandon()
+                    break
         writer.close()
     speed = done / 1e6 / (time.monotonic() - start)
-    log(f"tokens: {split} {writer.tokens:,} from {writer.documents:,} documents, {speed:.1f} MB/s → {folder}")
+    documents, tokens = writer.finished
+    log(f"tokens: {split} {tokens:,} from {documents:,} documents, {speed:.1f} MB/s → {folder}")
 
 
 def _skip(texts: Iterator[str], documents: int, split: str) -> int:

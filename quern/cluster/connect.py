@@ -1,0 +1,56 @@
+"""Connects this process to a Ray cluster. What runs there is defined where it is used."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+from typing import Any
+
+from quern.validate import install
+
+SECONDS_TO_CONNECT = 10
+SECONDS_TO_START = 120
+"""How long actors may wait for room in the cluster."""
+
+
+def ray_module() -> Any:
+    """Ray, imported when it is first needed. Raises ImportError with the command that installs it."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError(f"a Ray cluster needs an extra package ({error}): {install('ray')}") from error
+
+
+def connect(address: str) -> None:
+    """Connects this process to a cluster.
+
+    Args:
+        address: "auto" or HOST:PORT.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: There is no cluster at the address.
+    """
+    ray = ray_module()
+    try:
+        if address != "auto":  # Ray itself would wait for minutes
+            host, _, port = address.rpartition(":")
+            if not (host and port.isdecimal()) or "/" in address:
+                raise ValueError("it is neither auto nor HOST:PORT")
+            socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"there is no Ray cluster at {address} ({error}): start one with `ray start --head`, and give its address"
+        ) from error
+
+
+def cluster_cpus() -> int:
+    """The CPUs of the connected cluster, at least 1."""
+    return max(1, int(ray_module().cluster_resources().get("CPU", 0)))
+
+
+def last_line(error: Exception) -> str:
+    """What one of Ray's errors says, without the traceback of the other machine."""
+    return str(error).strip().splitlines()[-1]
