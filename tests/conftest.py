@@ -231,6 +231,15 @@ def no_network() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def peak_not_measured() -> Iterator[None]:
+    """The machine's peak, which only the column `mfu` shows, takes each training run a second to measure."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:  # else no test imports it before it runs
+            patch.setattr("quern.stages.session.measure_peak_flops", lambda machine: 1e12)
+        yield
+
+
 def _compiler_as_before() -> Iterator[None]:
     """Compile, or not, as before: a command sets it for its whole process."""
     before = "quern.compiler" in sys.modules and sys.modules["quern.compiler"].is_eager()
