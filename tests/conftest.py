@@ -43,6 +43,11 @@ GROUPS = {
         "tests/laws/test_ranks_resume_law.py",
         "tests/train/test_replicas.py",
         "tests/stages/test_main_first.py",
+        "tests/stages/test_run_ranks.py",
+        "tests/stages/test_sft_ranks.py",
+        "tests/stages/test_trackers.py",
+        "tests/eval/test_evaluate_ranks.py",
+        "tests/test_run_scripts.py",
     ),
     "llama.cpp": ("tests/interop/test_export_gguf.py", "tests/laws/test_gguf_law.py"),
 }
