@@ -43,6 +43,11 @@ GROUPS = {
         "tests/laws/test_ranks_resume_law.py",
         "tests/train/test_replicas.py",
         "tests/stages/test_main_first.py",
+        "tests/stages/test_run_ranks.py",
+        "tests/stages/test_sft_ranks.py",
+        "tests/stages/test_trackers.py",
+        "tests/eval/test_evaluate_ranks.py",
+        "tests/test_run_scripts.py",
     ),
     "llama.cpp": ("tests/interop/test_export_gguf.py", "tests/laws/test_gguf_law.py"),
 }
@@ -228,6 +233,15 @@ def no_network() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", guarded)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def peak_not_measured() -> Iterator[None]:
+    """The machine's peak, which only the column `mfu` shows, takes each training run a second to measure."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:  # else no test imports it before it runs
+            patch.setattr("quern.stages.session.measure_peak_flops", lambda machine: 1e12)
         yield
 
 

@@ -2,9 +2,10 @@
 
     python -m tests.grug.runs LOG     a JSON request on each line of stdin, a JSON answer on each of stdout
 
-A request holds `arguments` (of `quern grug train`) and, optionally, `kill`: the number of the event before which the
-child kills itself with SIGKILL. Events are the calls of Python and C functions in quern.grug's loop and checkpoints and
-in records.py, in any thread. An answer holds `status` (the exit code, or minus the signal) and `events`.
+A request holds `arguments` (of `quern grug train`), `kill`: null, or the number of the event before which the child
+kills itself with SIGKILL, and `counted`: whether events are counted that kill nothing. Events are the calls of Python
+and C functions in quern.grug's loop and checkpoints and in records.py, in any thread. An answer holds `status` (the
+exit code, or minus the signal) and `events`.
 """
 
 import json
@@ -45,9 +46,10 @@ def child(request: dict[str, Any], answer: int, log: Path) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    events = Events(request.get("kill"))
-    threading.setprofile(events)
-    sys.setprofile(events)
+    events = Events(request["kill"])
+    if request["kill"] or request["counted"]:
+        threading.setprofile(events)
+        sys.setprofile(events)
     status = main.main(["grug", "train", *request["arguments"]])
     sys.setprofile(None)
     sys.stdout.flush()

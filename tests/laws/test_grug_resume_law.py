@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,17 @@ class Bench:
             env=environment(folder / "compiled", devices=1),
         )
 
-    def run(self, name: str, *more: str, kill: int | None = None, refused: bool = False) -> dict[str, Any]:
+    @cached_property
+    def reference(self) -> tuple[str, int]:
+        """The name of a run that nothing disturbs, and how many events it has."""
+        name = next(self.names)
+        return name, self.run(name, counted=True)["events"]
+
+    def run(
+        self, name: str, *more: str, kill: int | None = None, counted: bool = False, refused: bool = False
+    ) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
-        request = {"arguments": [*FLAGS, "--run", name, *more], "kill": kill}
+        request = {"arguments": [*FLAGS, "--run", name, *more], "kill": kill, "counted": counted}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline() or "{}")
@@ -93,8 +102,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 def killed_and_resumed(bench: Bench, points: int, seed: int) -> int:
     """Kills chains of resumed runs at `points` seeded events; returns how many chains ended with another result."""
-    reference = next(bench.names)
-    events = bench.run(reference)["events"]
+    reference, events = bench.reference
     expected = bench.outcome(reference)
     assert len(expected["lines"]) == 8 and len(expected["state"]) > 30
     rng, kills, wrong = random.Random(seed), 0, 0
@@ -119,8 +127,7 @@ def test_killed_and_resumed_is_uninterrupted(bench: Bench, law: Law) -> None:
 
 
 def test_text_that_changed_is_refused_with_both_fingerprints(bench: Bench) -> None:
-    name, text = next(bench.names), bench.folder / "text.jsonl"
-    bench.run(name)
+    (name, _), text = bench.reference, bench.folder / "text.jsonl"
     kept, before = text.read_text(encoding="utf-8"), bench.outcome(name)
     tokenizer = (bench.folder / "out" / "runs" / name / "tokenizer.json").read_bytes()
     text.write_text(kept + '{"text": "One more document."}\n', encoding="utf-8")
@@ -142,8 +149,7 @@ def test_killed_at_a_hundred_points(bench: Bench, law: Law) -> None:
 
 def test_a_run_that_forgets_its_moments_is_noticed(bench: Bench) -> None:
     """The comparison can fail: a byte of one moment differs."""
-    name = next(bench.names)
-    bench.run(name)
+    name, _ = bench.reference
     outcome = bench.outcome(name)
     moment = next(name for name in outcome["state"] if "momentum" in name)
     changed = bytes([outcome["state"][moment][0] ^ 1]) + outcome["state"][moment][1:]

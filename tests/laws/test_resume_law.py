@@ -95,7 +95,7 @@ def test_killed_five_times_within_one_epoch(bench: Bench, law: Law) -> None:
     command, dtype, name = PRETRAIN, "fp32", bench.fresh(PRETRAIN, "fp32")
     reference, events = bench.reference(command, dtype)
     places = []
-    for part, share in (("train", 0.12), ("train", 0.4), ("train", 0.12), ("train", 0.12), ("resume", 0.5)):
+    for part, share in (("train", 0.02), ("train", 0.4), ("train", 0.03), ("train", 0.05), ("resume", 0.5)):
         resume = ["--resume"] if places else []
         kill = [part, 1 + int(share * events[part])]
         places.append(bench.run([*command, *resume], name, dtype, kill=kill)["place"])

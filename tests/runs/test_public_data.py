@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,22 +140,38 @@ def test_a_size_without_digest_is_enough(hub: Hub, tmp_path: Path) -> None:
     assert public_data(recipe_for("hf:mill/words"), tmp_path) is not None
 
 
-def quern(folder: Path, hub: Hub, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line in a folder with a home of its own."""
+COMMANDS = """
+import json, sys
+from quern.cli.main import main
+print("codes", [main(arguments) for arguments in json.loads(sys.argv[1])])
+"""
+
+
+def quern(folder: Path, hub: Hub, *commands: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs command lines in one process, in a folder with a home of its own."""
     environment = {**os.environ, "HOME": str(folder / "home"), "HF_ENDPOINT": hub.url, "no_proxy": "*"}
     environment.pop("HF_TOKEN", None)
-    command = [sys.executable, "-m", "quern.cli.main", *arguments]
+    command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_the_command_line_reads_the_column_of_the_set(hub: Hub, tmp_path: Path) -> None:
     """The library of the Hub reads HF_ENDPOINT by itself, when it is imported: hence a process."""
     (tmp_path / "home").mkdir()
-    flags = ["--data", "hf:mill/words", "--shards", "1", "--text.vocab-size", "300", "--text.val-megabytes", "0.001"]
-    done = quern(tmp_path, hub, "prepare", *flags)
-    assert done.returncode != 0 and "there is no 'text', only 'body'" in done.stdout + done.stderr
-    done = quern(tmp_path, hub, "prepare", *flags, "--text.column", "body")
-    assert done.returncode == 0, done.stdout + done.stderr
+    flags = [
+        "prepare",
+        "--data",
+        "hf:mill/words",
+        "--shards",
+        "1",
+        "--text.vocab-size",
+        "300",
+        "--text.val-megabytes",
+        "0.001",
+    ]
+    done = quern(tmp_path, hub, flags, [*flags, "--text.column", "body"])
+    assert "codes [1, 0]" in done.stdout, done.stdout + done.stderr
+    assert "there is no 'text', only 'body'" in done.stderr
     assert "hf:mill/words: 1 of 2 training files are used" in done.stdout
     (manifest,) = tmp_path.glob("out/data/hf-mill-words-*/manifest.json")
     assert json.loads(manifest.read_text(encoding="utf-8"))["splits"]["train"]["documents"] == 60

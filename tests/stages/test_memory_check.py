@@ -79,8 +79,8 @@ def test_a_model_that_needs_numbers_is_not_held_up() -> None:
 
 
 def test_the_command_refuses_before_it_prepares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--depth", "96", "--out", str(tmp_path / "out"), "--device", "cpu", "--no-compile", "--dtype", "fp32"]
-    assert main.main(["pretrain", "gpt", *flags]) == 1
+    flags = "--depth 4 --model.width 65536 --device cpu --no-compile --dtype fp32".split()
+    assert main.main(["pretrain", "gpt", *flags, "--out", str(tmp_path / "out")]) == 1
     assert "cannot fit" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

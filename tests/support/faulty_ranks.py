@@ -310,7 +310,10 @@ def together(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def serve() -> None:
     sys.path.insert(0, str(ROOT))
-    from quern.stages import session
+    # What the ranks import: once for all of them.
+    from quern.report import build  # noqa: F401
+    from quern.stages import evaluate, pretrain, rl, run_all, session, sft  # noqa: F401
+    from tests.support import fork_server  # noqa: F401
 
     session.measure_peak_flops = lambda machine: 1e12
     gc.collect()

@@ -5,16 +5,18 @@
 Everything slow to import is imported once; a child costs milliseconds. A request holds `arguments` (the command
 line's) and, optionally, `kill`: [part, number], or `counted`: true. Events are the calls that quern's own training
 code makes or receives, of Python and of C functions alike, as Python's profiler sees them: before each forward,
-gradient, update, write, fsync and rename there is one. `part` is "save" (inside a checkpoint's save), "resume"
-(inside the loop's resume) or "train" (anywhere else). Nothing of quern is replaced, with two exceptions: a request's
-`sabotage` breaks the resuming on purpose, and the machine's peak is not measured, which only the `mfu` column would
-show.
+gradient, update, write, fsync and rename there is one. They begin with `Session.train`: what comes before, such as the
+flags and the model, writes nothing of the run's stage, and a death there proves little. `part` is "save" (inside a
+checkpoint's save), "resume" (inside the loop's resume) or "train" (anywhere else). Nothing of quern is replaced, with
+two exceptions: a request's `sabotage` breaks the resuming on purpose, and the machine's peak is not measured, which
+only the `mfu` column would show.
 
 An answer holds `status` (the exit code, or minus the signal), `place` (where the child died, or null) and `events`
 (how many of each part there were, if the child came to its end). Without `kill` and `counted` nothing is counted, which
 takes half as long.
 """
 
+import gc
 import json
 import os
 import signal
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 
 from quern.cli import main
-from quern.stages import session
+from quern.stages import pretrain, rl, session, sft  # noqa: F401
 from quern.train import checkpoint, loop
 
 ROOT = Path(main.__file__).parents[1]
@@ -34,8 +36,6 @@ TRAINING = tuple(
     str(ROOT / part)
     for part in ("train", "parallel", "optim", "model", "kernels", "records.py", "data/loader.py", "data/token_file.py")
 )
-BEFORE_TRAINING = str(ROOT / "parallel" / "memory.py")
-"""Plans memory before any step: a death there loses nothing and proves little."""
 PARTS: dict[CodeType, str] = {checkpoint.save.__code__: "save", loop.resume.__code__: "resume"}
 
 
@@ -52,7 +52,7 @@ class Events:
         code = frame.f_code
         ours = self.ours.get(code.co_filename)
         if ours is None:
-            ours = code.co_filename.startswith(TRAINING) and code.co_filename != BEFORE_TRAINING
+            ours = code.co_filename.startswith(TRAINING)
             self.ours[code.co_filename] = ours
         if not ours or event in ("c_return", "c_exception"):
             return
@@ -89,6 +89,17 @@ def sabotaged(kind: str) -> None:
     checkpoint.load = broken_load
 
 
+def profiled(events: Events) -> None:
+    """Makes the training of this process call `events`."""
+    train = session.Session.train
+
+    def begin(*args: Any, **kwargs: Any) -> int:
+        sys.setprofile(events)
+        return train(*args, **kwargs)
+
+    session.Session.train = begin
+
+
 def child(request: dict[str, Any], answer: int, log: Path) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -98,7 +109,7 @@ def child(request: dict[str, Any], answer: int, log: Path) -> None:
     part_and_number = request.get("kill")
     events = Events(tuple(part_and_number) if part_and_number else None, answer)
     if part_and_number or request.get("counted"):
-        sys.setprofile(events)
+        profiled(events)
     try:
         status = main.main(request["arguments"])
     except SystemExit as error:
@@ -128,5 +139,7 @@ def serve(log: Path) -> None:
 
 if __name__ == "__main__":
     session.measure_peak_flops = lambda machine: 1e12
+    gc.collect()
+    gc.freeze()  # children need not copy these objects
     serve(Path(sys.argv[1]))
     os._exit(0)  # a clean shutdown would take seconds

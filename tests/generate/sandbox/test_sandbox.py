@@ -72,7 +72,7 @@ def attacked(tier: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[At
                 source = source.replace(token, value)
             programs[name] = Program(source)
         programs |= {f"forgery: {name}": Program(source, CHECK) for name, source in FORGERIES.items()}
-        with Sandbox(2, SHORT, tier) as hostile:
+        with Sandbox(4, SHORT, tier) as hostile:  # many wait for their end
             outcomes = hostile.run([each for program in programs.values() for each in (program, HONEST)])
         server.setblocking(False)
         connections = 0
@@ -143,7 +143,7 @@ def children(pid: int) -> set[int]:
 
 def test_no_process_outlives_its_program_or_its_sandbox(tier: str) -> None:
     before = children(os.getpid())
-    with Sandbox(1, Limits(seconds=1), tier) as made:
+    with Sandbox(1, Limits(seconds=0.5), tier) as made:
         idle = children(os.getpid())
         made.run(["import time; time.sleep(60)", Program("def answer(): pass", "while True: pass"), *["1"] * 3])
         assert children(os.getpid()) == idle
