@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_shards_do_not_depend_on_the_processes(
     assert len(expected) >= (3 if shard_tokens == 10**8 else 15)
     for workers, unit_characters in ((1, 700), (2, 700), (3, 300), (3, 10_000)):
         folder = tmp_path / f"{workers}-{unit_characters}"
-        how = {"workers": workers, "shard_tokens": shard_tokens, "unit_characters": unit_characters}
+        how: dict[str, Any] = {"workers": workers, "shard_tokens": shard_tokens, "unit_characters": unit_characters}
         write_shards(iter(TEXTS), tokenizer, folder, "train", "mark", lambda line: None, **how)
         wrong += differing(files(folder), expected)
     assert wrong == 0
@@ -82,7 +83,7 @@ def test_the_law_sees_units_out_of_order(tokenizer: Tokenizer, tmp_path: Path, m
         yield from (second, first, *rest)
 
     monkeypatch.setattr(pool, "_units", swapped)
-    how = {"workers": 2, "unit_characters": 700}
+    how: dict[str, Any] = {"workers": 2, "unit_characters": 700}
     write_shards(iter(TEXTS), tokenizer, tmp_path / "swapped", "train", "mark", lambda line: None, **how)
     assert differing(files(tmp_path / "swapped"), plain(tokenizer, tmp_path / "plain", 10**8)) == 3
 

@@ -46,7 +46,7 @@ def main() -> None:
     tokenizer, folder, workers = Tokenizer.load(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     events = Events(int(sys.argv[5]) if len(sys.argv) > 5 else None)
     sys.setprofile(events)
-    how = {"workers": workers, "shard_tokens": SHARD_TOKENS, "unit_characters": UNIT_CHARACTERS}
+    how: dict[str, Any] = {"workers": workers, "shard_tokens": SHARD_TOKENS, "unit_characters": UNIT_CHARACTERS}
     if not prepared(folder, "mark", ["train"]):  # as stages/prepare.py asks
         write_shards(iter(texts), tokenizer, folder, "train", "mark", lambda line: None, **how)
     sys.setprofile(None)

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def broken(texts: list[str]) -> Iterator[str]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_of_the_text_is_raised_and_finished_shards_are_continued(workers: int, tmp_path: Path) -> None:
     before, said = children(), list[str]()
-    how = {"workers": workers, "shard_tokens": 500, "unit_characters": SMALL_UNITS}
+    how: dict[str, Any] = {"workers": workers, "shard_tokens": 500, "unit_characters": SMALL_UNITS}
     with pytest.raises(ValueError, match="file 3, line 7"):
         write_shards(broken(TEXTS[:150]), TOKENIZER, tmp_path, "train", "mark", said.append, **how)
     assert children() == before and said == []
