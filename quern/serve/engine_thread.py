@@ -14,6 +14,8 @@ from typing import TypeVar
 from quern.serve.worker import Worker
 
 STOP_SECONDS = 10.0
+IDLE_SECONDS = 0.5
+"""Python runs the handler of a signal that came just before a wait only after that wait."""
 Result = TypeVar("Result")
 
 
@@ -48,7 +50,7 @@ class EngineThread:
                 self._bell.clear()  # before looking: what comes later rings again
                 busy = [worker.turn() for worker in tuple(self._workers)]
                 if not any(busy):
-                    self._bell.wait()
+                    self._bell.wait(IDLE_SECONDS)
         finally:
             for worker in self._workers:
                 worker.stop()

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from quern.generate.engine import Engine
-from quern.serve.engine_thread import EngineThread
+from quern.serve.engine_thread import IDLE_SECONDS, EngineThread
 from quern.serve.frontier import Frontier, Gate
 from quern.serve.models import Models
 from quern.serve.page import Welcome, add_page
@@ -116,7 +116,8 @@ def serve(app: Starlette, listener: socket.socket, engines: EngineThread | None 
         thread.start()
         if engines is not None:
             engines.run()
-        thread.join()
+        while thread.is_alive():
+            thread.join(IDLE_SECONDS)
 
 
 @contextlib.contextmanager
