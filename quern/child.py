@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -122,6 +123,13 @@ def replying() -> Iterator[Callable[[Any], None]]:
 def orders() -> tuple[Any, Iterator[Any]]:
     """In a child: returns its order, and an iterator of the requests that follow."""
     return json.loads(sys.argv[1]), map(json.loads, sys.stdin)
+
+
+def end_with_parent(requests: Iterable[Any]) -> None:
+    """In a thread of a child: ends the process with SIGTERM when its parent closes its standard input, or dies."""
+    for _ in requests:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def serve(answers: Callable[[dict[str, Any], Iterator[Any]], Iterator[dict[str, Any]]]) -> None:

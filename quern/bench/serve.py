@@ -33,7 +33,6 @@ from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 from quern.serve import server
 from quern.serve.load import Load, Sent
-from quern.serve.replicas.process import end_with
 
 PROMPT_TOKENS, REPLY_TOKENS = 64, 192
 ROWS = 32
@@ -206,7 +205,7 @@ def chat_turn(port: int, messages: list[dict[str, str]]) -> Turn:
 def main() -> None:
     """The child: the server of the reference model, on a port that it tells its parent."""
     order, requests = child.orders()
-    threading.Thread(target=end_with, args=(requests,), daemon=True).start()
+    threading.Thread(target=child.end_with_parent, args=(requests,), daemon=True).start()
     with child.replying() as reply, server.listen("127.0.0.1", 0) as listener:
         machine = select_attention(detect(**order["machine"]))
         recipe = reference(order["quick"], order["seed"])

@@ -205,13 +205,12 @@ class PrefillContext:
         cache = self._cache
         keys, values = cache.keys_BKRE[layer], cache.values_BKRE[layer]
         T, ring = q_BTHE.size(1), keys.size(2)
+        if self._fresh or ring == cache.max_tokens:  # no new token replaces one that is seen
+            self._store(keys, k_BTKE)
+            self._store(values, v_BTKE)
         if self._fresh:
-            self._store(keys, k_BTKE)
-            self._store(values, v_BTKE)
             return self._attend(q_BTHE, k_BTKE, v_BTKE, MaskSpec(window), scale)
-        if ring == cache.max_tokens:  # a slot is a position: no new token replaces one that is seen
-            self._store(keys, k_BTKE)
-            self._store(values, v_BTKE)
+        if ring == cache.max_tokens:  # a slot is a position
             used = min(ring, cache.filled + T)
             mask_BTR = self._masked(lambda: self._upto(T, used, window), used, window)
             return attend_masked(q_BTHE, keys[:, :, :used], values[:, :, :used], mask_BTR, scale)

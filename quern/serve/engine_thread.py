@@ -24,13 +24,13 @@ class EngineThread:
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
-        self._bell = threading.Event()
+        self._wake = threading.Event()
         self._stopping, self._ended = threading.Event(), threading.Event()
         self.elsewhere = False
         """A caller will use `run`: then `start` does nothing."""
 
     def add(self, worker: Worker) -> None:
-        worker.rings(self._bell.set)
+        worker.wake_with(self._wake.set)
         self._workers.append(worker)
 
     def remove(self, worker: Worker) -> None:
@@ -47,10 +47,10 @@ class EngineThread:
         """Runs the workers until the end of `stop`."""
         try:
             while not self._stopping.is_set():
-                self._bell.clear()  # before looking: what comes later rings again
+                self._wake.clear()  # before looking: what comes later sets it again
                 busy = [worker.turn() for worker in tuple(self._workers)]
                 if not any(busy):
-                    self._bell.wait(IDLE_SECONDS)
+                    self._wake.wait(IDLE_SECONDS)
         finally:
             for worker in self._workers:
                 worker.stop()
@@ -59,7 +59,7 @@ class EngineThread:
     def end(self) -> None:
         """Ends all requests at their next token."""
         self._stopping.set()
-        self._bell.set()
+        self._wake.set()
 
     def stop(self) -> None:
         """`end`, and waits for it."""

@@ -122,7 +122,7 @@ def serve(app: Starlette, listener: socket.socket, engines: EngineThread | None 
 
 @contextlib.contextmanager
 def ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """SIGTERM and SIGINT ask a server in another thread to end; SIGINT then raises KeyboardInterrupt, as ever.
+    """SIGTERM and SIGINT ask a server in another thread to end; SIGINT then raises KeyboardInterrupt.
 
     SIGTERM is a normal end: Docker and scripts would read the default, death by the signal, as a failure.
     """

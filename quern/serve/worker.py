@@ -115,16 +115,16 @@ class Worker:
         self._open: list[Job] = []
         # Jobs, the first counted in the event loop alone, the second in the engine thread alone.
         self._submitted = self._ended = 0
-        self._ring: Callable[[], None] | None = None
+        self._wake: Callable[[], None] | None = None
         self._stopped = False
 
-    def rings(self, ring: Callable[[], None]) -> None:
+    def wake_with(self, wake: Callable[[], None]) -> None:
         """Sets what wakes the thread that calls `turn`. Until then, requests are refused."""
-        self._ring = ring
+        self._wake = wake
 
     @property
     def alive(self) -> bool:
-        return self._ring is not None and not self._stopped
+        return self._wake is not None and not self._stopped
 
     @property
     def waiting(self) -> int:
@@ -172,8 +172,8 @@ class Worker:
 
     def _put(self, item: Job | Callable[[], None]) -> None:
         self._inbox.put(item)
-        assert self._ring is not None
-        self._ring()
+        assert self._wake is not None
+        self._wake()
 
     def turn(self) -> bool:
         """Starts the requests that have arrived, and takes one step of the engine.

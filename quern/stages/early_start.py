@@ -14,13 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from quern.child import Child, orders, replying, start
+from quern.child import Child, end_with_parent, orders, replying, start
 from quern.data.batch import DOCUMENT_SIZE
 from quern.data.shards import Corpus, GrowingCorpus, prepared_in_part
 from quern.recipe import Recipe
@@ -166,7 +165,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     with replying() as reply, redirect_stdout(_Lines(lambda line: reply({"progress": line}))):
         order, requests = orders()
-        threading.Thread(target=_end_with_parent, args=(requests,), daemon=True).start()
+        threading.Thread(target=end_with_parent, args=(requests,), daemon=True).start()
         callables = {} if order["source"] is None else read_recipe_file(Path(order["source"]))[0].callables()
         recipe = Recipe.from_json(order["recipe"], **callables)
         source, tokenizer = open_source(recipe, Path(order["out"])), Tokenizer.load(order["tokenizer"])
@@ -175,12 +174,6 @@ def main() -> None:
         division, say = Division(**order["division"]), lambda line: reply({"line": line})
         write_splits(source, tokenizer, Path(order["folder"]), say, division, order["workers"])
         reply({"whole": True})
-
-
-def _end_with_parent(requests: Iterable[Any]) -> None:
-    for _ in requests:
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

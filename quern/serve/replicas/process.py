@@ -5,13 +5,9 @@ It ends like a server that gets SIGTERM when its parent closes its standard inpu
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from quern import child
 from quern.kernels.attention.autotune import select_attention
@@ -25,16 +21,9 @@ from quern.serve.worker import Limits
 WAITING_CONNECTIONS = 2048
 
 
-def end_with(requests: Iterable[Any]) -> None:
-    """Asks this process to end when its parent has closed its standard input."""
-    for _ in requests:
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main() -> None:
     order, requests = child.orders()
-    threading.Thread(target=end_with, args=(requests,), daemon=True).start()
+    threading.Thread(target=child.end_with_parent, args=(requests,), daemon=True).start()
     with child.replying() as reply:
         machine = select_attention(detect(**order["machine"]))
         sources = {
