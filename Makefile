@@ -65,7 +65,7 @@ rl: $(STAMP)
 	$(BIN)/quern evaluate --run quickstart --stage rl
 
 test: $(DEV)
-	$(PYTEST) $(PARALLEL) -m "not campaign" --durations=15 $(TESTS)
+	$(PYTEST) $(PARALLEL) --durations=15 $(TESTS)
 
 # In parallel, because pyright uses one core when it starts.
 check: $(DEV)
@@ -82,7 +82,7 @@ layers:
 	$(PYTEST) -q tests/test_layers.py
 
 laws: $(DEV)
-	$(PYTEST) $(PARALLEL) -m "not campaign" --laws-out $(LAWS) tests/laws
+	$(PYTEST) $(PARALLEL) --laws-out $(LAWS) tests/laws
 	$(BIN)/python tests/laws/table.py $(LAWS) README.md docs/laws.md
 
 bench: $(STAMP)

@@ -3,6 +3,9 @@
 A name is one of text/data_sets.py's, or hf:OWNER/NAME[:CONFIG][@REVISION] for any data set of the Hugging Face Hub. The
 files of the latter are listed once: the list, with its commit, is kept in the folder, so a run that is continued reads
 the same text although the repository has changed. HF_ENDPOINT names a mirror of the Hub.
+
+Text whose digests a listing states is downloaded while it is read, file by file: its fingerprint is known before, so
+training can begin early. Other sets are downloaded whole first.
 """
 
 from __future__ import annotations
@@ -10,41 +13,31 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from quern.data.prefetch import prefetch_items
 from quern.machine import environment, set_child_env
 from quern.recipe import ConversationSource, Recipe
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.text import data_sets, hub
 from quern.text.data_sets import DataSet
-from quern.text.repository import PREFIX, HubName, Repository, data_set
+from quern.text.repository import PREFIX, HubName, Repository, data_set, pinned, repository_of
+from quern.text.sources import Listing, entry_of, list_source
 
 LISTING = "listing.json"
 FOR_DATA = ("documents", "tokens")
 """Kinds of sets to pretrain on."""
-
-
-@dataclass(frozen=True)
-class PublicData:
-    """The files of a public data set that a run reads.
-
-    Args:
-        name: For file names.
-        files: The local files.
-        available: The number of training files that the set has.
-    """
-
-    name: str
-    files: hub.Fetched
-    available: int
-
-    @property
-    def shards(self) -> int:
-        return len(self.files.train)
+QUIET_HUB = {"HF_HUB_DISABLE_TELEMETRY": "1"}
+"""The Hub's library reads it when it is imported. Without it, the library asks the Hub for a list of programs, of which
+it would report this one, and keeps the list in the home folder."""
+WAIT_SECONDS = 20.0
+"""Between two lines on a file that is waited for."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +47,81 @@ class _Known:
     files: DataSet
     folder: Path
     headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PublicData:
+    """The files of a public data set that a run reads.
+
+    Args:
+        name: For file names.
+        files: The local files; of those for training, the ones with a digest may not be there yet.
+        available: The number of training files that the set has.
+        digests: The SHA-256 (hex) of each training file that `training_files` downloads; empty if all are there.
+        known: Where from; None if all are there.
+        log: Called with a line while `training_files` waits for one.
+    """
+
+    name: str
+    files: hub.Fetched
+    available: int
+    digests: Mapping[Path, str] = field(default_factory=dict)
+    known: _Known | None = field(default=None, repr=False)
+    log: Callable[[str], None] = field(default=lambda line: None, repr=False, compare=False)
+
+    @property
+    def shards(self) -> int:
+        return len(self.files.train)
+
+    def listing(self) -> Listing:
+        """The training files with their sizes in bytes, as `list_source` lists files."""
+        if self.known is None:
+            return list_source(self.files.train)
+        sizes = [self.known.files.sizes[file] for file in self.known.files.train]
+        return Listing(tuple(map(entry_of, self.files.train, sizes)), ())
+
+    def training_files(self) -> Generator[Path, None, None]:
+        """The training files, each when it is there. From the second on, a thread downloads two ahead."""
+        if self.known is None:
+            yield from self.files.train
+            return
+        dropped, at = threading.Event(), ""
+
+        def progress(file: str, done: int, total: int) -> None:
+            nonlocal at
+            at = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+            if dropped.is_set():
+                raise _Dropped
+
+        def fetched(numbers: range) -> Iterator[Path]:
+            assert self.known is not None
+            for number in numbers:
+                one = replace(self.known.files, train=self.known.files.train[number : number + 1], val=())
+                yield _download(replace(self.known, files=one), None, progress).train[0]
+
+        asked = 1
+        said = time.monotonic()
+
+        def waiting() -> bool:
+            nonlocal said
+            if time.monotonic() - said > WAIT_SECONDS:
+                said = time.monotonic()
+                self.log(f"fetching {self.name}: file {asked + 1:,} of {self.shards:,}, {at}")
+            return False
+
+        yield next(fetched(range(1)))
+        later = prefetch_items(fetched(range(1, self.shards)), ahead=1, give_up=waiting)
+        try:
+            for path in later:
+                yield path
+                asked, said = asked + 1, time.monotonic()
+        finally:
+            dropped.set()
+            later.close()
+
+
+class _Dropped(Exception):
+    """Nothing reads on, so the download under way ends. What has arrived is kept."""
 
 
 def public_data(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> PublicData | None:
@@ -76,7 +144,14 @@ def public_data(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda l
     name, available, shards = recipe.data, len(known.files.train), _shards(recipe, known.files)
     if shards < available:
         log(f"{name}: {shards:,} of {available:,} training files are used; --shards N asks for another number")
-    return PublicData(re.sub(r"[^\w.]+", "-", name), _fetch(name, known, shards), available)
+    known, file_name = _pinned(name, known, log), re.sub(r"[^\w.]+", "-", name)
+    used = known.files.train[:shards]
+    if known.files.kind != "documents" or not all(map(known.files.sha256.get, used)):
+        return PublicData(file_name, _fetch(name, known, shards), available)
+    files = replace(_fetch(name, known, 0), train=tuple(known.folder / "train" / file for file in used))
+    digests = {path: known.files.sha256[file] for path, file in zip(files.train, used, strict=True)}
+    known = replace(known, files=replace(known.files, train=used))
+    return PublicData(file_name, files, available, digests, known, log)
 
 
 def shards_used(recipe: Recipe, out: Path) -> int | None:
@@ -131,29 +206,46 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> hub.Fetched:
 
 def _fetch(name: str, known: _Known, shards: int | None) -> hub.Fetched:
     with Meter(f"fetching {name}", None, "MB of this file") as meter:
-        return hub.fetch(
-            known.files,
-            known.folder,
-            lambda file, done, total: meter.at(done / 1e6, file),
-            shards=shards,
-            endpoint=_endpoint(),
-            headers=known.headers,
-            log=meter.log,
-        )
+        return _download(known, shards, lambda file, done, total: meter.at(done / 1e6, file), meter.log)
+
+
+def _download(
+    known: _Known, shards: int | None, progress: hub.Progress, log: Callable[[str], None] = lambda line: None
+) -> hub.Fetched:
+    return hub.fetch(
+        known.files,
+        known.folder,
+        progress,
+        shards=shards,
+        endpoint=_endpoint(),
+        headers=known.headers,
+        log=log,
+    )
 
 
 def _find(name: str, out: Path, split: str, kind: Literal["documents", "conversations"]) -> _Known:
     if not name.startswith(PREFIX):
         return _Known(data_sets.DATASETS[name], out / "downloads" / name, {})
     parsed = HubName.parse(name)
-    # The Hub's library reads this when it is imported. Without it, the library asks the Hub for a list of programs, of
-    # which it would report this one, and keeps the list in the home folder.
-    set_child_env({"HF_HUB_DISABLE_TELEMETRY": "1"})
+    set_child_env(QUIET_HUB)
     folder = out / "downloads" / parsed.folder
     files = data_set(_listed(parsed, folder), parsed, split, kind)
     if kind == "conversations":  # the first of them are held out, as of every other source without a split for it
         files = replace(files, val=())
     return _Known(files, folder, hub.hub_headers(parsed))
+
+
+def _pinned(name: str, known: _Known, log: Callable[[str], None]) -> _Known:
+    """A set of text that quern knows by name, at the commit that its repository had when it was first asked for."""
+    listing, here = known.folder / LISTING, known.folder / "train"
+    if name not in data_sets.DATASETS or known.files.kind != "documents" or here.exists() and not listing.exists():
+        return known
+    try:
+        set_child_env(QUIET_HUB)
+        return replace(known, files=pinned(known.files, _listed(repository_of(known.files), known.folder)))
+    except (OSError, ImportError) as error:
+        log(f"{name}: all of its files are downloaded before they are read, since {error}")
+        return known
 
 
 def _listed(name: HubName, folder: Path) -> Repository:

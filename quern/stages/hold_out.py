@@ -34,7 +34,8 @@ class HoldOut:
     def read(self, split: str) -> Iterator[str]:
         """The documents of a split, "train" or "val"."""
         pairs = _by_number(self.texts(), self.megabytes) if self.tail is None else _tail(self.texts(), *self.tail)
-        return (text for held_out, text in pairs if held_out == (split == "val"))
+        chosen = (text for held_out, text in pairs if held_out == (split == "val"))
+        return first(chosen, self.megabytes) if split == "val" and self.tail is None else chosen
 
 
 def hold_out(texts: Callable[[], Iterator[str]], megabytes: float) -> HoldOut:

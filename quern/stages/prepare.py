@@ -31,7 +31,7 @@ from quern.text.documents import read
 from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, on_processes
 from quern.text.encode.sample import sampled
 from quern.text.encode.write import never, write_shards
-from quern.text.formats import text_bytes
+from quern.text.formats import text_megabytes
 from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
@@ -136,9 +136,11 @@ def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Call
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     public = public_data(recipe, out, log)
-    path: Where = public.files.train if public else Path(recipe.data)
+    path = Path(recipe.data)
     val: Where | None = Path(recipe.val) if recipe.val else (public.files.val or None if public else None)
-    listings = {what: list_source(each) for what, each in (("text", path), ("validation text", val)) if each}
+    listings = {"text": public.listing() if public else list_source(path)}
+    if val is not None:
+        listings["validation text"] = list_source(val)
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)
@@ -147,11 +149,14 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     def texts(source: Where) -> Iterator[str]:
         return (text for text, _ in read(source, column=recipe.text.column))
 
+    def whole() -> Iterator[str]:
+        return (text for file in public.training_files() for text in texts(file)) if public else texts(path)
+
     def documents(split: str) -> Iterator[str]:
         nonlocal held_out
         if val is not None:
-            return texts(path) if split == "train" else first(texts(val), recipe.text.val_megabytes)
-        held_out = held_out or hold_out(lambda: texts(path), recipe.text.val_megabytes)
+            return whole() if split == "train" else first(texts(val), recipe.text.val_megabytes)
+        held_out = held_out or hold_out(whole, recipe.text.val_megabytes)
         return held_out.read(split)
 
     name = public.name if public else Path(recipe.data).stem or "data"
@@ -160,12 +165,10 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     marks += ["the first of it"] if val is not None else []
     for what, listing in listings.items():
-        marks += [what, *map(_reader, listing.files), _digest(listing, out)]
+        marks += [what, *map(_reader, listing.files), _digest(listing, out, public)]
 
     def megabytes() -> float | None:
-        sizes = [None if filter_marks else text_bytes(file, recipe.text.column) for file in listings["text"].files]
-        known = [size for size in sizes if size is not None]
-        return sum(known) / 1e6 if len(known) == len(sizes) else None
+        return None if filter_marks else text_megabytes(listings["text"], recipe.text.column)
 
     return Source(name, fingerprint(*marks, *filter_marks), filtered, megabytes, public=public)
 
@@ -175,13 +178,13 @@ def _reader(path: Path) -> str:
     return format_of(path).replace(".md", ".txt")
 
 
-def _digest(listing: Listing, out: Path) -> str:
+def _digest(listing: Listing, out: Path, public: PublicData | None) -> str:
     cache = out / "data" / "digests.json"
     if not cache.exists():
         refuse_unwritable(out)
     megabytes = sum(entry.size for entry in listing.read) / 1e6
     with naming(cache), Meter("looking for changes in the text", megabytes, "MB") as meter:
-        return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6))
+        return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6), public and public.digests)
 
 
 def _check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Callable[[str], None]) -> None:
@@ -370,7 +373,7 @@ def text_fingerprint(recipe: Recipe, out: Path) -> str:
 
 def _tokens_fingerprint(recipe: Recipe, out: Path, public: PublicData | None) -> str:
     listings = [listing for listing in token_listings(recipe, public) if listing]
-    return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out) for listing in listings))
+    return fingerprint(str(recipe.text.val_megabytes), *(_digest(listing, out, public) for listing in listings))
 
 
 def facts_of(corpus: Corpus) -> dict[str, Any]:

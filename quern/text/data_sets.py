@@ -23,6 +23,7 @@ class DataSet:
         val: The files for validation; of conversations and questions, the test split.
         kind: The reader for them.
         sha256: File name → hex digest.
+        sizes: File name → size in bytes, where a repository's listing states it.
         file_tokens: Tokens in a training file, of documents and tokens.
         file_rows: Rows in a training file, of conversations.
         tokenizer: Of tokens, the address of the vocabulary that made them.
@@ -34,6 +35,7 @@ class DataSet:
     val: tuple[str, ...]
     kind: Literal["documents", "conversations", "questions", "tokens"] = "documents"
     sha256: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     file_tokens: int = 0
     file_rows: int = 0
     tokenizer: str = ""

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.text.sources import COMPRESSED, format_of, human_size
+from quern.text.sources import COMPRESSED, Listing, format_of, human_size
 
 TEXT_PIECE_CHARACTERS = 1 << 20
 PARQUET_BATCH_ROWS = 256
@@ -66,7 +66,21 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
     yield from readers[format_of(path)](path, first, wanted)
 
 
-def text_bytes(path: Path, column: str) -> int | None:
+def text_megabytes(listing: Listing, column: str) -> float | None:
+    """About how many megabytes of text a source has in a column, without reading it.
+
+    Files that are not there yet are taken to be like those that are. None if there is a compressed file or none at all.
+    """
+    here = [entry for entry in listing.read if entry.path.exists()]
+    sizes = [_text_bytes(entry.path, column) for entry in here]
+    known = [size for size in sizes if size is not None]
+    on_disk = sum(entry.size for entry in here)
+    if not on_disk or len(known) < len(sizes):
+        return None
+    return sum(known) * sum(entry.size for entry in listing.read) / on_disk / 1e6
+
+
+def _text_bytes(path: Path, column: str) -> int | None:
     """About how many bytes of text a file has in a column, without reading it; None for a compressed file."""
     if format_of(path) != ".parquet":
         return None if path.suffix.lower() in COMPRESSED else path.stat().st_size

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from quern.text.data_sets import DataSet
+from quern.text.data_sets import HUB, DataSet
 from quern.text.sources import FORMATS, format_of
 
 PREFIX = "hf:"
@@ -94,6 +94,7 @@ def data_set(repository: Repository, name: HubName, split: str, kind: Literal["d
     val = tuple(file for file in _of(splits, "validation") if file not in train)
     size = sum(PLAIN_BYTES.get(f".{file.rpartition('.')[2]}", 1.0) * repository.files[file][0] for file in train)
     stated = {file: digest for file, (_, digest) in repository.files.items() if digest and file in (*train, *val)}
+    sizes = {file: repository.files[file][0] for file in (*train, *val)}
     return DataSet(
         about=str(name),
         base=repository.base,
@@ -101,8 +102,32 @@ def data_set(repository: Repository, name: HubName, split: str, kind: Literal["d
         val=val,
         kind=kind,
         sha256=stated,
+        sizes=sizes,
         file_tokens=max(1, round(size / BYTES_PER_TOKEN / len(train))),
     )
+
+
+def pinned(files: DataSet, repository: Repository) -> DataSet:
+    """The files of a data set that data_sets.py lists, at the commit of a listing, with the digests that it states."""
+    folder = _resolved(files.base)[1]
+    listed = {file: repository.files.get(folder + file, (0, None)) for file in (*files.train, *files.val)}
+    return replace(
+        files,
+        base=f"{repository.base}/{folder}".rstrip("/"),
+        sha256={**{file: digest for file, (_, digest) in listed.items() if digest}, **files.sha256},
+        sizes={file: size for file, (size, _) in listed.items()},
+    )
+
+
+def repository_of(files: DataSet) -> HubName:
+    """The repository of a data set that data_sets.py lists."""
+    return HubName(_resolved(files.base)[0])
+
+
+def _resolved(base: str) -> tuple[str, str]:
+    """The address of a folder in a repository → (OWNER/NAME, the folder with "/" at its end, "" for the root)."""
+    repository, _, folder = base.removeprefix(f"{HUB}/").partition("/resolve/main")
+    return repository, f"{folder.strip('/')}/".lstrip("/")
 
 
 def _of(splits: Mapping[str, tuple[str, ...]], split: str) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def list_source(source: Where, formats: Sequence[str] = FORMATS) -> Listing:
     if source.is_file():
         if format_of(source) not in formats:
             raise ValueError(f"cannot read {source}: its name must end in {_accepted(formats)}")
-        return Listing((Entry(source, source.stat().st_size, _kind(source)),), ())
+        return Listing((entry_of(source, source.stat().st_size),), ())
     if not source.is_dir():
         raise FileNotFoundError(f"there is no file or folder {source}")
     found = [entry for entry in _walk(source) if not entry.path.name.lower().endswith(NOTES)]
@@ -81,6 +81,11 @@ def list_source(source: Where, formats: Sequence[str] = FORMATS) -> Listing:
         there_are = f" (it holds {_counts(ignored)})" if ignored else ""
         raise FileNotFoundError(f"nothing to read in {source}{there_are}: no file ends in {_accepted(formats)}")
     return Listing(read, ignored)
+
+
+def entry_of(path: Path, size: int) -> Entry:
+    """A file that may not be there yet."""
+    return Entry(path, size, _kind(path))
 
 
 def files(source: Where) -> list[Path]:

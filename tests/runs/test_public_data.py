@@ -1,11 +1,14 @@
 """Data sets of the Hugging Face Hub by name, from a small hub on loopback (tests/support/hub_server.py)."""
 
+import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from quern.recipe import ConversationSource, Recipe, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.public_data import fetch_conversations, public_data, shards_used
+from quern.text import data_sets
+from quern.text.data_sets import DataSet
 from tests.support.hub_server import COMMIT, Hub, hub_server
 
 pytest.importorskip("huggingface_hub", reason="needs the extra data")
@@ -49,6 +54,13 @@ def recipe_for(data: str, **changes: Any) -> Recipe:
     return resolve(replace(RECIPE, data=data, **changes))
 
 
+def until(holds: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def local(paths: tuple[Path, ...], out: Path) -> list[str]:
     return [path.relative_to(out / "downloads").as_posix().partition("/")[2] for path in paths]
 
@@ -59,12 +71,15 @@ def test_files_are_listed_and_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     assert found is not None and (found.shards, found.available) == (1, 2)
     assert local(found.files.train, tmp_path) == ["train/data/train-0.parquet"]
     assert local(found.files.val, tmp_path) == ["val/data/validation-0.parquet"]
-    assert found.files.train[0].read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
+    assert not found.files.train[0].exists() and found.files.val[0].exists()
+    assert [path.read_bytes() for path in found.training_files()] == [hub.sets["mill/words"]["data/train-0.parquet"]]
     asked = len(hub.asked)
     assert public_data(recipe, tmp_path) == found and len(hub.asked) == asked
+    assert list(found.training_files()) == list(found.files.train) and len(hub.asked) == asked
     hub.sets["mill/words"]["data/train-00.parquet"] = b"new"  # the repository has moved on; this run reads its commit
     more = public_data(replace(recipe, shards=9), tmp_path)
     assert more is not None and [path.name for path in more.files.train] == ["train-0.parquet", "train-1.parquet"]
+    assert list(more.training_files()) == list(more.files.train)
     assert hub.files_asked() == [f"mill/words/data/{name}.parquet" for name in ("validation-0", "train-0", "train-1")]
     assert any(path == f"/datasets/mill/words/resolve/{COMMIT}/data/train-1.parquet" for path, _ in hub.asked)
 
@@ -76,14 +91,15 @@ def test_a_broken_download_goes_on_and_a_wrong_one_is_not_kept(
     recipe = recipe_for("hf:mill/words", shards=1, val="own.txt")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     found = public_data(recipe, tmp_path)
-    assert found is not None and found.files.train[0].read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
+    assert found is not None
+    assert next(found.training_files()).read_bytes() == hub.sets["mill/words"]["data/train-0.parquet"]
     assert found.files.val == () and len(hub.files_asked()) == 2, (
         "no validation file, and one more request for the rest"
     )
     found.files.train[0].write_bytes(b"damaged")
     hub.cut, hub.sets["mill/words"]["data/train-0.parquet"] = 0, words("another file of the same commit")
     with pytest.raises(OSError, match="its SHA-256 is .*, expected"):
-        public_data(recipe, tmp_path)
+        next(found.training_files())
 
 
 def test_a_token_is_sent_to_the_hub_and_not_to_the_host_of_its_files(
@@ -93,7 +109,8 @@ def test_a_token_is_sent_to_the_hub_and_not_to_the_host_of_its_files(
     with pytest.raises(OSError, match="cannot list hf:mill/words at .*gated.* the token in the variable HF_TOKEN"):
         public_data(recipe_for("hf:mill/words"), tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert public_data(recipe_for("hf:mill/words"), tmp_path) is not None
+    found = public_data(recipe_for("hf:mill/words"), tmp_path)
+    assert found is not None and list(found.training_files())
     sent = {path.split("/")[1]: authorization for path, authorization in hub.asked}
     assert sent == {"api": "Bearer hf_secret", "datasets": "Bearer hf_secret", "cdn": None}
 
@@ -137,7 +154,83 @@ def test_revisions_configs_and_splits(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_size_without_digest_is_enough(hub: Hub, tmp_path: Path) -> None:
     hub.digests = False
-    assert public_data(recipe_for("hf:mill/words"), tmp_path) is not None
+    found = public_data(recipe_for("hf:mill/words", shards=2), tmp_path)
+    assert found is not None and found.digests == {} and all(path.exists() for path in found.files.train)
+    assert list(found.training_files()) == list(found.files.train)
+    assert [entry.size for entry in found.listing().read] == [path.stat().st_size for path in found.files.train]
+
+
+def test_files_are_downloaded_as_they_are_read_and_no_further(hub: Hub, tmp_path: Path) -> None:
+    files = {f"data/train-{number}.parquet": words(str(number)) for number in range(6)}
+    hub.sets["mill/words"] = files
+    said: list[str] = []
+    found = public_data(recipe_for("hf:mill/words", shards=6), tmp_path, said.append)
+    assert found is not None and found.files.val == () and hub.files_asked() == []
+    listed = found.listing()
+    assert [entry.size for entry in listed.read] == [len(body) for body in files.values()]
+    reading = found.training_files()
+    first = next(reading)
+    assert first.read_bytes() == files["data/train-0.parquet"] and len(hub.files_asked()) == 1
+    assert next(reading).read_bytes() == files["data/train-1.parquet"]
+    reading.close()
+    assert 2 <= len(hub.files_asked()) <= 4, "two ahead at most"
+    assert [path.read_bytes() for path in found.training_files()] == list(files.values())
+    assert found.digests == {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in found.files.train}
+
+
+def test_a_download_ends_with_its_reader_and_is_continued_by_the_next(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.sets["mill/words"] = files = {f"data/train-{number}.parquet": words(str(number)) for number in range(3)}
+    hub.held = "mill/words/data/train-2.parquet"
+    monkeypatch.setattr("quern.runs.public_data.WAIT_SECONDS", 0.1)
+    said: list[str] = []
+    found = public_data(recipe_for("hf:mill/words", shards=3), tmp_path, said.append)
+    assert found is not None
+    reading = found.training_files()
+    assert [next(reading), next(reading)] == list(found.files.train[:2])
+    part = found.files.train[2].with_name("train-2.parquet.part")
+    until(part.exists)
+    time.sleep(0.3)  # some of the second half has come
+    since = time.monotonic()
+    reading.close()
+    assert time.monotonic() - since < 2 and part.exists() and not found.files.train[2].exists()
+    assert "prefetch" not in [thread.name for thread in threading.enumerate()]
+    have = part.stat().st_size
+
+    release = threading.Timer(1.5, hub.released.set)
+    release.start()
+    assert [path.read_bytes() for path in found.training_files()] == list(files.values())
+    release.join()
+    assert len(files["data/train-2.parquet"]) // 2 <= have < len(files["data/train-2.parquet"])
+    assert any(line.startswith("fetching hf-mill-words: file 3 of 3, 0 of 0 MB") for line in said), said
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_set_that_quern_knows_by_name_is_listed_where_it_can_be(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    """At the commit of its first use, with the digests of the listing, so that it need not be there as a whole."""
+    hub.sets["mill/tales"] = {f"data/{name}.parquet": words(name) for name in ("a", "b", "v")}
+    base = f"{data_sets.HUB}/mill/{'tales' if listed else 'none'}/resolve/main/data"
+    known = DataSet("tales", base, ("a.parquet", "b.parquet"), ("v.parquet",), file_tokens=100)
+    monkeypatch.setattr(data_sets, "DATASETS", {"tales": known})
+    said: list[str] = []
+    if not listed:
+        with pytest.raises(OSError, match="cannot fetch http://127.0.0.1.*404"):
+            public_data(recipe_for("tales", shards=2), tmp_path, said.append)
+        assert said[-1].startswith("tales: all of its files are downloaded before they are read, since cannot list")
+        return
+    found = public_data(recipe_for("tales", shards=2), tmp_path, said.append)
+    assert found is not None and said == [] and hub.files_asked() == ["mill/tales/data/v.parquet"]
+    assert len(list(found.training_files())) == len(found.digests) == 2
+    assert any(path == f"/datasets/mill/tales/resolve/{COMMIT}/data/b.parquet" for path, _ in hub.asked)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert public_data(recipe_for("tales", shards=2), tmp_path) == found
+    (listing,) = tmp_path.rglob("listing.json")
+    listing.unlink()  # as an earlier version left it: the files are read that are there, and nothing is asked for
+    whole = public_data(recipe_for("tales", shards=2), tmp_path)
+    assert whole is not None and whole.files == found.files and whole.digests == {}
 
 
 COMMANDS = """

@@ -21,6 +21,7 @@ from quern.stages.open_data import data_of_run
 from quern.train.guard import EXIT_DONE, EXIT_STOPPED
 from tests.support import early_run, ranks
 from tests.support.early_run import STEPS, losses, train
+from tests.support.hub_server import hub_server
 from tests.support.run_bench import ENVIRONMENT, ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for the child in /proc")
@@ -107,6 +108,31 @@ def test_an_early_start_learns_the_same(inputs: Path, folder: Path) -> None:
     assert facts(folder, "early", "run.json")["data"] == facts(inputs, "whole", "run.json")["data"]
     for at, run in ((folder, "early"), (inputs, "whole")):
         assert facts(at, run, "pretrain/origin.json")["group_size"] == early_run.DIVISION.group_size
+
+
+def test_training_begins_before_the_text_is_downloaded(
+    inputs: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs the extra data")
+    lines = (folder / "text.jsonl").read_bytes().splitlines(keepends=True)
+    with hub_server() as hub:
+        hub.sets = {"mill/words": {f"data/train-{n}.jsonl": b"".join(lines[n : n + 100]) for n in range(0, 600, 100)}}
+        hub.held = "mill/words/data/train-400.jsonl"
+        for name, value in {"no_proxy": "*", "HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": str(folder / "none")}.items():
+            monkeypatch.setenv(name, value)
+        (folder / "go").touch()
+        (folder / "data").write_text("hf:mill/words", encoding="utf-8")
+        said: list[str] = []
+        thread, outcome = in_thread(folder, "early", said)
+        until(lambda: len(losses(folder, "early")) > 5)
+        assert in_part(folder) and len(child()) == 1
+        until(lambda: list(folder.rglob("train-400.jsonl.part")))
+        assert len(list(folder.rglob("train-*.jsonl"))) == 4
+        hub.released.set()
+        thread.join()
+    assert outcome == [EXIT_DONE] and child() == [] and not in_part(folder)
+    assert losses(folder, "early") == losses(inputs, "whole")
+    assert hub.files_asked().count("mill/words/data/train-0.jsonl") == 1
 
 
 def test_a_run_that_needs_no_more_of_the_text_leaves_it_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
     python tests/support/early_run.py FOLDER RUN [resume]        exits with the code of the stage, or 1 with its error
 
 The folder has text.jsonl and tokenizer.json. The documents of the recipe wait at number `HELD` until the folder has a
-file `go`, so that the test decides how much of the text is prepared when training begins.
+file `go`, so that the test decides how much of the text is prepared when training begins. The text may also be the data
+set that a file `data` of the folder names.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ def asked(folder: Path) -> tuple[Recipe, str]:
     path = folder / "own.py"
     write_whole(path, SOURCE.format(held=HELD, go=str(folder / "go")))  # several ranks write it
     recipe, source = read_recipe_file(path)
+    named = folder / "data"
     recipe = replace(
         recipe,
         depth=2,
-        data=str(folder / "text.jsonl"),
+        data=named.read_text(encoding="utf-8") if named.exists() else str(folder / "text.jsonl"),
         text=replace(recipe.text, tokenizer=str(folder / "tokenizer.json"), val_megabytes=0.005),
         model=replace(recipe.model, width=16, head_dim=16, context=64),
         train=replace(recipe.train, batch_tokens=512, steps=STEPS, save_every=7, log_every=1, eval_every=40),

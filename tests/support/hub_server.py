@@ -5,7 +5,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -25,6 +25,8 @@ class Hub:
         token: Needed for every set, if it is not empty.
         digests: Whether the listing has the SHA-256 of files.
         cut: The first answer of a file breaks off after so many bytes; 0 for never.
+        held: OWNER/NAME/PATH of a file whose second half trickles until `released` is set.
+        released: Lets the second half through.
         asked: (path, authorization) of each request.
     """
 
@@ -35,6 +37,8 @@ class Hub:
     token: str = ""
     digests: bool = True
     cut: int = 0
+    held: str = ""
+    released: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[str, str | None]] = field(default_factory=list)
 
     def files_asked(self) -> list[str]:
@@ -63,7 +67,7 @@ def hub_server() -> Iterator[Hub]:
             hub.asked.append((path, authorization))
             root, *parts = path.strip("/").split("/")
             if root == "cdn":
-                return self.file(hub.sets["/".join(parts[:2])]["/".join(parts[2:])])
+                return self.file(hub.sets["/".join(parts[:2])]["/".join(parts[2:])], "/".join(parts) == hub.held)
             if hub.token and authorization != f"Bearer {hub.token}":
                 return self.answer(401, b"{}", X_Error_Code="GatedRepo", X_Error_Message="the set is gated")
             name = "/".join(parts[1:3]) if root == "api" else "/".join(parts[:2])
@@ -88,7 +92,7 @@ def hub_server() -> Iterator[Hub]:
             card = {"configs": hub.cards[name]} if name in hub.cards else {}
             return {"id": name, "sha": COMMIT, "siblings": files, "cardData": card, "tags": [], "private": False}
 
-        def file(self, body: bytes) -> None:
+        def file(self, body: bytes, held: bool) -> None:
             wanted = self.headers.get("Range")
             start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
             self.send_response(206 if start else 200)
@@ -97,7 +101,16 @@ def hub_server() -> Iterator[Hub]:
             self.send_header("Content-Length", str(len(body) - start))
             self.send_header("ETag", '"one"')
             self.end_headers()
-            self.wfile.write(body[start:] if start or not hub.cut else body[: hub.cut])
+            end = len(body) if start or not hub.cut else hub.cut
+            if held:
+                with suppress(OSError):  # the client has gone
+                    while start < end and not hub.released.is_set():
+                        step = max(1, len(body) // 2 - start)
+                        self.wfile.write(body[start : start + step])
+                        start += step
+                        hub.released.wait(0.02)
+            with suppress(OSError):
+                self.wfile.write(body[start:end])
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"

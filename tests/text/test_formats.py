@@ -12,6 +12,7 @@ from pyarrow import csv
 
 from quern.text import formats
 from quern.text.documents import read, read_conversations
+from quern.text.sources import Listing, entry_of, list_source
 
 TRICKY = ['say "hi"', "two\nlines", "two\r\nlines", "a,b", "tab\there", "köln 世界 😀", " padded ", "x" * 200_000]
 
@@ -125,7 +126,15 @@ def test_the_size_of_a_text_is_about_right_before_it_is_read(tmp_path: Path) -> 
     )
     (tmp_path / "a.txt").write_text("\n".join(rows), encoding="utf-8")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
-    assert formats.text_bytes(tmp_path / "a.parquet", "text") == pytest.approx(size, rel=0.05)
-    assert formats.text_bytes(tmp_path / "a.parquet", "other") == pytest.approx(3 * size, rel=0.05)
-    assert formats.text_bytes(tmp_path / "a.txt", "text") == size + len(rows) - 1
-    assert formats.text_bytes(tmp_path / "a.txt.gz", "text") is None
+    text = (tmp_path / "a.txt").stat().st_size
+
+    def megabytes(*names: str, column: str = "text") -> float | None:
+        return formats.text_megabytes(list_source([tmp_path / name for name in names]), column)
+
+    assert megabytes("a.parquet") == pytest.approx(size / 1e6, rel=0.05)
+    assert megabytes("a.parquet", column="other") == pytest.approx(3 * size / 1e6, rel=0.05)
+    assert megabytes("a.txt") == text / 1e6
+    assert megabytes("a.txt.gz") is None and megabytes("a.txt", "a.txt.gz") is None
+    coming = Listing((*list_source(tmp_path / "a.txt").read, entry_of(tmp_path / "b.txt", 3 * text)), ())
+    assert formats.text_megabytes(coming, "text") == 4 * text / 1e6
+    assert formats.text_megabytes(Listing(coming.read[1:], ()), "text") is None
