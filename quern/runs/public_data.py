@@ -85,6 +85,7 @@ class PublicData:
         if self.known is None:
             yield from self.files.train
             return
+        own = replace(self.known, files=replace(self.known.files, val=()))
         dropped, at = threading.Event(), ""
 
         def progress(file: str, done: int, total: int) -> None:
@@ -93,11 +94,9 @@ class PublicData:
             if dropped.is_set():
                 raise _Dropped
 
-        def fetched(numbers: range) -> Iterator[Path]:
-            assert self.known is not None
-            for number in numbers:
-                one = replace(self.known.files, train=self.known.files.train[number : number + 1], val=())
-                yield _download(replace(self.known, files=one), None, progress).train[0]
+        def fetched(known: _Known) -> Iterator[Path]:
+            for file in known.files.train[1:]:
+                yield _download(replace(known, files=replace(known.files, train=(file,))), None, progress).train[0]
 
         asked = 1
         said = time.monotonic()
@@ -109,8 +108,8 @@ class PublicData:
                 self.log(f"fetching {self.name}: file {asked + 1:,} of {self.shards:,}, {at}")
             return False
 
-        yield next(fetched(range(1)))
-        later = prefetch_items(fetched(range(1, self.shards)), ahead=1, give_up=waiting)
+        yield _fetch(self.name, own, 1).train[0]
+        later = prefetch_items(fetched(own), ahead=1, give_up=waiting)
         try:
             for path in later:
                 yield path
