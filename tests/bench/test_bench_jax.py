@@ -47,8 +47,8 @@ def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
 TORCH_FREE = """
 import json, sys
 from quern.bench import jax
-first, second = jax.answers(json.loads(sys.argv[1]), iter(["facts", "blocks"]))
-print("torch" in sys.modules, "jax" in sys.modules, first["dtype"], second["seconds"] > 0)
+(facts,) = jax.answers(json.loads(sys.argv[1]), iter(["facts"]))  # what it measures with is imported by then
+print("torch" in sys.modules, "jax" in sys.modules, facts["dtype"])
 """
 
 
@@ -57,8 +57,8 @@ def test_the_jax_process_loads_no_torch(setup: Setup) -> None:
     command = [sys.executable, "-c", TORCH_FREE, json.dumps(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    torch_loaded, jax_loaded, dtype, measured = done.stdout.split()
-    assert (torch_loaded, jax_loaded, measured) == ("False", "True", "True")
+    torch_loaded, jax_loaded, dtype = done.stdout.split()
+    assert (torch_loaded, jax_loaded) == ("False", "True")
     assert dtype in ("float32", "bfloat16")
 
 

@@ -194,9 +194,7 @@ def test_a_run_that_is_stopped_or_killed_takes_its_preparation_along(inputs: Pat
     assert child() == [] and in_part(folder)
 
     (folder / "go").touch()
-    process = started(folder, "resume")
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == EXIT_DONE, said
+    assert train(folder, "killed", resume=True) == EXIT_DONE
     assert losses(folder, "killed") == losses(inputs, "whole") and not in_part(folder)
 
 

@@ -466,13 +466,14 @@ def test_fine_tuning_on_the_built_in_world_is_announced(folder: Path, capsys: py
 
 
 def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--train.steps", "300", "--train.eval-every", "1000"]
+    flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--train.steps", "38", "--train.eval-every", "1000"]
+    flags += ["--train.batch-tokens", "1024"]
     shutil.rmtree(folder / "out/runs/app")
     assert quern(folder, "pretrain", *flags) == 0
     said = capsys.readouterr().out
     tokens = int(said.split("parameters; text: ")[1].split(" tokens")[0].replace(",", ""))
-    epochs = 300 * 128 / tokens
-    assert epochs > 4 and f"length: 38,400 tokens, {epochs:.2g} epochs of the text" in said
+    epochs = 38 * 1024 / tokens
+    assert epochs > 4 and f"length: 38,912 tokens, {epochs:.2g} epochs of the text" in said
     assert f"warning: the text is read {epochs:.2g} times" in said
-    assert f"--train.steps {int(4 * tokens / 128)}" in said
+    assert f"--train.steps {int(4 * tokens / 1024)}" in said
     assert "of steps, by this machine's speed" in said and "memory: about" in said

@@ -101,15 +101,17 @@ def saved_step(folder: Path) -> int:
     return found[1]["step"]
 
 
-@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.campaign)])
-def test_a_signal_to_one_of_two_nodes_stops_both(folder: Path, asked: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "number"), [(0, signal.SIGHUP), pytest.param(1, signal.SIGTERM, marks=pytest.mark.campaign)]
+)
+def test_a_signal_to_one_of_two_nodes_stops_both(folder: Path, asked: int, number: int) -> None:
     """One of them hosts the rendezvous."""
     flags = ("--nodes", "2", "--ranks", "1", "--rendezvous", f"127.0.0.1:{free_port()}")
     nodes = [start(folder, *flags) for _ in range(2)]
     try:
         wait_for_step(folder, 0, nodes)
         begun = time.monotonic()
-        nodes[asked].send_signal(signal.SIGTERM)
+        nodes[asked].send_signal(number)
         said = [node.communicate(timeout=4 * STATED_SECONDS)[0] for node in nodes]
         seconds = time.monotonic() - begun
     finally:
@@ -122,7 +124,7 @@ def test_a_signal_to_one_of_two_nodes_stops_both(folder: Path, asked: int) -> No
     ) == 1 and "Traceback" not in "".join(said)
 
 
-def test_a_hang_up_stops_the_ranks_saved_and_nohup_goes_on(folder: Path) -> None:
+def test_a_hang_up_does_not_stop_what_nohup_started_and_another_signal_does(folder: Path) -> None:
     process = start(folder, "--ranks", "2", before=("nohup",))
     try:
         wait_for_step(folder, 0, [process])
@@ -132,12 +134,6 @@ def test_a_hang_up_stops_the_ranks_saved_and_nohup_goes_on(folder: Path) -> None
         wait_for_step(folder, read_metrics(folder / "out/runs/x/pretrain")[-1]["step"] + 5, [process])
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == EXIT_STOPPED
-        step = saved_step(folder)
-        process = start(folder, "--ranks", "2")
-        wait_for_step(folder, step, [process])
-        process.send_signal(signal.SIGHUP)
-        said = process.communicate(timeout=60)[0]
     finally:
         process.kill()
-    assert process.returncode == EXIT_STOPPED, said
-    assert f"resumed at step {step}" in said and saved_step(folder) > step
+    assert saved_step(folder) > 0
