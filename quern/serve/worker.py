@@ -1,8 +1,8 @@
 """An engine, and the requests it works on. engine_thread.py runs it; HTTP is in server.py.
 
 All open requests share the engine's running batch: a request joins it at any token and leaves it at its last one. The
-event loop never waits for the engine: after each step, what the requests produced is sent to the loops of the
-coroutines that read them, in one call. A reader that falls behind gets the pieces of several steps at once.
+event loop never waits for the engine: after a step, what the requests produced is sent to the loops of the coroutines
+that read them, in one call. A reader gets the pieces of several steps at once, twenty-five times a second.
 """
 
 import asyncio
@@ -20,6 +20,9 @@ from quern.serve.requests.errors import ApiError
 
 PREFILL_TOKENS = 256
 """Prompt tokens that are read beside one token of each running request."""
+STREAM_SECONDS = 0.04
+"""A stream gets its first piece and its end at once, and what comes between in pieces this far apart: sending a piece
+costs as much time as a third of a token, and twenty-five a second look like a flow."""
 
 
 def stopped(why: str) -> ApiError:
@@ -117,6 +120,7 @@ class Worker:
         self._submitted = self._ended = 0
         self._wake: Callable[[], None] | None = None
         self._stopped = False
+        self._told = 0.0  # when all streams got their pieces
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Sets what wakes the thread that calls `turn`. Until then, requests are refused."""
@@ -227,15 +231,17 @@ class Worker:
         _send(items)
 
     def _deliver(self) -> None:
-        """Sends the events of the last step to their readers."""
+        """Sends the events of the last steps to their readers."""
         items: list[tuple[Job, Any]] = []
         still_open = []
         now = time.perf_counter()
+        if due := now - self._told >= STREAM_SECONDS:
+            self._told = now
         for job in self._open:
             generation = job.generation
             assert generation is not None
             cancelled = job.cancelled  # which may change at any moment: a request counts as finished or as aborted
-            if generation.events and not cancelled:
+            if generation.events and (due or not job.started or not generation.unfinished) and not cancelled:
                 events = list(generation.events)
                 generation.events.clear()
                 items.append((job, events))

@@ -47,19 +47,18 @@ def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
 TORCH_FREE = """
 import json, sys
 from quern.bench import jax
-(facts,) = jax.answers(json.loads(sys.argv[1]), iter(["facts"]))  # what it measures with is imported by then
-print("torch" in sys.modules, "jax" in sys.modules, facts["dtype"])
+try:
+    list(jax.answers(json.loads(sys.argv[1]), iter(["facts"])))
+except ValueError as error:  # when it has the state of the training, and traces the step
+    print("torch" in sys.modules, "jax" in sys.modules, error)
 """
 
 
 def test_the_jax_process_loads_no_torch(setup: Setup) -> None:
-    order = jax_order(reference(True, 5), setup, 16)
+    order = jax_order(reference(True, 5), setup, 17)
     command = [sys.executable, "-c", TORCH_FREE, json.dumps(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    torch_loaded, jax_loaded, dtype = done.stdout.split()
-    assert (torch_loaded, jax_loaded) == ("False", "True")
-    assert dtype in ("float32", "bfloat16")
+    assert done.stdout.startswith("False True blocks of 17 positions"), done.stdout + done.stderr
 
 
 def test_an_error_there_is_one_error_here(setup: Setup) -> None:

@@ -144,6 +144,19 @@ def test_stream_equals_non_stream(client: openai.OpenAI, seed: int) -> None:
     assert used[-1] == whole.usage
 
 
+def test_a_stream_has_its_first_piece_at_once_and_the_others_together(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pieces(seconds: float) -> list[str]:
+        monkeypatch.setattr("quern.serve.worker.STREAM_SECONDS", seconds)
+        chunks = client.chat.completions.create(**ask(stream=True, logit_bias=NO_END))
+        return [text for chunk in chunks for choice in chunk.choices if (text := choice.delta.content)]
+
+    every, few = pieces(0.0), pieces(60.0)
+    assert "".join(every) == "".join(few) and few[0] == every[0]
+    assert len(few) < 4 < len(every)
+
+
 def test_the_bytes_of_a_stream(url: str) -> None:
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=ask(stream=True), timeout=30) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
