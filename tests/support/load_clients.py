@@ -264,7 +264,7 @@ class Load:
         if when in ("waiting", "whole"):
             await asyncio.sleep(numbers.uniform(0, 0.1))
         elif when == "stream":
-            await reader.readexactly(numbers.randrange(1, 8000))
+            await reader.readexactly(numbers.randrange(1, 2000))  # of some 5,000 and more
         own.close(reset=numbers.random() < 0.7)
         self.totals.counts["cancelled"] += 1
 
