@@ -5,8 +5,8 @@ Source: modded-nanogpt's pull request 201; nanochat's experiment log, 2026-01-27
 every block with 0.1, helps at depth 12 on all axes; 2026-01-28: nothing is left of it in time at depth 25. The hash is
 another one here.
 Expected effect: better at equal steps.
-Verdict: better at equal steps (-0.0100 bits per byte, 8 pairs); better at equal flops (-0.0100 bits per byte, 8 pairs);
-better at equal seconds (-0.0100 bits per byte, 8 pairs). Study embeddings.
+Verdict: better at equal steps (-0.0531 bits per byte, 7 pairs); better at equal flops (-0.0531 bits per byte, 7 pairs);
+better at equal seconds (-0.0531 bits per byte, 7 pairs). Study larger.
 
 Shows `context.previous_tokens`, `before_block`, and parameters in optimizer groups that exist.
 """

@@ -4,8 +4,8 @@ Hypothesis: static patterns matter in early layers.
 Source: Engram (arXiv 2601.07372). nanochat's experiment log, 2026-01-27: bigrams in the first 4 of 12 layers hurt;
 all layers want them.
 Expected effect: worse than bigrams in every layer.
-Verdict: better at equal steps (-0.0146 bits per byte, 8 pairs); better at equal flops (-0.0146 bits per byte, 8 pairs);
-better at equal seconds (-0.0146 bits per byte, 8 pairs). Study embeddings.
+Verdict: better at equal steps (-0.0676 bits per byte, 7 pairs); better at equal flops (-0.0676 bits per byte, 7 pairs);
+better at equal seconds (-0.0676 bits per byte, 7 pairs). Study larger.
 """
 
 from dataclasses import replace
