@@ -80,11 +80,9 @@ class Engine:
     def warm_up(self, rows: Sequence[int] = (1,)) -> None:
         """Compiles the decode step for these numbers of rows; smaller batches are then padded to the next of them.
 
-        Compilation pays off after some thousands of steps: in a server, not for a few questions. Without compilation,
-        only the memory for known prompts is reserved.
+        Compilation pays off after some thousands of steps: in a server, not for a few questions. Does nothing on a
+        machine without compilation.
         """
-        if self.prefixes is not None and self.machine.device.type == "cpu":
-            self.prefixes.reserve()
         if self._compiled is not None:
             for count in rows:
                 self._compiled.warm_up(count)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quern.generate.cache import KVCache
@@ -50,11 +49,6 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._prefixes)
-
-    def reserve(self) -> None:
-        """Touches as much memory of the CPU as the states may take and frees it, for the allocator to keep
-        (`machine.keep_freed_memory`). Fresh memory can cost milliseconds for each state, in the midst of a request."""
-        torch.empty(self._max_bytes, dtype=torch.uint8).zero_()
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
         """The longest state that `tokens` begins with. One of all the tokens is of use only with its logits."""
