@@ -58,7 +58,7 @@ class PublicData:
         files: The local files; of those for training, the ones with a digest may not be there yet.
         available: The number of training files that the set has.
         digests: The SHA-256 (hex) of each training file that `training_files` downloads; empty if all are there.
-        known: Where from; None if all are there.
+        known: The set that `training_files` downloads from; None if all files are there.
         log: Called with a line while `training_files` waits for one.
     """
 
@@ -81,7 +81,14 @@ class PublicData:
         return Listing(tuple(map(entry_of, self.files.train, sizes)), ())
 
     def training_files(self) -> Generator[Path, None, None]:
-        """The training files, each when it is there. From the second on, a thread downloads two ahead."""
+        """Downloads the training files in order. After the first one, a thread downloads up to two files ahead.
+
+        Yields:
+            Each file, once it is whole.
+
+        Raises:
+            OSError: A file cannot be downloaded; the message says what to do.
+        """
         if self.known is None:
             yield from self.files.train
             return
@@ -120,7 +127,7 @@ class PublicData:
 
 
 class _Dropped(Exception):
-    """Nothing reads on, so the download under way ends. What has arrived is kept."""
+    """Ends a download whose reader has stopped. The part that has arrived is kept."""
 
 
 def public_data(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda line: None) -> PublicData | None:

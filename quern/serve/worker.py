@@ -21,8 +21,8 @@ from quern.serve.requests.errors import ApiError
 PREFILL_TOKENS = 256
 """Prompt tokens that are read beside one token of each running request."""
 STREAM_SECONDS = 0.04
-"""A stream gets its first piece and its end at once, and what comes between in pieces this far apart: sending a piece
-costs as much time as a third of a token, and twenty-five a second look like a flow."""
+"""The time between two pieces of a stream. The first piece and the end are sent at once. One piece for each token costs
+32 clients a quarter of the throughput (docs/serving.md)."""
 
 
 def stopped(why: str) -> ApiError:
@@ -120,7 +120,7 @@ class Worker:
         self._submitted = self._ended = 0
         self._wake: Callable[[], None] | None = None
         self._stopped = False
-        self._told = 0.0  # when all streams got their pieces
+        self._told = 0.0  # when all streams last got their pieces
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Sets what wakes the thread that calls `turn`. Until then, requests are refused."""
