@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from quern.runs.public_data import fetch_conversations, public_data, shards_used
 from quern.text import data_sets
 from quern.text.data_sets import DataSet
 from tests.support.hub_server import COMMIT, Hub, hub_server
+from tests.support.waiting import until
 
 pytest.importorskip("huggingface_hub", reason="needs the extra data")
 
@@ -52,13 +53,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 def recipe_for(data: str, **changes: Any) -> Recipe:
     return resolve(replace(RECIPE, data=data, **changes))
-
-
-def until(holds: Callable[[], object], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def local(paths: tuple[Path, ...], out: Path) -> list[str]:

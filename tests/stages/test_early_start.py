@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.support import early_run, ranks
 from tests.support.early_run import STEPS, losses, train
 from tests.support.hub_server import hub_server
 from tests.support.run_bench import ENVIRONMENT, ROOT
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for the child in /proc")
 
@@ -51,22 +52,17 @@ def folder(inputs: Path, tmp_path: Path) -> Path:
 
 
 def child() -> list[int]:
-    """Process ids of preparations that this test's processes started."""
+    """Process ids of preparations that this worker of pytest started, by their environment."""
+    name = "PYTEST_XDIST_WORKER"
+    worker = f"{name}={os.environ[name]}\0".encode() if name in os.environ else b""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"quern.stages.early_start" in path.read_bytes():
+            if b"quern.stages.early_start" in path.read_bytes() and worker in (path.parent / "environ").read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
             continue  # the process has ended
     return found
-
-
-def until(holds: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def in_part(folder: Path) -> bool:
