@@ -3,8 +3,8 @@
 Hypothesis: a layer past the middle needs no attention, so its time is saved.
 Source: modded-nanogpt's walkthrough, which leaves out attention in layer 7.
 Expected effect: slightly worse at equal steps, faster.
-Verdict: undecided at equal steps (+0.0010 bits per byte, 3 pairs); undecided at equal flops (-0.0181 bits per byte, 2
-pairs); undecided at equal seconds (-0.0226 bits per byte, 2 pairs). Study larger.
+Verdict: undecided at equal steps (+0.0001 bits per byte, 7 pairs); better at equal flops (-0.0188 bits per byte, 7
+pairs); better at equal seconds (-0.0225 bits per byte, 7 pairs). Study larger.
 """
 
 from dataclasses import replace

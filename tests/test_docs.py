@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,22 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(path for room in ("quern", "tests", "experiments") for path in (ROOT / room).rglob("*.py"))
 FILES = {"/" + path.relative_to(ROOT).as_posix() for path in SOURCES}
-CLASSES = {
-    node.name
-    for path in SOURCES
-    if path.is_relative_to(ROOT / "quern")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    if isinstance(node, ast.ClassDef)
-}
 OF_THE_READER = "my_idea.py"
 """A file that a page tells its reader to write."""
 OF_OTHERS = {"LlamaForCausalLM"}
 """Classes of other packages that the documents name."""
+
+
+@cache
+def classes() -> set[str]:
+    """The names of quern's own classes."""
+    return {
+        node.name
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "quern")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def anchors(page: str) -> set[str]:
@@ -42,7 +48,7 @@ def faults(page: str, folder: Path) -> Iterator[str]:
         ):
             yield f"no file {path}"
     for name in re.findall(r"`((?=\w*[a-z])[A-Z]\w*[A-Z]\w*)[^`\n]*`", page):
-        if name not in CLASSES | OF_OTHERS:
+        if name not in classes() | OF_OTHERS:
             yield f"no class {name}"
     for link in re.findall(r"\]\(([^)\s]+)\)", page):
         path, _, anchor = link.partition("#")

@@ -17,11 +17,14 @@ from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY, Sampling
 from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
-pytestmark = pytest.mark.skipif(
-    compiler.problem("cpu") is not None, reason="torch.compile does not work on this machine"
-)
 ROWS = (1, 3)
 CONTEXT = 150
+
+
+@pytest.fixture(scope="module", autouse=True)
+def works() -> None:
+    if compiler.problem("cpu") is not None:
+        pytest.skip("torch.compile does not work on this machine")
 
 
 @pytest.fixture(scope="module")
