@@ -7,10 +7,10 @@ Expected effect: worse than bigrams in every layer.
 Verdict: better at equal steps (-0.0676 bits per byte, 7 pairs); better at equal flops (-0.0676 bits per byte, 7 pairs);
 better at equal seconds (-0.0676 bits per byte, 7 pairs). Study larger.
 
-Not the default, although both studies call it better: they end within the first reading of the text. On 15.4 MB of
-English (depth 4, 4,096 tokens a step, one seed) it was better by 0.063 bits per byte after 500 steps, and validation
-rose from the third reading on, to 1.547 after 2,194 steps; the baseline had 1.500 after 1,743. The table learns
-the text by heart.
+Not the default, because both studies end within the first reading of the text. On 15.4 MB of English (depth 4, 4,096
+tokens a step, one seed) it is better by 0.063 bits per byte after 500 steps. In the third reading the training loss
+falls to 3.2 nats (the baseline's is 4.1), and validation rises, to 1.547 after 2,194 steps; the baseline has 1.500
+after 1,743. So the table learns the text by heart.
 """
 
 from dataclasses import replace

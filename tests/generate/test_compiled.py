@@ -23,6 +23,7 @@ CONTEXT = 150
 
 @pytest.fixture(scope="module", autouse=True)
 def works() -> None:
+    """Skips the file, when it runs and not when tests are collected: the probe takes a second."""
     if compiler.problem("cpu") is not None:
         pytest.skip("torch.compile does not work on this machine")
 
