@@ -2,7 +2,7 @@
 
 Hypothesis: models prefer to be thinner and longer, so this is worse at equal FLOPs.
 Source: nanochat's experiment log, 2026-01-17: at 1e18 FLOPs, 64 channels per layer beat 128. Here 3 layers of 384
-stand against the baseline's 4 of 256.
+stand against the baseline's 4 of 128.
 Expected effect: worse at equal FLOPs; a step costs more, so do not compare at equal steps.
 Verdict: not yet measured.
 

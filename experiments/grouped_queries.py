@@ -1,12 +1,12 @@
-"""Grouped queries: all query heads share two heads of keys and values.
+"""Grouped queries: all query heads share one head of keys and values.
 
 Hypothesis: fewer key-value heads save time and cache, at some loss of quality.
-Source: GQA: Ainslie et al. 2023 (arXiv 2305.13245). nanochat's experiment log keeps as many key-value heads as
-heads.
+Source: Shazeer 2019 (arXiv 1911.02150); with several groups: Ainslie et al. 2023 (arXiv 2305.13245). nanochat's
+experiment log keeps as many key-value heads as heads.
 Expected effect: worse at equal steps; the cache is smaller.
 Verdict: not yet measured.
 
-The value embeddings shrink with the key-value heads. The number of heads must be even.
+The value embeddings shrink with the key-value heads.
 """
 
 from dataclasses import replace
@@ -14,4 +14,4 @@ from dataclasses import replace
 from quern.recipe import ModelRecipe
 from quern.recipes.gpt import RECIPE as BASELINE
 
-RECIPE = replace(BASELINE, name="grouped_queries", model=ModelRecipe(kv_heads=2))
+RECIPE = replace(BASELINE, name="grouped_queries", model=ModelRecipe(kv_heads=1))

@@ -114,6 +114,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "optim.smear_lr": RATE,
     "optim.gate_lr": RATE,
     "optim.matrix_decay": RATE,
+    "optim.batch_exponent": SHARE,
     "optim.lr_scale": POSITIVE,
     "optim.decay_scale": Bounds(0, 1e12),
     "optim.width_scale": POSITIVE,

@@ -24,8 +24,9 @@ def resolve(recipe: Recipe) -> Recipe:
     small = depth < 8
     text = replace(recipe.text, vocab_size=recipe.text.vocab_size or (8192 if small else 32_768))
     shape = recipe.model
-    head_dim = shape.head_dim or (64 if (shape.width or 64 * depth) < 512 else 128)
-    width = shape.width or -(-64 * depth // head_dim) * head_dim  # whole heads, as nanochat rounds it
+    wanted = shape.width or width_rule(depth)
+    head_dim = shape.head_dim or (64 if wanted < 512 else 128)
+    width = shape.width or -(-wanted // head_dim) * head_dim  # whole heads, as nanochat rounds it
     heads = shape.heads or max(1, width // head_dim)
     model = replace(
         shape,
@@ -54,11 +55,21 @@ def resolve(recipe: Recipe) -> Recipe:
     )
 
 
+def width_rule(depth: int) -> int:
+    """Channels of the residual stream: 64 per layer as in nanochat, and below depth 8 narrower models, 8 · depth².
+
+    In a small model most of the products are the head's, whose cost grows with the width and not with the depth. So
+    narrower and deeper models learn more in the same time (docs/experiments/small.md).
+    """
+    return min(64 * depth, 8 * depth**2)
+
+
 def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecipe:
     assert train.steps is not None and train.batch_tokens is not None
-    root = math.sqrt(train.batch_tokens / REFERENCE_BATCH_TOKENS)
+    batch = train.batch_tokens / REFERENCE_BATCH_TOKENS
+    root = math.sqrt(batch)
     scales = {
-        "lr_scale": root,
+        "lr_scale": batch**recipe.optim.batch_exponent,
         "decay_scale": root * REFERENCE_HORIZON_TOKENS / (train.steps * train.batch_tokens),
         "width_scale": math.sqrt(768 / width),
     }

@@ -35,6 +35,6 @@ RECIPE = replace(
     name="llama_adamw",
     make_rules=rules,
     unused=(*llama.RECIPE.unused, *ONE_RATE),
-    optim=OptimRecipe(matrix_lr=3e-4 * math.sqrt(2**19 / 2**14), matrix_decay=0.1, eps=1e-8),
+    optim=OptimRecipe(matrix_lr=3e-4 * math.sqrt(2**19 / 2**14), matrix_decay=0.1, batch_exponent=0.5, eps=1e-8),
     train=replace(llama.RECIPE.train, clip_norm=1.0),
 )

@@ -76,6 +76,7 @@ RECIPE = Recipe(
         embedding_lr=0.6 * AT_REFERENCE,
         value_embedding_lr=0.6 * AT_REFERENCE,
         residual_lr=0.04 * AT_REFERENCE,
+        batch_exponent=0.5,
     ),
     train=TrainRecipe(packing="stream", warmup_steps=0, warmdown_share=0.4, final_lr=0.1),
 )

@@ -263,7 +263,7 @@ def test_a_resume_changes_what_it_names_and_says_so(folder: Path, capsys: pytest
     flags = ["--resume", "--train.steps", "9", "--optim.lr-scale", "0.002", "--train.micro-batch-tokens", "64"]
     assert quern(folder, "pretrain", *flags) == 0
     said = capsys.readouterr().out
-    for line in ("train.steps 6 → 9", "optim.lr-scale 0.015625 → 0.002", "train.micro-batch-tokens 128 → 64"):
+    for line in ("train.steps 6 → 9", "optim.lr-scale 0.0625 → 0.002", "train.micro-batch-tokens 128 → 64"):
         assert line in said
     stage = folder / "out" / "runs" / "app" / "pretrain"
     assert read_metrics(stage)[-1]["step"] == 9

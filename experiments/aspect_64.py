@@ -1,0 +1,18 @@
+"""Ablation: 64 channels per layer also in small models: four layers of 256, not of 128.
+
+Hypothesis: at depth 4 the head has most of the products, and its cost grows with the width. So a narrower model is
+better for the same time.
+Source: the default of nanochat at every depth, and of quern until the study `isoflop` here, by which models a fifth as
+large are better for ten minutes on a CPU.
+Expected effect: worse at equal FLOPs and at equal time; a step costs more, so do not compare at equal steps.
+Verdict: not yet measured.
+
+For another depth below 8, set --model.width to 64 times the depth.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="aspect_64", model=ModelRecipe(width=256))
