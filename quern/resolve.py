@@ -80,6 +80,19 @@ def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecip
     return replace(recipe.optim, **derived)
 
 
+def fine_tuning_rates(optim: OptimRecipe, share: float, batch_tokens: int) -> OptimRecipe:
+    """Rates of fine-tuning and reinforcement learning: a share of sqrt(batch / 2^19), without weight decay.
+
+    Args:
+        optim: Of the base model, resolved.
+        share: `sft.lr_share` or `rl.lr_share`.
+        batch_tokens: Tokens in one optimizer step.
+    """
+    decay_scale = None if optim.decay_scale is None else 0.0  # None: the architecture has no use for it
+    scale = share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
+    return replace(optim, lr_scale=scale, matrix_decay=0.0, decay_scale=decay_scale)
+
+
 def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
     assert model.depth and model.width and model.vocab_size and model.context
     parameters = 12 * model.depth * model.width**2 + model.vocab_size * model.width

@@ -33,6 +33,8 @@ POLAR_MARGIN = 1.02
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ROW_FLOOR = 1e-6
 """Rows below this share of the mean norm count as zero."""
+MOST_DECAY = 0.1
+"""Share of the head and the value embeddings that decays in one step, at most; runs of a few steps reach it."""
 VARIANCE_EPS = 1e-10
 """Added to the second moment of Muon's variance reduction."""
 
@@ -56,14 +58,20 @@ def adamw_groups(recipe: OptimRecipe) -> dict[str, AdamWGroup]:
     """The AdamW groups of the `gpt` architecture by name. Scales that are not resolved (None) count as 1.
 
     The values are those that nanochat tuned on small models, at width 768 and a batch of 2^19 tokens. The head's rate
-    falls with the fourth root of the batch, the others with the square root: at batches of some thousand tokens the
-    square root measured too low for the head (docs/experiments/head.md).
+    falls with the root of the other rates' scale, which measured too low for the head (docs/experiments/head.md). The
+    decay of the head and of the value embeddings follows batch and horizon as that of the matrices does: without it,
+    short runs hardly decay, and these tables learn a text that is read several times by heart
+    (docs/experiments/small.md). The embedding's scale has no effect, since a norm follows it.
     """
-    scale, width = _or_one(recipe.lr_scale), _or_one(recipe.width_scale)
+    scale, width, decay = _or_one(recipe.lr_scale), _or_one(recipe.width_scale), _or_one(recipe.decay_scale)
+
+    def table(lr: float, beta2: float) -> AdamWGroup:
+        return AdamWGroup(lr, 0.8, beta2, min(0.01 * decay, MOST_DECAY / max(lr, TINY)))
+
     return {
-        "head": AdamWGroup(recipe.head_lr * math.sqrt(scale) * width, 0.8, 0.96, 0.01),
+        "head": table(recipe.head_lr * math.sqrt(scale) * width, 0.96),
         "embedding": AdamWGroup(recipe.embedding_lr * scale * width, 0.8, 0.995, 0.001),
-        "value_embeddings": AdamWGroup(recipe.value_embedding_lr * scale * width, 0.8, 0.995, 0.01),
+        "value_embeddings": table(recipe.value_embedding_lr * scale * width, 0.995),
         "residual_scales": AdamWGroup(recipe.residual_lr * scale, 0.8, 0.95, 0.05),
         "x0_scales": AdamWGroup(recipe.x0_lr * scale, 0.96, 0.95, 0.0),
         "gates": AdamWGroup(recipe.gate_lr * scale, 0.8, 0.95, 0.0),

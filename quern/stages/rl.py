@@ -7,7 +7,6 @@ compiling each shape, or padding all to the context, takes longer than it saves.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from quern.model.count import count
 from quern.model.recompute import recompute
 from quern.parallel.plan import shard_model
 from quern.recipe import IN_FINE_TUNING, Recipe, RlRecipe
-from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
+from quern.resolve import fine_tuning_rates, resolve
 from quern.rl.advantages import pass_at_k
 from quern.rl.environment import draw_item, fingerprint
 from quern.rl.environments import load_environment
@@ -169,8 +168,7 @@ def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
     _check(asked.rl)
     recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files, data=data)))
     assert recipe.train.batch_tokens
-    scale = recipe.rl.lr_share * math.sqrt(recipe.train.batch_tokens / REFERENCE_BATCH_TOKENS)
-    return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0))
+    return replace(recipe, optim=fine_tuning_rates(recipe.optim, recipe.rl.lr_share, recipe.train.batch_tokens))
 
 
 def _check(rl: RlRecipe) -> None:

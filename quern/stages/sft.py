@@ -5,7 +5,6 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe
-from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
+from quern.resolve import fine_tuning_rates, resolve
 from quern.runs.beginning import read_beginning
 from quern.runs.origin import (
     Origin,
@@ -150,8 +149,7 @@ def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
     )
     recipe = resolve(recipe)
     assert recipe.sft.batch_tokens
-    scale = recipe.sft.lr_share * math.sqrt(recipe.sft.batch_tokens / REFERENCE_BATCH_TOKENS)
-    return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0))
+    return replace(recipe, optim=fine_tuning_rates(recipe.optim, recipe.sft.lr_share, recipe.sft.batch_tokens))
 
 
 def _loader(recipe: Recipe, corpus: Corpus) -> Loader:

@@ -56,7 +56,9 @@ def test_rates_follow_batch_and_width() -> None:
         }
     )
     assert groups["matrices"].rule == Muon(beta2=0.9, weight_decay=0.56, steps=5)
-    assert groups["head"].rule == AdamW((0.8, 0.96), 1e-10, 0.01)
+    assert groups["head"].rule == AdamW((0.8, 0.96), 1e-10, 0.02)
+    assert groups["value_embeddings"].rule == AdamW((0.8, 0.995), 1e-10, 0.02)
+    assert groups["embedding"].rule == AdamW((0.8, 0.995), 1e-10, 0.001)
     assert groups["x0_scales"].rule == AdamW((0.96, 0.95), 1e-10, 0.0)
 
 

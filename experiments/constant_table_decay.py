@@ -1,0 +1,28 @@
+"""Ablation: the decay of the head and of the value embeddings does not follow batch and horizon.
+
+Hypothesis: with nanochat's 0.01 per unit of the rate, short runs hardly decay, and the tables learn a text that is
+read several times by heart.
+Source: nanochat decays these tables by 0.01, in runs that read no text twice. Text that is read several times needs
+much more decay: Kim et al. 2025 (arXiv 2509.14786).
+Expected effect: worse, the more often the text is read.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.optim.groups import GroupRule, table
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+CONSTANT = 0.01
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    """The baseline's rules with another decay of two groups."""
+    made = table(recipe)
+    for name in ("head", "value_embeddings"):
+        made[name] = made[name]._replace(rule=replace(made[name].rule, weight_decay=CONSTANT))
+    return made
+
+
+RECIPE = replace(BASELINE, name="constant_table_decay", make_rules=rules)
