@@ -50,6 +50,8 @@ def rules(recipe: Recipe) -> dict[str, GroupRule]:
     found = table(recipe)
     for group in GROUPS:
         beta1, beta2, decay = (getattr(recipe.optim, f"{group}_{name}") for name in CONSTANTS)
+        if default := DEFAULTS[f"{group}_weight_decay"]:  # the baseline's may follow batch and horizon
+            decay *= found[group].rule.weight_decay / default
         found[group] = found[group]._replace(rule=AdamW((beta1, beta2), recipe.optim.eps, decay))
     return found
 

@@ -47,7 +47,7 @@ def test_what_saves_memory_is_used_where_it_is_needed(tmp_path: Path, capsys: py
     (away,) = planned(tmp_path, *flags)["candidates"]
     assert away["optimizer_memory"] == "cpu" and "with masters and moments on the GPU it needs" in away["note"]
     assert away["memory"]["masters"] == away["memory"]["moments"] == 0 < away["memory"]["away"]
-    rows = ("--train.batch-tokens", "786432", "--train.micro-batch-tokens", "786432")
+    rows = ("--model.width", "256", "--train.batch-tokens", "786432", "--train.micro-batch-tokens", "786432")
     (best,) = planned(tmp_path, "--gpus", "1", "--gpu", "rtx4090", *rows)["candidates"]
     assert best["recomputed"] == 3 and "with the activations of all blocks it needs 32.1 GB" in best["note"]
     assert "--train.recompute 3" in capsys.readouterr().out

@@ -20,9 +20,9 @@ DEPTH_2_FLOPS_PER_TOKEN = 6 * 1_441_792 + 12 * 128 * (128 + 512)
 
 def test_a_cell_costs_its_budget() -> None:
     budgets = (1e12, 3e13, 1e15)
-    plan = make_plan(RECIPE, budgets, ["2", "4", "4x320"])
+    plan = make_plan(RECIPE, budgets, ["2x128", "4", "4x320"])
     assert [(cell.budget, cell.size) for cell in plan.cells] == [
-        (budget, size) for size in ("2", "4", "4x320") for budget in budgets
+        (budget, size) for size in ("2x128", "4", "4x320") for budget in budgets
     ]
     for cell in plan.cells:
         assert abs(cell.flops / cell.budget - 1) <= 0.01
@@ -43,16 +43,16 @@ def test_the_recipe_of_a_cell_has_its_size_and_length() -> None:
 
 def test_a_short_run_gets_a_smaller_batch() -> None:
     """At 4,096 tokens a step, 5e11 FLOPs would be 12.7 steps of depth 2."""
-    cell = make_plan(RECIPE, [5e11], ["2"]).cells[0]
+    cell = make_plan(RECIPE, [5e11], ["2x128"]).cells[0]
     assert cell.batch_tokens < 4096 and cell.batch_tokens % 512 == 0
 
 
 def test_a_budget_that_no_number_of_steps_costs_is_named() -> None:
     fixed = replace(RECIPE, train=TrainRecipe(batch_tokens=65_536))
-    plan = make_plan(fixed, [1e12, 1e15], ["2"])
+    plan = make_plan(fixed, [1e12, 1e15], ["2x128"])
     assert [cell.budget for cell in plan.cells] == [1e15]
     assert len(plan.refused) == 1
-    assert plan.refused[0].startswith("1e+12 FLOPs, size 2: 2 steps of 65,536 tokens miss the budget by 26.3 %")
+    assert plan.refused[0].startswith("1e+12 FLOPs, size 2x128: 2 steps of 65,536 tokens miss the budget by 26.3 %")
     assert "a smaller --train.batch-tokens" in plan.refused[0]
     assert "1 steps of 512 tokens miss the budget" in make_plan(RECIPE, [1e9], ["2"]).refused[0]
 
@@ -63,8 +63,8 @@ def test_every_seed_trains_every_cell() -> None:
 
 
 def test_the_time_follows_from_the_speed_of_the_recipe() -> None:
-    recipe = replace(RECIPE, depth=2)
-    for cell in make_plan(recipe, [1e14], ["2", "4"], tokens_per_second=1000.0).cells:
+    recipe = replace(RECIPE, depth=2, model=ModelRecipe(width=128))
+    for cell in make_plan(recipe, [1e14], ["2x128", "4x256"], tokens_per_second=1000.0).cells:
         assert cell.seconds == pytest.approx(1e14 / (1000 * DEPTH_2_FLOPS_PER_TOKEN), rel=0.01)
 
 

@@ -308,7 +308,7 @@ def test_plan_trains_and_writes_nothing(tmp_path: Path) -> None:
     trainer = FakeTrainer()
     assert run(options(tmp_path, plan=True, tokens_per_second=20_000.0), trainer, lines.append) == 0
     assert trainer.trained == 0 and not list(tmp_path.iterdir())
-    assert lines[-1] == "28 runs of 3.08e+15 FLOPs in all, about 75 minutes"
+    assert lines[-1] == "28 runs of 3.08e+15 FLOPs in all, about 3 hours"
 
 
 def test_fit_uses_the_finished_runs_alone(tmp_path: Path) -> None:

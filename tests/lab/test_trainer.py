@@ -103,6 +103,7 @@ def test_a_comparison_from_the_command_line(
     assert "--train.minutes does nothing in a study" in capsys.readouterr().err
     shape = ["--model.width", "32", "--model.head-dim", "16", "--model.context", "32", "--text.vocab-size", "300"]
     steps = ["--train.steps", "4", "--train.batch-tokens", "128", "--text.val-megabytes", "0.004", "--depth", "1"]
+    steps += ["--optim.lr-scale", "0.015625"]
     rules = [
         "--most-pairs",
         "3",

@@ -188,9 +188,8 @@ def test_same_seed_same_weights_whatever_else_was_drawn() -> None:
 
 
 def test_initial_spread_of_every_matrix() -> None:
-    recipe = resolve(replace(RECIPE, depth=4))
-    width = recipe.model.width
-    assert width == 256
+    width = 256
+    recipe = resolve(replace(RECIPE, depth=4, model=replace(RECIPE.model, width=width)))
     weights = initialised(0, recipe.model).state_dict()
     std = {
         "embedding": 0.8,
