@@ -7,6 +7,9 @@ large are better for ten minutes on a CPU.
 Expected effect: worse at equal FLOPs and at equal time; a step costs more, so do not compare at equal steps.
 Verdict: not yet measured.
 
+Single runs of one seed, no study: 14.6 MB of English, 4,096 tokens a step, nine minutes on one core, at rates by the
+square root of the batch. Four layers of 256: 1.610 bits per byte; 3 of 192: 1.567; 2 of 128: 1.573; 4 of 128: 1.551.
+
 For another depth below 8, set --model.width to 64 times the depth.
 """
 

@@ -6,6 +6,10 @@ Source: nanochat decays these tables by 0.01, in runs that read no text twice. T
 much more decay: Kim et al. 2025 (arXiv 2509.14786).
 Expected effect: worse, the more often the text is read.
 Verdict: not yet measured.
+
+Single runs of one seed, no study: 3.8 MB of English, 1,140 steps of 4,096 tokens (five readings), validation held out
+of the same text. 1.820 bits per byte with 0.01, 1.716 with a decay that follows the horizon. Ten minutes on 15.4 MB
+(`quern bench quality`): 1.485 and 1.452.
 """
 
 from dataclasses import replace

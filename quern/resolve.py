@@ -59,7 +59,7 @@ def width_rule(depth: int) -> int:
     """Channels of the residual stream: 64 per layer as in nanochat, and below depth 8 narrower models, 8 · depth².
 
     In a small model most of the products are the head's, whose cost grows with the width and not with the depth. So
-    narrower and deeper models learn more in the same time (docs/experiments/small.md).
+    narrower and deeper models learn more in the same time (experiments/aspect_64.py).
     """
     return min(64 * depth, 8 * depth**2)
 
