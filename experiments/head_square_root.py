@@ -1,6 +1,6 @@
-"""Ablation: the head's rate falls with the square root of the batch, as the other rates do.
+"""Ablation: the head's rate falls with the batch as the other rates do.
 
-Hypothesis: the fourth root, our default, matters for runs whose batches are small: the head begins at zero, and is half
+Hypothesis: the slower fall, our default, matters for runs whose batches are small: the head begins at zero, and is half
 of a small model.
 Source: the studies `rates` and `head` here: of 34 constants the head's rate decides most, and four times the rate is
 better. nanochat's experiment log scales all rates with the square root, at batches of 2^18 tokens and more.
