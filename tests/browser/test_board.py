@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,16 @@ def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
     chrome.wait(
         "document.getElementById('study-card').hidden && document.querySelectorAll('#runs tbody tr').length === 6"
     )
+
+
+def test_a_folder_of_studies_alone_opens_with_the_first(chrome: Chrome, out: Path, url: str) -> None:
+    shutil.rmtree(out / "runs")
+    open_board(chrome, url)
+    chrome.wait("document.querySelectorAll('#lines tbody tr').length === 2")
+    assert chrome.run("document.getElementById('study').value") == "night"
+    assert [row[:2] for row in rows(chrome, "lines")] == [["gpt", "3"], ["idea", "3"]]
+    choose(chrome, "study", "")  # stays chosen, although there are no runs
+    chrome.wait("document.getElementById('study-card').hidden")
 
 
 def test_themes(chrome: Chrome, url: str, tmp_path: Path) -> None:

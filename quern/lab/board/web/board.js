@@ -93,6 +93,16 @@ async function refreshCurves() {
   }
 }
 
+// A folder that has studies and no training runs opens with its first study.
+let opening = true;
+function chooseFirst() {
+  if (opening && !choice.study && !board.runs.length && board.studies.length) {
+    choice.study = board.studies[0];
+    choice.group = "arm";
+  }
+  opening = false;
+}
+
 let updating = null;
 function update() {
   updating ??= (async () => {
@@ -101,6 +111,8 @@ function update() {
       do { // again if another study was chosen on the way
         study = choice.study;
         await refreshList();
+        chooseFirst();
+        if (study !== choice.study) continue; // another list
         showControls();
         await refreshCurves();
       } while (study !== choice.study);

@@ -1,0 +1,14 @@
+"""Heads of 32 channels in small models rather than 64.
+
+Hypothesis: a model of 128 channels has only two heads of 64 in a layer. Four heads of 32 can look at four places.
+Source: an own thought. nanochat's experiment log, 2026-01-17, prefers wide heads, in models of 8 heads and more.
+Expected effect: no difference in bits per byte; tasks that need several heads at once are learned sooner.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import ModelRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="head_dim_32", model=ModelRecipe(head_dim=32))
