@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -130,6 +132,14 @@ def end_with_parent(requests: Iterable[Any]) -> None:
     for _ in requests:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
+    """In a child: returns the requests (not None). A thread reads ahead, so the process ends with its parent while it
+    computes, too."""
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=end_with_parent, args=(map(waiting.put, requests),), daemon=True).start()
+    return iter(waiting.get, None)
 
 
 def serve(answers: Callable[[dict[str, Any], Iterator[Any]], Iterator[dict[str, Any]]]) -> None:

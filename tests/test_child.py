@@ -27,6 +27,17 @@ def answers(order, requests):
 serve(answers)
 """
 
+BUSY = """
+import time
+from quern.child import orders, replying, while_parent_lives
+
+with replying() as reply:
+    _, requests = orders()
+    for request in while_parent_lives(requests):
+        reply({"got": request})
+        time.sleep(request)
+"""
+
 
 @pytest.fixture
 def echo(tmp_path: Path) -> Iterator[Child]:
@@ -68,6 +79,14 @@ def test_an_error_in_the_parent_ends_the_child(tmp_path: Path) -> None:
     with pytest.raises(KeyError), echoing(tmp_path) as child:
         raise KeyError
     assert child.process.returncode == -signal.SIGKILL
+
+
+def test_a_child_that_computes_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "busy_child.py").write_text(BUSY, encoding="utf-8")
+    with start("busy_child", "busy", None, {"PYTHONPATH": str(tmp_path)}) as child:
+        assert [child.ask(0), child.ask(600)] == [{"got": 0}, {"got": 600}]
+        child.close()  # as the system does when the parent is killed
+        assert child.process.wait(timeout=30) == -signal.SIGTERM
 
 
 def test_it_loads_no_torch() -> None:

@@ -6,7 +6,6 @@ the same disturbances of the machine, and their times can be compared.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quern.child import Child, orders, replying, start
+from quern.child import Child, orders, replying, start, while_parent_lives
 from quern.lab.idea import with_verdict
 from quern.lab.trainer import Trainer, Trial
 from quern.machine import detect
@@ -148,6 +147,7 @@ def main() -> None:
 
     with replying() as reply:
         order, requests = orders()
+        requests = while_parent_lives(requests)
         callables = {}
         if order["path"]:
             found, source = read_recipe_file(Path(order["path"]))
@@ -177,7 +177,7 @@ class _Turns:
         self._reply, self._requests, self._alternate = reply, requests, alternate
         if alternate:
             reply({"turn": "ready"})
-            self._wait()
+            next(self._requests)
         self._began: float | None = None  # at the first step, which may compile
 
     def after_step(self, step: int, seconds: float) -> None:
@@ -187,12 +187,8 @@ class _Turns:
         self._began = self._began or now
         if now - self._began >= TURN_SECONDS:
             self._reply({"turn": "over"})
-            self._wait()
+            next(self._requests)
             self._began = time.perf_counter()
-
-    def _wait(self) -> None:
-        if next(self._requests, None) is None:
-            sys.exit()  # the parent is gone
 
 
 if __name__ == "__main__":
