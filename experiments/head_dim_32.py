@@ -3,7 +3,8 @@
 Hypothesis: a model of 128 channels has only two heads of 64 in a layer. Four heads of 32 can look at four places.
 Source: an own thought. nanochat's experiment log, 2026-01-17, prefers wide heads, in models of 8 heads and more.
 Expected effect: no difference in bits per byte; tasks that need several heads at once are learned sooner.
-Verdict: not yet measured.
+Verdict: undecided at equal steps (+0.0027 bits per byte, 6 pairs); undecided at equal flops (+0.0027 bits per byte, 6
+pairs); undecided at equal seconds (+0.0027 bits per byte, 6 pairs). Study sizes.
 """
 
 from dataclasses import replace

@@ -3,7 +3,8 @@
 Hypothesis: the simplest packer is good enough.
 Source: next-fit bin packing.
 Expected effect: more padding than best-fit, no cropped documents.
-Verdict: not yet measured.
+Verdict: worse at equal steps (+0.0186 bits per byte, 7 pairs); better at equal flops (-0.0249 bits per byte, 7 pairs);
+worse at equal seconds (+0.0186 bits per byte, 7 pairs). Study calm.
 
 Shows a packer as a function.
 """

@@ -26,7 +26,7 @@ from quern.resolve import resolve
 from quern.runs.public_data import shards_used
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_vocabulary, make_batches, validation
-from quern.stages.session import silent
+from quern.stages.session import lower_precision, silent
 from quern.train import loop
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state, compile_model
@@ -208,6 +208,7 @@ class Trainer:
             self._model = None  # frees the memory of the last one first
             model = build_model(recipe, self.machine, None)
             counts = count(model)
+            lower_precision(recipe, model, self.log)
             compile_model(model, self.machine)
             recompute(model, recipe.train.recompute)
             self._model = key, model, counts

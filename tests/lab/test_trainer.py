@@ -47,7 +47,7 @@ def toy(text: Path, **train: Any) -> Recipe:
         RECIPE,
         depth=1,
         data=str(text),
-        text=TextRecipe(vocab_size=300, val_megabytes=0.004),
+        text=TextRecipe(vocab_size=304, val_megabytes=0.004),
         model=ModelRecipe(width=32, head_dim=16, context=32),
         train=TrainRecipe(**{"steps": 6, "batch_tokens": 128, **train}),
     )
@@ -71,6 +71,16 @@ def test_a_trial_is_the_pretraining_with_its_seeds(text: Path, tmp_path: Path) -
     assert other.bpb != trial.bpb == again.bpb, "the model of the last trial leaves nothing behind"
     assert [point.step for point in again.curve] == [2, 4, 6]
     assert Trial.from_json(again.to_json()) == again
+
+
+@pytest.mark.parametrize("train", [{"fp8": "head"}, {"fp8": "all"}, {"clip_norm": 0.01}, {"packing": "stream"}])
+def test_a_trial_computes_what_pretraining_computes(text: Path, tmp_path: Path, train: dict[str, Any]) -> None:
+    recipe, trainer, run_dir = toy(text, **train), Trainer(tmp_path / "out", CPU), RunDir(tmp_path / "out", "toy")
+    trial = trainer.train(recipe, name="toy", seed=0, data_seed=0)
+    pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir))
+    scores = [line["val_bpb"] for line in read_metrics(run_dir.stage("pretrain")) if "val_bpb" in line]
+    assert trial.bpb == scores[-1]
+    assert trainer.train(toy(text), name="plain", seed=0, data_seed=0).bpb != trial.bpb
 
 
 def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, tmp_path: Path) -> None:
