@@ -6,7 +6,7 @@ Expected effect: more padding than best-fit, no cropped documents.
 Verdict: worse at equal steps (+0.0186 bits per byte, 7 pairs); better at equal flops (-0.0249 bits per byte, 7 pairs);
 worse at equal seconds (+0.0186 bits per byte, 7 pairs). Study calm.
 
-Shows a packer as a function.
+Shows a packer as a function. The FLOPs axis counts tokens that are trained on, so padding costs nothing there.
 """
 
 from dataclasses import replace

@@ -83,7 +83,7 @@ def test_an_error_in_the_parent_ends_the_child(tmp_path: Path) -> None:
 
 def test_a_child_that_computes_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "busy_child.py").write_text(BUSY, encoding="utf-8")
-    with start("busy_child", "busy", None, {"PYTHONPATH": str(tmp_path)}) as child:
+    with start("busy_child", "busy", {}, {"PYTHONPATH": str(tmp_path)}) as child:
         assert [child.ask(0), child.ask(600)] == [{"got": 0}, {"got": 600}]
         child.close()  # as the system does when the parent is killed
         assert child.process.wait(timeout=30) == -signal.SIGTERM
