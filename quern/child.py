@@ -135,8 +135,10 @@ def end_with_parent(requests: Iterable[Any]) -> None:
 
 
 def while_parent_lives(requests: Iterable[Any]) -> Iterator[Any]:
-    """In a child: returns the requests (not None). A thread reads ahead, so the process ends with its parent while it
-    computes, too."""
+    """In a child: returns the requests, and ends the process when its parent ends, also during a computation.
+
+    A thread reads the requests ahead. No request may be None.
+    """
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=end_with_parent, args=(map(waiting.put, requests),), daemon=True).start()
     return iter(waiting.get, None)

@@ -19,17 +19,16 @@ import torch
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.model.count import Counts, count
-from quern.model.recompute import recompute
 from quern.recipe import Recipe
 from quern.records import Nowhere
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_vocabulary, make_batches, validation
-from quern.stages.session import lower_precision, silent
+from quern.stages.session import set_up_training, silent
 from quern.train import loop
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
-from quern.train.state import TrainState, build_model, build_state, compile_model
+from quern.train.state import TrainState, build_model, build_state
 
 LINUX_RESET = Path("/proc/self/clear_refs")
 
@@ -208,9 +207,7 @@ class Trainer:
             self._model = None  # frees the memory of the last one first
             model = build_model(recipe, self.machine, None)
             counts = count(model)
-            lower_precision(recipe, model, self.log)
-            compile_model(model, self.machine)
-            recompute(model, recipe.train.recompute)
+            set_up_training(recipe, model, self.machine, self.log)
             self._model = key, model, counts
         return self._model[1:]
 

@@ -21,7 +21,6 @@ from quern.eval.bits_per_byte import bits_per_byte
 from quern.machine import Machine
 from quern.mesh import Mesh, ProcessGroup
 from quern.model.count import count
-from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
@@ -39,10 +38,10 @@ from quern.stages.early_start import EarlyStart
 from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
 from quern.stages.prepare import Prepared, facts_of, prepare
-from quern.stages.session import Session, lower_precision, main_first
+from quern.stages.session import Session, main_first, set_up_training
 from quern.terminal import duration
 from quern.train import loop
-from quern.train.state import TrainState, build_model, build_state, compile_model
+from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import accumulate, send_batch
 
 CALIBRATION_STEPS = 8
@@ -111,9 +110,7 @@ def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
     shard_model(model, mesh)
-    precision = lower_precision(recipe, model, log)
-    compile_model(model, machine)
-    recompute(model, recipe.train.recompute)
+    precision = set_up_training(recipe, model, machine, log)
     if recipe.train.minutes is not None:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)

@@ -20,8 +20,10 @@ import torch
 from quern.data.batch import BatchSource
 from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
+from quern.model.base import LanguageModel
 from quern.model.count import Counts
 from quern.model.fp8 import use_fp8
+from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash
@@ -36,7 +38,7 @@ from quern.text.encode.pool import ENOUGH_WORKERS
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
-from quern.train.state import TrainState
+from quern.train.state import TrainState, compile_model
 
 POLL_SECONDS = 0.1
 
@@ -276,6 +278,20 @@ def describe_run(counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[
             **facts,
         },
     )
+
+
+def set_up_training(
+    recipe: Recipe, model: LanguageModel, machine: Machine, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """Changes how a new model computes in training: FP8, compilation and recomputation, as the recipe and machine say.
+
+    Returns:
+        Facts for the records.
+    """
+    facts = lower_precision(recipe, model, log)
+    compile_model(model, machine)
+    recompute(model, recipe.train.recompute)
+    return facts
 
 
 def lower_precision(recipe: Recipe, model: Any, log: Callable[[str], None]) -> dict[str, Any]:

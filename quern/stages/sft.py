@@ -19,7 +19,6 @@ from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
 from quern.model.count import count
-from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe
@@ -36,9 +35,9 @@ from quern.runs.origin import (
 from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import changes
-from quern.stages.session import Session, lower_precision, main_first
+from quern.stages.session import Session, main_first, set_up_training
 from quern.train import checkpoint, loop
-from quern.train.state import TrainState, build_model, build_state, compile_model, weights_of
+from quern.train.state import TrainState, build_model, build_state, weights_of
 
 
 def run(recipe: Recipe, session: Session) -> int:
@@ -84,9 +83,7 @@ def _run(asked: Recipe, session: Session) -> int:
     batches = _loader(recipe, talks.train)
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
-    precision = lower_precision(recipe, model, log)
-    compile_model(model, machine)
-    recompute(model, recipe.train.recompute)
+    precision = set_up_training(recipe, model, machine, log)
     state = build_state(recipe, machine, model, mesh)
     if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
         log("the optimizer begins without the base model's state, which is another optimizer's")

@@ -47,7 +47,7 @@ def toy(text: Path, **train: Any) -> Recipe:
         RECIPE,
         depth=1,
         data=str(text),
-        text=TextRecipe(vocab_size=304, val_megabytes=0.004),
+        text=TextRecipe(vocab_size=304, val_megabytes=0.004),  # FP8 needs a multiple of 16
         model=ModelRecipe(width=32, head_dim=16, context=32),
         train=TrainRecipe(**{"steps": 6, "batch_tokens": 128, **train}),
     )

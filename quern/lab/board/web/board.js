@@ -39,16 +39,21 @@ function showControls() {
   for (const name of ["logx", "logy"]) element(name).checked = choice[name];
 }
 
+function chooseStudy(name) {
+  selected.clear();
+  curves.clear();
+  plot.zoom = null;
+  choice.study = name;
+  choice.group = name ? "arm" : "";
+}
+
 function onChoice(event) {
   const { id, type, checked, value } = event.target;
-  choice[id] = type === "checkbox" ? checked : type === "range" ? Number(value) : value;
   if (id === "study") {
-    selected.clear();
-    curves.clear();
-    plot.zoom = null;
-    choice.group = value ? "arm" : "";
+    chooseStudy(value);
     return update();
   }
+  choice[id] = type === "checkbox" ? checked : type === "range" ? Number(value) : value;
   if (id === "x" || id === "y") curves.clear();
   if (id === "x" || id === "logx") plot.zoom = null;
   view.limit = PAGE_ROWS;
@@ -96,10 +101,7 @@ async function refreshCurves() {
 // A folder that has studies and no training runs opens with its first study.
 let opening = true;
 function chooseFirst() {
-  if (opening && !choice.study && !board.runs.length && board.studies.length) {
-    choice.study = board.studies[0];
-    choice.group = "arm";
-  }
+  if (opening && !choice.study && !board.runs.length && board.studies.length) chooseStudy(board.studies[0]);
   opening = false;
 }
 
