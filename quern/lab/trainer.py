@@ -26,6 +26,7 @@ from quern.runs.public_data import shards_used
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_vocabulary, make_batches, validation
 from quern.stages.session import set_up_training, silent
+from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state
@@ -151,7 +152,7 @@ class Trainer:
         prepared = self._data(recipe)
         recipe = fit_vocabulary(resolve(recipe), prepared)
         recipe = replace(recipe, seed=seed, data_seed=data_seed)
-        model, counts = self._ready_model(recipe)
+        model, counts = self._ready_model(recipe, prepared.tokenizer)
         model.initialize(seed)
         state = build_state(recipe, self.machine, model)
         curve: list[Point] = []
@@ -201,13 +202,13 @@ class Trainer:
             self._prepared = key, prepare(recipe, self.out, self.log)
         return self._prepared[1]
 
-    def _ready_model(self, recipe: Recipe) -> tuple[LanguageModel, Counts]:
-        key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute
+    def _ready_model(self, recipe: Recipe, tokenizer: Tokenizer) -> tuple[LanguageModel, Counts]:
+        key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute, tokenizer.fingerprint
         if self._model is None or self._model[0] != key:
             self._model = None  # frees the memory of the last one first
             model = build_model(recipe, self.machine, None)
             counts = count(model)
-            set_up_training(recipe, model, self.machine, self.log)
+            set_up_training(recipe, model, tokenizer, self.machine, self.log)
             self._model = key, model, counts
         return self._model[1:]
 

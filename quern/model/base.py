@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -60,6 +60,13 @@ class LanguageModel(nn.Module):
     """Among so many shards parallel/ has divided the heads."""
     criterion: Any = staticmethod(cross_entropy)
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
+
+    def read_vocabulary(self, tokens: Sequence[bytes]) -> None:
+        """Is called before training, for a loss that depends on what the tokens say: this one does not.
+
+        Args:
+            tokens: The bytes of each token, by id; empty for special tokens.
+        """
 
     def context(self, tokens_BT: Tensor, progress: float = 1.0) -> CausalContext:
         """The context in which training and evaluation read whole rows.

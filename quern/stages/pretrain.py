@@ -110,7 +110,7 @@ def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
     shard_model(model, mesh)
-    precision = set_up_training(recipe, model, machine, log)
+    precision = set_up_training(recipe, model, prepared.tokenizer, machine, log)
     if recipe.train.minutes is not None:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
         recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)

@@ -83,6 +83,7 @@ def _run(asked: Recipe, session: Session) -> int:
     for one in (model, reference):
         shard_model(one, mesh)
     changed = changes(recipe, session.folder) if session.resume else []
+    model.read_vocabulary(first.tokenizer.vocabulary())
     precision = lower_precision(recipe, model, log)
     recompute(model, recipe.train.recompute)
     state = build_state(recipe, machine, model, mesh)

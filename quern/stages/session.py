@@ -281,13 +281,15 @@ def describe_run(counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[
 
 
 def set_up_training(
-    recipe: Recipe, model: LanguageModel, machine: Machine, log: Callable[[str], None]
+    recipe: Recipe, model: LanguageModel, tokenizer: Tokenizer, machine: Machine, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Changes how a new model computes in training: FP8, compilation and recomputation, as the recipe and machine say.
+    """Tells a new model its vocabulary, and changes how it computes in training: FP8, compilation and recomputation, as
+    the recipe and machine say.
 
     Returns:
         Facts for the records.
     """
+    model.read_vocabulary(tokenizer.vocabulary())
     facts = lower_precision(recipe, model, log)
     compile_model(model, machine)
     recompute(model, recipe.train.recompute)

@@ -83,7 +83,7 @@ def _run(asked: Recipe, session: Session) -> int:
     batches = _loader(recipe, talks.train)
     recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
-    precision = set_up_training(recipe, model, machine, log)
+    precision = set_up_training(recipe, model, tokenizer, machine, log)
     state = build_state(recipe, machine, model, mesh)
     if first.start is not None and not state.go_on(first.start.tensors, first.start.meta["state"]):
         log("the optimizer begins without the base model's state, which is another optimizer's")

@@ -305,9 +305,12 @@ class Tokenizer:
         A token that holds a part of a character counts its raw bytes, not those of a replacement character. Bits per
         byte divides by the sum of these.
         """
-        sizes = np.array([len(token) for token in self._bytes], dtype=np.int32)
-        sizes[self._first_special :] = 0
-        return sizes
+        return np.array([len(token) for token in self.vocabulary()], dtype=np.int32)
+
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of each token, by id; empty for special tokens."""
+        ordinary = self._bytes[: self._first_special]
+        return [*ordinary, *[b""] * (len(self._bytes) - len(ordinary))]
 
 
 def unused_name(id_: int) -> str:

@@ -18,10 +18,12 @@ from quern.stages.pretrain import make_batches
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
 from tests.support.deviation import deviation
-from tests.support.toy_training import CPU, snapshot, toy_corpus, toy_recipe
+from tests.support.toy_training import CPU, VOCABULARY, snapshot, toy_corpus, toy_recipe
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 STEPS = 4
+TOKENS = [b"", *(b"a" * size for size in range(1, VOCABULARY))]
+"""The BOS, and tokens each of which begins with the one before it."""
 
 
 def idea_files() -> list[str]:
@@ -67,6 +69,7 @@ def state_of(recipe: Recipe, mesh: Mesh | None = None) -> TrainState:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    model.read_vocabulary(TOKENS)
     return build_state(recipe, CPU, model, mesh)
 
 

@@ -143,6 +143,17 @@ def test_the_loss_of_evaluation_is_that_of_the_logits(name: str) -> None:
     assert evaluation_apart(toy(name)) <= 1e-5
 
 
+def test_prefixes_are_predicted_beside_the_next_token() -> None:
+    model = state_of(toy("prefix_token")).model
+    model.read_vocabulary([b"", b"a", b"ab", b"b", b"abc!", b"\xff"])
+    assert model.prefixes_V[:6].tolist() == [-1, -1, 1, -1, 2, -1]
+    ids, targets = torch.tensor([[0, 1, 3, 4]]), torch.tensor([[1, 2, 4, 5]])
+    found, _ = loss_sum(model, ids, targets, torch.ones(ids.shape), progress=1 / 3)
+    nats = -model.logits(model(ids, model.context(ids))).log_softmax(-1)[0]
+    expected = nats[range(4), targets[0]].sum() + 0.1 * (nats[1, 1] + nats[2, 2])  # half of 0.2, of two thirds
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", idea_files())
 def test_saved_and_loaded_it_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     recipe, half = toy(name), STEPS // 2

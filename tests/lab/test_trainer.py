@@ -14,6 +14,7 @@ from quern.lab.study import read_study
 from quern.lab.trainer import Pruned, Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
+from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.records import read_metrics
 from quern.runs.run_dir import RunDir
@@ -23,6 +24,7 @@ from tests.support.toy_training import CPU, eager
 
 pytestmark = pytest.mark.usefixtures("eager")
 __all__ = ["eager"]
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,24 @@ def test_a_trial_computes_what_pretraining_computes(text: Path, tmp_path: Path, 
     scores = [line["val_bpb"] for line in read_metrics(run_dir.stage("pretrain")) if "val_bpb" in line]
     assert trial.bpb == scores[-1]
     assert trainer.train(toy(text), name="plain", seed=0, data_seed=0).bpb != trial.bpb
+
+
+def test_a_trial_tells_the_model_its_vocabulary_as_pretraining_does(text: Path, tmp_path: Path) -> None:
+    trainer, run_dir = Trainer(tmp_path / "out", CPU), RunDir(tmp_path / "out", "toy")
+    recipe = replace(toy(text), make_model=read_recipe_file(EXPERIMENTS / "prefix_token.py")[0].make_model)
+    trial = trainer.train(recipe, name="prefix_token", seed=0, data_seed=0)
+    pretrain.run(recipe, Session(stage="pretrain", machine=CPU, run_dir=run_dir))
+    scores = [line["val_bpb"] for line in read_metrics(run_dir.stage("pretrain")) if "val_bpb" in line]
+    plain = trainer.train(toy(text), name="plain", seed=0, data_seed=0)
+    assert trial.bpb == scores[-1] != plain.bpb
+
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(text.read_text(encoding="utf-8").upper().split("\n\n")), encoding="utf-8")
+    elsewhere = replace(recipe, data=str(other))
+    trainer.train(recipe, name="prefix_token", seed=0, data_seed=0)
+    after = trainer.train(elsewhere, name="prefix_token", seed=0, data_seed=0)
+    alone = Trainer(tmp_path / "out", CPU).train(elsewhere, name="prefix_token", seed=0, data_seed=0)
+    assert after.bpb == alone.bpb, "the model knows the vocabulary of the text before"
 
 
 def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, tmp_path: Path) -> None:

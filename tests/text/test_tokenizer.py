@@ -143,7 +143,9 @@ def test_a_damaged_file_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None
 
 
 def test_token_bytes_count_the_text_exactly(tokenizer: Tokenizer) -> None:
-    sizes = tokenizer.token_bytes()
+    sizes, tokens = tokenizer.token_bytes(), tokenizer.vocabulary()
+    assert [len(token) for token in tokens] == sizes.tolist() and tokens[tokenizer.bos] == b""
+    assert b"".join(tokens[id_] for id_ in tokenizer.encode("naïve 42 🪨")) == "naïve 42 🪨".encode()
     assert sizes.shape == (SIZE,) and sizes.dtype == "int32"
     assert (sizes[list(tokenizer.special_ids.values())] == 0).all()
     torn = [i for i in range(256, SIZE - len(SPECIAL_TOKENS)) if "\ufffd" in tokenizer.decode([i])]
