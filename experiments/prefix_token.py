@@ -37,9 +37,11 @@ class PrefixTokenGPT(GPT):
 
     def read_vocabulary(self, tokens: Sequence[bytes]) -> None:
         ids = {token: id_ for id_, token in enumerate(tokens) if token}
-        for id_, token in enumerate(tokens):
-            prefixes = (ids[token[:size]] for size in range(len(token) - 1, 0, -1) if token[:size] in ids)
-            self.prefixes_V[id_] = next(prefixes, NONE)
+        found = []
+        for token in tokens:
+            prefixes = (token[:size] for size in range(len(token) - 1, 0, -1))
+            found.append(next((ids[prefix] for prefix in prefixes if prefix in ids), NONE))
+        self.prefixes_V[: len(found)] = torch.tensor(found)
 
     def loss(
         self, x_BTD: Tensor, targets_BT: Tensor, scale_BT: Tensor, context: CausalContext
