@@ -6,6 +6,7 @@ The file programs.jsonl of `rl.data` has a line for each exercise: {"prompt": "W
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 import re
@@ -57,4 +58,6 @@ def _reward(item: Item, reply: str) -> float:
 
 @cache
 def _sandbox() -> Sandbox:
-    return Sandbox(workers=1, limits=LIMITS)
+    sandbox = Sandbox(workers=1, limits=LIMITS)
+    atexit.register(sandbox.close)
+    return sandbox
