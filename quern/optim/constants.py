@@ -57,11 +57,12 @@ class AdamWGroup:
 def adamw_groups(recipe: OptimRecipe) -> dict[str, AdamWGroup]:
     """The AdamW groups of the `gpt` architecture by name. Scales that are not resolved (None) count as 1.
 
-    The values are those that nanochat tuned on small models, at width 768 and a batch of 2^19 tokens. The scale of
-    the head's rate is the root of the other rates' scale, which was too low for the head (docs/experiments/head.md).
-    The decay of the head and of the value embeddings follows batch and horizon as that of the matrices does: without
-    it, short runs hardly decay, and these tables learn a text that is read several times by heart
-    (experiments/constant_table_decay.py). The embedding's scale has no effect, since a norm follows it.
+    The values are those that nanochat tuned on small models, at width 768 and a batch of 2^19 tokens. The scale of the
+    head's rate is the root of the other rates' scale, which was too low for the head (docs/experiments/head.md). The
+    decay of the head and of the value embeddings follows batch and horizon as that of the matrices does: without it,
+    short runs hardly decay, and these tables learn a text that is read several times by heart. A short run that reads
+    its text once is better with a constant decay (experiments/constant_table_decay.py). The embedding's scale has no
+    effect, since a norm follows it.
     """
     scale, width, decay = _or_one(recipe.lr_scale), _or_one(recipe.width_scale), _or_one(recipe.decay_scale)
 
