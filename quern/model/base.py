@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
     """The kernel of the loss. parallel/ replaces it where the head holds a part of the vocabulary."""
 
     def read_vocabulary(self, tokens: Sequence[bytes]) -> None:
-        """Is called before training, for a loss that depends on what the tokens say: this one does not.
+        """Training calls this first, for models whose loss depends on the bytes of tokens. This one's does not.
 
         Args:
             tokens: The bytes of each token, by id; empty for special tokens.

@@ -283,8 +283,7 @@ def describe_run(counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[
 def set_up_training(
     recipe: Recipe, model: LanguageModel, tokenizer: Tokenizer, machine: Machine, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Tells a new model its vocabulary, and changes how it computes in training: FP8, compilation and recomputation, as
-    the recipe and machine say.
+    """Makes a new model ready to train: its vocabulary, FP8, compilation and recomputation, as recipe and machine say.
 
     Returns:
         Facts for the records.
