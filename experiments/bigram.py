@@ -6,7 +6,9 @@ every block with 0.1, helps at depth 12 on all axes; 2026-01-28: nothing is left
 another one here.
 Expected effect: better at equal steps.
 Verdict: better at equal steps (-0.0531 bits per byte, 7 pairs); better at equal flops (-0.0531 bits per byte, 7 pairs);
-better at equal seconds (-0.0531 bits per byte, 7 pairs). Study larger.
+better at equal seconds (-0.0531 bits per byte, 7 pairs). Study larger. Before: better at equal steps (-0.0100 bits per
+byte, 8 pairs); better at equal flops (-0.0100 bits per byte, 8 pairs); better at equal seconds (-0.0100 bits per byte,
+8 pairs). Study embeddings.
 
 Shows `context.previous_tokens`, `before_block`, and parameters in optimizer groups that exist.
 """

@@ -5,7 +5,9 @@ read several times by heart.
 Source: nanochat decays these tables by 0.01, in runs that read no text twice. Text that is read several times needs
 much more decay: Kim et al. 2025 (arXiv 2509.14786).
 Expected effect: worse, the more often the text is read.
-Verdict: undecided at equal steps (-0.0961 bits per byte, 5 pairs). Study fresh.
+Verdict: undecided at equal steps (-0.0961 bits per byte, 5 pairs). Study fresh. Before: worse at equal steps (+0.0579
+bits per byte, 7 pairs); worse at equal flops (+0.0579 bits per byte, 7 pairs); worse at equal seconds (+0.0579 bits per
+byte, 7 pairs). Study readings.
 
 So the answer depends on how often the text is read, which the default does not know. The study fresh reads 1.6 MB once;
 it was stopped after five pairs, in all of which 0.01 is better, by 0.074 to 0.117. The study readings, of the same

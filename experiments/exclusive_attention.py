@@ -6,7 +6,9 @@ embedding: slightly better per step, not in time. Here: the deepest quarter of t
 embeddings left out.
 Expected effect: slightly better at equal steps.
 Verdict: undecided at equal steps (-0.0012 bits per byte, 7 pairs); undecided at equal flops (-0.0012 bits per byte, 7
-pairs); undecided at equal seconds (-0.0012 bits per byte, 7 pairs). Study larger.
+pairs); undecided at equal seconds (-0.0012 bits per byte, 7 pairs). Study larger. Before: better at equal steps
+(-0.0032 bits per byte, 8 pairs); better at equal flops (-0.0032 bits per byte, 8 pairs); better at equal seconds
+(-0.0032 bits per byte, 8 pairs). Study attention.
 """
 
 from dataclasses import replace

@@ -5,7 +5,9 @@ Source: nanochat's pull request 492, from modded-nanogpt. nanochat's experiment 
 depth 12.
 Expected effect: slightly worse, or no difference.
 Verdict: undecided at equal steps (-0.0046 bits per byte, 7 pairs); undecided at equal flops (-0.0046 bits per byte, 7
-pairs); undecided at equal seconds (-0.0046 bits per byte, 7 pairs). Study larger.
+pairs); undecided at equal seconds (-0.0046 bits per byte, 7 pairs). Study larger. Before: better at equal steps
+(-0.0080 bits per byte, 8 pairs); better at equal flops (-0.0080 bits per byte, 8 pairs); better at equal seconds
+(-0.0080 bits per byte, 8 pairs). Study optimizer.
 """
 
 from dataclasses import replace

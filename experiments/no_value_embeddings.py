@@ -6,7 +6,9 @@ Source: nanochat's experiment log, 2026-01-17: the models love value embeddings,
 smaller failed.
 Expected effect: clearly worse at equal steps and FLOPs; many parameters fewer.
 Verdict: worse at equal steps (+0.0199 bits per byte, 7 pairs); worse at equal flops (+0.0199 bits per byte, 7 pairs);
-worse at equal seconds (+0.0199 bits per byte, 7 pairs). Study larger.
+worse at equal seconds (+0.0199 bits per byte, 7 pairs). Study larger. Before: better at equal steps (-0.0052 bits per
+byte, 8 pairs); better at equal flops (-0.0052 bits per byte, 8 pairs); better at equal seconds (-0.0052 bits per byte,
+8 pairs). Study embeddings.
 """
 
 from dataclasses import replace

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quern.lab.log.publish import LogOptions, run
+from quern.lab.log.page import Page
+from quern.lab.log.publish import LogOptions, idea_files, run
 from quern.lab.names import start_facts
 from quern.lab.scaling.report import check_lines
 from quern.lab.scaling.study import run as run_scaling
@@ -75,3 +76,16 @@ def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Pat
     far = predicted["predictions"]["kaplan"]["surface"]["loss"]
     far |= {"value": 9.0, "low": 8.9, "high": 9.1}
     assert any("loss" in line and line.rstrip().endswith("no") for line in check_lines("first", predicted, measured))
+
+
+def test_an_ideas_file_tells_every_study_and_the_index_the_newest(tmp_path: Path) -> None:
+    idea, index = tmp_path / "swift.py", tmp_path / "README.md"
+    idea.write_text('"""Title.\n\nVerdict: none yet.\n\nA remark.\n"""\n', encoding="utf-8")
+    index.write_text("| [swift.py](swift.py) | Title | `seam` | none |\n", encoding="utf-8")
+    told = [("better at equal steps. Study small.", "steps: better"), ("undecided. Study large.", "steps: undecided")]
+    studies = [Page(str(at), str(at), [], {}, {"swift": one}) for at, one in enumerate(told)]
+    found = idea_files([studies[0], Page("2", "2", [], {}), studies[1]], tmp_path)
+    verdict = "Verdict: undecided. Study large. Before: better at equal steps. Study small."
+    assert found[idea] == f'"""Title.\n\n{verdict}\n\nA remark.\n"""\n'
+    assert found[index].endswith("| steps: undecided |\n")
+    assert idea_files([studies[0]], tmp_path)[idea].count("Study") == 1

@@ -119,15 +119,23 @@ def pages(studies: Sequence[Page]) -> dict[str, str]:
 
 
 def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
-    """The files of ideas, and their index, whose verdicts change: path → new text. An idea's last study decides."""
+    """The files of ideas, and their index, whose verdicts change: path → new text.
+
+    A file tells every study of its idea, the newest first; the index has the newest.
+
+    Args:
+        studies: The oldest first.
+        folder: Of the ideas.
+    """
     index = folder / "README.md"
     texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.glob("*.py")) if path.exists()}
     changed = dict(texts)
-    for idea, (verdict, short) in {idea: told for study in studies for idea, told in study.verdicts.items()}.items():
+    for idea in dict.fromkeys(idea for study in studies for idea in study.verdicts):
+        told = [study.verdicts[idea] for study in reversed(studies) if idea in study.verdicts]
         path = folder / f"{idea}.py"
         if path in texts:
-            changed[path] = with_verdict(texts[path], verdict)
+            changed[path] = with_verdict(texts[path], " Before: ".join(verdict for verdict, _ in told))
         if index in texts:
             row = re.compile(rf"^(\| \[{idea}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
-            changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed[index])
+            changed[index] = row.sub(lambda match, short=told[0][1]: f"{match[1]}{short}{match[2]}", changed[index])
     return {path: text for path, text in changed.items() if text != texts[path]}
