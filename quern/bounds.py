@@ -117,6 +117,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "optim.batch_exponent": SHARE,
     "optim.lr_scale": POSITIVE,
     "optim.decay_scale": Bounds(0, 1e12),
+    "optim.table_decay_scale": Bounds(0, 1e12),
     "optim.width_scale": POSITIVE,
     "optim.eps": Bounds(0, 1, above=True),
     "optim.muon_beta2": Bounds(0, 1, below=True),

@@ -152,7 +152,10 @@ class OptimRecipe:
     # nanochat leaves the smear's unscaled; at batches of some thousand tokens its loss then spikes, and scaled it
     # measured 0.003 and 0.019 bits per byte better over two seeds.
     decay_scale: float | None = None
-    """Multiplies matrix_decay: sqrt(batch / 2^19) · (reference horizon / horizon); gpt: and the head's decay."""
+    """Multiplies matrix_decay: sqrt(batch / 2^19) · (reference horizon / horizon)."""
+    table_decay_scale: float | None = None
+    """gpt: multiplies the decay of the head and of the value embeddings, 0.01. By default 1 for a text that is read
+    once, rising to decay_scale for one that is read five times."""
     width_scale: float | None = None
     """Multiplies the embeddings' and the head's rate: sqrt(768 / width)."""
     eps: float = 1e-10

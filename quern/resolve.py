@@ -16,6 +16,9 @@ from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
 REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_HORIZON_TOKENS = 12 * (12 * 12 * 768**2 + 32_768 * 768)
 
+READINGS_OF_FULL_DECAY = 5
+"""From so many readings of the text, the decay of the tables follows batch and horizon as that of the matrices does."""
+
 
 def resolve(recipe: Recipe) -> Recipe:
     """Fills every None from `depth` and checks every value. Raises ValueError saying what to do instead."""
@@ -80,17 +83,34 @@ def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecip
     return replace(recipe.optim, **derived)
 
 
-def fine_tuning_rates(optim: OptimRecipe, share: float, batch_tokens: int) -> OptimRecipe:
+def table_decay_rule(recipe: Recipe, text_tokens: int) -> float:
+    """`optim.table_decay_scale` for a text: decay_scale · (readings - 1) / 4, from 1 to decay_scale.
+
+    A short run that reads its text once needs no more than nanochat's decay. One that repeats it does: the head and the
+    value embeddings, a row for each token, learn it by heart. The more often the text is read, the more decay is best
+    (docs/experiments/fresh.md, docs/experiments/readings.md).
+
+    Args:
+        recipe: Resolved.
+        text_tokens: Tokens of the training text.
+    """
+    assert recipe.train.steps is not None and recipe.train.batch_tokens is not None
+    readings = recipe.train.steps * recipe.train.batch_tokens / max(1, text_tokens)
+    share = min(1.0, (readings - 1) / (READINGS_OF_FULL_DECAY - 1))
+    return max(1.0, (recipe.optim.decay_scale or 0.0) * share)
+
+
+def fine_tuning_rates(recipe: Recipe, share: float, batch_tokens: int) -> Recipe:
     """Rates of fine-tuning and reinforcement learning: a share of sqrt(batch / 2^19), without weight decay.
 
     Args:
-        optim: Of the base model, resolved.
+        recipe: Of the base model, resolved.
         share: `sft.lr_share` or `rl.lr_share`.
         batch_tokens: Tokens in one optimizer step.
     """
-    decay_scale = None if optim.decay_scale is None else 0.0  # None: the architecture has no use for it
     scale = share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
-    return replace(optim, lr_scale=scale, matrix_decay=0.0, decay_scale=decay_scale)
+    none = {name: 0.0 for name in ("decay_scale", "table_decay_scale") if f"optim.{name}" not in recipe.unused}
+    return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **none))
 
 
 def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:

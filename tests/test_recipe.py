@@ -14,7 +14,7 @@ from quern.model.count import flops_per_token, parameters
 from quern.model.gpt import GPT
 from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from quern.resolve import MINIMUM_BATCH_TOKENS, REFERENCE_BATCH_TOKENS, batch_rule, resolve
+from quern.resolve import MINIMUM_BATCH_TOKENS, REFERENCE_BATCH_TOKENS, batch_rule, resolve, table_decay_rule
 from tests.support.toy_training import toy_recipe
 
 PARTS = {
@@ -211,6 +211,7 @@ def test_every_number_of_a_recipe_has_its_range() -> None:
 OPEN = {
     "text.tokenizer",
     "model.bos",
+    "optim.table_decay_scale",
     "model.mlp_width",
     "model.norm_eps",
     "model.dropout",
@@ -303,6 +304,17 @@ def test_steps_and_batch_fix_the_horizon_that_the_rates_follow() -> None:
     longer = resolve(replace(BASE, train=TrainRecipe(steps=200, batch_tokens=2**17)))
     assert longer.optim.lr_scale == recipe.optim.lr_scale
     assert recipe.optim.decay_scale == pytest.approx(2 * (longer.optim.decay_scale or 0))
+    assert recipe.optim.table_decay_scale is None, "the text is not known yet"
     for name in ("warmup_steps", "eval_every", "save_every"):
         short, long = getattr(recipe.train, name), getattr(longer.train, name)
         assert 1 <= short < long < 100, name
+
+
+def test_the_tables_decay_more_the_more_often_a_text_is_read() -> None:
+    short = resolve(replace(BASE, train=TrainRecipe(steps=100, batch_tokens=2**12)))
+    full = short.optim.decay_scale or 0
+    assert full > 100
+    scales = {readings: table_decay_rule(short, round(100 * 2**12 / readings)) for readings in (0.5, 1, 2, 4, 5, 40)}
+    assert scales == pytest.approx({0.5: 1, 1: 1, 2: full / 4, 4: 0.75 * full, 5: full, 40: full}, rel=1e-3)
+    at_reference = resolve(replace(BASE, depth=12))
+    assert table_decay_rule(at_reference, 1) == 1, "never below the decay of a text that is read once"

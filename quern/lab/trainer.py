@@ -24,7 +24,7 @@ from quern.records import Nowhere
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.pretrain import fit_vocabulary, make_batches, validation
+from quern.stages.pretrain import fit_to_text, make_batches, validation
 from quern.stages.session import set_up_training, silent
 from quern.text.tokenizer import Tokenizer
 from quern.train import loop
@@ -150,7 +150,7 @@ class Trainer:
             raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
         _reset_peak_bytes(self.machine)
         prepared = self._data(recipe)
-        recipe = fit_vocabulary(resolve(recipe), prepared)
+        recipe = fit_to_text(resolve(recipe), prepared)
         recipe = replace(recipe, seed=seed, data_seed=data_seed)
         model, counts = self._ready_model(recipe, prepared.tokenizer)
         model.initialize(seed)

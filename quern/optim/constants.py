@@ -59,12 +59,10 @@ def adamw_groups(recipe: OptimRecipe) -> dict[str, AdamWGroup]:
 
     The values are those that nanochat tuned on small models, at width 768 and a batch of 2^19 tokens. The scale of the
     head's rate is the root of the other rates' scale, which was too low for the head (docs/experiments/head.md). The
-    decay of the head and of the value embeddings follows batch and horizon as that of the matrices does: without it,
-    short runs hardly decay, and these tables learn a text that is read several times by heart. Where a short run reads
-    its text once, five pairs were all better with a constant decay (experiments/constant_table_decay.py). The
-    embedding's scale has no effect, since a norm follows it.
+    decay of the head and of the value embeddings follows `resolve.table_decay_rule`. The embedding's scale has no
+    effect, since a norm follows it.
     """
-    scale, width, decay = _or_one(recipe.lr_scale), _or_one(recipe.width_scale), _or_one(recipe.decay_scale)
+    scale, width, decay = _or_one(recipe.lr_scale), _or_one(recipe.width_scale), _or_one(recipe.table_decay_scale)
 
     def table(lr: float, beta2: float) -> AdamWGroup:
         return AdamWGroup(lr, 0.8, beta2, min(0.01 * decay, MOST_DECAY / max(lr, TINY)))

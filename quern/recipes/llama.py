@@ -37,7 +37,14 @@ RECIPE = Recipe(
     make_model=Llama,
     make_rules=rules,
     make_schedule=warmup_stable_decay,
-    unused=("model.softcap", "optim.value_embedding_lr", "optim.x0_lr", "optim.smear_lr", "optim.gate_lr"),
+    unused=(
+        "model.softcap",
+        "optim.value_embedding_lr",
+        "optim.x0_lr",
+        "optim.smear_lr",
+        "optim.gate_lr",
+        "optim.table_decay_scale",
+    ),
     model=ModelRecipe(windows="L", rope_base=10_000.0),
     optim=OptimRecipe(matrix_lr=0.06, head_lr=0.03, embedding_lr=0.03, residual_lr=0.02, batch_exponent=0.5),
 )

@@ -67,6 +67,7 @@ RECIPE = Recipe(
         "optim.gate_lr",
         "optim.matrix_decay",
         "optim.decay_scale",
+        "optim.table_decay_scale",
         "optim.muon_beta2",
     ),
     model=ModelRecipe(context=2048, windows="LSSSLSSLSSSL", rope_base=1024.0),

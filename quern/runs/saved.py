@@ -203,6 +203,8 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
         optim = replace(optim, lr_scale=None)
     if length:
         optim = replace(optim, decay_scale=None)
+    if length or {"data", "shards"} & set(named):
+        optim = replace(optim, table_decay_scale=None)
     val = None if "data" in named else saved.val  # the saved validation files belong to another text
     shards = None if "data" in named or length else saved.shards
     return replace(saved, train=train, optim=optim, val=val, shards=shards, data_seed=saved.data_seed + 1)

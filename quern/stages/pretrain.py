@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quern.data import shards
-from quern.data.batch import GROUP_SIZE, Batch, Batches
+from quern.data.batch import GROUP_SIZE, Batch, Batches, groups_of
 from quern.data.loader import Loader, windows
 from quern.data.shards import Corpus
 from quern.data.stream_loader import StreamLoader
@@ -24,7 +24,7 @@ from quern.model.count import count
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
-from quern.resolve import batch_rule, resolve
+from quern.resolve import batch_rule, resolve, table_decay_rule
 from quern.runs.origin import (
     read_origin,
     refuse_other_order,
@@ -106,22 +106,23 @@ def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
             prepared = prepare(recipe, run_dir.out, log, start and start.run_dir.tokenizer(), **how)
             refuse_second_tokenizer(run_dir, prepared.tokenizer)
     asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
-    recipe = fit_vocabulary(recipe, prepared)
+    group_size = session.division.group_size
+    recipe = fit_to_text(recipe, prepared, group_size)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
     shard_model(model, mesh)
     precision = set_up_training(recipe, model, prepared.tokenizer, machine, log)
     if recipe.train.minutes is not None:
         steps = fit_minutes(recipe, asked, session, model, prepared.train)
-        recipe = fit_vocabulary(resolve(replace(asked, train=replace(asked.train, **steps))), prepared)
+        recipe = fit_to_text(resolve(replace(asked, train=replace(asked.train, **steps))), prepared, group_size)
         model.initialize(recipe.seed)
     changed = changes(recipe, session.folder, besides=(*FOR_FINE_TUNING, *FOR_RL)) if session.resume else []
     _refuse_other_length(recipe, changed, run_dir.run)
-    batches = make_batches(recipe, prepared.train, group_size=session.division.group_size)
+    batches = make_batches(recipe, prepared.train, group_size=group_size)
     state = build_state(recipe, machine, model, mesh)
     base = None if start is None else load_start(state, start, log)
     if origin is None:
-        origin = make_origin(run_dir, prepared, session.source, base, session.division.group_size)
+        origin = make_origin(run_dir, prepared, session.source, base, group_size)
     elif session.source is not None:
         origin = replace(origin, source=source_digest(session.source))
     assert recipe.train.steps and recipe.optim.lr_scale is not None
@@ -188,10 +189,25 @@ def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> d
     return base
 
 
-def fit_vocabulary(recipe: Recipe, prepared: Prepared) -> Recipe:
-    """The recipe with the tokenizer's BOS and vocabulary, which a small corpus may have kept below what was asked."""
-    tokenizer = prepared.tokenizer
-    return replace(recipe, model=replace(recipe.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos))
+def fit_to_text(recipe: Recipe, prepared: Prepared, group_size: int = GROUP_SIZE) -> Recipe:
+    """The recipe with what follows from its text.
+
+    That is the tokenizer's BOS and vocabulary, which a small corpus may have kept below what was asked, and the decay
+    of the tables.
+
+    Args:
+        recipe: Resolved.
+        prepared: The text. One of several groups counts as read once, since training may begin before its size is
+            known (early_start.py).
+        group_size: See `Batches`.
+    """
+    tokenizer, optim = prepared.tokenizer, recipe.optim
+    if optim.table_decay_scale is None and "optim.table_decay_scale" not in recipe.unused:
+        one_group = groups_of(prepared.train, group_size) == 1
+        scale = table_decay_rule(recipe, prepared.train.num_tokens) if one_group else 1.0
+        optim = replace(optim, table_decay_scale=scale)
+    model = replace(recipe.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos)
+    return replace(recipe, model=model, optim=optim)
 
 
 def make_batches(recipe: Recipe, corpus: Corpus, rows: int | None = None, group_size: int = GROUP_SIZE) -> Batches:

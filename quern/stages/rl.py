@@ -169,7 +169,7 @@ def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:
     _check(asked.rl)
     recipe = resolve(replace(base, train=replace(base.train, **own), rl=replace(asked.rl, rewards=files, data=data)))
     assert recipe.train.batch_tokens
-    return replace(recipe, optim=fine_tuning_rates(recipe.optim, recipe.rl.lr_share, recipe.train.batch_tokens))
+    return fine_tuning_rates(recipe, recipe.rl.lr_share, recipe.train.batch_tokens)
 
 
 def _check(rl: RlRecipe) -> None:

@@ -146,7 +146,7 @@ def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
     )
     recipe = resolve(recipe)
     assert recipe.sft.batch_tokens
-    return replace(recipe, optim=fine_tuning_rates(recipe.optim, recipe.sft.lr_share, recipe.sft.batch_tokens))
+    return fine_tuning_rates(recipe, recipe.sft.lr_share, recipe.sft.batch_tokens)
 
 
 def _loader(recipe: Recipe, corpus: Corpus) -> Loader:

@@ -37,7 +37,7 @@ def everything(groups: Reported) -> list[tuple[str, Parameter]]:
 
 
 def test_rates_follow_batch_and_width() -> None:
-    recipe = OptimRecipe(lr_scale=0.5, decay_scale=2.0, width_scale=3.0)
+    recipe = OptimRecipe(lr_scale=0.5, decay_scale=2.0, table_decay_scale=4.0, width_scale=3.0)
     model = reported()
     groups = {
         group.name: group for group in make_groups(model, table(replace(RECIPE, optim=recipe)), everything(model))
@@ -56,8 +56,8 @@ def test_rates_follow_batch_and_width() -> None:
         }
     )
     assert groups["matrices"].rule == Muon(beta2=0.9, weight_decay=0.56, steps=5)
-    assert groups["head"].rule == AdamW((0.8, 0.96), 1e-10, 0.02)
-    assert groups["value_embeddings"].rule == AdamW((0.8, 0.995), 1e-10, 0.02)
+    assert groups["head"].rule == AdamW((0.8, 0.96), 1e-10, 0.04)
+    assert groups["value_embeddings"].rule == AdamW((0.8, 0.995), 1e-10, 0.04)
     assert groups["embedding"].rule == AdamW((0.8, 0.995), 1e-10, 0.001)
     assert groups["x0_scales"].rule == AdamW((0.96, 0.95), 1e-10, 0.0)
 

@@ -61,9 +61,11 @@ def test_pretraining_goes_on_whatever_will_be_asked_of_fine_tuning(folder: Path)
 
 def test_a_new_run_derives_again_what_follows_from_the_fields_it_names() -> None:
     base = resolve(replace(RECIPE, train=replace(RECIPE.train, steps=400, batch_tokens=4096)))
-    same = resolve(to_continue(base, {"data"}))
+    base = replace(base, optim=replace(base.optim, table_decay_scale=7.0))
+    same, other_text = resolve(to_continue(base, ())), resolve(to_continue(base, {"data"}))
     assert (same.train.steps, same.train.batch_tokens, same.data_seed) == (400, 4096, 1)
     assert same.optim == base.optim and same.train.warmup_steps == base.train.warmup_steps
+    assert other_text.train == same.train and other_text.optim == replace(base.optim, table_decay_scale=None)
     assert resolve(to_continue(base, (), at_peak=True)).train.warmup_steps == 0
     named = {"train.batch_tokens", "train.steps"}
     asked = to_continue(base, named)

@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from quern.cli import main
 
 ARGUMENTS = """pretrain --text.tinyworld-megabytes 0.05 --text.val-megabytes 0.01 --text.vocab-size 320 --depth 1
@@ -19,6 +21,10 @@ def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
     assert train["steps"] > 1 and train["batch_tokens"] == 4096
     assert (train["save_every"], train["warmup_steps"], recipe["optim"]["lr_scale"]) == (7, 0, 0.01)
     assert train["eval_every"] == -(-train["steps"] // 8)
+    text = json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["data"]["train"]["tokens"]
+    readings = train["steps"] * train["batch_tokens"] / text
+    expected = max(1, recipe["optim"]["decay_scale"] * min(1, (readings - 1) / 4))
+    assert recipe["optim"]["table_decay_scale"] == pytest.approx(expected)
 
 
 def test_what_died_before_its_first_checkpoint_keeps_its_steps(tmp_path: Path) -> None:

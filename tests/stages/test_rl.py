@@ -28,7 +28,7 @@ def test_the_model_comes_from_the_run_and_the_stage_from_the_command() -> None:
     assert found.rl == replace(asked.rl, rewards=("sums", str(Path("mine.py").absolute())))
     assert (found.train.keep, found.train.clip_norm, found.train.eval_every, found.train.save_every) == (2, None, 3, 3)
     assert found.optim.lr_scale == pytest.approx(0.2 * (1024 / REFERENCE_BATCH_TOKENS) ** 0.5)
-    assert found.optim.matrix_decay == 0
+    assert found.optim.matrix_decay == found.optim.decay_scale == found.optim.table_decay_scale == 0
     assert Recipe.from_json(found.to_json()) == found
     every = replace(asked, train=replace(asked.train, eval_every=5, save_every=4))
     assert (rl_recipe(every, BASE).train.eval_every, rl_recipe(every, BASE).train.save_every) == (5, 4)

@@ -58,7 +58,7 @@ def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_b
         assert getattr(followed.train, name) == OTHER.get(name, getattr(BASE.train, name)), name
     assert followed.sft == replace(asked.sft)
     assert followed.optim.lr_scale == pytest.approx(0.5 * (144 / REFERENCE_BATCH_TOKENS) ** 0.5)
-    assert followed.optim.matrix_decay == 0
+    assert followed.optim.matrix_decay == followed.optim.decay_scale == 0 and followed.optim.table_decay_scale is None
 
 
 def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
