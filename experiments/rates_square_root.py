@@ -4,13 +4,13 @@ Hypothesis: the square root was fitted to batches of 2^18 tokens and more. At so
 are too low.
 Source: nanochat's scaling rules, at every batch.
 Expected effect: worse, the smaller the batch.
-Verdict: undecided at equal steps (+0.0222 bits per byte, 1 pairs). Study fresh. Before: undecided at equal steps
+Verdict: undecided at equal steps (+0.0222 bits per byte, 1 pair). Study fresh. Before: undecided at equal steps
 (+0.0210 bits per byte, 7 pairs); undecided at equal flops (+0.0210 bits per byte, 7 pairs); undecided at equal seconds
 (+0.0210 bits per byte, 7 pairs). Study readings.
 
-The study readings, which reads 0.3 MB five times: undecided, +0.021 (7 pairs). The baselines of the studies `data` and
-`calm` differ in this idea alone (100 steps of 2,048 tokens, width 64): 2.526 ± 0.010 bits per byte with the cube root
-and 2.575 ± 0.004 with the square root, seven seeds each. So the cube root is better and noisier.
+The baselines of the studies `data` and `calm` differ in this idea alone (100 steps of 2,048 tokens, width 64): 2.526 ±
+0.010 bits per byte with the cube root and 2.575 ± 0.004 with the square root, seven seeds each. So the cube root is
+better and noisier.
 
 Single runs of one seed, earlier: 14.6 MB of English, 4,096 tokens a step, nine minutes on one core, before the decay of
 the tables followed the horizon. Four layers of 128: 1.551 with the square root, 1.536 at twice its rates, 1.539 at 3.2

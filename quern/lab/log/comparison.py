@@ -133,10 +133,14 @@ def _cell(result: Result | None) -> str:
 
 def _verdict_line(study: Study, results: Sequence[Result]) -> str:
     parts = [
-        f"{one.verdict} at equal {one.axis} ({one.paired.mean:+.4f} bits per byte, {one.paired.n} pairs)"
+        f"{one.verdict} at equal {one.axis} ({one.paired.mean:+.4f} bits per byte, {_pairs(one.paired.n)})"
         for one in results
     ]
     return f"{'; '.join(parts)}. Study {study.name}."
+
+
+def _pairs(count: int) -> str:
+    return "1 pair" if count == 1 else f"{count} pairs"
 
 
 def _outliers(results: Iterable[Result]) -> list[str]:
