@@ -5,16 +5,16 @@ read several times by heart.
 Source: nanochat decays these tables by 0.01, in runs that read no text twice. Text that is read several times needs
 much more decay: Kim et al. 2025 (arXiv 2509.14786).
 Expected effect: worse, the more often the text is read.
-Verdict: better at equal steps (-0.0938 bits per byte, 6 pairs). Study fresh. Before: worse at equal steps (+0.0579 bits
-per byte, 7 pairs); worse at equal flops (+0.0579 bits per byte, 7 pairs); worse at equal seconds (+0.0579 bits per
-byte, 7 pairs). Study readings.
+Verdict: undecided at equal steps (-0.0079 bits per byte, 7 pairs). Study thrice. Before: better at equal steps (-0.0938
+bits per byte, 6 pairs). Study fresh. Before: worse at equal steps (+0.0579 bits per byte, 7 pairs); worse at equal
+flops (+0.0579 bits per byte, 7 pairs); worse at equal seconds (+0.0579 bits per byte, 7 pairs). Study readings.
 
 The answer depends on how often the text is read. The study fresh reads 1.6 MB once; the baseline of that time decayed
 as [full_table_decay](full_table_decay.py) does, and is the one that loses there. The study readings, of the same
-length, reads 0.3 MB five times, against the same baseline. Longer single runs of one seed, 4,096 tokens a step, agree:
-14.6 MB of English read once in 860 steps end at 1.657 bits per byte with 0.01, at 1.682 with the decay that follows the
-horizon; 3.8 MB read five times in 1,140 steps at 1.820 and 1.716. Ten minutes on 15.4 MB, read five times (`quern bench
-quality`): 1.485 and 1.452.
+length, reads 0.3 MB five times, against the same baseline; thrice reads 0.44 MB three times, against today's. Longer
+single runs of one seed, 4,096 tokens a step, agree: 14.6 MB of English read once in 860 steps end at 1.657 bits per
+byte with 0.01, at 1.682 with the decay that follows the horizon; 3.8 MB read five times in 1,140 steps at 1.820 and
+1.716. Ten minutes on 15.4 MB, read five times (`quern bench quality`): 1.485 and 1.452.
 """
 
 from dataclasses import replace

@@ -88,7 +88,7 @@ def table_decay_rule(recipe: Recipe, text_tokens: int) -> float:
 
     A short run that reads its text once needs no more than nanochat's decay. One that repeats it does: the head and the
     value embeddings, a row for each token, learn it by heart. The more often the text is read, the more decay is best
-    (docs/experiments/fresh.md, docs/experiments/readings.md).
+    (the studies fresh, thrice and readings in experiments/LOG.md).
 
     Args:
         recipe: Resolved.
