@@ -49,5 +49,5 @@ RECIPE = replace(
     make_model=NonzeroGPT,
     make_rules=rules,
     optim=OptimRecipe(matrix_lr=0.005),
-    unused=(*BASELINE.unused, "optim.muon_beta2", "optim.matrix_decay", "optim.decay_scale"),
+    unused=(*BASELINE.unused, "optim.muon_beta2", "optim.matrix_decay"),
 )

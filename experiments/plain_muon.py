@@ -25,5 +25,5 @@ RECIPE = replace(
     BASELINE,
     name="plain_muon",
     make_rules=rules,
-    unused=(*BASELINE.unused, "optim.muon_beta2", "optim.matrix_decay", "optim.decay_scale"),
+    unused=(*BASELINE.unused, "optim.muon_beta2", "optim.matrix_decay"),
 )

@@ -17,7 +17,7 @@ REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_HORIZON_TOKENS = 12 * (12 * 12 * 768**2 + 32_768 * 768)
 
 READINGS_OF_FULL_DECAY = 5
-"""From so many readings of the text, the decay of the tables follows batch and horizon as that of the matrices does."""
+"""Readings of the text from which the tables' decay follows batch and horizon as the matrices' decay does."""
 
 
 def resolve(recipe: Recipe) -> Recipe:
@@ -86,9 +86,9 @@ def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecip
 def table_decay_rule(recipe: Recipe, text_tokens: int) -> float:
     """`optim.table_decay_scale` for a text: decay_scale · (readings - 1) / 4, from 1 to decay_scale.
 
-    A short run that reads its text once needs no more than nanochat's decay. One that repeats it does: the head and the
-    value embeddings, a row for each token, learn it by heart. The more often the text is read, the more decay is best
-    (the studies fresh, thrice and readings in experiments/LOG.md).
+    The tables are the head and the value embeddings, which have a row for each token. A run that reads its text once
+    needs no more than nanochat's decay. A run that repeats its text memorises it in the tables, so the best decay grows
+    with the number of readings (studies fresh, thrice and readings in experiments/LOG.md).
 
     Args:
         recipe: Resolved.
@@ -109,8 +109,8 @@ def fine_tuning_rates(recipe: Recipe, share: float, batch_tokens: int) -> Recipe
         batch_tokens: Tokens in one optimizer step.
     """
     scale = share * math.sqrt(batch_tokens / REFERENCE_BATCH_TOKENS)
-    none = {name: 0.0 for name in ("decay_scale", "table_decay_scale") if f"optim.{name}" not in recipe.unused}
-    return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **none))
+    no_decay = {name: 0.0 for name in ("decay_scale", "table_decay_scale") if f"optim.{name}" not in recipe.unused}
+    return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **no_decay))
 
 
 def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:

@@ -190,15 +190,15 @@ def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> d
 
 
 def fit_to_text(recipe: Recipe, prepared: Prepared, group_size: int = GROUP_SIZE) -> Recipe:
-    """The recipe with what follows from its text.
+    """Fills the fields of a recipe that depend on its text.
 
-    That is the tokenizer's BOS and vocabulary, which a small corpus may have kept below what was asked, and the decay
-    of the tables.
+    These are the BOS, the vocabulary, which a small text may keep below the size that was asked for, and the decay of
+    the head and the value embeddings.
 
     Args:
         recipe: Resolved.
-        prepared: The text. One of several groups counts as read once, since training may begin before its size is
-            known (early_start.py).
+        prepared: The text. A text of several groups counts as read once, because training may start before its size
+            is known (early_start.py).
         group_size: See `Batches`.
     """
     tokenizer, optim = prepared.tokenizer, recipe.optim

@@ -121,7 +121,7 @@ def pages(studies: Sequence[Page]) -> dict[str, str]:
 def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
     """The files of ideas, and their index, whose verdicts change: path → new text.
 
-    A file tells every study of its idea, the newest first; the index has the newest.
+    A file lists every study of its idea, the newest first. The index shows the newest study only.
 
     Args:
         studies: The oldest first.
