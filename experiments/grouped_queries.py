@@ -7,7 +7,7 @@ Expected effect: worse at equal steps; the cache is smaller.
 Verdict: undecided at equal steps (-0.0015 bits per byte, 7 pairs); undecided at equal flops (-0.0114 bits per byte, 7
 pairs); undecided at equal seconds (-0.0015 bits per byte, 7 pairs). Study calm.
 
-The value embeddings shrink with the key-value heads.
+The value embeddings shrink with the key-value heads. The study's models have two query heads, today's four at depth 4.
 """
 
 from dataclasses import replace

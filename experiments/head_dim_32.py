@@ -1,10 +1,12 @@
 """Heads of 32 channels in small models rather than 64.
 
-Hypothesis: a model of 128 channels has only two heads of 64 in a layer. Four heads of 32 can look at four places.
+Hypothesis: a model of 256 channels has only four heads of 64 in a layer. Eight heads of 32 can look at eight places.
 Source: an own thought. nanochat's experiment log, 2026-01-17, prefers wide heads, in models of 8 heads and more.
 Expected effect: no difference in bits per byte; tasks that need several heads at once are learned sooner.
 Verdict: undecided at equal steps (+0.0027 bits per byte, 6 pairs); undecided at equal flops (+0.0027 bits per byte, 6
 pairs); undecided at equal seconds (+0.0027 bits per byte, 6 pairs). Study sizes.
+
+The study's models have 128 channels ([narrow](narrow.py)): four heads of 32 against two of 64.
 """
 
 from dataclasses import replace

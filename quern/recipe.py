@@ -92,7 +92,7 @@ class ModelRecipe:
     depth: int | None = None
     """Layers. Set by the recipe's dial."""
     width: int | None = None
-    """Residual stream, in whole heads; 64 per layer, and fewer below depth 8 (`resolve.width_rule`)."""
+    """Residual stream, in whole heads; 64 per layer."""
     head_dim: int | None = None
     """128, or 64 for widths below 512."""
     heads: int | None = None

@@ -16,6 +16,9 @@ from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
 REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_HORIZON_TOKENS = 12 * (12 * 12 * 768**2 + 32_768 * 768)
 
+WIDTH_PER_LAYER = 64
+"""Channels of the residual stream for each layer, as in nanochat. Narrower small models: experiments/narrow.py."""
+
 READINGS_OF_FULL_DECAY = 5
 """Readings of the text from which the tables' decay follows batch and horizon as the matrices' decay does."""
 
@@ -27,7 +30,7 @@ def resolve(recipe: Recipe) -> Recipe:
     small = depth < 8
     text = replace(recipe.text, vocab_size=recipe.text.vocab_size or (8192 if small else 32_768))
     shape = recipe.model
-    wanted = shape.width or width_rule(depth)
+    wanted = shape.width or WIDTH_PER_LAYER * depth
     head_dim = shape.head_dim or (64 if wanted < 512 else 128)
     width = shape.width or -(-wanted // head_dim) * head_dim  # whole heads, as nanochat rounds it
     heads = shape.heads or max(1, width // head_dim)
@@ -56,15 +59,6 @@ def resolve(recipe: Recipe) -> Recipe:
         train=train,
         sft=replace(recipe.sft, batch_tokens=recipe.sft.batch_tokens or sft_tokens),
     )
-
-
-def width_rule(depth: int) -> int:
-    """Channels of the residual stream: 64 per layer as in nanochat, and below depth 8 narrower models, 8 · depth².
-
-    In a small model most of the products are the head's, whose cost grows with the width and not with the depth. So
-    narrower and deeper models learn more in the same time (experiments/aspect_64.py).
-    """
-    return min(64 * depth, 8 * depth**2)
 
 
 def _resolve_optim(recipe: Recipe, train: TrainRecipe, width: int) -> OptimRecipe:

@@ -163,7 +163,7 @@ def test_conversations_in_a_recipe_file_and_of_older_runs() -> None:
         ("model", "windows", "SLX", "a pattern of S .short. and L .long., such as SSSL, not 'SLX'"),
         ("model", "windows", "", "a pattern of S .short. and L .long., such as SSSL, not ''"),
         ("model", "head_dim", 63, "model.head-dim must be even for rotary embeddings, not 63"),
-        ("model", "kv_heads", 3, r"model.kv-heads must divide the 2 heads: one of \[1, 2\], not 3"),
+        ("model", "kv_heads", 3, r"model.kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
         ("model", "softcap", 0.0, "model.softcap must be a number above 0 and at most 1,000,000,000, not 0.0"),
         ("train", "steps", True, "train.steps must be a whole number"),
         ("train", "steps", "many", "train.steps must be a whole number between 1 and 1,000,000,000,000, not 'many'"),
@@ -264,7 +264,7 @@ def test_the_dial_turns_every_number_the_right_way() -> None:
     for recipe in recipes:
         head_dim = recipe.model.head_dim or 1
         assert recipe.model.width == (recipe.model.heads or 0) * head_dim  # attention is as wide as the stream
-        assert 0 <= (recipe.model.width or 0) - min(64, 8 * recipe.depth) * recipe.depth < head_dim
+        assert 0 <= (recipe.model.width or 0) - 64 * recipe.depth < head_dim
         assert (recipe.train.micro_batch_tokens or 0) <= (recipe.train.batch_tokens or 0)
 
 

@@ -71,9 +71,7 @@ def test_json_round_trip() -> None:
 def test_the_dial_sizes_it_as_it_does_gpt() -> None:
     for depth in (2, 4, 8, 12):
         recipe = resolve(replace(RECIPE, depth=depth))
-        assert recipe.model.width == {2: 64, 4: 128}.get(depth, 64 * depth) and recipe.model.head_dim == (
-            64 if depth < 8 else 128
-        )
+        assert recipe.model.width == 64 * depth and recipe.model.head_dim == (64 if depth < 8 else 128)
         with torch.device("meta"):
             recipe.make_model(replace(recipe.model, bos=0))
     assert isinstance(RECIPE.model, ModelRecipe) and RECIPE.train.packing == "stream"
