@@ -17,7 +17,8 @@ from quern.optim.schedule import Multipliers, learning_rate
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS
 
-SOURCE_BATCH_TOKENS = 8 * 48 * 1024
+SOURCE_GPU_TOKENS = 48 * 1024
+SOURCE_BATCH_TOKENS = 8 * SOURCE_GPU_TOKENS
 # Recipes give their rates at the reference batch; this is what the square-root rule takes off again at the source's.
 AT_REFERENCE = math.sqrt(REFERENCE_BATCH_TOKENS / SOURCE_BATCH_TOKENS)
 MOMENTUM_WARMUP_STEPS = 300
@@ -78,6 +79,9 @@ RECIPE = Recipe(
         value_embedding_lr=0.6 * AT_REFERENCE,
         residual_lr=0.04 * AT_REFERENCE,
         batch_exponent=0.5,
+        # The source sums the loss over the tokens of a GPU and averages the GPUs, so its gradients, to which it adds
+        # 1e-10, are as many times those of our mean.
+        eps=1e-10 / SOURCE_GPU_TOKENS,
     ),
     train=TrainRecipe(packing="stream", warmup_steps=0, warmdown_share=0.4, final_lr=0.1),
 )

@@ -3,15 +3,24 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+from quern.data.batch import Batch
 from quern.optim.adamw import AdamW
 from quern.optim.groups import make_groups
 from quern.optim.plain_muon import PlainMuon
+from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
+from quern.train.state import build_model, build_state
+from quern.train.step import train_step
+from tests.support.toy_training import CPU, eager
+
+__all__ = ["eager"]
 
 SPEEDRUN = replace(
     RECIPE,
@@ -32,7 +41,7 @@ def test_at_the_sources_size_rates_and_rules_are_the_sources() -> None:
     assert rates == pytest.approx(expected)
     for group in groups:
         matrices = group.name == "matrices"
-        assert group.rule == (PlainMuon(5) if matrices else AdamW((0.8, 0.95), 1e-10, 0.0))
+        assert group.rule == (PlainMuon(5) if matrices else AdamW((0.8, 0.95), recipe.optim.eps, 0.0))
         assert all(p.ndim == 1 for _, p in group.parameters) == (group.name == "scales")
 
 
@@ -40,6 +49,46 @@ def test_rates_fall_with_the_root_of_the_batch() -> None:
     small = resolve(replace(SPEEDRUN, train=replace(SPEEDRUN.train, batch_tokens=2 * 48 * 1024)))
     rules = small.make_rules(small)
     assert rules["matrices"][1] == pytest.approx(0.025) and rules["head"][1] == pytest.approx(0.11)
+
+
+@pytest.mark.usefixtures("eager")
+def test_adam_moves_as_far_as_in_the_source_whose_loss_is_a_sum() -> None:
+    """The source's Adam on the loss summed over one GPU's 48k tokens, which are the same 4,096 in twelve parts."""
+    context, vocabulary, parts = 256, 2048, 12
+    shape = replace(RECIPE.model, width=32, head_dim=32, context=context, vocab_size=vocabulary, bos=0)
+    train = replace(SPEEDRUN.train, micro_batch_tokens=4096)
+    recipe = resolve(replace(RECIPE, depth=2, model=shape, train=train))
+    ids = np.random.default_rng(0).zipf(1.2, (4096 // context, context + 1)).clip(max=vocabulary - 1)
+    ids[:, 0] = 0
+    tokens, targets = torch.from_numpy(ids[:, :-1]), torch.from_numpy(ids[:, 1:])
+    batch = Batch(ids[:, :-1], ids[:, 1:], np.ones_like(ids[:, 1:], dtype=bool))
+    model = build_model(recipe, CPU, 0)
+    state = build_state(recipe, CPU, model)
+    rules, groups = recipe.make_rules(recipe), model.parameter_groups()
+    groups = {name: [p for _, p in groups[name]] for name in groups if name != "matrices"}
+    theirs = {name: [p.detach().clone().requires_grad_() for p in groups[name]] for name in groups}
+    options = [{"params": theirs[name], "lr": rules[name].lr} for name in theirs]
+    adam = torch.optim.Adam(options, betas=(0.8, 0.95), eps=1e-10)
+    for step in range(4):
+        total = F.cross_entropy(model.logits(model(tokens, model.context(tokens))).flatten(0, 1), targets.flatten())
+        (parts * targets.numel() * total).backward()
+        with torch.no_grad():
+            for p, copy in zip(sum(groups.values(), []), sum(theirs.values(), []), strict=True):
+                copy.copy_(p)
+                copy.grad = p.grad.clone()
+        before = {name: [p.detach().clone() for p in groups[name]] for name in groups}
+        adam.step()
+        model.zero_grad()
+        train_step(state, batch, Multipliers(momentum=0.85, decay=0.0), CPU, micro_batch_rows=len(ids))
+        if step < 2:
+            continue  # the head starts at zero: value embeddings have gradients from the third step on
+        for name in groups:
+            ours, expected = (
+                torch.cat([(p - old).detach().flatten() for p, old in zip(after[name], before[name], strict=True)])
+                for after in (groups, theirs)
+            )
+            assert ours.norm() / expected.norm() >= 0.9998, name
+            assert (ours - expected).norm() <= 1e-4 * expected.norm(), name
 
 
 @pytest.mark.parametrize(
