@@ -164,6 +164,67 @@ def test_markdown_code_tables_and_math(page: Page, pace: float) -> None:
     assert page.run("window.copied") == 'def grind(grain):\n    return "flour" * grain\n'
 
 
+FORMULAS = {
+    "cost: 5$, then 6$": 0,
+    "cost: 5$$ and 6$$": 0,
+    "$HOME/bin:$PATH": 0,
+    "US$, prices in A$": 0,
+    "the shell's $$ and $1": 0,
+    "$5 or $6": 0,
+    "$ a$ and $a $": 0,
+    r"\$5 and \$6": 0,
+    r"**$a_1$**, ($b$) and $c \$ d$.": 3,
+    "the $n$th of all $k$s": 2,
+    "设$x$为正数": 1,
+    "$$x$$ and \\(y\\)": 2,
+}
+"""Paragraphs, and how many formulas each has."""
+
+
+def test_dollars_of_money_and_shells_are_no_formulas(page: Page) -> None:
+    page.engine.will_say("\n\n".join(FORMULAS))
+    page.ask("show")
+    found = page.run("[...document.querySelectorAll('.block')].map((box) => box.querySelectorAll('.math').length)")
+    assert found == list(FORMULAS.values())
+    assert [text.strip() for text in page.texts(".block")[:5]] == list(FORMULAS)[:5]
+
+
+def press_in_composition(page: Page, key: str) -> None:
+    """The key that ends a composition: Safari has ended it before, and other browsers have not."""
+    for fields in ("keyCode: 229", "keyCode: 229, isComposing: true", "isComposing: true"):
+        event = f"new KeyboardEvent('keydown', {{key: '{key}', bubbles: true, cancelable: true, {fields}}})"
+        assert page.run(f"document.activeElement.dispatchEvent({event})"), "the key belongs to the input method"
+
+
+def test_keys_of_an_input_method_are_its_own(page: Page) -> None:
+    page.type("#input", "にほん")
+    press_in_composition(page, "Enter")
+    assert page.count(".message") == 0
+    page.engine.will_say("word " * 200, seconds=0.02)
+    page.chrome.press_enter()
+    page.wait("document.querySelector('.waiting .text') !== null")
+    press_in_composition(page, "Escape")
+    assert page.count(".waiting") == 1, "the reply goes on"
+    page.press("Escape")
+    page.wait(DONE)
+    assert page.said()[0] == "にほん"
+    page.press("ArrowUp")
+    for key in ("Enter", "Escape"):
+        press_in_composition(page, key)
+        assert page.run("document.activeElement.value") == "にほん", "still being edited"
+    page.press("Escape")
+    page.type("#search", "にほん")
+    press_in_composition(page, "Escape")
+    assert page.run("document.activeElement.value") == "にほん"
+    page.click("[aria-label='Rename にほん']")
+    for key in ("Enter", "Escape"):
+        press_in_composition(page, key)
+        assert page.run("document.activeElement.getAttribute('aria-label')") == "Title"
+    page.chrome.type("日本")
+    page.press("Enter")
+    page.wait("document.getElementById('title').textContent === '日本'")
+
+
 def test_errors_are_told_and_a_reply_is_asked_for_again(page: Page) -> None:
     page.engine.will_say()
     page.engine.failure = RuntimeError("<img src=x onerror=window.pwned=1>")

@@ -33,18 +33,35 @@ markdown.renderer.rules.image = (tokens, index) => {
 };
 
 const PAIRS = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false], ["$", "$", false]];
+// Scripts without spaces between words, such as Chinese, write formulas right beside their letters.
+const LETTER = /[\p{N}\p{Script=Latin}\p{Script=Greek}\p{Script=Cyrillic}]/u;
+
+/** Whether a dollar at `pos` can begin a formula: "5$" and "US$" are money. */
+const opens = (src, pos) => pos === 0 || !(src[pos - 1] === "$" || LETTER.test(src[pos - 1]));
+
+/** Whether the text from `start` to a dollar at `end` is a formula: as in pandoc, "$5 or $6" and "$A:$B" are none. */
+function isFormula(src, start, end) {
+  const after = src.slice(end + 1);
+  return !/\s/.test(src[start]) && !/\s/.test(src[end - 1]) && (!LETTER.test(after[0] ?? "") || /^(th|s)\b/.test(after));
+}
+
+/** The first `close` from `start` that no backslash precedes; -1 without one. */
+function find(src, close, start) {
+  let end = src.indexOf(close, start);
+  while (close[0] === "$" && end > start && src[end - 1] === "\\") end = src.indexOf(close, end + 1);
+  return end;
+}
 
 markdown.inline.ruler.before("escape", "math", (state, silent) => {
   const { src, pos } = state;
+  if (src[pos] === "$" && !opens(src, pos)) return false;
   for (const [open, close, display] of PAIRS) {
     if (!src.startsWith(open, pos)) continue;
     const start = pos + open.length;
-    const end = src.indexOf(close, start);
+    const end = find(src, close, start);
     const tex = src.slice(start, end).trim();
     if (end < 0 || tex === "" || tex.length > MOST_MATH) continue;
-    // "It costs $5 or $6": a dollar that opens has no space after it, one that closes none before and no digit after.
-    const money = open === "$" && (/\s/.test(src[start]) || /\s/.test(src[end - 1]) || /\d/.test(src[end + 1] ?? ""));
-    if (money) continue;
+    if (open === "$" && !isFormula(src, start, end)) continue;
     if (!silent) {
       const token = state.push("math", "span", 0);
       token.content = tex;

@@ -193,7 +193,7 @@ export class MessageView {
     };
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { event.stopPropagation(); cancel(); }
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); submit(); }
+      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); submit(); }
     });
     const buttons = el("div", { class: "edit-buttons" },
       el("button", { type: "button", class: "button", text: "Cancel", onclick: cancel }),

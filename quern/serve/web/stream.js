@@ -22,21 +22,19 @@ export function blockEnd(text, start) {
     return end < 0 ? -1 : end + 1;
   }
   let blank = false;
-  let math = false;
   for (let line = start; line < text.length; ) {
     const end = text.indexOf("\n", line);
     if (end < 0 && !blank) return -1;
     const content = end < 0 ? text.slice(line) : text.slice(line, end);
     const empty = content.trim() === "";
     const item = ITEM.test(content);
-    if (line > start && !math && !empty) {
+    if (line > start && !empty) {
       const whole = end >= 0 || content.length > 12; // long enough to tell an item from a paragraph
       if (FENCE.test(content) && end >= 0) return line;
       if (blank && whole && !/^\s/.test(content) && (!item || line - start > LONG)) return line;
       if (item && end >= 0 && line - start > LONG) return line;
     }
     if (end < 0) return -1;
-    if ((content.split("$$").length - 1) % 2 === 1) math = !math;
     blank = empty;
     line = end + 1;
   }

@@ -38,7 +38,7 @@ export function prepare(actions) {
   });
   input.addEventListener("input", fit);
   input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
       byId("form").requestSubmit();
     } else if (event.key === "ArrowUp" && input.value === "" && !on.busy()) {
@@ -62,6 +62,10 @@ export function prepare(actions) {
   prepareMeasures();
   prepareFollowing();
   document.addEventListener("keydown", onKey);
+  // No handler sees the keys of an input method. In Safari, the key that ends a composition has only the code 229.
+  window.addEventListener("keydown", (event) => {
+    if (event.isComposing || event.keyCode === 229) event.stopPropagation();
+  }, true);
 }
 
 function prepareDialogs() {
