@@ -42,10 +42,38 @@ def test_a_program_is_rewarded_for_passing_its_check(tmp_path: Path) -> None:
     assert len({environment.ask(str(n)).answer for n in range(20)}) > 5
 
 
-def test_the_program_of_a_reply() -> None:
-    assert program_in("x = 1") == "x = 1"
-    assert program_in("So:\n```\nx = 1\n```\nand\n```\ny\n```") == "x = 1\n"
-    assert program_in("```py\nx = 1\n") == "x = 1\n"  # cut at the limit
+CODE = "def half(n):\n    return n / 2\n"
+DOCSTRING = '"""\n```\nhalf(2)\n```\n"""\n'
+INDENTED = 'def half(n):\n    """\n    ```\n    half(2)\n    ```\n    """\n    return n / 2\n'
+
+
+@pytest.mark.parametrize(
+    ("reply", "program"),
+    [
+        (CODE, CODE),
+        (f"So:\n```\n{CODE}```\nand\n```\ny\n```", CODE),
+        (f"```py\n{CODE}", CODE),  # cut at the limit
+        *((f"Look:\n```{info}\n{CODE}```\nIt halves.", CODE) for info in ("Python", "python3", "PY", " python ")),
+        *((f"```{info}\n{CODE}```\n", CODE) for info in ('python title="half.py"', "{.python .lines}", "python3.11")),
+        (f"Look:\n```python\n{CODE}```\nIt halves.".replace("\n", "\r\n"), CODE),
+        (f"~~~python\n{CODE}~~~\nDone.", CODE),
+        ("1. First\n   ```python\n   def half(n):\n       return n / 2\n   ```\n", CODE),
+        ("   ```python\n   def half(n):\n       return n / 2\n   ```\nDone.", CODE),
+        (f"````python\n{DOCSTRING}{CODE}````\nDone.", DOCSTRING + CODE),
+        (f"~~~python\n{DOCSTRING}{CODE}~~~\nDone.", DOCSTRING + CODE),
+        (f"```python\n{INDENTED}```\nDone.", INDENTED),
+        (f"```sh\npip install half\n```\n```python\n{CODE}```", CODE),
+        (f"```\n$ pip install half\n```\n```\n{CODE}```", CODE),
+        (f"```json\n{{}}\n```\n```\n{CODE}```", CODE),
+        (f"```\n>>> half(2) == 1\nTrue\n```\n```Py\n{CODE}```", CODE),
+        (f"```pycon\n>>> n = 1\n```\n```python\n{CODE}```", CODE),
+        (f"<details>\n```python\n{CODE}```\n</details>", CODE),
+        ("```\n    return n / 2\n```", "    return n / 2\n"),
+        ("Use `half` and ```half```.", "Use `half` and ```half```."),
+    ],
+)
+def test_the_program_of_a_reply(reply: str, program: str) -> None:
+    assert program_in(reply) == program
 
 
 @pytest.mark.parametrize("lines", [["{"], ["[]"], ['{"prompt": "a"}'], []])

@@ -36,8 +36,8 @@ CONFIDENT = 1.96
 def program_of(item: Item, reply: str) -> Program:
     """The program of a reply, with its check.
 
-    The program is the reply's first block between ``` lines, or all of it: a whole function, or a body that continues
-    the prompt. In both cases the prompt is before it, which has imports and functions that the tests use.
+    The program (`program_in`) is a whole function, or a body that continues the prompt. In both cases the prompt is
+    before it, which has imports and functions that the tests use.
     """
     assert isinstance(item, ProgramItem)
     code = program_in(reply)

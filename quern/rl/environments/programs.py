@@ -13,6 +13,9 @@ import re
 from functools import cache, partial
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
 from quern.eval.task import Item, question
 from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.rl.environment import Environment
@@ -21,7 +24,11 @@ NAMES = ("programs",)
 FILE = "programs.jsonl"
 LIMITS = Limits(seconds=5.0, cpu_seconds=2.0, memory_megabytes=256)
 
-_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
+_COMMONMARK = MarkdownIt("commonmark").disable(["inline", "html_block"])  # <details> hides no program
+_PYTHON = re.compile(r"\W*py(?:thon)?[\d.]*(?![\w-])", re.IGNORECASE)
+"""The info string of a Python block, such as Python3 or {.python}."""
+_KEYWORDS = "async|class|def|for|from|if|import|return|try|while|with"
+_STATEMENT = re.compile(rf"^[ \t]*(?:(?:{_KEYWORDS})\b|[\w. ]+=[^=])", re.MULTILINE)
 
 
 def environment(name: str, folder: Path | None) -> Environment:
@@ -42,9 +49,18 @@ def environment(name: str, folder: Path | None) -> Environment:
 
 
 def program_in(reply: str) -> str:
-    """The program of a reply: its first block between ``` lines, or all of it."""
-    block = _BLOCK.search(reply)
-    return block.group(1) if block else reply
+    """The program of a reply: its first fenced block of Python, or all of it if it has no fenced block.
+
+    Blocks are those of CommonMark. Without one that is called Python, it is the first that has no tag and looks like
+    Python; else the first without a tag; else the first.
+    """
+
+    def doubts(block: Token) -> int:
+        tag = block.info.strip()
+        return 0 if _PYTHON.match(tag) else 3 if tag else 1 if _STATEMENT.search(block.content) else 2
+
+    blocks = [token for token in _COMMONMARK.parse(reply) if token.type == "fence"]
+    return min(blocks, key=doubts).content if blocks else reply
 
 
 def _ask(exercises: list[tuple[str, str]], seed: str) -> Item:
