@@ -5,6 +5,7 @@ Verbs with options of their own define them in the file of their stage.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,6 +268,12 @@ class ServeOptions(_ModelOptions):
     """The stage whose model replies. Default: the run's last stage."""
     host: str = "127.0.0.1"
     """The address to listen on. Other hosts can connect to any address but loopback: ask for --keys then."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further host names for which to answer, such as chat.example.org. Known are IP addresses, localhost, --host and
+    this machine's name; "*" is any name, which lets web pages reach the server by DNS rebinding."""
+    trusted_proxy: tuple[str, ...] = ()
+    """Addresses or networks of proxies, such as 127.0.0.1: the client's address is then the one that they report in
+    X-Forwarded-For. Default: none is believed."""
     port: int = 8000
     """The port to listen on; 0 picks a free one."""
     keys: Annotated[Path | None, UNSAID] = None
@@ -282,9 +289,9 @@ class ServeOptions(_ModelOptions):
     replicas: int = 1
     """Processes that each have the models, behind one port; on GPUs, one GPU each."""
     requests_per_minute: int = 0
-    """The most requests for replies by one holder of a key, or by one address without keys; 0 for any number."""
+    """The most POST requests by one holder of a key, or by one address without keys; 0 for any number."""
     requests_at_once: int = 0
-    """The most open requests for replies by one holder of a key, or by one address without keys; 0 for any number."""
+    """The most open POST requests by one holder of a key, or by one address without keys; 0 for any number."""
     request_seconds: float = 600.0
     """The longest time that a request may take."""
     cors: tuple[str, ...] = ()
@@ -293,3 +300,10 @@ class ServeOptions(_ModelOptions):
     """The file of a certificate (PEM), to serve HTTPS; with --tls-key. Default: HTTP."""
     tls_key: Annotated[Path | None, UNSAID] = None
     """The file of the certificate's private key (PEM). Default: HTTP."""
+
+    def __post_init__(self) -> None:
+        for proxy in self.trusted_proxy:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ValueError(f"--trusted-proxy: {error}; give an address or a network, as 10.0.0.0/8") from None

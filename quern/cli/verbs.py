@@ -297,7 +297,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         from quern.runs.run_dir import RunDir
         from quern.serve import command
         from quern.serve.frontier import Gate, Keys
-        from quern.serve.server import LOOPBACK
+        from quern.serve.hosts import Hosts
         from quern.serve.worker import Limits
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
@@ -315,12 +315,13 @@ def verb_serve(verb: str, rest: list[str]) -> int:
             file = opened.enter_context(options.access_log.open("a", encoding="utf-8"))
             access = functools.partial(print, file=file, flush=True)
         gate = Gate(
-            hosts=LOOPBACK if options.host in LOOPBACK else None,
+            hosts=Hosts(options.host, options.allowed_hosts),
             keys=None if options.keys is None else Keys.read(options.keys),
             log=access,
             per_minute=options.requests_per_minute,
             at_once=options.requests_at_once,
             origins=options.cors,
+            trusted=options.trusted_proxy,
         )
         limits = Limits(seconds=options.request_seconds)
         command.run(

@@ -142,11 +142,11 @@ def run(
         address = f"at http{'s' if tls else ''}://{host}:{listener.getsockname()[1]}"
         if replicas == 1:
             app = open_app(sources, gate, limits, log, f" {address}", watch_seconds=watch_seconds)
-            serve(app, listener, app.state.models.thread, **files)
+            serve(app, listener, app.state.models.thread, gate.trusted, **files)
             return
         with started(sources, replicas, limits, log, watch_seconds) as processes:
             log(f"serving {', '.join(sources)} with {replicas} replicas {address}")
-            serve(create_router(processes.replicas, gate, processes.stop), listener, None, **files)
+            serve(create_router(processes.replicas, gate, processes.stop), listener, None, gate.trusted, **files)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.serve.answers import error_response
+from quern.serve.hosts import Hosts
+from quern.serve.page import page_paths
 from quern.serve.requests.errors import ApiError
 
 SECURITY_HEADERS = {
@@ -25,10 +27,8 @@ SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/metrics", "/welcome")
-"""Paths that need a key, if the server has keys. The page's files and /health are public."""
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Paths whose requests count for the rates."""
+PUBLIC = {"/health", *page_paths()}
+"""Paths that need no key, if the server has keys."""
 MOST_CLIENTS = 10_000  # whose rates are remembered
 
 
@@ -70,19 +70,21 @@ class Keys:
 class Gate:
     """Who may come in, and how often."""
 
-    hosts: Sequence[str] | None = None
+    hosts: Hosts | None = None
     """The accepted host names; None for any."""
     keys: Keys | None = None
     """The keys that are accepted; None for no keys."""
     log: Callable[[str], None] | None = None
     """Takes a JSON line for each request when it has ended; no line has text of a prompt or a reply."""
     per_minute: int = 0
-    """The most requests for replies that the holder of a key may make in a minute; 0 for any number. Without keys, this
-    and `at_once` count by the client's address."""
+    """The most POST requests that the holder of a key may make in a minute; 0 for any number. Without keys, this and
+    `at_once` count by the client's address."""
     at_once: int = 0
-    """The most requests for replies that a holder may have open at the same time; 0 for any number."""
+    """The most POST requests that a holder may have open at the same time; 0 for any number."""
     origins: Sequence[str] = ()
     """Web pages of these origins may use the API in a browser."""
+    trusted: Sequence[str] = ()
+    """Addresses or networks of proxies, whose X-Forwarded-For is believed."""
 
 
 class Rates:
@@ -99,15 +101,14 @@ class Rates:
             return _too_many(f"{self._at_once} of your requests are open already", 1)
         if self._per_minute:
             now = self._clock()
-            left, before = self._left.get(client, (float(self._per_minute), now))
+            left, before = self._left.pop(client, (float(self._per_minute), now))
             left = min(self._per_minute, left + (now - before) * self._per_minute / 60)
-            self._left[client] = (left, now)
+            self._left[client] = (left - (left >= 1), now)  # the last one: the first has been silent for longest
+            if len(self._left) > MOST_CLIENTS:  # a client that is forgotten has a whole minute's worth again
+                self._left.pop(next(iter(self._left)))
             if left < 1:
                 wait = math.ceil((1 - left) * 60 / self._per_minute)
                 return _too_many(f"you may make {self._per_minute} requests a minute", wait)
-            self._left[client] = (left - 1, now)
-            if len(self._left) > MOST_CLIENTS:  # a client that is forgotten has a whole minute's worth again
-                self._left.pop(next(iter(self._left)))
         self._open[client] += 1
         return None
 
@@ -131,8 +132,7 @@ class Frontier:
     """Middleware. gate: Who may come in."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app, self._keys, self._log = app, gate.keys, gate.log
-        self._hosts = None if gate.hosts is None else {host.lower() for host in gate.hosts}
+        self._app, self._keys, self._log, self._hosts = app, gate.keys, gate.log, gate.hosts
         self._rates = Rates(gate.per_minute, gate.at_once)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,7 +160,7 @@ class Frontier:
         counted = False
         try:
             refusal = self._refusal(headers.get("host", ""), scope["path"], holder, scope["method"])
-            if refusal is None and scope["method"] == "POST" and scope["path"].startswith(GENERATING):
+            if refusal is None and scope["method"] == "POST":
                 refusal = self._rates.enter(client)
                 counted = refusal is None
             app = self._app if refusal is None else error_response(refusal)
@@ -172,16 +172,11 @@ class Frontier:
                 self._log(json.dumps(line | {"seconds": round(time.perf_counter() - start, 4)}))
 
     def _refusal(self, host: str, path: str, holder: str | None, method: str) -> ApiError | None:
-        if self._hosts is not None and host_name(host) not in self._hosts:
-            return ApiError(f"This server does not answer for the host {host!r}.", status=403, code="foreign_host")
+        if self._hosts is not None and host not in self._hosts:
+            message = f"This server does not answer for the host {host!r}: name it with --allowed-hosts."
+            return ApiError(message, status=403, code="foreign_host")
         # A browser asks with OPTIONS, without a key, whether a page of another origin may send its request.
-        if self._keys is not None and holder is None and path.startswith(GUARDED) and method != "OPTIONS":
+        if self._keys is not None and holder is None and path not in PUBLIC and method != "OPTIONS":
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
             return ApiError(message, status=401, code="invalid_api_key", kind="authentication_error")
         return None
-
-
-def host_name(host: str) -> str:
-    """The host name in a Host header, in lower case, without port and brackets."""
-    name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    return name.lower()

@@ -15,12 +15,21 @@ from quern.serve.worker import Limits, Worker
 
 
 class Model:
-    """One engine with its worker."""
+    """One engine with its worker. A request holds it (`with model:`) until its jobs are submitted."""
 
     def __init__(self, name: str, engine: Engine, metrics: Metrics, limits: Limits) -> None:
         self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
         self.worker = Worker(engine, metrics.of(name, engine), limits)
         self.created = int(time.time())
+        self.held = 0
+        """Requests that have found this model and may still submit jobs to it."""
+
+    def __enter__(self) -> Model:
+        self.held += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.held -= 1
 
     def body(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -57,10 +66,10 @@ class Models:
         return model
 
     async def replace(self, name: str, engine: Engine) -> None:
-        """Sends new requests to another engine; returns when the old one has answered those that it had."""
+        """Sends new requests to another engine; returns when the old one has answered those that had found it."""
         old, new = self._models[name], Model(name, engine, self.metrics, self._limits)
         self.thread.add(new.worker)
         self._models[name] = new
-        while old.worker.open:
+        while old.held or old.worker.open:
             await asyncio.sleep(0.05)
         await new.worker.call(lambda: self.thread.remove(old.worker))

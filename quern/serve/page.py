@@ -63,14 +63,17 @@ def _spread(texts: Sequence[str], most: int) -> tuple[str, ...]:
     return tuple(texts[number * len(texts) // count] for number in range(count))
 
 
+def page_paths() -> dict[str, Path]:
+    """The files of the page by the paths of their URLs."""
+    files = [file for file in sorted(WEB.rglob("*")) if file.suffix in MEDIA_TYPES]
+    return {"/" if file.name == "index.html" else f"/{file.relative_to(WEB).as_posix()}": file for file in files}
+
+
 def add_page(app: FastAPI, welcome: Welcome) -> None:
     """Adds a route for each file of web/, and GET /welcome."""
-    for file in sorted(WEB.rglob("*")):
-        if file.suffix in MEDIA_TYPES:
-            path = "/" if file.name == "index.html" else f"/{file.relative_to(WEB).as_posix()}"
-            app.add_api_route(
-                path, _sender(file.read_bytes(), MEDIA_TYPES[file.suffix]), methods=["GET"], include_in_schema=False
-            )
+    for path, file in page_paths().items():
+        send = _sender(file.read_bytes(), MEDIA_TYPES[file.suffix])
+        app.add_api_route(path, send, methods=["GET"], include_in_schema=False)
     body = {"suggestions": list(welcome.suggestions), "mode": "text" if welcome.completes else "chat"}
 
     @app.get("/welcome", include_in_schema=False)

@@ -46,7 +46,8 @@ def add_routes(app: FastAPI, models: Models) -> None:
     def post(path: str, kind: type[Body], answer: Callable[[Request, Body, Model], Awaitable[Response]]) -> None:
         async def route(http: Request) -> Response:
             request = parse_request(kind, await read_json(http))
-            return await answer(http, request, models.find(getattr(request, "model", None)))
+            with models.find(getattr(request, "model", None)) as model:
+                return await answer(http, request, model)
 
         own = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         own["properties"]["model"] |= {"enum": [model.name for model in models.all()]}

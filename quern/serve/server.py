@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,10 +21,13 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from quern.generate.engine import Engine
+from quern.serve.connections import HEADER_BYTES, Connections
 from quern.serve.engine_thread import IDLE_SECONDS, EngineThread
 from quern.serve.frontier import Frontier, Gate
+from quern.serve.hosts import Hosts
 from quern.serve.models import Models
 from quern.serve.page import Welcome, add_page
 from quern.serve.routes import add_routes
@@ -34,7 +37,7 @@ DRAIN_SECONDS = 30
 """Replies that are being written when the server is asked to stop have so long to end."""
 WARM_ROWS = (1, 8, 32)
 """The sizes of the running batch for which `quern serve` compiles; the last one is the most rows that run together."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = Hosts("127.0.0.1")
 
 
 def create_app(
@@ -86,20 +89,50 @@ def prepare_threads() -> None:
     sys.setswitchinterval(0.0005)
 
 
-def serve(app: Starlette, listener: socket.socket, engines: EngineThread | None = None, **tls: Any) -> None:
+def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
+    """Returns uvicorn's configuration: bounded connections, no proxy believed but those that are named.
+
+    Args:
+        app: The application.
+        trusted: Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed.
+        connections: The bounds.
+        more: Further settings of uvicorn's Config.
+    """
+    connections = connections or Connections(trusted)
+    http: Any = connections.make
+    return uvicorn.Config(
+        connections.follow(app),
+        http=http,
+        ws="none",
+        h11_max_incomplete_event_size=2 * HEADER_BYTES,
+        proxy_headers=bool(trusted),
+        forwarded_allow_ips=list(trusted),
+        access_log=False,
+        **more,
+    )
+
+
+def serve(
+    app: Starlette,
+    listener: socket.socket,
+    engines: EngineThread | None = None,
+    trusted: Sequence[str] = (),
+    **tls: Any,
+) -> None:
     """Serves on a socket of `listen` until interrupted. Call it in the main thread.
 
     Args:
         app: The application.
         listener: Where clients connect.
         engines: What this thread runs meanwhile; the event loop has another thread.
+        trusted: As in `configure`.
         tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config.
 
     Raises:
         KeyboardInterrupt: After the normal end, if SIGINT asked for it.
     """
     prepare_threads()
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
+    config = configure(app, trusted, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
     server = uvicorn.Server(config)
 
     def answer() -> None:

@@ -1,5 +1,6 @@
 """What someone who runs the server relies on: rates, time limits, CORS, HTTPS, several models, newer checkpoints."""
 
+import asyncio
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from quern.serve.frontier import Gate, Rates
 from quern.serve.models import Models
 from quern.serve.server import LOOPBACK, create_app, listen, serve
 from quern.serve.worker import Limits
+from quern.text.tokenizer import Tokenizer
 from tests.support.http_server import running
 from tests.support.toy_engine import toy_engine, toy_tokenizer
 
@@ -217,6 +219,28 @@ def test_new_requests_go_to_the_newer_model_and_open_streams_end_with_the_old() 
         list(pool.map(client, [url] * 8))
         assert ask(url, max_tokens=25).json()["choices"][0]["message"]["content"] == prompts[3]
     assert set(answers) <= set(prompts.values()) and prompts[3] in answers
+
+
+def test_a_request_whose_prompt_is_being_read_keeps_its_model() -> None:
+    reading = threading.Event()
+
+    class Slowly(Tokenizer):
+        def encode(self, text: str) -> list[int]:
+            reading.set()
+            time.sleep(0.4)
+            return super().encode(text)
+
+    async def watch(models: Models) -> None:
+        await asyncio.to_thread(reading.wait, 10)
+        await models.replace("toy", toy_engine(context=256, seed=1))
+
+    engine = toy_engine(context=256)
+    slowly = Slowly(engine.tokenizer.merges, special_tokens=engine.tokenizer.special_tokens)
+    app = create_app({"toy": Engine(engine.model, slowly, engine.machine)}, watch=watch)
+    with running(app) as url:
+        answer = ask(url)
+        assert answer.status_code == 200, answer.text
+        assert ask(url).status_code == 200
 
 
 def test_the_container_copies_what_exists_and_starts_with_flags_that_exist() -> None:

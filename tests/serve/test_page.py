@@ -50,7 +50,8 @@ def test_every_file_of_the_page_is_served_and_nothing_else() -> None:
             if file.parent == WEB and file.suffix != ".svg":
                 assert "https://" not in answer.text and "innerHTML" not in answer.text, path
         for path in ("index.html", "vendor/README.md", "vendor/LICENSE.temml", "../page.py", "web/app.js"):
-            assert httpx.get(f"{url}/{path}").status_code == 404, path
+            assert httpx.get(f"{url}/{path}").status_code == 401, path
+            assert httpx.get(f"{url}/{path}", headers={"authorization": "Bearer secret"}).status_code == 404, path
         assert httpx.get(f"{url}/welcome").status_code == 401
         answer = httpx.get(f"{url}/welcome", headers={"authorization": "Bearer secret"})
         assert answer.json() == {"suggestions": ["<b>hello</b>"], "mode": "text"}

@@ -19,7 +19,8 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.rows import Event, Generation
 from quern.generate.sample import Sampling
-from quern.serve.frontier import Gate, Keys, host_name
+from quern.serve.frontier import Gate, Keys
+from quern.serve.hosts import Hosts, host_name
 from quern.serve.requests.schema import ChatRequest, parse_request
 from quern.serve.routes import MAX_BODY_BYTES
 from quern.serve.server import LOOPBACK, create_app, listen
@@ -348,7 +349,7 @@ def test_keys_guard_the_api_and_the_log_has_no_text(engine: Engine, tmp_path: Pa
     bad = ("", "Bearer sesame", f"Bearer {digest}", "Basic open sesame", "x")
     with running(app) as base:
         for wrong in [{"authorization": text} for text in bad]:
-            for path in ("/v1/models", "/metrics", "/v1/nothing"):
+            for path in ("/v1/models", "/metrics", "/v1/nothing", "/openapi.json", "/welcome", "/docs", "//health"):
                 check_error(httpx.get(base + path, headers=wrong), 401, "Authorization: Bearer KEY")
             check_error(post(base, ask(), headers=wrong), 401, "API key")
         with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
@@ -383,6 +384,31 @@ def test_a_file_without_good_keys_is_refused(tmp_path: Path, text: str) -> None:
 )
 def test_host_names(header: str, name: str) -> None:
     assert host_name(header) == name
+
+
+@pytest.mark.parametrize(
+    ("bound", "header", "accepted"),
+    [
+        ("127.0.0.2", "evil.com", False),
+        ("127.0.0.2", "127.0.0.2:8000", True),
+        ("0.0.0.0", "evil.com:8000", False),  # a container whose port is published on loopback
+        ("0.0.0.0", "192.168.1.7:8000", True),
+        ("0.0.0.0", "localhost:8000", True),
+        ("::", "[fe80::1%eth0]:8000", True),
+        ("::", f"{socket.gethostname()}:8000", True),
+        ("chat.example.org", "chat.example.org", True),
+        ("chat.example.org", "example.org", False),
+        ("127.0.0.1", "a.named.org", True),
+        ("127.0.0.1", "named.org", False),
+        ("127.0.0.1", "evilnamed.org", False),
+        ("127.0.0.1", "127.0.0.1.evil.com", False),
+        ("127.0.0.1", "quern.localhost", True),
+        ("127.0.0.1", "", False),
+    ],
+)
+def test_hosts_are_derived_from_what_was_bound_and_named(bound: str, header: str, accepted: bool) -> None:
+    assert (header in Hosts(bound, ["*.named.org"])) is accepted
+    assert header == "" or header in Hosts(bound, ["*"])
 
 
 def test_an_address_that_cannot_be_had_names_the_flag() -> None:

@@ -10,14 +10,16 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from quern.serve.server import configure
+
 
 @contextmanager
 def running(app: FastAPI, **more: Any) -> Iterator[str]:
-    """Yields the base URL, "http://127.0.0.1:PORT"; stops the server afterwards. more: uvicorn's settings."""
+    """Yields the base URL, "http://127.0.0.1:PORT"; stops the server afterwards. more: as in `configure`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2, **more))
+        server = uvicorn.Server(configure(app, log_level="error", timeout_graceful_shutdown=2, **more))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         deadline = time.monotonic() + 30

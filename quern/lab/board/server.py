@@ -22,8 +22,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from quern.bounds import refuse_outside
 from quern.lab.board.reader import Board, NotFound
+from quern.serve.hosts import Hosts
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BODY_BYTES = 4 << 20
 WEB = Path(__file__).parent / "web"
 SCRIPT, STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
@@ -69,7 +69,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, options: BoardOptions) -> None:
         """Raises OSError if the address cannot be used; the message names the flags."""
         self.board = Board(options.out)
-        self.hosts = LOOPBACK if options.host in LOOPBACK else None
+        self.hosts = Hosts(options.host)
         try:
             found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
             self.address_family = found[0]
@@ -104,8 +104,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(self._post)
 
     def _answer(self, respond: Callable[[], None]) -> None:
-        name = _host_name(self.headers.get("Host", ""))
-        if self.server.hosts is not None and name not in self.server.hosts:
+        if self.headers.get("Host", "") not in self.server.hosts:
             self.close_connection = True  # the body, if any, was not read
             return self._error(403, "this server does not answer for that host name")
         try:
@@ -162,14 +161,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged: the page sends one every two seconds."""
-
-
-def _host_name(host: str) -> str | None:
-    """The name in a Host header, in lower case, without port and brackets; None if it is malformed."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
 
 
 def run(options: BoardOptions, log: Callable[[str], None]) -> int:

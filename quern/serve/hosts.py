@@ -1,0 +1,45 @@
+"""The host names for which a server answers.
+
+A page of another host can reach a server on this machine by DNS rebinding: its own name then resolves to the server's
+address. The browser still sends that name in the Host header, so a server that knows its names is safe.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+
+class Hosts:
+    """Tests Host headers: `header in hosts`.
+
+    Accepted are IP addresses, which no one can rebind; localhost and its subdomains; the host name that was bound; this
+    machine's name; and the names that the user lists.
+
+    Args:
+        bound: The address or name on which the server listens.
+        named: Further names; "*.example.org" stands for the subdomains of example.org, "*" for every name.
+    """
+
+    def __init__(self, bound: str, named: Sequence[str] = ()) -> None:
+        machine = socket.gethostname()
+        self._names = {name.lower() for name in ("localhost", bound, machine, f"{machine}.local", *named)}
+
+    def __contains__(self, header: str) -> bool:
+        name = host_name(header)
+        try:
+            ipaddress.ip_address(name.partition("%")[0])
+            return True
+        except ValueError:
+            pass
+        if not name or name in self._names:
+            return bool(name)
+        parents = [name.split(".", number)[number] for number in range(1, name.count(".") + 1)]
+        return "localhost" in parents or bool(self._names & {"*", *(f"*.{parent}" for parent in parents)})
+
+
+def host_name(host: str) -> str:
+    """The host name in a Host header, in lower case, without port and brackets."""
+    name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower()

@@ -1,0 +1,213 @@
+"""Connections that stall, flood or crowd out others, with both parsers of uvicorn."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from quern.serve.connections import HEADER_BYTES, Connections, Deadlines
+from quern.serve.frontier import Gate
+from quern.serve.server import LOOPBACK, create_app
+from tests.serve.test_operations import ask, slow_engine
+from tests.support.http_server import running
+from tests.support.toy_engine import toy_engine
+
+QUICK = Deadlines(headers=0.5, body=0.8, unread=0.8)
+HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.fixture(scope="module", params=[HttpToolsProtocol, H11Protocol], ids=["httptools", "h11"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(
+        create_app({"toy": toy_engine()}), connections=Connections(deadlines=QUICK, parse=request.param)
+    ) as base:
+        yield base
+
+
+@contextmanager
+def connected(url: str, source: str = "127.0.0.1") -> Iterator[socket.socket]:
+    address = (url.removeprefix("http://").split(":")[0], int(url.rsplit(":", 1)[1]))
+    with closing(socket.create_connection(address, 10, (source, 0))) as connection:
+        yield connection
+
+
+def reply(connection: socket.socket) -> bytes:
+    """What arrives until the server closes the connection."""
+    found = b""
+    try:
+        while piece := connection.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def flood(connection: socket.socket, pieces: Iterator[bytes]) -> int:
+    """Sends until the server closes the connection. Returns the bytes that were sent."""
+    sent = 0
+    try:
+        for piece in pieces:
+            connection.sendall(piece)
+            sent += len(piece)
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    return sent
+
+
+def endless(*pieces: bytes, total: int = 32 << 20) -> Iterator[bytes]:
+    """The pieces, the last one again and again, `total` bytes of it."""
+    yield from pieces[:-1]
+    for _ in range(total // len(pieces[-1])):
+        yield pieces[-1]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ([GET, b"x: ", b"a" * 4096], b"431"),
+        ([GET, b"x: y\r\n" * 500], b"431"),
+        ([b"GET /" + b"a" * 4096, b"a" * 4096], b"431"),
+        ([b"\r\n\r\n" + GET, b"x: ", b"a" * 4096], b"4"),
+        ([GET, b"\r\n", GET, b"x: ", b"a" * 4096], b"200"),  # the second request's headers
+        ([CHUNKED, b"1;" + b"x" * 4096 + b"\r\na\r\n"], b"413"),
+        ([CHUNKED + b"0\r\n", b"x: y\r\n" * 500], b"4"),  # trailers
+    ],
+    ids=["a value", "many headers", "the path", "after empty lines", "pipelined", "chunk extensions", "trailers"],
+)
+def test_a_flood_is_cut_off(url: str, pieces: list[bytes], status: bytes) -> None:
+    with connected(url) as connection:
+        sent = flood(connection, endless(*pieces))
+        assert sent < 16 << 20, "the sockets' buffers and the limit, not the flood"
+        found = reply(connection)
+        assert found == b"" or found.startswith(b"HTTP/1.1 " + status), "a reset may have lost the answer"
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_headers_just_over_the_limit_are_told_so_and_just_below_are_not(url: str) -> None:
+    with connected(url) as connection:
+        connection.sendall(GET + b"x: " + b"a" * HEADER_BYTES)
+        assert reply(connection).startswith(b"HTTP/1.1 431 ")
+    with connected(url) as connection:
+        connection.sendall(GET + b"x: " + b"a" * (HEADER_BYTES - 100) + b"\r\nconnection: close\r\n\r\n")
+        assert reply(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_large_bodies_and_many_requests_on_one_connection_pass(url: str) -> None:
+    text = "a" * 500_000
+    with httpx.Client(timeout=60) as client:
+        for _ in range(3):
+            answer = client.post(f"{url}/detokenize", json={"tokens": [65] * 200_000})
+            assert answer.status_code == 200
+            assert client.post(f"{url}/nothing", json={"text": text}).status_code == 404, "nobody reads this body"
+            assert client.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"",
+        GET,
+        GET + b"x",
+        HEAD + b"content-length: 10\r\n\r\n{",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n",
+    ],
+    ids=["idle", "half a header", "half a name", "half a body", "half a chunked body"],
+)
+def test_a_stalled_connection_is_closed(url: str, begin: bytes) -> None:
+    start = time.monotonic()
+    with connected(url) as connection:
+        connection.sendall(begin)
+        reply(connection)
+    assert time.monotonic() - start < 3
+
+
+def test_a_drip_does_not_move_the_deadline(url: str) -> None:
+    start = time.monotonic()
+    with connected(url) as connection:
+        connection.settimeout(0.05)
+        connection.sendall(GET + b"x: ")
+        while time.monotonic() - start < 5:
+            try:
+                connection.sendall(b"a")
+                if not connection.recv(100):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    assert time.monotonic() - start < 3
+
+
+def test_a_client_that_does_not_read_its_response_is_closed(url: str) -> None:
+    many = GET.replace(b"/health", b"/vendor/temml.min.js") + b"\r\n"
+    start = time.monotonic()
+    with connected(url) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(5)
+        sent = flood(connection, endless(many, total=64 << 20))
+    assert sent < 64 << 20 and time.monotonic() - start < 6
+
+
+@pytest.fixture
+def crowded() -> Iterator[Callable[..., Any]]:
+    """Starts a server with few places."""
+    with ExitStack() as opened:
+
+        def start(most: int, **gate: Any) -> str:
+            app = create_app({"toy": slow_engine()}, Gate(LOOPBACK, **gate))
+            return opened.enter_context(running(app, connections=Connections(most=most)))
+
+        yield start
+
+
+def test_half_headers_shut_nobody_out(crowded: Callable[..., Any]) -> None:
+    url = crowded(16)
+    with ExitStack() as opened:
+        streams = []
+
+        def stream() -> None:
+            streams.append(ask(url, max_tokens=60).status_code)
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        time.sleep(0.3)
+        for number in range(60):
+            attacker = opened.enter_context(connected(url, f"127.0.0.{1 + number % 3}"))
+            attacker.sendall(GET)
+            if number % 10 == 0:
+                assert ask(url, max_tokens=2).status_code == 200
+        thread.join()
+        assert streams == [200], "a request that is being answered is never closed for others"
+
+
+def test_one_address_has_half_of_the_places(crowded: Callable[..., Any]) -> None:
+    url = crowded(8)
+    with ExitStack() as opened:
+        busy = []
+        for _ in range(6):
+            busy.append(opened.enter_context(connected(url, "127.0.0.2")))
+            busy[-1].sendall(HEAD + b"content-length: 10\r\n\r\n{")
+            time.sleep(0.1)
+        found = [connection.recv(12) for connection in busy[4:]]
+        assert found == [b"HTTP/1.1 503"] * 2
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("trusted", [[], ["127.0.0.1"]], ids=["nobody", "the proxy"])
+def test_rates_believe_named_proxies_alone(trusted: list[str]) -> None:
+    app = create_app({"toy": toy_engine()}, Gate(LOOPBACK, per_minute=2))
+    with running(app, trusted=trusted) as url:
+        found = []
+        for client in ("10.0.0.1", "10.0.0.2", "10.0.0.3"):
+            body = {"prompt": "x"}
+            found.append(httpx.post(f"{url}/tokenize", json=body, headers={"x-forwarded-for": client}).status_code)
+    assert found == [200, 200, 200 if trusted else 429]
