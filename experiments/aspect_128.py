@@ -7,7 +7,7 @@ Expected effect: worse at equal FLOPs; a step costs more, so do not compare at e
 Verdict: better at equal steps (-0.1082 bits per byte, 6 pairs); worse at equal flops (+0.4320 bits per byte, 6 pairs);
 worse at equal seconds (+0.3931 bits per byte, 6 pairs). Study sizes.
 
-The study's baseline has 4 layers of 128 ([narrow](narrow.py)). For another depth set --model.width to 128 times the depth.
+The study's baseline has 4 layers of 128 ([narrow](narrow.py)). For another depth set --model.width to 128 · depth.
 """
 
 from dataclasses import replace

@@ -296,8 +296,8 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     try:
         from quern.runs.run_dir import RunDir
         from quern.serve import command
-        from quern.serve.frontier import Gate, Keys
-        from quern.serve.hosts import Hosts
+        from quern.serve.gate.frontier import Gate, Keys
+        from quern.serve.gate.hosts import Hosts
         from quern.serve.worker import Limits
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error

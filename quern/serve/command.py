@@ -22,7 +22,7 @@ from quern.machine import Machine, worker_variables
 from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.engine_thread import in_new_thread
-from quern.serve.frontier import Gate
+from quern.serve.gate.frontier import Gate
 from quern.serve.models import Models
 from quern.serve.page import read_welcome
 from quern.serve.replicas.processes import Processes, Replica

@@ -24,10 +24,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quern.generate.engine import Engine
-from quern.serve.connections import HEADER_BYTES, Connections
 from quern.serve.engine_thread import IDLE_SECONDS, EngineThread
-from quern.serve.frontier import Frontier, Gate
-from quern.serve.hosts import Hosts
+from quern.serve.gate.connections import HEADER_BYTES, Connections
+from quern.serve.gate.frontier import Frontier, Gate
+from quern.serve.gate.hosts import Hosts
 from quern.serve.models import Models
 from quern.serve.page import Welcome, add_page
 from quern.serve.routes import add_routes

@@ -8,7 +8,7 @@ import pytest
 
 from quern.generate.reply import Delta
 from quern.generate.sample import GREEDY
-from quern.serve.frontier import Gate, Keys
+from quern.serve.gate.frontier import Gate, Keys
 from quern.serve.server import LOOPBACK, create_app
 from quern.text.chat import render_prompt
 from tests.browser.chrome import Chrome, find_chrome

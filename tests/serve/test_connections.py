@@ -12,8 +12,8 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quern.serve.connections import HEADER_BYTES, Connections, Deadlines
-from quern.serve.frontier import Gate
+from quern.serve.gate.connections import HEADER_BYTES, Connections, Deadlines
+from quern.serve.gate.frontier import Gate
 from quern.serve.server import LOOPBACK, create_app
 from tests.serve.test_operations import ask, slow_engine
 from tests.support.http_server import running

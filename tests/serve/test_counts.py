@@ -15,7 +15,7 @@ import pytest
 from quern.generate.engine import Engine
 from quern.generate.rows import Event
 from quern.serve.engine_thread import EngineThread
-from quern.serve.frontier import Gate
+from quern.serve.gate.frontier import Gate
 from quern.serve.metrics import Metrics, ModelMetrics
 from quern.serve.server import create_app
 from quern.serve.worker import Job, Limits, Worker

@@ -23,7 +23,7 @@ import pytest
 from quern.cli.options import ServeOptions
 from quern.cli.verbs import parse
 from quern.generate.engine import Engine
-from quern.serve.frontier import Gate, Rates
+from quern.serve.gate.frontier import Gate, Rates
 from quern.serve.models import Models
 from quern.serve.server import LOOPBACK, create_app, listen, serve
 from quern.serve.worker import Limits

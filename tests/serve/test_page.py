@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quern.serve.frontier import Gate, Keys
+from quern.serve.gate.frontier import Gate, Keys
 from quern.serve.page import MEDIA_TYPES, WEB, Welcome, read_welcome
 from quern.serve.server import LOOPBACK, create_app
 from tests.support.http_server import running

@@ -19,8 +19,8 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.rows import Event, Generation
 from quern.generate.sample import Sampling
-from quern.serve.frontier import Gate, Keys
-from quern.serve.hosts import Hosts, host_name
+from quern.serve.gate.frontier import Gate, Keys
+from quern.serve.gate.hosts import Hosts, host_name
 from quern.serve.requests.schema import ChatRequest, parse_request
 from quern.serve.routes import MAX_BODY_BYTES
 from quern.serve.server import LOOPBACK, create_app, listen

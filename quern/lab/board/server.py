@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from quern.bounds import refuse_outside
 from quern.lab.board.reader import Board, NotFound
-from quern.serve.hosts import Hosts
+from quern.serve.gate.hosts import Hosts
 
 MAX_BODY_BYTES = 4 << 20
 WEB = Path(__file__).parent / "web"

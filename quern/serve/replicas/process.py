@@ -14,7 +14,7 @@ from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 from quern.runs.run_dir import RunDir
 from quern.serve.command import Source, open_app
-from quern.serve.frontier import Gate
+from quern.serve.gate.frontier import Gate
 from quern.serve.server import serve
 from quern.serve.worker import Limits
 

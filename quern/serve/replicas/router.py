@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from quern.serve.answers import JSON, STREAM_END, server_sent
-from quern.serve.frontier import Frontier, Gate
+from quern.serve.gate.frontier import Frontier, Gate
 from quern.serve.replicas.processes import Replica
 from quern.serve.requests.errors import ApiError
 from quern.serve.routes import on_api_error, on_failure, read_body, unless_gone

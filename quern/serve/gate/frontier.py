@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quern.serve.answers import error_response
-from quern.serve.hosts import Hosts
+from quern.serve.gate.hosts import Hosts
 from quern.serve.page import page_paths
 from quern.serve.requests.errors import ApiError
 
