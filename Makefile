@@ -30,7 +30,7 @@ LAWS := out/laws.json
 .PHONY: help setup quickstart rl test check types lint layers laws bench campaign clean
 
 help:
-	@sed -n 's/^#   /  /p' Makefile
+	@sed -n -e '/^$$/q' -e 's/^# \{0,1\}//p' Makefile
 
 setup: $(DEV)
 

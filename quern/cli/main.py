@@ -7,10 +7,9 @@ line, without a traceback. The exit codes are those of `train/guard.py`.
 from __future__ import annotations
 
 import io
-import os
 import sys
 
-from quern.cli.interrupt import EXIT_INTERRUPTED, INTERRUPTED, exit_on_interrupt
+from quern.cli.interrupt import EXIT_INTERRUPTED, EXIT_UNREAD, INTERRUPTED, discard_unread, exit_on_interrupt
 
 with exit_on_interrupt():  # importing PyTorch takes seconds
     from quern import machine as machines
@@ -22,10 +21,18 @@ with exit_on_interrupt():  # importing PyTorch takes seconds
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
     try:
-        return run_verb(sys.argv[1:] if arguments is None else arguments)
-    except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
-        return EXIT_INTERRUPTED
+        try:
+            return run_verb(sys.argv[1:] if arguments is None else arguments)
+        except KeyboardInterrupt:
+            print(INTERRUPTED, file=sys.stderr)
+            return EXIT_INTERRUPTED
+        finally:  # at the latest here, and not while Python shuts down, the error of a closed pipe is raised
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
+    except BrokenPipeError:  # the reader has closed the pipe, as in `quern --help | head -1`
+        if not discard_unread():
+            raise
+        return EXIT_UNREAD
 
 
 def run_verb(arguments: list[str]) -> int:
@@ -41,10 +48,9 @@ def run_verb(arguments: list[str]) -> int:
         return 2
     try:
         return VERBS[verb](verb, rest) or 0
-    except BrokenPipeError:  # the reader has closed the pipe, as in `quern run --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (ValueError, OSError, RuntimeError, ImportError) as error:
+        if isinstance(error, BrokenPipeError) and discard_unread():
+            return EXIT_UNREAD
         if machines.environment().get("QUERN_TRACEBACK"):
             raise
         from quern.runs.run_dir import plainly

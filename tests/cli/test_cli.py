@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -337,27 +336,6 @@ def test_every_field_of_sampling_is_a_flag() -> None:
 
 def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
     assert verbs.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
-
-
-STARTS = {
-    "module": ["-m", "quern.cli.main"],
-    "script": ["-c", "import sys; from quern.cli.main import main; sys.exit(main())"],
-}
-
-
-@pytest.mark.parametrize(
-    ("start", "imported"),
-    [("module", "numpy"), ("module", "torch.nn.functional"), ("module", "quern.machine"), ("script", "numpy")],
-)
-def test_ctrl_c_during_the_imports_is_one_line(start: str, imported: str) -> None:
-    """The interpreter tells of each module that it has imported: SIGINT comes when it has told of this one."""
-    command = [sys.executable, "-X", "importtime", *STARTS[start], "chat", "--help"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
-        next(line for line in process.stderr if line.split("|")[-1].strip() == imported)
-        process.send_signal(signal.SIGINT)
-        said = [line for line in process.stderr if not line.startswith("import time:")]
-    assert (process.returncode, said) == (130, ["interrupted; nothing half-written was left behind\n"])
 
 
 TWO_COMMANDS = """

@@ -124,11 +124,6 @@ def main(arguments: list[str], log: Callable[[str], None]) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         raise ValueError(f"there is no 'grug {verb}': use one of {', '.join(VERBS)}")
-    try:
-        for package in ("jax", "optax", "orbax.checkpoint"):
-            import_module(package)
-    except ImportError as error:
-        raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error
     if verb == "gauntlet":
         return _gauntlet(rest, log)
     if verb == "train":
@@ -141,14 +136,25 @@ def main(arguments: list[str], log: Callable[[str], None]) -> int:
     return _move(verb, options, log)
 
 
+def _need_jax() -> None:
+    """Raises ImportError naming the extra. Called after the flags are read: help needs no extra."""
+    try:
+        for package in ("jax", "optax", "orbax.checkpoint"):
+            import_module(package)
+    except ImportError as error:
+        raise ImportError(f"the JAX twin needs extra packages ({error}): {install('jax')}") from error
+
+
 def _train(rest: list[str], log: Callable[[str], None]) -> int:
+    from quern.recipes.gpt import RECIPE
+
+    options = training(rest, RECIPE)
+    _need_jax()
     import jax
 
     from quern.grug.dtype import choose_dtype
-    from quern.recipes.gpt import RECIPE
     from quern.stages.jax import train
 
-    options = training(rest, RECIPE)
     recipe, run_dir = options.recipe, RunDir(options.where.out, options.where.run)
     mesh, dtype = open_mesh(options.where), choose_dtype(options.where.dtype)
     first = jax.process_index() == 0  # the other processes print and track nothing
@@ -176,6 +182,7 @@ def training(arguments: list[str], recipe: Recipe) -> JaxTrainOptions:
 
 
 def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int:
+    _need_jax()
     from quern.grug.dtype import choose_dtype
     from quern.stages.jax import bridge, train
 
@@ -191,11 +198,12 @@ def _move(verb: str, options: JaxMoveOptions, log: Callable[[str], None]) -> int
 
 
 def _gauntlet(rest: list[str], log: Callable[[str], None]) -> int:
+    options = check_flags.read(GauntletOptions, rest, prog="quern grug gauntlet", description=VERBS["gauntlet"])
+    _need_jax()
     from quern.grug import gauntlet
     from quern.grug.mesh import keep_freed_memory
 
     keep_freed_memory()
-    options = check_flags.read(GauntletOptions, rest, prog="quern grug gauntlet", description=VERBS["gauntlet"])
     _split_cpu(options.cpu_devices)
     passed = gauntlet.run(options.file, options.out, options.steps, log)
     return 0 if passed else 1
