@@ -18,7 +18,7 @@ from typing import Any
 
 from quern.lab.arms import Arm, Arms, Order
 from quern.lab.cluster import RayArms
-from quern.lab.results import Result, all_results, result, steps_of, write_results
+from quern.lab.results import Result, all_results, changes_nothing, result, steps_of, write_results
 from quern.lab.study import Study
 
 
@@ -110,13 +110,10 @@ class _Driver:
                 self._first_pair(idea, processes)
             else:
                 self._pair(idea, pair, {steps_of(self.study, idea, axis) for axis in undecided}, processes)
-            for axis in undecided:  # in the first pair, the other numbers of steps are known only now
-                self._alone(idea, pair, steps_of(self.study, idea, axis), processes)
-            with self._base[pair]:
-                for steps in registered.other_lengths() if pair < registered.horizon_pairs else ():
-                    self._alone(registered.base, pair, steps, processes)
-            for one in self._results(idea):
-                self.log(one.line())
+            if not changes_nothing(self.study, idea):
+                self._other_lengths(idea, pair, undecided, processes)
+            for line in dict.fromkeys(one.line() for one in self._results(idea)):
+                self.log(line)
             with self._writing:
                 write_results(self.study, all_results(self.study))  # the board shows them while the study runs
 
@@ -141,6 +138,15 @@ class _Driver:
             wanted = registered.steps in lengths and self.study.find(idea, pair, registered.steps) is None
             names = [registered.base, idea] if wanted else [registered.base]
             self._train([self._order(name, pair, registered.steps) for name in names], processes)
+
+    def _other_lengths(self, idea: str, pair: int, axes: list[str], processes: Arms | RayArms) -> None:
+        """The idea with the steps of the other axes, which its first pair tells, and the baseline's other horizons."""
+        registered = self.study.registration
+        for axis in axes:
+            self._alone(idea, pair, steps_of(self.study, idea, axis), processes)
+        with self._base[pair]:
+            for steps in registered.other_lengths() if pair < registered.horizon_pairs else ():
+                self._alone(registered.base, pair, steps, processes)
 
     def _alone(self, arm: str, pair: int, steps: int, processes: Arms | RayArms) -> None:
         if self.study.find(arm, pair, steps) is None:

@@ -28,6 +28,8 @@ HEAD = (
     "memory",
 )
 UNDECIDED = "undecided"
+UNCHANGED = "changes nothing"
+"""The verdict on an idea whose first pair is equal, bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Result:
         base_bpb: Of the baseline by pair; None for a run that diverged.
         idea_bpb: Of the idea by pair.
         paired: Difference idea − baseline, and its evidence.
-        verdict: better, worse, no difference or undecided.
+        verdict: better, worse, no difference, undecided or changes nothing.
         saved: Share of the axis (steps, FLOPs or seconds) that the idea saves, with its interval; None if the
             baseline was not trained for other horizons.
         speed: Tokens per second over those of the baseline, in the pair whose arms alternated.
@@ -67,6 +69,8 @@ class Result:
 
     def line(self) -> str:
         """One line for the user."""
+        if self.verdict == UNCHANGED:
+            return f"  {self.idea}: the idea changes nothing here: both runs of its first pair are equal, bit for bit"
         return (
             f"  {self.idea}, equal {self.axis}: {self.paired.mean:+.4f} bits per byte "
             f"{_ends(self.paired.interval, '+.4f')} over {self.paired.n} pairs: {self.verdict}"
@@ -96,11 +100,22 @@ class Result:
         return strict(asdict(self))
 
 
+def changes_nothing(study: Study, idea: str) -> bool:
+    """Whether both runs of an idea's first pair are equal but for their speed, so that further pairs would be too."""
+    first, second = (
+        one and (one.bpb, [point.bpb for point in one.curve], one.flops, one.parameters)
+        for one in study.alternated(idea)
+    )
+    return first is not None and first == second and first[0] is not None
+
+
 def steps_of(study: Study, idea: str, axis: str) -> int:
     """The steps with which an idea is trained on an axis, from its first pair; there, as many as the baseline."""
     steps = study.registration.steps
     base, ours = study.alternated(idea)
-    if axis == "steps" or base is None or ours is None or base.bpb is None or ours.bpb is None:
+    if base is None or ours is None or base.bpb is None or ours.bpb is None:
+        return steps
+    if axis == "steps" or changes_nothing(study, idea):
         return steps
     if axis == "flops":
         return max(1, round(steps * base.flops / ours.flops))
@@ -115,7 +130,10 @@ def all_results(study: Study) -> list[Result]:
     for axis in registered.axes:
         on_axis = [one for idea in registered.ideas if (one := result(study, idea, axis))]
         corrected = verdicts([one.paired for one in on_axis], registered.delta, registered.alpha)
-        found += [replace(one, verdict=verdict) for one, verdict in zip(on_axis, corrected, strict=True)]
+        found += [
+            one if one.verdict == UNCHANGED else replace(one, verdict=verdict)
+            for one, verdict in zip(on_axis, corrected, strict=True)
+        ]
     order = {idea: number for number, idea in enumerate(registered.ideas)}
     return sorted(found, key=lambda one: order[one.idea])
 
@@ -130,6 +148,7 @@ def result(study: Study, idea: str, axis: str) -> Result | None:
     pairs: list[int] = []
     base_bpb: list[float | None] = []
     idea_bpb: list[float | None] = []
+    unchanged = changes_nothing(study, idea)
     paired, found = None, UNDECIDED
     for pair in range(registered.most_pairs):
         base, ours = study.find(registered.base, pair, registered.steps), study.find(idea, pair, steps)
@@ -139,12 +158,12 @@ def result(study: Study, idea: str, axis: str) -> Result | None:
         base_bpb.append(base.bpb)
         idea_bpb.append(ours.bpb)
         paired = compare_pairs(base_bpb, idea_bpb, alpha, registered.tau2)
-        found = verdict(paired, registered.delta, alpha)
+        found = UNCHANGED if unchanged else verdict(paired, registered.delta, alpha)
         if found != UNDECIDED:
             break
     if paired is None:
         return None
-    base, ours = study.alternated(idea)
+    base, ours = (None, None) if unchanged else study.alternated(idea)  # a difference of their speed is noise
     return Result(
         idea=idea,
         axis=axis,

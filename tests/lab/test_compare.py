@@ -24,9 +24,9 @@ from quern.lab.trainer import Point, Trial
 from tests.support.toy_training import CPU
 
 PRIVATE = "/somewhere/private/text"
-COST = {"base": 1.0, "dear": 1.25, "same": 1.0, "broken": 1.0}
-SLOW = {"base": 1.0, "dear": 1.0, "same": 1.0, "broken": 1.0}
-GAIN = {"base": 0.0, "dear": 0.03, "same": 0.0, "broken": 0.0}
+COST = {"base": 1.0, "dear": 1.25, "same": 1.0, "broken": 1.0, "twin": 1.0}
+SLOW = {"base": 1.0, "dear": 1.0, "same": 1.0, "broken": 1.0, "twin": 1.2}
+GAIN = {"base": 0.0, "dear": 0.03, "same": 0.0, "broken": 0.0, "twin": 0.0}
 IDEA = '''"""{}: an idea.
 
 Hypothesis: it helps.
@@ -41,7 +41,8 @@ def trial(order: Order) -> Trial:
     """Bits per byte fall with the logarithm of the steps; the seed moves both arms, and a little noise each of them."""
     if order.arm == "lost":
         raise RuntimeError("the arm lost process failed: out of memory")
-    noise = math.sin(12.9898 * order.seed + 78.233 * sum(map(ord, order.arm))) * 43758.5453
+    name = "base" if order.arm == "twin" else order.arm
+    noise = math.sin(12.9898 * order.seed + 78.233 * sum(map(ord, name))) * 43758.5453
     noise = 0.004 * (noise - math.floor(noise) - 0.5)
     bpb = 2 - 0.1 * math.log(order.steps) - GAIN[order.arm] + 0.05 * math.sin(order.seed) + noise
     seconds = order.steps * COST[order.arm] * SLOW[order.arm]
@@ -203,6 +204,25 @@ def test_an_idea_whose_process_fails_does_not_stop_the_others(tmp_path: Path, mo
     assert "lost cannot be compared: the arm lost process failed: out of memory" in said
 
 
+def test_an_idea_that_changes_nothing_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its speed differs by more than `same_time`, as on a busy machine. Of the other idea all pairs are trained."""
+    study = opened(tmp_path, "twin", "dear")
+    trained: list[tuple[list[str], int, int]] = []
+    monkeypatch.setattr(comparing, "Arms", fake_arms(trained))
+    said: list[str] = []
+    results, _ = compare(study, [], Workers(1, study.folder, {}), said.append)
+    assert [each for each in trained if "twin" in each[0]] == [(["base", "twin"], 0, 100)] == trained[:1]
+    assert trained[1] == (["base", "dear"], 0, 100), "for the twin alone, no other horizon is trained"
+    told = [line for line in said if line.startswith("  twin")]
+    assert told == ["  twin: the idea changes nothing here: both runs of its first pair are equal, bit for bit"]
+    found = {(one.idea, one.axis): one for one in results}
+    for axis in ("steps", "flops", "seconds"):
+        assert found["twin", axis].verdict == "changes nothing" and found["twin", axis].cells()[-2:] == ["", ""]
+    assert found["dear", "steps"].verdict == "better"
+    row = next(line for line in read(study.folder).section if line.startswith("| twin"))
+    assert row.count("changes nothing") == 3 and row.endswith("| better | open |")
+
+
 def test_a_run_that_diverges_counts_as_worst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, _ = go(opened(tmp_path, "broken", axes=("steps",)), monkeypatch)
     assert results[0].verdict == "worse" and results[0].paired.diverged == (0, results[0].paired.n)
@@ -282,7 +302,13 @@ def test_the_log_is_made_from_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     rows = json.loads((study.folder / "verdicts.json").read_text(encoding="utf-8"))
     assert {"idea", "axis", "verdict", "pairs"} <= set(rows[0])
     project = tmp_path / "project"
-    (project / "experiments").mkdir(parents=True)
+    project.mkdir()
+    with pytest.raises(FileNotFoundError, match="experiments is no folder: name the folder of a project with --folder"):
+        run(LogOptions(study=("toy",), out=tmp_path / "out", folder=project), [].append)
+    (project / "experiments").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"has no published study: name one of .*/out/lab with --study"):
+        run(LogOptions(out=tmp_path / "out", folder=project), [].append)
+    assert list(project.rglob("*")) == [project / "experiments"]
     (project / "experiments" / "dear.py").write_text(IDEA.format("dear") + "X = 1\n", encoding="utf-8")
     index = "| file | verdict |\n| [dear.py](dear.py) | not yet measured |\n| [x.py](x.py) | not yet measured |\n"
     (project / "experiments" / "README.md").write_text(index, encoding="utf-8")

@@ -163,5 +163,7 @@ def test_a_comparison_from_the_command_line(
     assert len({entry.trial.bpb for entry in study.entries if entry.trial.steps == 4}) >= 4
     assert main.main(command) == 0, "a study that is complete trains nothing"
     assert read_study(Path("out/lab/cap")).entries == study.entries
+    assert main.main(["lab", "log", "--study", "cap"]) == 1 and not Path("experiments").exists()
+    Path("experiments").mkdir()
     assert main.main(["lab", "log", "--study", "cap"]) == 0
     assert "| idea | no difference, " in Path("experiments/LOG.md").read_text(encoding="utf-8")

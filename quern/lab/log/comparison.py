@@ -8,7 +8,7 @@ from pathlib import Path
 from quern.lab.idea import Idea, read_idea
 from quern.lab.log.figures import curves, intervals
 from quern.lab.log.page import HEADER, Page, machine_line, repeat, table
-from quern.lab.results import HEAD, Result, all_results
+from quern.lab.results import HEAD, UNCHANGED, UNDECIDED, Result, all_results
 from quern.lab.study import TRIALS, Study, read_study
 
 FILES = ("study.json", TRIALS)
@@ -87,7 +87,7 @@ def agreement(about: Idea, result: Result | None) -> str:
     """yes, no or open: whether the verdict at equal steps is what the source predicts; "" without a prediction."""
     if about.direction is None or result is None:
         return ""
-    return "open" if not result.decided else "yes" if result.verdict == about.direction else "no"
+    return "open" if result.verdict in (UNDECIDED, UNCHANGED) else "yes" if result.verdict == about.direction else "no"
 
 
 def _setup(study: Study) -> str:

@@ -16,7 +16,8 @@ from quern.lab.study import Study
 
 INK, GREY = "#444444", "#9a9a9a"
 COLOURS = ("#777777", "#0b6e99")
-VERDICT_COLOURS = {"better": "#2a7f3f", "worse": "#b3402a", "no difference": "#777777", "undecided": "#b0892a"}
+VERDICT_COLOURS = {"better": "#2a7f3f", "worse": "#b3402a", "undecided": "#b0892a"}
+"""All other verdicts are grey."""
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "quern",
     "svg.fonttype": "none",
@@ -82,12 +83,13 @@ def intervals(results: Sequence[Result], delta: float, axis: str) -> str:
         spread = 1.5 * float(np.quantile([abs(one.paired.mean) for one in shown] or [delta], 0.9)) + 3 * delta
         for row, one in enumerate(shown):
             low, high = (float(np.clip(end, -spread, spread)) for end in one.paired.interval)
-            axes.plot([low, high], [row, row], color=VERDICT_COLOURS[one.verdict], linewidth=2)
+            colour = VERDICT_COLOURS.get(one.verdict, "#777777")
+            axes.plot([low, high], [row, row], color=colour, linewidth=2)
             axes.plot(
                 [float(np.clip(one.paired.mean, -spread, spread))],
                 [row],
                 "o",
-                color=VERDICT_COLOURS[one.verdict],
+                color=colour,
                 markersize=4,
             )
         axes.set_yticks(range(len(shown)), [one.idea for one in shown])

@@ -37,12 +37,22 @@ class LogOptions:
     out: Path = Path("out")
     """The output folder, which has the studies."""
     folder: Path = Path(".")
-    """The folder with experiments/ and docs/."""
+    """The project's folder. It has experiments/; docs/experiments/ is made in it."""
 
 
 def run(options: LogOptions, log: Callable[[str], None]) -> int:
-    """Publishes studies and renews every page. Returns the exit code."""
+    """Publishes studies and renews every page. Returns the exit code.
+
+    Raises:
+        FileNotFoundError: `options.folder` is no project, or there is nothing to publish. Nothing has been written.
+    """
     records = options.folder / "experiments" / "records"
+    if not records.parent.is_dir():
+        raise FileNotFoundError(
+            f"{records.parent} is no folder: name the folder of a project with --folder, or make it"
+        )
+    if not options.study and not records.is_dir():
+        raise FileNotFoundError(f"{records} has no published study: name one of {options.out / 'lab'} with --study")
     for name in options.study:
         source = options.out / "lab" / name
         texts = _public(source, _kind(source), options.folder)
