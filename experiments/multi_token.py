@@ -2,11 +2,11 @@
 
 Hypothesis: further targets teach more per step early in training.
 Source: Gloeckle et al. 2024 (arXiv 2404.19737); annealed 3 → 2 → 1 as in modded-nanogpt. nanochat's experiment log,
-2026-01-12: the same or slightly worse per step, noticeably worse in time, 13 GB more memory. Its weights are
-normalised to a sum of 1; here the further losses come on top.
+2026-01-12, whose schedule this is: the same or slightly worse per step, noticeably worse in time, 13 GB more memory.
 Expected effect: no better at equal steps, slower.
-Verdict: worse at equal steps (+0.0829 bits per byte, 7 pairs); worse at equal flops (+0.0829 bits per byte, 7 pairs);
-worse at equal seconds (+0.1733 bits per byte, 7 pairs). Study stream.
+Changed: 2026-11-25T20:00, the second weight holds 0.5 for a third of the run, and the sum of the weights is 1.
+Verdict: not yet measured. Before the change: worse at equal steps (+0.0829 bits per byte, 7 pairs); worse at equal
+flops (+0.0829 bits per byte, 7 pairs); worse at equal seconds (+0.1733 bits per byte, 7 pairs). Study stream.
 
 Shows the seam `LanguageModel.loss`; evaluation stays the loss of the next token.
 """
@@ -20,20 +20,23 @@ from quern.model.context import CausalContext
 from quern.model.gpt import GPT
 from quern.recipes.gpt import RECIPE as BASELINE
 
-WEIGHTS = (0.5, 0.25)
-"""Weight, at the start, of the loss on the second and on the third token ahead."""
+
+def weights(progress: float) -> list[float]:
+    """Weights of the losses on the next token and on the two further ones; their sum is 1.
+
+    The third falls from 0.25 to 0 over the first third of the run. The second is 0.5 until then, and 0 at two thirds.
+    """
+    found = [1.0, 0.5 * min(1.0, max(0.0, 2 - 3 * progress)), 0.25 * max(0.0, 1 - 3 * progress)]
+    return [weight / sum(found) for weight in found]
 
 
 class MultiTokenGPT(GPT):
     def loss(
         self, x_BTD: Tensor, targets_BT: Tensor, scale_BT: Tensor, context: CausalContext
     ) -> tuple[Tensor, Tensor]:
-        total, losses_BT = super().loss(x_BTD, targets_BT, scale_BT, context)
-        if not torch.is_grad_enabled():
-            return total, losses_BT
-        for further, weight in enumerate(WEIGHTS, start=1):
-            ends = 1 - further / (len(WEIGHTS) + 1)  # the third token until 1/3 of the run, the second until 2/3
-            weight *= max(0.0, 1 - context.progress / ends)
+        first, *others = weights(context.progress) if torch.is_grad_enabled() else [1.0]
+        total, losses_BT = super().loss(x_BTD, targets_BT, first * scale_BT, context)
+        for further, weight in enumerate(others, start=1):
             if weight > 0:
                 further_scale_BT = weight * scale_BT.roll(-further, 1)
                 further_scale_BT[:, -further:] = 0  # the end of a row has no target so far ahead

@@ -7,7 +7,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-PARTS = ("Hypothesis", "Source", "Expected effect", "Verdict")
+PARTS = ("Hypothesis", "Source", "Expected effect", "Changed", "Verdict")
 _BEGINS = re.compile(rf"^({'|'.join(PARTS)}):\s*", re.MULTILINE)
 _PREDICTS = re.compile(r"(?:slightly |clearly )?(no difference|better|worse)\b")
 """How an expected effect that predicts a verdict begins. Anything else is no prediction."""
@@ -21,6 +21,8 @@ class Idea:
     hypothesis: str = ""
     source: str = ""
     expected: str = ""
+    changed: str = ""
+    """When the idea itself last changed, as ISO 8601 text, and how: studies registered before tried another idea."""
     verdict: str = ""
 
     @property
@@ -39,6 +41,7 @@ def read_idea(source: str) -> Idea:
         hypothesis=parts.get("Hypothesis", ""),
         source=parts.get("Source", ""),
         expected=parts.get("Expected effect", ""),
+        changed=parts.get("Changed", ""),
         verdict=parts.get("Verdict", ""),
     )
 

@@ -154,6 +154,47 @@ def test_prefixes_are_predicted_beside_the_next_token() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("progress", "weights"),  # nanochat's log: 1, 0.5, 0.25 → 0 in the first third; 1, 0.5 → 0 in the second; then 1
+    [(0, (4, 2, 1)), (1 / 6, (8, 4, 1)), (1 / 3, (2, 1, 0)), (0.5, (4, 1, 0)), (2 / 3, (1, 0, 0)), (1, (1, 0, 0))],
+)
+def test_further_tokens_weigh_what_they_do_in_the_log(progress: float, weights: tuple[int, int, int]) -> None:
+    model, ids = state_of(toy("multi_token")).model, torch.tensor([[0, 1, 3, 4, 2]])
+    found, _ = loss_sum(model, ids[:, :-1], ids[:, 1:], torch.ones(1, 4), progress=progress)
+    nats = -model.logits(model(ids[:, :-1], model.context(ids[:, :-1]))).log_softmax(-1)[0]
+    ahead = [sum(nats[at, ids[0, at + 1 + further]] for at in range(4 - further)) for further in range(3)]
+    expected = sum(weight * loss for weight, loss in zip(weights, ahead, strict=True)) / sum(weights)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_rates_of_a_growing_batch_are_the_baselines_at_its_size() -> None:
+    recipe = replace(read("growing_batch"), train=replace(toy("growing_batch").train, steps=9))
+    ours, baseline = (one.make_schedule(recipe.train) for one in (recipe, read("baseline")))
+    batches = batches_of(replace(toy("growing_batch"), train=recipe.train))
+    for step in range(9):
+        rows = len(batches.batch(step).tokens)
+        sized = replace(toy("baseline"), depth=2, optim=read("baseline").optim)
+        steady, grown = (
+            resolve(replace(sized, train=replace(sized.train, batch_tokens=tokens))).optim.lr_scale
+            for tokens in (batches.batch_rows * batches.context, rows * batches.context)
+        )
+        assert steady and grown and (3 * rows) % batches.batch_rows in (0, batches.batch_rows // 2)
+        expected, found = grown / steady, ours(step)
+        assert found.lr / baseline(step).lr == pytest.approx(expected)
+        assert found.groups and found.groups["head"] * expected == pytest.approx(expected**0.5)
+    assert [len(batches.batch(step).tokens) * 2 // batches.batch_rows for step in range(9)] == [1] * 3 + [2] * 3 + [
+        3
+    ] * 3
+
+
+@pytest.mark.parametrize("name", ["bigram", "bigram_early"])
+def test_pairs_have_the_logs_hash(name: str) -> None:
+    """Worked out by hand for 305 rows: 36,313 · 3 xor 27,191 · 5 is 244,376, and 244,376 mod 304 is 264."""
+    model = cast(Any, state_of(toy(name)).model)
+    assert model.bigrams.num_embeddings == 305
+    assert model.row_of(torch.tensor([[9, 3]]), torch.tensor([[-1, 5]])).tolist() == [[304, 264]]
+
+
 @pytest.mark.parametrize("name", idea_files())
 def test_saved_and_loaded_it_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     recipe, half = toy(name), STEPS // 2
@@ -234,7 +275,7 @@ def test_the_cache_contract_can_fail() -> None:
         def before_block(self, layer, x_BTD, kept, tokens_BT, context):  # noqa: ANN001, ANN202
             if layer == 0:
                 shifted = F.pad(tokens_BT, (1, 0), value=-1)[:, :-1]  # whole rows only
-                kept["bigrams"] = self.bigrams((tokens_BT * 1_000_003 + shifted) % self.bigrams.num_embeddings)
+                kept["bigrams"] = self.bigrams(self.row_of(tokens_BT, shifted))
             return x_BTD + self.bigram_scales[layer] * kept["bigrams"]
 
     assert cached_apart(replace(toy("bigram"), make_model=Forgetful)) > 1e-3

@@ -89,3 +89,8 @@ def test_an_ideas_file_tells_every_study_and_the_index_the_newest(tmp_path: Path
     assert found[idea] == f'"""Title.\n\n{verdict}\n\nA remark.\n"""\n'
     assert found[index].endswith("| steps: undecided |\n")
     assert idea_files([studies[0]], tmp_path)[idea].count("Study") == 1
+    idea.write_text('"""Title.\n\nChanged: 0.5, its bound.\nVerdict: none yet.\n"""\n', encoding="utf-8")
+    old, both = idea_files(studies[:1], tmp_path), idea_files(studies, tmp_path)
+    before = "Before the change: better at equal steps. Study small."
+    assert f"Verdict: not yet measured. {before}\n" in old[idea] and old[index].endswith("| not yet measured |\n")
+    assert f"Verdict: undecided. Study large. {before}\n" in both[idea] and both[index].endswith("undecided |\n")

@@ -9,8 +9,11 @@ import pytest
 
 from quern.lab.search.space import Space, apply, read_space
 from quern.recipe import Recipe
+from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 class Middle:
@@ -158,3 +161,12 @@ def test_the_recipes_own_values_are_a_point_if_they_are_in_the_space() -> None:
     assert point("train.batch-tokens=1024..8192:1792") is None  # 4096 is between two of its values
     assert point("optim.matrix-lr=0.03..0.1:log") is None
     assert point("train.clip-norm=none,1") == {"train.clip_norm": None}
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("studies/*.toml")), ids=lambda path: path.stem)
+def test_the_spaces_of_the_studies_are_around_their_recipes_values(path: Path) -> None:
+    recipe = read_recipe_file(
+        next(one for one in (path.with_suffix(".py"), EXPERIMENTS / f"{path.stem}.py") if one.exists())
+    )[0]
+    space = read_space([str(path)], recipe)
+    assert space.point(recipe) is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quern.lab.idea import with_verdict
+from quern.lab.idea import read_idea, with_verdict
 from quern.lab.log import comparison, scaling_page, sweep_page
 from quern.lab.log.page import HEADER, Page
 from quern.temporaries import write_whole
@@ -131,7 +131,8 @@ def pages(studies: Sequence[Page]) -> dict[str, str]:
 def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
     """The files of ideas, and their index, whose verdicts change: path → new text.
 
-    A file lists every study of its idea, the newest first. The index shows the newest study only.
+    A file lists every study of its idea, the newest first; those of an idea that has changed since (`Idea.changed`) are
+    told apart. The index shows the newest study of the idea as it is now.
 
     Args:
         studies: The oldest first.
@@ -141,11 +142,18 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
     texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.glob("*.py")) if path.exists()}
     changed = dict(texts)
     for idea in dict.fromkeys(idea for study in studies for idea in study.verdicts):
-        told = [study.verdicts[idea] for study in reversed(studies) if idea in study.verdicts]
         path = folder / f"{idea}.py"
+        since = read_idea(texts[path]).changed if path in texts else ""
+        told: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+        for study in reversed(studies):
+            if idea in study.verdicts:
+                told[study.registered >= since].append(study.verdicts[idea])
+        now, former = (" Before: ".join(verdict for verdict, _ in told[when]) for when in (True, False))
         if path in texts:
-            changed[path] = with_verdict(texts[path], " Before: ".join(verdict for verdict, _ in told))
+            verdict = (now or "not yet measured.") + (former and f" Before the change: {former}")
+            changed[path] = with_verdict(texts[path], verdict)
         if index in texts:
+            short = told[True][0][1] if now else "not yet measured"
             row = re.compile(rf"^(\| \[{idea}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
-            changed[index] = row.sub(lambda match, short=told[0][1]: f"{match[1]}{short}{match[2]}", changed[index])
+            changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed[index])
     return {path: text for path, text in changed.items() if text != texts[path]}
