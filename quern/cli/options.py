@@ -197,7 +197,7 @@ class EvaluateOptions(_ModelOptions):
     limit: Annotated[int | None, UNSAID] = None
     """The most questions of each task of CORE, of the chat tasks and of --harness. Default: all."""
     chat_data: Annotated[Path | None, UNSAID] = None
-    """The folder with the files of ARC, MMLU, GSM8K and HumanEval, for --tasks chat. Default: none."""
+    """The folder with the files of ARC, MMLU, GSM8K and HumanEval, for --tasks chat. Default: they are downloaded."""
     samples: int = 1
     """Programs for each problem of HumanEval: above 1, pass@k is estimated from so many at temperature 0.8."""
     contamination: bool = False

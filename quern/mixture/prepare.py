@@ -194,7 +194,7 @@ def _task_rows(recipe: Recipe, opened: list[OpenSource], out: Path) -> TaskRows:
         rows.read(Path(recipe.sft.tests), "--sft.tests")
     if all(source.built_in for source in opened):
         return rows
-    for name in (name for name, known in data_sets.DATASETS.items() if known.kind == "questions"):
+    for name in (name for name, known in data_sets.DATASETS.items() if known.kind in ("questions", "tests")):
         folder = out / "downloads" / name / "val"
         if any(folder.glob("*.parquet")):
             rows.read(folder, name)

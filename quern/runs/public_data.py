@@ -15,7 +15,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -208,6 +208,20 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> hub.Fetched:
     if asked.limit is not None and known.files.file_rows:
         shards = math.ceil(asked.limit / known.files.file_rows)
     return _fetch(asked.source, known, shards)
+
+
+def fetch_tests(names: Iterable[str], out: Path) -> Path:
+    """Downloads the test files of question sets by name. Returns the folder that holds them all.
+
+    Raises:
+        OSError: A file cannot be downloaded; the message says what to do.
+    """
+    try:
+        for name in names:
+            _fetch(name, _find(name, out, "test", "conversations"), 0)
+    except OSError as error:
+        raise OSError(f"{error}; or name a folder with the files of the tests with --chat-data") from error
+    return out / "downloads"
 
 
 def _fetch(name: str, known: _Known, shards: int | None) -> hub.Fetched:

@@ -21,7 +21,7 @@ class DataSet:
         base: The address of their folder.
         train: The training files, in reading order.
         val: The files for validation; of conversations and questions, the test split.
-        kind: The reader for them.
+        kind: The reader for them; tests are questions to evaluate with, never to train on.
         sha256: File name → hex digest.
         sizes: File name → size in bytes, where a repository's listing states it.
         file_tokens: Tokens in a training file, of documents and tokens.
@@ -33,7 +33,7 @@ class DataSet:
     base: str
     train: tuple[str, ...]
     val: tuple[str, ...]
-    kind: Literal["documents", "conversations", "questions", "tokens"] = "documents"
+    kind: Literal["documents", "conversations", "questions", "tests", "tokens"] = "documents"
     sha256: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     file_tokens: int = 0
@@ -43,6 +43,10 @@ class DataSet:
 
 def _numbered(template: str, count: int, first: int = 0) -> tuple[str, ...]:
     return tuple(template.format(index) for index in range(first, first + count))
+
+
+def _tests(about: str, base: str) -> DataSet:
+    return DataSet(about, base, (), ("test-00000-of-00001.parquet",), kind="tests")
 
 
 DATASETS: Mapping[str, DataSet] = MappingProxyType(
@@ -65,6 +69,13 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
                 }
             ),
             file_tokens=110_000_000,
+        ),
+        "wikitext": DataSet(
+            "WikiText-103: Wikipedia's good articles, a paragraph or heading in each row (270 MB a shard)",
+            f"{HUB}/Salesforce/wikitext/resolve/main/wikitext-103-raw-v1",
+            _numbered("train-{:05d}-of-00002.parquet", 2),
+            ("validation-00000-of-00001.parquet",),
+            file_tokens=65_000_000,
         ),
         "fineweb-edu": DataSet(
             "Educational web pages, 100B tokens, shuffled (100 MB a shard)",
@@ -128,6 +139,14 @@ DATASETS: Mapping[str, DataSet] = MappingProxyType(
             ("auxiliary_train-00000-of-00001.parquet",),
             ("test-00000-of-00001.parquet",),
             kind="questions",
+        ),
+        "arc_easy": _tests("Science questions of grade school", f"{HUB}/allenai/ai2_arc/resolve/main/ARC-Easy"),
+        "arc_challenge": _tests(
+            "Those that simple methods get wrong", f"{HUB}/allenai/ai2_arc/resolve/main/ARC-Challenge"
+        ),
+        "humaneval": _tests(
+            "Functions to write from their docstrings, with tests",
+            f"{HUB}/openai/openai_humaneval/resolve/main/openai_humaneval",
         ),
     }
 )

@@ -20,14 +20,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from quern.cli import main
 from quern.data.shards import Corpus
-from quern.eval.chat.run import find_chat_tasks
+from quern.eval.chat.files import read_items
+from quern.eval.chat.run import TASKS, find_chat_tasks
 from quern.machine import Machine
 from quern.mixture.prepare import prepare_mixture
 from quern.recipe import Recipe, TextRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
-from quern.runs.public_data import fetch_conversations
+from quern.runs.public_data import fetch_conversations, fetch_tests
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import read_saved
 from quern.stages import pretrain
@@ -37,10 +39,12 @@ from quern.stages.session import Session
 from quern.text import data_sets
 from quern.text.data_sets import DATASETS, HUGGING_FACE, DataSet
 from quern.text.tokenizer import Tokenizer
+from tests.support.llama_run import llama_recipe, write_run
 from tests.support.toy_training import CPU
 
 TOKENIZER = Tokenizer.train(["the miller grinds the grain and the baker bakes the bread, day after day"] * 4, 280)
 OF_FINEWEB = {"id": "<urn:1>", "dump": "CC-MAIN-2024-10", "url": "http://a.example", "token_count": 9, "score": 3.1}
+PLAIN = "--no-compile --dtype fp32 --threads 1 --device cpu".split()
 FILES = 2
 """Training files that are served of each set."""
 
@@ -56,6 +60,12 @@ def rows(name: str, dataset: DataSet, file: str) -> list[dict[str, Any]]:
     if name == "mmlu":
         return [{"question": f"Which of them, {t}?", "subject": "mills", "choices": ["a", "b", "c", "d"],
                  "answer": n % 4} for n, t in enumerate(texts(file))]  # fmt: skip
+    if name.startswith("arc"):
+        return [{"id": t, "question": f"Which of them, {t}?", "answerKey": "AB"[n % 2],
+                 "choices": {"text": ["a", "b"], "label": ["A", "B"]}} for n, t in enumerate(texts(file))]  # fmt: skip
+    if name == "humaneval":
+        return [{"task_id": f"HumanEval/{n}", "prompt": "def f():\n", "canonical_solution": f"    return {n}\n",
+                 "entry_point": "f", "test": f"def check(f):\n    assert f() == {n}\n"} for n in range(40)]  # fmt: skip
     if dataset.kind == "conversations":
         return [{"messages": [{"content": t, "role": "user"}, {"content": "bread", "role": "assistant"}],
                  "source": "made"} for t in texts(file)]  # fmt: skip
@@ -170,6 +180,25 @@ def test_the_test_split_of_a_question_set_is_asked_by_evaluation(served: None, t
     fetch_conversations(replace(RECIPE, conversations=(name,)).conversation_sources[0], tmp_path)
     (asked,) = find_chat_tasks(tmp_path / "downloads", [name], None, print)
     assert len(asked.items) == 40 and DATASETS[name].val[0] in str(asked.items[0].messages)
+
+
+def test_the_files_of_chat_tasks_are_downloaded_by_name(
+    served: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, replace(llama_recipe(context=128), data=str(tmp_path / "text.txt")))
+    (tmp_path / "text.txt").write_text("The grain and the bread.\n" * 400, encoding="utf-8")
+    names = of_kind("questions", "tests")
+    assert sorted(names) == sorted(task.name for task in TASKS if task.has_file)
+    flags = ["--out", str(tmp_path), *PLAIN, "--stage", "pretrain", "--limit", "3", "--tasks"]
+    readable = [name for name in names if name != "humaneval"]  # its programs need a sandbox
+    assert main.main(["evaluate", *flags, *(f"chat/{name}" for name in readable)]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  chat/{name} " in told for name in readable)
+    items = read_items(
+        fetch_tests(["humaneval"], tmp_path) / "humaneval/val" / DATASETS["humaneval"].val[0], "humaneval"
+    )
+    assert len(items) == 40 and items[7].answer == "    return 7\n"
+    assert not list(tmp_path.glob("downloads/*/train"))
 
 
 def test_a_copy_of_a_held_out_conversation_of_the_test_split_is_not_trained_on(
