@@ -78,7 +78,7 @@ def _require_known(loaded: LoadedModel, run_dir: RunDir) -> None:
 def _weights(loaded: LoadedModel) -> dict[str, Tensor]:
     if type(loaded.model) is Llama:
         return llama_format.weights_to(loaded.model.state_dict(), len(loaded.model.blocks))
-    return quern_format.weights_to(loaded.model)
+    return quern_format.weights_to(loaded.model, loaded.tokenizer.vocab_size)
 
 
 def _texts(loaded: LoadedModel, dtype: torch.dtype, log: Callable[[str], None]) -> dict[str, str]:

@@ -112,7 +112,7 @@ def _sizes(loaded: LoadedModel, weights: Mapping[str, Tensor]) -> list[Sequence[
         "key and value heads": shape.kv_heads,
         "head dim": shape.head_dim,
         "context, tokens": shape.context,
-        "vocabulary": shape.vocab_size,
+        "vocabulary": loaded.tokenizer.vocab_size,
     }
     shown = [(name, f"{value:,}") for name, value in rows.items() if value is not None]
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})

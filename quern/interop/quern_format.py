@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quern.model.base import LanguageModel
 from quern.model.gpt import GPT
@@ -48,7 +48,7 @@ def config_to(model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype) ->
             "AutoModelForCausalLM": f"{found.file.removesuffix('.py')}.{architecture}",
         },
         "model_type": found.name,
-        "vocab_size": shape.vocab_size,
+        "vocab_size": tokenizer.vocab_size,
         "hidden_size": shape.width,
         "num_hidden_layers": shape.depth,
         "num_attention_heads": shape.heads,
@@ -65,11 +65,13 @@ def config_to(model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype) ->
     }
 
 
-def weights_to(model: LanguageModel) -> dict[str, Tensor]:
-    """The model's weights. The filler rows of unet's head, which are no tokens, are left out, as the engine does."""
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    weights["head.weight"] = weights["head.weight"][: model.shape.vocab_size].contiguous()
-    return weights
+def weights_to(model: LanguageModel, tokens: int) -> dict[str, Tensor]:
+    """The model's weights. Rows of tables beyond the `tokens` of the tokenizer are left out, as the engine does."""
+    tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return {
+        name: (tensor[:tokens] if name in tables | {"head.weight"} else tensor).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def python_files(model: LanguageModel) -> dict[str, str]:

@@ -39,6 +39,9 @@ class LanguageModel(nn.Module):
     """Groups of parameters that no module names: matrices inside the blocks, tables of embeddings, all others."""
     compiled_parts: ClassVar[tuple[str, ...]] = ()
     """Methods that are compiled beside the blocks."""
+    vocabulary_multiple: ClassVar[int] = 1
+    """A vocabulary that comes with its tokenizer is filled up to a multiple of this, for fast products. The ids beyond
+    the tokenizer's are never targets; generation, evaluation and export leave them out."""
     lookback: ClassVar[int] = 0
     """The most tokens before the current one that `context.previous_tokens` is asked for. A cache keeps as many."""
 

@@ -84,6 +84,7 @@ class GPT(LanguageModel):
     }
     default_groups: ClassVar = ("matrices", "value_embeddings", "smear")
     compiled_parts: ClassVar = ("enter", "leave")
+    vocabulary_multiple: ClassVar[int] = 64
     block_type: ClassVar[type[GPTBlock]] = GPTBlock
     attention_type: ClassVar[type[CausalSelfAttention]] = CausalSelfAttention
     mlp_type: ClassVar[type[SquaredReluMLP]] = SquaredReluMLP

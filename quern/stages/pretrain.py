@@ -192,8 +192,9 @@ def load_start(state: TrainState, start: Start, log: Callable[[str], None]) -> d
 def fit_to_text(recipe: Recipe, prepared: Prepared, group_size: int = GROUP_SIZE) -> Recipe:
     """Fills the fields of a recipe that depend on its text.
 
-    These are the BOS, the vocabulary, which a small text may keep below the size that was asked for, and the decay of
-    the head and the value embeddings.
+    These are the BOS, the vocabulary, and the decay of the head and the value embeddings. A tokenizer of another size
+    than the recipe's is one that came with the text, or one that a small text kept below the size that was asked for:
+    its vocabulary is filled up to a multiple (`LanguageModel.vocabulary_multiple`).
 
     Args:
         recipe: Resolved.
@@ -206,7 +207,11 @@ def fit_to_text(recipe: Recipe, prepared: Prepared, group_size: int = GROUP_SIZE
         one_group = groups_of(prepared.train, group_size) == 1
         scale = table_decay_rule(recipe, prepared.train.num_tokens) if one_group else 1.0
         optim = replace(optim, table_decay_scale=scale)
-    model = replace(recipe.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos)
+    size = tokenizer.vocab_size
+    if size != recipe.model.vocab_size:
+        multiple = getattr(recipe.make_model, "vocabulary_multiple", 1)
+        size = -(-size // multiple) * multiple
+    model = replace(recipe.model, vocab_size=size, bos=tokenizer.bos)
     return replace(recipe, model=model, optim=optim)
 
 

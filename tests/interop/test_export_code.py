@@ -23,6 +23,7 @@ from quern.runs.run_dir import RunDir
 from tests.support.exported_code import exported, load_exported, model_of, modules_in, toy_recipe, write_run
 from tests.support.llama_run import llama_recipe
 from tests.support.llama_run import write_run as write_llama
+from tests.support.toy_engine import toy_tokenizer
 
 KINDS = ("gpt", "unet")
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +114,17 @@ def test_the_files_of_the_folder(kind: str, tmp_path: Path) -> None:
     }
     for name in code:
         assert (folder / name).read_bytes() == (ROOT / "quern" / "interop" / "hf" / name).read_bytes()
+
+
+def test_ids_that_no_token_has_are_left_out(tmp_path: Path) -> None:
+    tokens = toy_tokenizer().vocab_size
+    recipe = toy_recipe("gpt", vocab_size=tokens + 37)
+    native, found = model_of(recipe), load_exported(exported(tmp_path, recipe))
+    ids = torch.arange(16)[None] * 7 % tokens
+    with torch.no_grad():
+        expected = native.logits(native(ids, native.context(ids)))[..., :tokens]
+        assert found.config.vocab_size == tokens
+        torch.testing.assert_close(found(ids).logits, expected, rtol=0, atol=1e-5)
 
 
 # What transformers may pass ---------------------------------------------------------------------------------

@@ -9,17 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+import torch
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from quern.cli.main import main
 from quern.data.shards import Corpus
 from quern.generate.engine import Engine
 from quern.machine import Machine
+from quern.model.gpt import GPT
 from quern.recipe import Recipe, TextRecipe
+from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
+from quern.runs.saved import read_saved
 from quern.stages import pretrain
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
@@ -149,6 +153,41 @@ def test_a_file_of_gpt2s_tokens_becomes_a_model_that_replies(tmp_path: Path) -> 
     assert loaded.tokenizer.bos == loaded.recipe.model.bos == gpt2.bos == 256 + len(gpt2.merges)
     prompt = render_prompt(loaded.tokenizer, [{"role": "user", "content": "Who are you?"}])
     assert len(Engine(loaded.model, loaded.tokenizer, machine).generate([prompt], max_tokens=5)[0][0].ids) >= 1
+
+
+def test_gpt_fills_up_a_foreign_vocabulary_but_not_that_of_an_older_run(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = TOKENIZER.vocab_size
+    recipe = replace(
+        GPT_RECIPE,
+        depth=1,
+        data=str(write_bin(tmp_path / "x.bin", texts(80))),
+        text=TextRecipe(tokenizer=tokenizer),
+        model=replace(GPT_RECIPE.model, width=32, head_dim=16, context=64),
+        train=replace(GPT_RECIPE.train, steps=2, batch_tokens=64),
+    )
+    machine = Machine(CPU.device, CPU.dtype, compile=False, threads=1)
+    for multiple, rows in ((64, 320), (1, tokens)):
+        run_dir = RunDir(tmp_path / "out", f"of-{multiple}")
+        with monkeypatch.context() as patch:
+            patch.setattr(GPT, "vocabulary_multiple", multiple)
+            assert pretrain.run(recipe, Session(stage="pretrain", machine=machine, run_dir=run_dir, log=print)) == 0
+        saved = read_saved(run_dir, "pretrain")
+        assert saved is not None
+        longer = replace(saved, train=replace(saved.train, steps=3))
+        session = Session(stage="pretrain", machine=machine, run_dir=run_dir, log=print, resume=True)
+        assert pretrain.run(longer, session) == 0
+        loaded = load(run_dir, machine, print)
+        assert loaded.recipe.model.vocab_size == loaded.model.head.out_features == rows
+        if rows > tokens:
+            with torch.no_grad():  # an id beyond the tokenizer's is the likeliest one everywhere
+                loaded.model.head.weight[:] = 0
+                loaded.model.head.weight[-2:] = torch.randn(32) * torch.tensor([[9.0], [-9.0]])
+            (replies,) = Engine(loaded.model, loaded.tokenizer, machine).generate(
+                [[loaded.tokenizer.bos]], max_tokens=9
+            )
+            assert all(token < tokens for token in replies[0].ids)
 
 
 def tiktoken_file(path: Path) -> tiktoken.Encoding:

@@ -99,6 +99,7 @@ def run(
         if origin is not None and (path / "recipe.json").exists():  # the run's own text, unless the user names another
             body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
             recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
+            recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
         with first_process_first():  # process 0 prepares the text; the others find it prepared
             if origin is not None:
                 prepared = open_data(recipe, run_dir, origin, log, named=bool({*OF_TEXT} & set(named)))
