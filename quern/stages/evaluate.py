@@ -10,7 +10,7 @@ from typing import Any
 
 from quern.data.shards import Corpus
 from quern.eval.answers import write_answers
-from quern.eval.chat.run import CHAT, TASKS, Asked, find_chat_tasks, run_chat
+from quern.eval.chat.run import CHAT, Asked, find_chat_tasks, run_chat
 from quern.eval.contamination import WORDS, contaminated_shares, passage
 from quern.eval.core.bundle import core_bundle
 from quern.eval.core.prompts import core_passages
@@ -32,7 +32,6 @@ from quern.recipe import Recipe
 from quern.records import drop_torn_end
 from quern.runs.against import ANSWERS, CORE
 from quern.runs.load import LoadedModel, load
-from quern.runs.public_data import fetch_tests
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.open_data import data_of_run
 from quern.stages.prepare import Prepared
@@ -208,16 +207,13 @@ def _find_tasks(
         raise ValueError("--chat-data and --samples are for the chat tasks: add --tasks chat")
     if samples > 1 and not {CHAT, f"{CHAT}/humaneval"} & set(chat):
         raise ValueError("--samples is for HumanEval: add --tasks chat/humaneval")
-    if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
-        with main_first(mesh):
+    with main_first(mesh):
+        if core and (bundle is None or bundle == Path(CORE) and not bundle.is_dir()):
             bundle = core_bundle(run_dir.out, log)
-    with_files = [task.name for task in TASKS if task.has_file and {CHAT, f"{CHAT}/{task.name}"} & set(chat)]
-    if chat_data is None and with_files:
-        with main_first(mesh):
-            chat_data = fetch_tests(with_files, run_dir.out)
+        asked = find_chat_tasks(chat_data, run_dir.out, _parts(chat, CHAT), limit, log) if chat else []
     return (
         find_tasks(bundle, _parts(core, CORE)) if bundle else [],
-        find_chat_tasks(chat_data, _parts(chat, CHAT), limit, log) if chat else [],
+        asked,
         chosen,
     )
 

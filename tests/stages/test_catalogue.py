@@ -178,7 +178,7 @@ def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: s
 @pytest.mark.parametrize("name", of_kind("questions"))
 def test_the_test_split_of_a_question_set_is_asked_by_evaluation(served: None, tmp_path: Path, name: str) -> None:
     fetch_conversations(replace(RECIPE, conversations=(name,)).conversation_sources[0], tmp_path)
-    (asked,) = find_chat_tasks(tmp_path / "downloads", [name], None, print)
+    (asked,) = find_chat_tasks(tmp_path / "downloads", tmp_path, [name], None, print)
     assert len(asked.items) == 40 and DATASETS[name].val[0] in str(asked.items[0].messages)
 
 

@@ -27,6 +27,7 @@ from quern.eval.tasks import tinyworld
 from quern.generate.engine import Engine
 from quern.generate.sandbox import Sandbox, SandboxError
 from quern.mesh import ProcessGroup
+from quern.runs.public_data import fetch_tests
 from quern.text.tinyworld.corpus import questions
 
 CHAT = "chat"
@@ -76,28 +77,29 @@ class Asked:
 
 
 def find_chat_tasks(
-    folder: Path | None, names: Sequence[str], limit: int | None, log: Callable[[str], None]
+    folder: Path | None, out: Path, names: Sequence[str], limit: int | None, log: Callable[[str], None]
 ) -> list[Asked]:
     """Tasks with their items.
 
     Args:
-        folder: Has the files, also in its subfolders; None if no task needs one.
+        folder: Has the files, also in its subfolders. None: they are downloaded.
+        out: The output folder, for downloads.
         names: Tasks by name; none are all that can be asked. Those that cannot are logged.
         limit: The most items of each task: the first ones of an order that is always the same.
         log: Takes lines for the user.
 
     Raises:
         ValueError: A task does not exist, has no file or several, or its file is damaged.
+        OSError: A file cannot be downloaded.
         SandboxError: HumanEval is named, and no sandbox works on this machine.
     """
     unknown = [name for name in names if name not in {task.name for task in TASKS}]
     if unknown:
         raise ValueError(f"chat has no task '{unknown[0]}': use {', '.join(task.name for task in TASKS)}")
     wanted = [task for task in TASKS if task.name in names or not names]
-    if folder is None and any(task.has_file for task in wanted):
-        files = ", ".join(task.name for task in wanted if task.has_file)
-        raise ValueError(f"name the folder with the files of {files} by --chat-data")
-    paths = {task.name: find_file(folder, task.name) for task in wanted if task.has_file and folder is not None}
+    with_files = [task.name for task in wanted if task.has_file]
+    folder = folder or fetch_tests(with_files, out)
+    paths = {name: find_file(folder, name) for name in with_files}
     absent = [name for name, path in paths.items() if path is None]
     if absent and names:
         raise ValueError(f"{folder} has no file for {', '.join(absent)}: give its folder, or leave the task out")
