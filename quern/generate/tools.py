@@ -16,6 +16,7 @@ from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Literal
 
+from quern.text.printable import ascii_signs
 from quern.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 200
@@ -34,7 +35,6 @@ class ToolError(ValueError):
     """The calculator refuses the expression, with the reason."""
 
 
-_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*"})
 _ALPHABET = re.compile(r"[0-9.,+\-*/%() \t]+")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
@@ -61,7 +61,7 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; the calculator takes {MAX_CHARACTERS}")
-    text = expression.translate(_SIGNS).strip()
+    text = ascii_signs(expression).strip()
     if not _ALPHABET.fullmatch(text):
         raise ToolError("an expression holds numbers, + - * / // % ** and parentheses, nothing else")
     text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)

@@ -12,8 +12,8 @@ text/conversations.py.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from string import ascii_uppercase
 from typing import Any
 
@@ -21,25 +21,29 @@ from quern.generate.tools import ToolError, calculate
 from quern.text import conversations
 from quern.text.chat import ContentPart, Message
 
-KEYS = (*conversations.KEYS, "question", "choices", "answer")
+ROW = ("question", "choices", "answer")
+KEYS = (*conversations.KEYS, *ROW)
 """The keys that are read from a record."""
 _MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
-def to_messages(record: Any) -> list[Message]:
-    """Converts a row of a question set, or a record of another shape, to a conversation.
+def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Message]:
+    """Converts a row of a question set, or a record of another shape, to a conversation; see conversations.py.
 
     Raises:
         ValueError: The record has none of the shapes.
     """
-    if not isinstance(record, Mapping) or any(record.get(key) is not None for key in conversations.KEYS):
-        return conversations.to_messages(record)
-    question, answer, choices = (record.get(key) for key in ("question", "answer", "choices"))
-    if isinstance(question, str) and isinstance(choices, list):
-        return _exchange(multiple_choice(question, choices), _letter(answer, choices))
-    if isinstance(question, str) and isinstance(answer, str):
-        return _exchange(question, word_problem(answer))
-    return conversations.to_messages(record)
+    if isinstance(record, Mapping) and not any(
+        record.get(key) for key in (*conversations.LISTS, *conversations.ALPACA)
+    ):
+        question, choices, answer = (record.get(key) for key in ROW)
+        rest = {key: value for key, value in record.items() if key not in ROW}
+        if isinstance(question, str) and isinstance(choices, list):
+            turns = _exchange(multiple_choice(question, choices), _letter(answer, choices))
+            return conversations.to_messages({**rest, "messages": turns}, ignored)
+        if isinstance(question, str) and isinstance(answer, str):
+            return conversations.to_messages({**rest, "messages": _exchange(question, word_problem(answer))}, ignored)
+    return conversations.to_messages(record, ignored)
 
 
 def multiple_choice(question: str, choices: Sequence[str]) -> str:
@@ -69,8 +73,8 @@ def _output(expression: str, stated: str) -> str | None:
     """The calculator's output for the expression; None unless it is the number that the row states."""
     try:
         found = calculate(expression.strip())
-        return found if Decimal(found) == Decimal(stated.replace(",", "").replace("$", "").strip()) else None
-    except (ToolError, InvalidOperation):
+        return found if found == calculate(stated.replace("$", "")) else None
+    except ToolError:
         return None
 
 

@@ -8,9 +8,9 @@ validation; of question sets, whose test rows are those of tasks, it is not read
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,22 +116,25 @@ def _of_files(
     marks = ("files", content, *splits, *map(format_of, paths), str(asked.limit), str(asked.column))
 
     def read(split: str) -> Iterator[Conversation]:
-        return islice(read_rows(splits[split], log, asked.column), asked.limit)
+        return read_rows(splits[split], log, asked.column, asked.limit)
 
     return OpenSource(asked, marks, tuple(splits), read, public)
 
 
-def read_rows(source: Where, log: Log | None = None, column: str | None = None) -> Iterator[Conversation]:
+def read_rows(
+    source: Where, log: Log | None = None, column: str | None = None, limit: int | None = None
+) -> Iterator[Conversation]:
     """The conversations of files; rows of question sets count as conversations. column: has the lists of messages."""
     if column is None:
-        return conversation_rows(source, log, questions.to_messages, questions.KEYS)
+        return conversation_rows(source, log, questions.to_messages, questions.KEYS, limit)
 
-    def of_column(record: Any) -> list[Message]:
+    def of_column(record: Any, ignored: Counter[str]) -> list[Message]:
         if not isinstance(record, Mapping) or column not in record:
             raise ValueError(f"it has no column or key '{column}'")
-        return conversations.to_messages(record[column])
+        rest = {key: value for key, value in record.items() if key != column}
+        return conversations.to_messages({**rest, "messages": record[column]}, ignored)
 
-    return conversation_rows(source, log, of_column, (column,))
+    return conversation_rows(source, log, of_column, (column, *conversations.BESIDE), limit)
 
 
 def _built_in(asked: ConversationSource, recipe: Recipe) -> OpenSource:

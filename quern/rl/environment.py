@@ -23,12 +23,14 @@ class Environment:
         ask: (seed) → a question. Equal seeds give equal questions; a seed is any text.
         reward: (item, text of the reply without tool calls) → its reward, a finite number; usually 0 or 1.
         files: What questions and rewards are read from; a resumed stage must find the same contents.
+        notes: Lines for the user on how they were read.
     """
 
     name: str
     ask: Callable[[str], Item]
     reward: Callable[[Item, str], float]
     files: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def fingerprint(environments: Sequence[Environment]) -> str:

@@ -14,7 +14,7 @@ from quern.generate.rows import Event, Generation
 from quern.serve.answers import UNKNOWN, Chat, Text
 from quern.serve.models import Model
 from quern.serve.requests.errors import ApiError, invalid
-from quern.serve.requests.forms import NamedTool, calls_of, describe, form_of
+from quern.serve.requests.forms import NamedTool, Tool, calls_of, form_of
 from quern.serve.requests.messages import ChatMessage, turns
 from quern.serve.requests.schema import ChatRequest, CompletionRequest, TokenizeRequest, bound
 from quern.text.chat import render_prompt, render_text
@@ -38,7 +38,7 @@ def _read_chat(engine: Engine, request: ChatRequest) -> tuple[list[int], dict[st
     """The prompt of a chat, and the arguments of `Engine.submit`."""
     tokenizer, choice = engine.tokenizer, request.tool_choice
     tools = [] if choice == "none" else request.tools or []
-    prompt = _chat_tokens(tokenizer, request.messages, describe(tools))
+    prompt = _chat_tokens(tokenizer, request.messages, tools)
     _require_room(prompt, engine.context, "messages")
     wanted = request.limit(engine.context)
     options: dict[str, Any] = {"max_tokens": wanted, **_options(engine, request, prompt, wanted)}
@@ -99,7 +99,7 @@ def tokens_of(tokenizer: Tokenizer, request: TokenizeRequest) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("Send either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if request.messages is not None:
-        return _chat_tokens(tokenizer, request.messages)
+        return _chat_tokens(tokenizer, request.messages, request.tools or [])
     text = request.prompt or ""
     return tokenizer.encode(text) if request.add_special_tokens is False else render_text(tokenizer, text)
 
@@ -143,10 +143,10 @@ def _require_ending(form: Grammar, room: int, param: str) -> None:
         raise invalid(param, f"no such text that ends within {room} tokens was found: allow more, or demand less")
 
 
-def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: str = "") -> list[int]:
+def _chat_tokens(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
     try:
         return render_prompt(tokenizer, turns(messages, tools))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid("messages", error) from None
 
 

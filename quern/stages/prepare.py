@@ -11,6 +11,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,9 +146,10 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
         for line in listing.lines(what):
             log(line)
     held_out: HoldOut | None = None
+    once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
     def texts(source: Where) -> Iterator[str]:
-        return (text for text, _ in read(source, column=recipe.text.column))
+        return (text for text, _ in read(source, column=recipe.text.column, log=once))
 
     def whole() -> Iterator[str]:
         return (text for file in public.training_files() for text in texts(file)) if public else texts(path)

@@ -73,6 +73,9 @@ def _run(asked: Recipe, session: Session) -> int:
     recipe = rl_recipe(asked, first.recipe)
     folder = Path(recipe.rl.data) if recipe.rl.data else None
     environments = [load_environment(name, folder) for name in recipe.rl.rewards]
+    for environment in environments:
+        for note in environment.notes:
+            log(f"{environment.name}: {note}")
     origin = _with_rewards(first.origin or first.new_origin, fingerprint(environments), session)
     model = build_model(recipe, machine, None)
     counts = count(model)

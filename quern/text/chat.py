@@ -8,11 +8,11 @@ Inside an assistant's turn, <|tool_start|>expression<|tool_end|> calls the calcu
 `Tokenizer.encode`, so text that spells a special token stays text in every role. Tools run in generate/.
 
 The mask is True on the tokens that the model produces: the assistant's text, its tool calls including their special
-tokens, and the end of its turn. It is False on system and user messages and on tool outputs.
+tokens, and the end of its turn. It is False on system and user messages, on tool outputs, and on what has the weight 0.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
@@ -20,17 +20,19 @@ from quern.text.tokenizer import Tokenizer
 
 
 class ContentPart(TypedDict):
-    """A piece of a message: plain text, the expression of a tool call, or the tool's output."""
+    """A piece of a message: plain text, a tool call, or the tool's output. A piece of weight 0 is read, not learned."""
 
     type: Literal["text", "tool", "output"]
     text: str
+    weight: NotRequired[int]
 
 
 class Message(TypedDict):
-    """One turn. Only an assistant's content may hold tool calls and outputs."""
+    """One turn. Only an assistant's content may hold tool calls and outputs. weight: 0 if its end is not learned."""
 
     role: Literal["system", "user", "assistant"]
     content: str | list[ContentPart]
+    weight: NotRequired[int]
 
 
 ROLES = ("system", "user", "assistant")
@@ -100,7 +102,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarra
         add([tokenizer.special(f"<|{role}_start|>")], False)
         for part in parts(message):
             kind = part["type"]
-            learn = mine and kind != "output"
+            learn = mine and kind != "output" and part.get("weight") != 0
             tokens = tokenizer.encode(part["text"])
             if kind != "text":
                 tokens = [
@@ -109,7 +111,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarra
                     tokenizer.special(f"<|{kind}_end|>"),
                 ]
             add(tokens, learn)
-        add([tokenizer.special(f"<|{role}_end|>")], mine)
+        add([tokenizer.special(f"<|{role}_end|>")], mine and message.get("weight") != 0)
     return np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)
 
 

@@ -1,45 +1,69 @@
-"""Converts conversations of other projects to quern's format (chat.py).
+"""Converts conversations of other projects, and requests to the server, to quern's format (chat.py).
 
     quern, OpenAI   {"messages": [{"role": "user", "content": "…"}, …]}, or the list alone
     ShareGPT        {"conversations": [{"from": "human", "value": "…"}, …]}
-    Alpaca          {"instruction": "…", "input": "…", "output": "…"}
+    Alpaca          {"instruction": "…", "input": "…", "output": "…", "history": [["…", "…"], …]}
 
-OpenAI's `tool_calls` and `tool` messages become parts of one assistant turn: the call, its output, the text that
-follows. A call of the function `calculator` becomes its expression, which is the input of quern's tool; any other call
-becomes {"name": …, "arguments": …}. documents.py reads the files.
+Beside the messages, `system` holds the system message and `tools` the functions that the assistant can call, which are
+described to it at the system message's end. `"weight": 0` keeps an assistant's message out of what is learned. OpenAI's
+`tool_calls` and `tool` messages become parts of one assistant turn: the call, its output, the text that follows. A call
+is {"name":…,"arguments":…} without spaces, as generate/grammar.py has the model write it. Where no tools are described,
+a call of the function `calculator` is its expression, which is the input of quern's own tool.
+
+Parquet fills the missing fields of an object with null. So null fields are left out of tools, and of arguments that are
+an object, from every source; arguments that are text, as in OpenAI's API, keep theirs. documents.py reads the files.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
 from quern.text.chat import ContentPart, Message, validate
 
-KEYS = ("messages", "conversations", "instruction", "input", "output", "system")
+LISTS = ("messages", "conversations")
+ALPACA = ("instruction", "input", "output", "history")
+BESIDE = ("system", "system_prompt", "tools", "functions")
+"""The keys that are read beside a list of messages."""
+KEYS = (*LISTS, *ALPACA, *BESIDE)
 """The keys that are read from a record."""
-SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+WEIGHTS = ("weight", "train", "training", "loss")
+"""Names of the key that says whether an assistant's message is learned: OpenAI's, axolotl's and ms-swift's."""
+TURN_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "function_call", *WEIGHTS)
+ROLES = {"human": "user", "gpt": "assistant", "developer": "system", "function": "tool", "observation": "tool"}
+"""Roles of other projects; `function_call` is the assistant's too."""
+SHAREGPT = ("human", "user", "gpt", "assistant", "system", "tool", "function_call", "observation")
 CALCULATOR = "calculator"
 
 
-def to_messages(record: Any) -> list[Message]:
+def to_messages(record: Any, ignored: Counter[str] | None = None) -> list[Message]:
     """Converts a JSON value in one of the shapes above to messages that pass `chat.validate`.
+
+    Args:
+        record: The value.
+        ignored: Counts the keys of records and of messages that hold something and are not read.
 
     Raises:
         ValueError: The record has another shape or is not a valid conversation.
     """
-    if isinstance(record, Mapping):
-        turns = next((record[key] for key in ("messages", "conversations") if record.get(key) is not None), None)
-        if turns is None and record.get("instruction") is not None and record.get("output") is not None:
-            turns = _of_alpaca(record)
-    else:
-        turns = record
-    if not isinstance(turns, list):
-        raise ValueError(no_shape(record.keys() if isinstance(record, Mapping) else ()))
-    messages = _join_tools(_of_sharegpt(turn, index) for index, turn in enumerate(turns))
-    validate(messages)
-    # Drop other keys of data sets, such as ids and sources.
-    return [cast(Message, {"role": message["role"], "content": message["content"]}) for message in messages]
+    row = record if isinstance(record, Mapping) else {"messages": record}
+    used = [key for key in LISTS if row.get(key) is not None][:1]
+    given = row[used[0]] if used else None
+    if not used and row.get("instruction") is not None and row.get("output") is not None:
+        used, given = [*ALPACA], _of_alpaca(row)
+    if not isinstance(given, list):
+        raise ValueError(no_shape(row if row is record else ()))
+    turns = [_turn(turn, index) for index, turn in enumerate(given)]
+    tools = _describe(_functions(row))
+    _begin(turns, row.get("system") or row.get("system_prompt"), tools)
+    joined = _join_tools(turns, own_tool=not tools)
+    validate(joined)
+    if ignored is not None:
+        unread = {key for key, value in row.items() if key not in (*used, *BESIDE) and not _empty(value)}
+        of_turns = (key for turn in given for key, value in turn.items() if key not in TURN_KEYS and not _empty(value))
+        ignored.update(unread.union(f"{used[0]}.{key}" for key in of_turns))
+    return [_message(turn) for turn in joined]
 
 
 def no_shape(names: Iterable[str]) -> str:
@@ -52,22 +76,87 @@ def no_shape(names: Iterable[str]) -> str:
     )
 
 
+def json_text(value: Any) -> str:
+    """JSON as the model reads and writes it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
 def _of_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
-    return [{"role": "system", "content": record["system"]}, *turns] if record.get("system") else turns
+    exchanges = [*(record.get("history") or ()), (question, record["output"])]
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in exchanges for role, text in zip(roles, pair, strict=True)]
 
 
-def _of_sharegpt(turn: Any, index: int) -> Any:
-    """{"from", "value"} as {"role", "content"}; other turns unchanged."""
-    if not isinstance(turn, Mapping) or "from" not in turn:
+def _turn(turn: Any, index: int) -> Any:
+    """The message with OpenAI's current keys and roles; other values unchanged."""
+    if not isinstance(turn, Mapping):
         return turn
-    if turn["from"] not in SHAREGPT:
-        raise ValueError(f"message {index + 1} is from {turn['from']!r}: use one of {', '.join(SHAREGPT)}")
-    return {"role": SHAREGPT[turn["from"]], "content": turn.get("value")}
+    turn, role = dict(turn), turn.get("role")
+    if "from" in turn:
+        role, turn["content"] = turn["from"], turn.get("value")
+        if role not in SHAREGPT:
+            raise ValueError(f"message {index + 1} is from {role!r}: use one of {', '.join(SHAREGPT)}")
+        if role == "function_call":
+            calls = json.loads(turn["content"])
+            turn["tool_calls"] = [{"function": call} for call in (calls if isinstance(calls, list) else [calls])]
+            role, turn["content"] = "assistant", None
+    elif turn.get("function_call"):
+        turn["tool_calls"] = [{"function": turn["function_call"]}]
+    if role is not None:
+        turn["role"] = ROLES.get(role, role)
+    weight = next((turn[key] for key in WEIGHTS if turn.get(key) is not None), 1)
+    if weight not in (0, 1):
+        raise ValueError(f"message {index + 1} has the weight {weight!r}: use 1, or 0 for a reply that is not learned")
+    return {**turn, "weight": int(weight)}
 
 
-def _join_tools(turns: Iterable[Any]) -> list[Any]:
+def _begin(turns: list[Any], system: Any, tools: str) -> None:
+    """Puts what is beside the messages into the system message."""
+    first = turns[0] if turns and isinstance(turns[0], Mapping) and turns[0].get("role") == "system" else None
+    own = "" if first is None else "".join(part["text"] for part in _parts(first))
+    if system and own and own != system:
+        raise ValueError("it has two system messages, one of them beside the messages: leave one")
+    if system and not isinstance(system, str):
+        raise ValueError(f"its system message is no text, but {type(system).__name__}")
+    if system or tools:
+        turns[: first is not None] = [{"role": "system", "content": "\n\n".join(filter(None, (own or system, tools)))}]
+
+
+def _functions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The functions of `tools`, or of the older `functions`; both may be written as text, as may each of them."""
+    found = []
+    for tool in _loaded(row.get("tools")) or _loaded(row.get("functions")) or ():
+        tool = _loaded(tool)
+        function = _without_nulls(tool.get("function") or tool) if isinstance(tool, Mapping) else {}
+        if not isinstance(function.get("name"), str):
+            raise ValueError('each of "tools" is {"type": "function", "function": {"name": …, "parameters": {…}}}')
+        order = dict.fromkeys(("name", "description", "parameters", *function))
+        found.append({key: function[key] for key in order if key in function and key not in ("strict", "type")})
+    return found
+
+
+def _describe(functions: list[dict[str, Any]]) -> str:
+    """The text that tells the model of its tools."""
+    head = 'You can call these tools, as {"name":"…","arguments":{…}}:'
+    return "\n".join([head, *map(json_text, functions)]) if functions else ""
+
+
+def _loaded(value: Any) -> Any:
+    return json.loads(value or "null") if isinstance(value, str) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _join_tools(turns: Iterable[Any], own_tool: bool) -> list[Any]:
     """Joins tool calls, their outputs and the text after them into one assistant turn."""
     messages: list[Any] = []
     parts: list[ContentPart] | None = None  # of the current assistant turn with tool calls
@@ -85,9 +174,13 @@ def _join_tools(turns: Iterable[Any]) -> list[Any]:
             if parts is None:
                 parts = []
                 messages.append({"role": "assistant", "content": parts})
-            parts += _parts(turn)
-            waiting = [(call.get("id"), {"type": "tool", "text": _call(call)}) for call in turn.get("tool_calls") or ()]
-            parts += [part for _, part in waiting]
+            calls = turn.get("tool_calls") or ()
+            waiting = [(call.get("id"), {"type": "tool", "text": _call(call, own_tool)}) for call in calls]
+            own = [*_parts(turn), *(part for _, part in waiting)]
+            for part in own:
+                part["weight"] = 0 if part.get("weight") == 0 else turn["weight"]
+            parts += own
+            messages[-1]["weight"] = turn["weight"]
         else:
             parts, waiting = None, []
             messages.append(turn)
@@ -97,17 +190,37 @@ def _join_tools(turns: Iterable[Any]) -> list[Any]:
 def _parts(turn: Mapping[str, Any]) -> list[ContentPart]:
     content = turn.get("content")
     if isinstance(content, list):
-        return list(content)
+        return [cast(ContentPart, {**part}) for part in content]
     return [{"type": "text", "text": content}] if content else []
 
 
-def _call(call: Mapping[str, Any]) -> str:
+def _call(call: Mapping[str, Any], own_tool: bool) -> str:
     """The text of a call {"function": {"name": …, "arguments": …}}; the arguments may be a string of JSON."""
-    name, arguments = call["function"]["name"], call["function"].get("arguments")
+    name, arguments = call["function"]["name"], _without_nulls(call["function"].get("arguments"))
     if isinstance(arguments, str):
         with suppress(ValueError):  # a string that is not JSON is the argument itself
-            arguments = json.loads(arguments)
+            arguments = _loaded(arguments)
+    arguments = {} if arguments is None else arguments
     values = list(arguments.values()) if isinstance(arguments, Mapping) else [arguments]
-    if name == CALCULATOR and len(values) == 1 and isinstance(values[0], str):
+    if own_tool and name == CALCULATOR and len(values) == 1 and isinstance(values[0], str):
         return values[0]
-    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return json_text({"name": name, "arguments": arguments})
+
+
+def _message(turn: Mapping[str, Any]) -> Message:
+    """The message without other keys. A text in several parts is one; parts that are not learned say so."""
+    learned = turn["role"] != "assistant" or turn["weight"] != 0
+    parts = [_part(part, learned) for part in _parts(turn)]
+    texts = [part["text"] for part in parts if part["type"] == "text" and "weight" not in part]
+    content = "".join(texts) if len(texts) == len(parts) else parts
+    return cast(Message, {"role": turn["role"], "content": content} | _weighted(learned))
+
+
+def _part(part: ContentPart, learned: bool) -> ContentPart:
+    weight = part.get("weight")
+    weighted = _weighted(learned if weight is None else weight != 0)
+    return cast(ContentPart, {"type": part["type"], "text": part["text"]} | weighted)
+
+
+def _weighted(learned: bool) -> dict[str, Any]:
+    return {} if learned else {"weight": 0}

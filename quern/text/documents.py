@@ -11,13 +11,15 @@ Empty documents are skipped. hub.py downloads, tokenizer.py encodes.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quern.text.chat import Message
+from quern.text.chat import Message, parts
 from quern.text.conversations import KEYS, no_shape, to_messages
-from quern.text.formats import MissingColumns, place, records
+from quern.text.formats import MissingColumns, converted, place
 from quern.text.sources import Where, files, format_of, list_source
 
 CONVERSATION_FORMATS = (".jsonl", ".json", ".parquet")
@@ -44,13 +46,16 @@ class Position(NamedTuple):
 START = Position(0, 0)
 
 
-def read(source: Where, start: Position = START, column: str = "text") -> Iterator[tuple[str, Position]]:
+def read(
+    source: Where, start: Position = START, column: str = "text", log: Callable[[str], None] | None = None
+) -> Iterator[tuple[str, Position]]:
     """Reads documents, starting at any position.
 
     Args:
         source: A file, a folder, or several of these.
         start: The first document to read.
         column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
+        log: Called with a line on malformed records that are skipped; see `converted`.
 
     Yields:
         (text, position of the next document).
@@ -59,44 +64,40 @@ def read(source: Where, start: Position = START, column: str = "text") -> Iterat
         ValueError: A file or a record cannot be read as text; the message names it.
         OSError: A file is missing or cut short.
     """
-    for index, path in enumerate(files(source)):
-        if index < start.file:
-            continue
-        first = start.record if index == start.file else 0
-        try:
-            for value, record in records(path, first, (column,)):
-                text = _text(value, path, record, column)
-                if text:
-                    yield text, Position(index, record + 1)
-        except MissingColumns as error:
-            raise ValueError(f"{path}: {_no_column(column, error.names)}") from error
+    try:
+        of_column = partial(_text, column=column)
+        for text, index, record in converted(files(source), (column,), of_column, log, start):
+            if text:
+                yield text, Position(index, record + 1)
+    except MissingColumns as error:
+        raise ValueError(f"{error.path}: {_no_column(column, error.names)}") from error
 
 
-def _text(value: Any, path: Path, record: int, column: str) -> str:
+def _text(value: Any, path: Path, column: str) -> str:
     if isinstance(value, dict):
         if column not in value:
-            raise ValueError(f"{place(path, record)}: {_no_column(column, list(value))}")
+            raise ValueError(_no_column(column, list(value)))
         value = value[column]
     elif not isinstance(value, str) or format_of(path) == ".jsonl":
-        raise ValueError(f'{place(path, record)}: expected an object such as {{"{column}": …}}')
+        raise ValueError(f'expected an object such as {{"{column}": …}}')
     if value is None:
         return ""
     if not isinstance(value, str):
         raise ValueError(
-            f"{place(path, record)}: {column!r} holds {type(value).__name__}, not text: "
+            f"{column!r} holds {type(value).__name__}, not text: "
             "make it text, or name what holds the text with --text.column NAME"
         )
-    _refuse_surrogates(value, path, record)
+    _refuse_surrogates(value)
     return value
 
 
-def _refuse_surrogates(text: str, path: Path, record: int) -> None:
+def _refuse_surrogates(text: str) -> None:
     r"""Refuses "\ud800" from JSON, half of a surrogate pair, which no Unicode encoding can represent."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{place(path, record)}: the text holds the lone surrogate {ascii(text[error.start])[1:-1]}, which is no "
+            f"the text holds the lone surrogate {ascii(text[error.start])[1:-1]}, which is no "
             "character: remove it, or complete the pair that it is half of"
         ) from error
 
@@ -109,16 +110,18 @@ def read_conversations(source: Where, log: Callable[[str], None] | None = None) 
 def conversation_rows(
     source: Where,
     log: Callable[[str], None] | None = None,
-    convert: Callable[[Any], list[Message]] = to_messages,
+    convert: Callable[[Any, Counter[str]], list[Message]] = to_messages,
     keys: Sequence[str] = KEYS,
+    limit: int | None = None,
 ) -> Iterator[Conversation]:
-    """Reads conversations in quern's format, validated. Skips those without an assistant turn.
+    """Reads conversations in quern's format, validated. Skips those without an assistant turn to learn.
 
     Args:
         source: A file, a folder, or several of these, of .jsonl, .json and .parquet files.
-        log: Called with lines about read, ignored and skipped files and records.
-        convert: Converts a record to messages.
+        log: Called with lines about read, ignored and skipped files, records and keys.
+        convert: Converts a record to messages, and counts the keys that it ignores.
         keys: The keys of a record that `convert` reads.
+        limit: The most conversations to read.
 
     Raises:
         ValueError: A record is not a conversation, or no conversation has an assistant turn; the message names the file
@@ -129,35 +132,47 @@ def conversation_rows(
     if log is not None:
         for line in found.lines("conversations"):
             log(line)
-    skipped, count, first = 0, 0, ""
-    for path in found.files:
-        for conversation in _conversations(path, convert, keys):
-            if any(message["role"] == "assistant" for message in conversation.messages):
+    skipped, count, first, ignored = 0, 0, "", Counter[str]()
+
+    def messages_of(value: Any, path: Path) -> list[Message]:
+        try:
+            messages = convert(value, ignored)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a conversation: {error}") from error
+        _refuse_surrogates(json.dumps(messages, ensure_ascii=False))
+        return messages
+
+    said = log and (lambda line: log(f"conversations: {line}"))
+    try:
+        for messages, index, record in converted(found.files, keys, messages_of, said):
+            if limit is not None and count >= limit:
+                break
+            if any(_learned(message) for message in messages):
                 count += 1
-                yield conversation
+                yield Conversation(messages, place(found.files[index], record))
             else:
                 skipped += 1
-                first = first or conversation.place
+                first = first or place(found.files[index], record)
+    except MissingColumns as error:
+        raise ValueError(f"{error.path}: not a conversation: {no_shape(error.names)}") from error
     if skipped and not count:
         raise ValueError(
             f"{first}: there is no assistant's turn, nor in any other conversation of the source: fine-tuning "
             "learns the assistant's answers, so add them"
         )
     if skipped and log is not None:
-        log(f"conversations: skipped {skipped:,} without an assistant's turn, the first is {first}")
+        log(f"conversations: skipped {skipped:,} without an assistant's turn to learn, the first is {first}")
+    if ignored and log is not None:
+        named = ", ".join(f"{key!r} in {rows:,}" for key, rows in ignored.most_common(NAMES_SHOWN))
+        log(f"conversations: keys that are not used, with the number of records: {named}")
 
 
-def _conversations(path: Path, convert: Callable[[Any], list[Message]], keys: Sequence[str]) -> Iterator[Conversation]:
-    try:
-        for value, record in records(path, 0, keys):
-            try:
-                messages = convert(value)
-            except (TypeError, KeyError, AttributeError, ValueError) as error:
-                raise ValueError(f"{place(path, record)}: not a conversation: {error}") from error
-            _refuse_surrogates(json.dumps(messages, ensure_ascii=False), path, record)
-            yield Conversation(messages, place(path, record))
-    except MissingColumns as error:
-        raise ValueError(f"{path}: not a conversation: {no_shape(error.names)}") from error
+def _learned(message: Message) -> bool:
+    """Whether a part of a message, or its end, is learned."""
+    if message["role"] != "assistant":
+        return False
+    own = (part for part in parts(message) if part["type"] != "output")
+    return message.get("weight") != 0 or any(part.get("weight") != 0 for part in own)
 
 
 def _no_column(column: str, names: Sequence[str]) -> str:

@@ -14,9 +14,10 @@ records.
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,12 +30,81 @@ JSON_BYTES = 1 << 29
 CSV_FIELD_CHARACTERS = 1 << 28
 
 
+FEW_RECORDS = 1000
+"""A larger source may have one malformed record in so many."""
+UNREAD: Any = ...
+"""The value of a table's column that is not read."""
+Found = TypeVar("Found")
+
+
 class MissingColumns(ValueError):
     """A table has none of the wanted columns, only `names`."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
         super().__init__(f"only {', '.join(names)}")
-        self.names = list(names)
+        self.path, self.names = path, list(names)
+
+
+class Malformed(ValueError):
+    """A record that is no record of its format; the next one can be read. lines: what it takes of the file."""
+
+    def __init__(self, reason: str, lines: int = 1) -> None:
+        super().__init__(reason)
+        self.lines = lines
+
+
+def converted(
+    paths: Sequence[Path],
+    wanted: Sequence[str],
+    convert: Callable[[Any, Path], Found],
+    log: Callable[[str], None] | None = None,
+    start: tuple[int, int] = (0, 0),
+) -> Iterator[tuple[Found, int, int]]:
+    """Reads and converts the records of a source. The odd malformed record does not stop a large source.
+
+    A record is malformed if it is not of its format, or if it cannot be converted. Of a source with over `FEW_RECORDS`
+    records, one in so many may be: they are skipped, counted, and the first is named. A source whose first records are
+    all malformed has another form, and is refused.
+
+    Args:
+        paths: The files.
+        wanted: As for `records`.
+        convert: Takes a value of `records` and its file. Raises ValueError, TypeError, KeyError or AttributeError.
+        log: Takes a line when the first record is skipped, and one when all are read.
+        start: The first record to read: the index of its file, and its number there.
+
+    Yields:
+        (what `convert` returned, index of the file, number of the record in it).
+
+    Raises:
+        ValueError: Too many records are malformed; the message names the first.
+        MissingColumns, OSError: As `records`.
+    """
+    first, odd, seen, counted = "", 0, 0, 0
+    ahead = (1 for path in paths for _ in _read(path, 0, wanted))  # read only if a record is malformed, and so far
+    for index, path in enumerate(paths[start[0] :], start[0]):
+        for value, record in _read(path, start[1] if index == start[0] else 0, wanted):
+            seen += 1
+            try:
+                if isinstance(value, Malformed):
+                    raise value
+                found = convert(value, path)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                odd += error.lines if isinstance(error, Malformed) else 1
+                reason = str(error) if error is value else f"{place(path, record)}: {error}"
+                needed = max(FEW_RECORDS + 1, FEW_RECORDS * odd)
+                if seen < needed:
+                    counted += sum(islice(ahead, max(0, needed - counted)))
+                if max(seen, counted) < needed or seen == odd > 1:
+                    more = f"; {odd:,} of {seen:,} records are malformed, and 1 in {FEW_RECORDS:,} may be"
+                    raise ValueError((first or reason) + (more if odd > 1 else "")) from error
+                if not first and log is not None:
+                    log(f"skipping malformed records, of which 1 in {FEW_RECORDS:,} may be; the first is {reason}")
+                first = first or reason
+                continue
+            yield found, index, record
+    if odd and log is not None:
+        log(f"skipped {odd:,} malformed of {seen:,} records")
 
 
 def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
@@ -54,7 +124,15 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
         OSError: The file cannot be read to its end.
         MissingColumns: The table has none of the columns.
     """
-    readers = {
+    for value, record in _read(path, first, wanted):
+        if isinstance(value, Malformed):
+            raise value
+        yield value, record
+
+
+def _read(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
+    """As `records`, with `Malformed` in the place of a record."""
+    readers: dict[str, Callable[[Path, int, Sequence[str]], Iterator[tuple[Any, int]]]] = {
         ".txt": _text_pieces,
         ".md": _text_pieces,
         ".jsonl": _json_lines,
@@ -63,7 +141,7 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
         ".tsv": _rows,
         ".parquet": _parquet_rows,
     }
-    yield from readers[format_of(path)](path, first, wanted)
+    return readers[format_of(path)](path, first, wanted)
 
 
 def text_megabytes(listing: Listing, column: str) -> float | None:
@@ -150,11 +228,15 @@ def _json_lines(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple
     for line, raw in enumerate(_lines(path)):
         if line < first or not raw.strip():
             continue
-        text = _decode(raw, path, line)
+        try:
+            text = _decode(raw, path, line)
+        except ValueError as error:
+            yield Malformed(str(error)), line
+            continue
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {line + 1}: not a line of JSON ({error})") from error
+            value = Malformed(f"{path}, line {line + 1}: not a line of JSON ({error})")
         yield value, line
 
 
@@ -182,7 +264,7 @@ def _json_values(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tupl
             yield item, record
 
 
-def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, str], int]]:
+def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, str] | Malformed, int]]:
     csv.field_size_limit(CSV_FIELD_CHARACTERS)  # process-wide; the default limit is 128 KiB
     lines = (_decode(raw, path, line) for line, raw in enumerate(_lines(path)))
     reader = csv.reader(lines, delimiter="\t" if format_of(path) == ".tsv" else ",", strict=True)
@@ -192,15 +274,20 @@ def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[
             return
         columns = {name: names.index(name) for name in wanted if name in names}
         if not columns:
-            raise MissingColumns(names)
+            raise MissingColumns(path, names)
+        end = reader.line_num
         for record, row in enumerate(row for row in reader if row):
-            if len(row) != len(names):
-                raise ValueError(
-                    f"{path}, line {reader.line_num}: the row has {len(row)} fields, but the first row names "
-                    f"{len(names)} columns: quote the fields that hold a separator, a quote or a line end"
-                )
-            if record >= first:
+            begin, end = end, reader.line_num
+            if record < first:
+                continue
+            if len(row) == len(names):
                 yield {name: row[index] for name, index in columns.items()}, record
+                continue
+            reason = (
+                f"{path}, line {end}: the row has {len(row)} fields, but the first row names "
+                f"{len(names)} columns: quote the fields that hold a separator, a quote or a line end"
+            )
+            yield Malformed(reason, end - begin), record
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {reader.line_num}: cannot be read as {format_of(path)} ({error}): quote the fields that "
@@ -214,7 +301,8 @@ def _parquet_rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tup
             names = file.schema_arrow.names
             columns = [name for name in wanted if name in names]
             if not columns:
-                raise MissingColumns(names)
+                raise MissingColumns(path, names)
+            unread = {name: UNREAD for name in names if name not in columns}
             record = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -224,7 +312,7 @@ def _parquet_rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tup
                 for batch in file.iter_batches(PARQUET_BATCH_ROWS, row_groups=[group], columns=columns):
                     for value in batch.to_pylist():
                         if record >= first:
-                            yield value, record
+                            yield {**value, **unread}, record
                         record += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}, it may be cut short or damaged: {error}") from error

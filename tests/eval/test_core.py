@@ -248,13 +248,13 @@ def test_a_model_that_knows_the_answers_scores_one_on_every_task(tokenizer: Toke
         ('{"query": 7, "choices": ["a", "b"], "gold": 1}', "a text of it is empty, or no text"),
         ('{"query": "q", "choices": ["a"], "gold": 0}', "gold 0 is none of its 1 options"),
         ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "gold 2 is none of its 2 options"),
-        ("{", "no row of copa"),
+        ("{", "not a line of JSON"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "copa.jsonl"
     path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"copa.jsonl, line 2 .*{message}"):
+    with pytest.raises(ValueError, match=f"copa.jsonl, line 2.*{message}"):
         read_rows(path, BY_NAME["copa"])
 
 

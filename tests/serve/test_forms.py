@@ -10,6 +10,7 @@ import jsonschema_rs
 import openai
 import pytest
 
+from quern.serve.requests.forms import Tool
 from quern.serve.requests.messages import ChatMessage, turns
 from quern.serve.server import create_app
 from tests.support.http_server import running
@@ -127,18 +128,19 @@ def test_turns_join_calls_outputs_and_what_follows() -> None:
         {"role": "assistant", "content": "Monday noon."},
         {"role": "user", "content": "Thanks."},
     ]
-    found = turns([ChatMessage.model_validate(message) for message in messages], "TOOLS")
+    found = turns([ChatMessage.model_validate(message) for message in messages], [Tool.model_validate(CLOCK)])
+    told = 'You can call these tools, as {"name":"…","arguments":{…}}:\n{"name":"clock"}'
     assert found == [
-        {"role": "system", "content": "TOOLS"},
+        {"role": "system", "content": told},
         {"role": "user", "content": "?"},
         {
             "role": "assistant",
             "content": [
                 {"type": "text", "text": "Let me see."},
-                {"type": "tool", "text": '{"name":"date","arguments":{}}'},
-                {"type": "output", "text": "Monday"},
                 {"type": "tool", "text": '{"name":"clock","arguments":{}}'},
                 {"type": "output", "text": "noon"},
+                {"type": "tool", "text": '{"name":"date","arguments":{}}'},
+                {"type": "output", "text": "Monday"},
                 {"type": "text", "text": "Monday noon."},
             ],
         },

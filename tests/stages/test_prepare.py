@@ -209,6 +209,16 @@ def test_nothing_is_made_twice_and_what_changed_is_made_anew(tmp_path: Path) -> 
     assert before.items() <= files_under(out).items(), "what others may still use was touched"
 
 
+def test_a_malformed_row_is_skipped_and_told_once(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "t.jsonl", documents(1100))
+    lines = data.read_text(encoding="utf-8").splitlines()
+    data.write_text("\n".join([*lines[:700], '{"text": 7}', *lines[700:]]), encoding="utf-8")
+    found, said = made(recipe_for(data), tmp_path / "out")
+    assert said.count(f"the first is {data}, line 701: 'text' holds int") == 1
+    assert said.count("text: skipped 1 malformed of 1,101 records") == 1
+    assert found.train.num_documents + found.val.num_documents == 1100
+
+
 def test_a_source_is_known_by_its_content_alone(tmp_path: Path) -> None:
     out, folder = tmp_path / "out", tmp_path / "first" / "texts"
     folder.mkdir(parents=True)

@@ -8,11 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.text.chat import validate
+from quern.text.chat import parts, render, validate
 from quern.text.conversations import to_messages
-from quern.text.documents import read_conversations
+from quern.text.documents import conversation_rows, read_conversations
+from quern.text.tokenizer import Tokenizer
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+BRIEF = {"role": "system", "content": "Be brief."}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "id": 7}
 ALPACA = {"instruction": "hi", "input": "", "output": "hello"}
 
@@ -46,8 +48,22 @@ def answer(number: int, content: Any) -> dict[str, Any]:
         ),
         (
             {"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT["conversations"]]},
-            [{"role": "system", "content": "Be brief."}, USER, ANSWER],
+            [BRIEF, USER, ANSWER],
         ),
+        ({**SHAREGPT, "system": "Be brief.", "tools": "[]"}, [BRIEF, USER, ANSWER]),
+        ({"messages": [USER, ANSWER], "system_prompt": "Be brief."}, [BRIEF, USER, ANSWER]),
+        ({"messages": [BRIEF, USER, ANSWER], "system": "Be brief."}, [BRIEF, USER, ANSWER]),
+        ({"messages": [{**BRIEF, "role": "developer"}, USER, ANSWER], "system": None}, [BRIEF, USER, ANSWER]),
+        (
+            {**ALPACA, "history": [["one", "1"], ["two", "2"]], "system": "Be brief."},
+            [
+                BRIEF,
+                *({"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}),
+                *({"role": "user", "content": "two"}, {"role": "assistant", "content": "2"}),
+                *(USER, ANSWER),
+            ],
+        ),
+        ({"messages": [{**USER, "content": [text("h"), text("i")]}, {**ANSWER, "weight": None}]}, [USER, ANSWER]),
     ],
 )
 def test_sharegpt_and_alpaca(record: Any, expected: list[dict[str, Any]]) -> None:
@@ -82,12 +98,12 @@ def test_several_calls_get_their_own_outputs() -> None:
         answer(1, "sun"),
         {"role": "assistant", "tool_calls": [call("calculator", "not JSON", 4)]},
     ]
-    spelled = '{"name": "weather", "arguments": {"city": "Köln"}}'
+    spelled = '{"name":"weather","arguments":{"city":"Köln"}}'
     expected = [
         text("Let me see."),
         *(text(spelled, "tool"), text("sun", "output")),
         *(text(spelled, "tool"), text("rain", "output")),
-        *(text('{"name": "now", "arguments": {}}', "tool"), text("noon", "output")),
+        *(text('{"name":"now","arguments":{}}', "tool"), text("noon", "output")),
         text("not JSON", "tool"),
     ]
     found = to_messages(messages)
@@ -107,12 +123,79 @@ def test_several_calls_get_their_own_outputs() -> None:
         ([USER, answer(0, "42")], "message 2 is a tool's output, and no tool_calls before it"),
         ([USER, {"role": "assistant", "content": None}], "message 2: content must be text"),
         ([USER, USER], "message 2 is from the user, expected the assistant"),
+        ({"messages": [BRIEF, USER, ANSWER], "system": "Be long."}, "two system messages, one of them beside"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has the weight 0.5: use 1, or 0"),
+        ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, 'each of "tools" is {"type": "function", '),
+        ({"messages": [USER, ANSWER], "tools": ["weather"]}, "Expecting value"),
         ([], "the conversation is empty"),
     ],
 )
 def test_what_is_no_conversation_says_what_is(record: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_messages(record)
+
+
+TOLD = 'You can call these tools, as {"name":"…","arguments":{…}}:\n{"name":"sky","parameters":{"type":"object"}}'
+SKY: dict[str, Any] = {"name": "sky", "parameters": {"type": "object"}}
+BLUE = [text('{"name":"sky","arguments":{"at":"noon"}}', "tool"), text("blue", "output"), text("It is blue.")]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [call("sky", '{"at": "noon"}')]},
+                answer(0, "blue"),
+                {"role": "assistant", "content": "It is blue."},
+            ],
+            "tools": [{"type": "function", "function": {**SKY, "strict": True, "description": None}}],
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": {"name": "sky", "arguments": '{"at":"noon"}'}},
+                {"role": "function", "name": "sky", "content": "blue"},
+                {"role": "assistant", "content": "It is blue."},
+            ],
+            "functions": [SKY],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "hi"},
+                {"from": "function_call", "value": '{"name": "sky", "arguments": {"at": "noon"}}'},
+                {"from": "observation", "value": "blue"},
+                {"from": "gpt", "value": "It is blue."},
+            ],
+            "tools": json.dumps([SKY]),
+        },
+    ],
+    ids=["OpenAI's tools", "OpenAI's functions", "ShareGPT's function_call"],
+)
+def test_tools_are_described_and_called_as_the_server_writes_them(record: dict[str, Any]) -> None:
+    told = {"role": "system", "content": TOLD}
+    assert to_messages(record) == [told, USER, {"role": "assistant", "content": BLUE}]
+    begun = to_messages({**record, "system": "Be brief."})
+    assert begun[0] == {"role": "system", "content": f"Be brief.\n\n{TOLD}"}
+
+
+@pytest.mark.parametrize(("key", "no", "yes"), [("weight", 0, 1), ("train", False, True), ("loss", False, None)])
+def test_a_reply_of_weight_0_is_read_and_not_learned(key: str, no: Any, yes: Any) -> None:
+    """Also where it is a call, and where the same turn goes on with a reply that is learned."""
+    wrong, right = {**ANSWER, key: no}, {**ANSWER, key: yes, "content": "right"}
+    asking = {"role": "assistant", "content": "Hm.", "tool_calls": [call("calculator", '{"x": "1+1"}')]}
+    tokenizer = Tokenizer.train(["hello right"], 300)
+    for turns, learned in [
+        ([USER, wrong, USER, right], "right<|assistant_end|>"),
+        ([USER, {**asking, key: no}, answer(0, "2"), right], "right<|assistant_end|>"),
+        ([USER, {**asking, key: yes}, answer(0, "2"), wrong], "Hm.<|tool_start|>1+1<|tool_end|>"),
+        ([USER, wrong], ""),
+    ]:
+        ids, mask = render(tokenizer, to_messages({"messages": turns}))
+        assert tokenizer.decode(ids[mask].tolist()) == learned
+        plain = [{name: value for name, value in turn.items() if name != key} for turn in turns]
+        assert (ids == render(tokenizer, to_messages(plain))[0]).all()
 
 
 def write(path: Path, records: list[Any]) -> Path:
@@ -132,7 +215,10 @@ def test_every_shape_comes_from_every_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x", encoding="utf-8")
     said: list[str] = []
     assert list(read_conversations(tmp_path, said.append)) == [[USER, ANSWER]] * 12
-    assert len(said) == 2 and said[1] == "conversations: ignoring README.md (1 B), notes.txt (1 B)"
+    assert said[1:] == [
+        "conversations: ignoring README.md (1 B), notes.txt (1 B)",
+        "conversations: keys that are not used, with the number of records: 'id' in 4",
+    ]
 
 
 def test_a_file_without_a_known_shape_names_the_shapes(tmp_path: Path) -> None:
@@ -148,7 +234,56 @@ def test_conversations_without_an_answer_are_skipped_or_refused(tmp_path: Path) 
     said: list[str] = []
     path = write(tmp_path / "a.jsonl", [[USER], [USER, ANSWER], [USER]])
     assert list(read_conversations(path, said.append)) == [[USER, ANSWER]]
-    assert said[-1] == f"conversations: skipped 2 without an assistant's turn, the first is {path}, line 1"
-    write(path, [[USER], [USER]])
+    assert said[-1] == f"conversations: skipped 2 without an assistant's turn to learn, the first is {path}, line 1"
+    write(path, [[USER], [USER, {**ANSWER, "weight": 0}]])
     with pytest.raises(ValueError, match="a.jsonl, line 1: there is no assistant's turn, nor in any other"):
         list(read_conversations(path))
+
+
+def test_keys_that_are_not_used_are_counted_once(tmp_path: Path) -> None:
+    """In JSON lines, where they hold something; in Parquet, for every row of a column; also with a limit."""
+    rows = [{"messages": [USER, {**ANSWER, "name": "Ann"}], "images": ["a.png"] * (n < 2), "id": n} for n in range(6)]
+    for ending, images in (("jsonl", 2), ("parquet", 6)):
+        path = tmp_path / f"talks.{ending}"
+        if ending == "jsonl":
+            write(path, rows)
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        for limit, count in ((None, 6), (6, 6)):
+            said: list[str] = []
+            assert len(list(conversation_rows(path, said.append, limit=limit))) == count
+            counts = {"id": 6, "messages.name": 6, "images": images}
+            line = said[-1].partition("number of records: ")[2]
+            assert dict(pair.rsplit(" in ", 1) for pair in line.split(", ")) == {
+                f"'{key}'": str(number) for key, number in counts.items()
+            }
+
+
+def test_parquet_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
+    """Parquet gives every object the fields of all: null arguments and null parts of schemas come from that."""
+
+    def row(name: str, arguments: Any, schema: Any) -> dict[str, Any]:
+        asking = {"role": "assistant", "content": None, "tool_calls": [call(name, arguments)]}
+        tool = {"type": "function", "function": {"name": name, "parameters": schema}}
+        return {"messages": [USER, asking, answer(0, "6"), ANSWER], "tools": [tool]}
+
+    rows = [
+        row("calculator", {"expression": "2*3"}, {"type": "object", "properties": {"expression": {"type": "string"}}}),
+        row(
+            "weather", {"city": "Rome", "at": {"day": 2}}, {"type": "object", "properties": {"at": {"type": "object"}}}
+        ),
+        row("many", {"list": [{"a": 1}, {"b": 2}]}, {"type": "object", "required": ["list"]}),
+        row("weather", {"city": "Bonn", "at": None}, {"type": "object", "description": None}),
+        {**row("calculator", {"expression": "2*3"}, {}), "tools": None},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "talks.parquet")
+    found = list(read_conversations(tmp_path / "talks.parquet"))
+    assert found == list(read_conversations(write(tmp_path / "talks.jsonl", rows)))
+    calls = [part["text"] for messages in found for part in parts(messages[-1]) if part["type"] == "tool"]
+    assert calls == [
+        '{"name":"calculator","arguments":{"expression":"2*3"}}',
+        '{"name":"weather","arguments":{"city":"Rome","at":{"day":2}}}',
+        '{"name":"many","arguments":{"list":[{"a":1},{"b":2}]}}',
+        '{"name":"weather","arguments":{"city":"Bonn"}}',
+        "2*3",
+    ]

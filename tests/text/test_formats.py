@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 from pyarrow import csv
 
 from quern.text import formats
-from quern.text.documents import read, read_conversations
+from quern.text.documents import Position, read, read_conversations
 from quern.text.sources import Listing, entry_of, list_source
 
 TRICKY = ['say "hi"', "two\nlines", "two\r\nlines", "a,b", "tab\there", "köln 世界 😀", " padded ", "x" * 200_000]
@@ -138,3 +139,70 @@ def test_the_size_of_a_text_is_about_right_before_it_is_read(tmp_path: Path) -> 
     coming = Listing((*list_source(tmp_path / "a.txt").read, entry_of(tmp_path / "b.txt", 3 * text)), ())
     assert formats.text_megabytes(coming, "text") == 4 * text / 1e6
     assert formats.text_megabytes(Listing(coming.read[1:], ()), "text") is None
+
+
+ODD = {
+    "jsonl": (b'{"text": "a\xe2\x80\xa8b"}\n', b"{oops\n", b'{"text": "\xff"}\n', b'{"text": 7}\n', b'{"body": "b"}\n'),
+    "csv": (b"a,b\n", b"c\n", b"d,e,f\n"),
+    "json": (b'{"text": "a"},', b'{"text": 7},', b'{"text": "\\ud800"},'),
+}
+"""A sound record, and malformed ones."""
+
+
+def mixed(path: Path, records: int, *odd: int) -> Path:
+    """A file of so many records, of which those with the numbers `odd` are malformed, in turn in each way."""
+    sound, *malformed = ODD[path.suffix[1:]]
+    kinds = {number: malformed[place % len(malformed)] for place, number in enumerate(odd)}
+    content = b"".join(kinds.get(number, sound) for number in range(records))
+    head, tail = {"json": (b"[", b"]"), "csv": (b"text,b\n", b""), "jsonl": (b"", b"")}[path.suffix[1:]]
+    path.write_bytes(head + content.rstrip(b",") + tail)
+    return path
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    ("records", "odd", "skipped"),
+    [
+        (1000, (500,), False),
+        (1001, (1000,), True),
+        (1001, (0,), True),
+        (3000, (0, 4, 2999), True),
+        (2999, (0, 4, 2998), False),
+        (1500, (7, 8), False),
+        (2500, (0, 1), False),  # nothing but malformed records so far: another form
+    ],
+)
+def test_one_malformed_record_in_a_thousand_is_skipped(
+    tmp_path: Path, kind: str, records: int, odd: tuple[int, ...], skipped: bool
+) -> None:
+    path, said = mixed(tmp_path / f"rows.{kind}", records, *odd), list[str]()
+    named = re.escape(str(path)) + rf", (line|record) {odd[0] + (2 if kind == 'csv' else 1)}: "
+    if skipped:
+        found = list(read(path, log=said.append))
+        assert len(found) == records - len(odd) and len({text for text, _ in found}) == 1
+        assert len(said) == 2 and re.search(f"; the first is {named}", said[0])
+        assert said[1] == f"skipped {len(odd)} malformed of {records:,} records"
+        assert list(read(path, Position(0, odd[0] + 1))) == found[odd[0] :]
+    else:
+        with pytest.raises(ValueError, match=named):
+            list(read(path))
+
+
+def test_malformed_records_are_counted_over_all_files_and_by_lines(tmp_path: Path) -> None:
+    """Conversations, and a stray quote that makes one row of many lines."""
+    talk = json.dumps(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028"}], ensure_ascii=False
+    )
+    for name, lines in (("a.jsonl", [talk] * 600), ("b.jsonl", [talk] * 399 + ["[]", talk])):
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    said: list[str] = []
+    assert len(list(read_conversations(tmp_path, said.append))) == 1000
+    assert "the first is" in said[1] and "b.jsonl, line 400: not a conversation: the conversation is empty" in said[1]
+    (tmp_path / "b.jsonl").write_text("\n".join([talk] * 399 + ["[]"]), encoding="utf-8")
+    with pytest.raises(ValueError, match="b.jsonl, line 400: not a conversation"):
+        list(read_conversations(tmp_path))
+    rows = [b"a,b\n"] * 3000
+    rows[100], rows[110] = b'"a,b\n', b'a",b,c\n'
+    (tmp_path / "rows.csv").write_bytes(b"text,b\n" + b"".join(rows))
+    with pytest.raises(ValueError, match=r"line 112: the row has 3 fields.*; 11 of 101 records are malformed"):
+        list(read(tmp_path / "rows.csv"))

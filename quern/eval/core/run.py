@@ -23,6 +23,7 @@ from quern.eval.score import Score, accuracy, prompt_hash
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
+from quern.records import read_lines
 from quern.temporaries import sha256_of, write_whole
 from quern.terminal import Meter, duration
 from quern.text.tokenizer import Tokenizer
@@ -184,7 +185,7 @@ def _kept(path: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
     if not path.is_file():
         return None
     try:
-        first, *items = lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        first, *items = lines = read_lines(path)
         asked = first["rows"] if header["limit"] is None else min(header["limit"], first["rows"])
         same = {name: first.get(name) for name in header} == header and len(items) == asked - first["skipped"]
         _result(BY_NAME[header["task"]], lines)

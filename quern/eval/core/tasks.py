@@ -8,13 +8,13 @@ Source: DCLM (Li et al., 2024, arXiv 2406.11794), its evaluation code of 2025-09
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
+
+from quern.text.formats import place, records
 
 Kind = Literal["choice", "schema", "language"]
 FIELDS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
@@ -135,30 +135,16 @@ def read_rows(path: Path, task: CoreTask) -> list[dict[str, Any]]:
         ValueError: A line is not a row of this kind of task, or there are too few rows for the shots.
     """
     rows = []
-    with _open(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                rows.append(_row(line, task, f"{path}, line {number}"))
+    for row, number in records(path, 0, ()):
+        if problem := _problem(row, task):
+            raise ValueError(f"{place(path, number)} is no row of {task.name}: {problem}")
+        rows.append(row)
     if len(rows) <= task.shots:
         raise ValueError(
             f"{path} has {len(rows)} rows, and {task.name} needs more than its {task.shots} shots: "
             "take the whole file, or leave the task out"
         )
     return rows
-
-
-def _open(path: Path) -> Any:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-
-
-def _row(line: str, task: CoreTask, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        if problem := _problem(row, task):
-            raise ValueError(problem)
-    except ValueError as error:
-        raise ValueError(f"{where} is no row of {task.name}: {error}") from error
-    return row
 
 
 def _problem(row: Any, task: CoreTask) -> str | None:

@@ -17,7 +17,9 @@ def environment(name: str, folder: Path | None) -> Environment:
     """Raises FileNotFoundError or ValueError if the folder has no file train.jsonl, or a damaged one."""
     if folder is None:
         raise ValueError(f"rl.rewards {name}: name the folder with its train.jsonl by --rl.data")
-    return Environment(name, partial(_ask, read_gsm8k(folder, "train")), _reward, (find_gsm8k(folder, "train"),))
+    notes: list[str] = []
+    items = read_gsm8k(folder, "train", notes.append)
+    return Environment(name, partial(_ask, items), _reward, (find_gsm8k(folder, "train"),), tuple(notes))
 
 
 def _ask(items: list[Item], seed: str) -> Item:

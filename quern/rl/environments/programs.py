@@ -7,11 +7,11 @@ The file programs.jsonl of `rl.data` has a line for each exercise: {"prompt": "W
 from __future__ import annotations
 
 import atexit
-import json
 import random
 import re
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -19,6 +19,7 @@ from markdown_it.token import Token
 from quern.eval.task import Item, question
 from quern.generate.sandbox import Limits, Program, Sandbox
 from quern.rl.environment import Environment
+from quern.text.formats import converted
 
 NAMES = ("programs",)
 FILE = "programs.jsonl"
@@ -36,16 +37,17 @@ def environment(name: str, folder: Path | None) -> Environment:
     path = folder / FILE if folder is not None else None
     if path is None or not path.is_file():
         raise ValueError(f"rl.rewards {name}: name the folder with {FILE} by --rl.data")
-    exercises = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            body = json.loads(line)
-            exercises.append((str(body["prompt"]), str(body["check"])))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{path}, line {number}: each line is {{"prompt": …, "check": …}}') from None
+    notes: list[str] = []
+    exercises = [found for found, _, _ in converted([path], ("prompt", "check"), _exercise, notes.append)]
     if not exercises:
         raise ValueError(f"{path} has no exercises")
-    return Environment(name, partial(_ask, exercises), _reward, (path,))
+    return Environment(name, partial(_ask, exercises), _reward, (path,), tuple(notes))
+
+
+def _exercise(row: Any, path: Path) -> tuple[str, str]:
+    if not isinstance(row, dict) or not {"prompt", "check"} <= row.keys():
+        raise ValueError('each line is {"prompt": …, "check": …}')
+    return str(row["prompt"]), str(row["check"])
 
 
 def program_in(reply: str) -> str:

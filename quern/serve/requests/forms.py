@@ -4,7 +4,6 @@
 system message; a call is one JSON object between the model's own tool tokens, and its form is enforced.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -134,10 +133,3 @@ def _moved(schema: Any, place: str) -> Any:
         key: f"{place}{one[1:]}" if key == "$ref" and isinstance(one, str) and one[:1] == "#" else _moved(one, place)
         for key, one in schema.items()
     }
-
-
-def describe(tools: Sequence[Tool]) -> str:
-    """The text that tells the model of the tools."""
-    lines = [json.dumps(tool.function.model_dump(exclude_none=True, exclude={"strict"})) for tool in tools]
-    call = '{"name": "…", "arguments": {…}}'
-    return "\n".join([f"You can call these tools, as {call}:", *lines]) if lines else ""

@@ -152,6 +152,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None
 
 

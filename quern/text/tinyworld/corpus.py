@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from quern.text.chat import Message
+from quern.text.printable import ascii_signs
 from quern.text.tinyworld import lessons, prose, skills
 from quern.text.tinyworld.chat import conversation
 from quern.text.tinyworld.facts import CHARACTERS, FIELDS, RELATIONS, VALUES, blind_guess, upper_first
@@ -188,5 +189,5 @@ def check(question: Question, reply: str) -> bool:
     if question.kind == "choice":
         letter = _LETTER.search(reply)
         return letter is not None and letter.group(1).upper() == question.answer
-    numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", reply))
+    numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", ascii_signs(reply)))
     return bool(numbers) and numbers[-1] == question.answer

@@ -1,0 +1,252 @@
+"""Served prompt = trained prompt: the same conversation as a row of a file and as a request to the server.
+
+Fine-tuning reads a row from JSON lines or Parquet. The server reads the messages before a reply as a request for that
+reply, as a chat, as `/v1/responses` and as `/tokenize`. Its prompt must be the beginning of the trained tokens, the
+tokens that follow must be learned, and a call of a described tool must be one that the server's grammar lets through.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.generate.engine import Engine
+from quern.mixture.prepare import prepare_mixture
+from quern.recipes.gpt import RECIPE
+from quern.serve.generate import _read_chat, tokens_of
+from quern.serve.requests.forms import Tool, calls_of
+from quern.serve.requests.responses import ResponsesRequest
+from quern.serve.requests.schema import ChatRequest, TokenizeRequest, parse_request
+from quern.text import conversations
+from tests.support.toy_engine import toy_engine
+
+Law = Callable[[str, float | int | str, str], None]
+Row = dict[str, Any]
+
+SYSTEM = {"role": "system", "content": "Antworte kurz."}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+WEATHER = {"name": "weather", "description": "Das Wetter für eine Stadt: “sunny”, …", "parameters": CITY}
+ORDER = {
+    "name": "order",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "lines": {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}},
+            "note": {"type": ["string", "null"], "default": None},
+        },
+    },
+}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, ORDER, {"name": "now"})]
+
+
+def said(role: str, content: Any) -> Row:
+    return {"role": role, "content": content}
+
+
+def calling(*calls: tuple[str, str, str], content: str | None = None) -> Row:
+    """calls: (id, name, arguments)."""
+    found = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id, name, arguments in calls
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": found}
+
+
+def output(id: str, content: str) -> Row:
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+KOELN = '{"city": "Köln", "days": 2}'
+TALKS: dict[str, Row] = {
+    "held out": {"messages": [said("user", "first"), said("assistant", "one")]},
+    "two turns": {
+        "messages": [said("user", "Hi"), said("assistant", "Grüße!"), said("user", "?"), said("assistant", "你好")]
+    },
+    "system": {"messages": [SYSTEM, said("user", "Hi"), said("assistant", "Ja.")]},
+    "developer": {"messages": [said("developer", "Be brief."), said("user", "Hi"), said("assistant", "Yes.")]},
+    "content in parts": {
+        "messages": [
+            said("user", [{"type": "text", "text": "What is 12"}, {"type": "text", "text": "3 + 456?"}]),
+            said("assistant", [{"type": "text", "text": "It is 5"}, {"type": "text", "text": "79."}]),
+            said("user", "So?"),
+            said("assistant", "So."),
+        ]
+    },
+    "calculator without tools": {
+        "messages": [
+            said("user", "6*7?"),
+            calling(("c", "calculator", '{"expression": "6*7"}')),
+            output("c", "42"),
+            said("assistant", "It is 42."),
+        ]
+    },
+    "calculator of the caller": {
+        "messages": [
+            said("user", "6*7?"),
+            calling(("c", "calculator", '{"expression": "6*7"}')),
+            output("c", "42"),
+            said("assistant", "It is 42, again."),
+        ],
+        "tools": [{"type": "function", "function": {"name": "calculator", "parameters": EXPRESSION}}],
+    },
+    "tools, and no call": {"messages": [said("user", "Hi"), said("assistant", "Hello.")], "tools": TOOLS},
+    "system and a call": {
+        "messages": [
+            SYSTEM,
+            said("user", "Wetter in Köln?"),
+            calling(("a", "weather", KOELN), content="Moment."),
+            output("a", "Sonne ☀"),
+            said("assistant", "Sonnig."),
+            said("user", "Danke"),
+            said("assistant", "Bitte."),
+        ],
+        "tools": TOOLS,
+    },
+    "calls answered in another order, twice": {
+        "messages": [
+            said("user", "Wetter?"),
+            calling(("a", "weather", KOELN), ("b", "weather", '{"city":"Bonn"}'), ("n", "now", "")),
+            output("n", "12:00"),
+            output("b", "Regen"),
+            output("a", "Sonne"),
+            calling(("o", "order", '{ "lines": [ {"name": "Brot – 1 kg"}, {"name": "\\u00e4"} ], "note": null }')),
+            output("o", "ok"),
+            said("assistant", "Bestellt."),
+        ],
+        "tools": TOOLS,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return toy_engine(context=2048)
+
+
+def trained(engine: Engine, path: Path, out: Path) -> list[tuple[list[int], np.ndarray]]:
+    """The ids and the mask of each row of a file, as fine-tuning prepares them."""
+    recipe = replace(RECIPE, conversations=str(path), data="texts/")
+    mixture = prepare_mixture(recipe, engine.tokenizer, out, lambda asked: pytest.fail("fetched"), lambda line: None)
+    found = []
+    for corpus in (mixture.val, mixture.train):
+        for document in range(corpus.num_documents):
+            length = corpus.lengths[document : document + 1]
+            mask = np.zeros(length[0], dtype=bool)
+            corpus.copy_mask(mask, np.zeros(1, np.int64), corpus.starts[document : document + 1], length)
+            found.append((corpus.gather(document).tolist(), mask))
+    return found
+
+
+def as_input(messages: list[Row]) -> list[Row]:
+    """The messages as the input of /v1/responses."""
+    items: list[Row] = []
+    for message in messages:
+        kind = {"user": "input_text", "assistant": "output_text"}.get(message["role"], "text")
+        if message["role"] == "tool":
+            call = message["tool_call_id"]
+            items.append({"type": "function_call_output", "call_id": call, "output": message["content"]})
+        elif isinstance(message["content"], list):
+            items.append(said(message["role"], [part | {"type": kind} for part in message["content"]]))
+        elif message["content"] is not None:
+            items.append(said(message["role"], message["content"]))
+        items += [
+            {"type": "function_call", "call_id": call["id"], **call["function"]}
+            for call in message.get("tool_calls", ())
+        ]
+    return items
+
+
+def served(engine: Engine, messages: list[Row], tools: list[Row]) -> dict[str, list[int]]:
+    """The prompt for the reply to these messages, by the route of the request."""
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    chat = parse_request(ChatRequest, {"model": "m", "messages": messages, "tools": tools})
+    responses = parse_request(ResponsesRequest, {"model": "m", "input": as_input(messages), "tools": flat})
+    counted = parse_request(TokenizeRequest, {"messages": messages, "tools": tools})
+    return {
+        "chat": _read_chat(engine, chat)[0],
+        "responses": _read_chat(engine, responses.chat())[0],
+        "tokenize": tokens_of(engine.tokenizer, counted),
+    }
+
+
+def require_callable(engine: Engine, ids: list[int], tools: list[Row]) -> None:
+    """Asserts that the grammar of the tools allows the tokens of every call."""
+    tokenizer = engine.tokenizer
+    begin, end = tokenizer.special("<|tool_start|>"), tokenizer.special("<|tool_end|>")
+    grammar = calls_of(engine.grammars, [Tool.model_validate(tool) for tool in tools], None)
+    for at in (place for place, token in enumerate(ids) if token == begin):
+        state = grammar.start(end)
+        for token in ids[at + 1 : ids.index(end, at) + 1]:
+            assert state.allowed()[token], tokenizer.decode(ids[at:])
+            state.push(token)
+
+
+def differing(engine: Engine, path: Path, out: Path) -> int:
+    """How many prompts of the server are not the beginning of what is trained on."""
+    wrong = 0
+    for (ids, mask), row in zip(trained(engine, path, out), TALKS.values(), strict=True):
+        messages, tools = row["messages"], row.get("tools", [])
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            for prompt in served(engine, messages[:at], tools).values():
+                wrong += ids[: len(prompt)] != prompt or not mask[len(prompt)]
+        last = messages[-1]["content"]
+        reply = last if isinstance(last, str) else "".join(part["text"] for part in last)
+        end = engine.tokenizer.special("<|assistant_end|>")
+        wrong += ids[len(prompt) :] != [*engine.tokenizer.encode(reply), end]
+        if tools:
+            require_callable(engine, ids, tools)
+    return wrong
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_served_prompt_is_the_trained_one(tmp_path: Path, engine: Engine, law: Law, ending: str) -> None:
+    path = tmp_path / f"talks.{ending}"
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TALKS.values()), encoding="utf-8")
+    else:  # content in parts has another type than content, so Parquet holds one text
+        rows = json.loads(json.dumps([{"tools": None, **row} for row in TALKS.values()]))
+        for message in (one for row in rows for one in row["messages"] if isinstance(one["content"], list)):
+            message["content"] = "".join(part["text"] for part in message["content"])
+        for row in rows:
+            row["tools"] = row["tools"] and json.dumps(row["tools"], indent=1)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    wrong = differing(engine, path, tmp_path / "out")
+    law(f"served prompt = trained prompt: ids of conversations with tools, {ending} (prompts that differ)", wrong, "0")
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("fault", ["spaces", "order", "tools"])
+def test_another_writing_is_noticed(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The comparison can fail: fine-tuning with a broken conversion, the server with the right one."""
+    path, sound = tmp_path / "talks.jsonl", conversations.to_messages
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TALKS.values()), encoding="utf-8")
+
+    def broken(record: Any, ignored: Any = None) -> Any:
+        if fault == "tools":
+            record = {**record, "tools": None}
+        messages = sound(record, ignored)
+        for message in messages:
+            parts = message["content"] if isinstance(message["content"], list) else []
+            for part in (one for one in parts if one["type"] == "tool" and one["text"].startswith("{")):
+                if fault == "spaces":
+                    part["text"] = json.dumps(json.loads(part["text"]), ensure_ascii=False)
+            if fault == "order" and len(parts) > 4:
+                parts[:4] = [*parts[2:4], *parts[:2]]
+        return messages
+
+    monkeypatch.setattr(conversations, "to_messages", broken)
+    monkeypatch.setattr("quern.serve.requests.messages.to_messages", sound)
+    with pytest.raises(AssertionError):
+        assert differing(engine, path, tmp_path / "out") == 0
