@@ -7,6 +7,7 @@ import base64
 import hashlib
 import http.server
 import math
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -183,7 +184,7 @@ def test_the_test_split_of_a_question_set_is_asked_by_evaluation(served: None, t
 
 
 def test_the_files_of_chat_tasks_are_downloaded_by_name(
-    served: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, replace(llama_recipe(context=128), data=str(tmp_path / "text.txt")))
     (tmp_path / "text.txt").write_text("The grain and the bread.\n" * 400, encoding="utf-8")
@@ -199,6 +200,9 @@ def test_the_files_of_chat_tasks_are_downloaded_by_name(
     )
     assert len(items) == 40 and items[7].answer == "    return 7\n"
     assert not list(tmp_path.glob("downloads/*/train"))
+    monkeypatch.setenv("HF_ENDPOINT", f"{os.environ['HF_ENDPOINT']}/none")
+    with pytest.raises(OSError, match="cannot fetch .*humaneval.*; or name a folder with the files .* with --chat-data"):
+        fetch_tests(["humaneval"], tmp_path / "other")
 
 
 def test_a_copy_of_a_held_out_conversation_of_the_test_split_is_not_trained_on(
