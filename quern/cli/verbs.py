@@ -78,6 +78,7 @@ def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
 def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.resolve import resolve
+    from quern.runs.vocabularies import for_comparison
     from quern.stages.prepare import open_source, prepare, train_tokenizer
     from quern.stages.prepare_tokens import write_tokens
     from quern.text.tokenizer import compression_report
@@ -87,7 +88,8 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
         tokenizer = train_tokenizer(recipe, source, options.out, log)
-        rows = compression_report(tokenizer, {"held-out text": "\n".join(islice(source.read("val"), 200))})
+        text, compared = "\n".join(islice(source.read("val"), 200)), {"held-out text": tokenizer, **for_comparison()}
+        rows = [row for kind, one in compared.items() for row in compression_report(one, {kind: text})]
     else:
         workers, start_workers = options.encoders()
         prepared = prepare(recipe, options.out, log, workers=workers, start_workers=start_workers)

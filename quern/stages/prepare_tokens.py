@@ -6,22 +6,25 @@ token shards have them.
 A source is a .bin file, a folder of them (modded-nanogpt's, nanoGPT's, our own shards) or a public set. Validation is
 `val` (a file or folder too), else the files of the folder with the word "val" in their name, else documents held out
 from the rest; of it, the first `text.val_megabytes`, at four bytes a token. The tokenizer is `text.tokenizer`, or comes
-with the public set.
+with the public set, or is beside the files, or is GPT-2's if the ids are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from quern.data.bin_files import BinFormat, read_bin, write_bin
 from quern.data.shards import Corpus
+from quern.data.token_file import map_tokens
 from quern.recipe import Recipe
 from quern.runs.public_data import PublicData
 from quern.runs.run_dir import naming
+from quern.runs.vocabularies import VOCABULARIES, published
 from quern.terminal import Meter
 from quern.text import data_sets
 from quern.text.hugging_face import open_tokenizer
@@ -30,6 +33,7 @@ from quern.text.tokenizer import Tokenizer
 
 BYTES_PER_TOKEN = 4
 HELD_OUT_EVERY = 20
+GPT2_BOS, LOOKED_AT = 50_256, 1 << 22
 VALIDATION = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])")
 """In the name of a file for validation: as a word, not as in "retrieval"."""
 
@@ -75,13 +79,10 @@ def open_tokens(
     listed, other = token_listings(recipe, public)
     for line in listed.lines("tokens"):
         log(line)
+    if tokenizer is None and public is None and recipe.text.tokenizer is None:
+        recipe = replace(recipe, text=replace(recipe.text, tokenizer=_unnamed_tokenizer(recipe, listed.files)))
     tokenizer = named_tokenizer(recipe, tokenizer, log, public)
-    if tokenizer is None:
-        raise ValueError(
-            f"--data {recipe.data} is tokens already, and evaluation and chat need the tokenizer that made them: name "
-            "its file with --text.tokenizer, a tokenizer.json of quern's or of Hugging Face, or a vocabulary of "
-            "tiktoken's such as r50k_base.tiktoken"
-        )
+    assert tokenizer is not None
     train, val = listed.files, other.files if other else []
     if not val:
         val = [path for path in train if VALIDATION.search(path.name.lower())]
@@ -100,6 +101,21 @@ def open_tokens(
         raise ValueError(f"--data {recipe.data} holds too few documents to hold some out: name a file with --val")
     rest = np.setdiff1d(np.arange(corpus.num_documents), chosen)
     return tokenizer, corpus.part(rest), corpus.part(chosen)
+
+
+def _unnamed_tokenizer(recipe: Recipe, files: Sequence[Path]) -> str:
+    """The tokenizer beside token files, or "gpt2" if their ids are GPT-2's. Raises ValueError if it is neither."""
+    for path in (files[0].parent / "tokenizer.json", *sorted(files[0].parent.glob("*.tiktoken"))):
+        if path.is_file():
+            return str(path)
+    ids = map_tokens(files[0], headerless=True).tokens[:LOOKED_AT]
+    if ids.max() == GPT2_BOS:  # its delimiter, the last one of its ids
+        return "gpt2"
+    raise ValueError(
+        f"--data {recipe.data} is tokens already, and evaluation and chat need the tokenizer that made them: name "
+        "its file with --text.tokenizer, a tokenizer.json of quern's or of Hugging Face, or a vocabulary of "
+        "tiktoken's such as r50k_base.tiktoken"
+    )
 
 
 def write_tokens(
@@ -179,7 +195,7 @@ def named_tokenizer(
     if name is None or (own is not None and not Path(name).is_file()):
         return own
     try:
-        found = open_tokenizer(Path(name))
+        found = published(name) if name in VOCABULARIES and not Path(name).exists() else open_tokenizer(Path(name))
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--text.tokenizer {error}") from error
     if own is not None and own.fingerprint != found.fingerprint:

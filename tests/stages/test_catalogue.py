@@ -201,7 +201,9 @@ def test_the_files_of_chat_tasks_are_downloaded_by_name(
     assert len(items) == 40 and items[7].answer == "    return 7\n"
     assert not list(tmp_path.glob("downloads/*/train"))
     monkeypatch.setenv("HF_ENDPOINT", f"{os.environ['HF_ENDPOINT']}/none")
-    with pytest.raises(OSError, match="cannot fetch .*humaneval.*; or name a folder with the files .* with --chat-data"):
+    with pytest.raises(
+        OSError, match="cannot fetch .*humaneval.*; or name a folder with the files .* with --chat-data"
+    ):
         fetch_tests(["humaneval"], tmp_path / "other")
 
 

@@ -1,7 +1,10 @@
 """Tokens that are there already: which files train, which validate, which tokenizer reads them."""
 
 import base64
+import hashlib
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from tiktoken_ext import openai_public
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from quern.cli.main import main
@@ -21,6 +25,7 @@ from quern.recipe import Recipe, TextRecipe
 from quern.recipes.gpt import RECIPE as GPT_RECIPE
 from quern.recipes.unet import RECIPE
 from quern.resolve import resolve
+from quern.runs import vocabularies
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import read_saved
@@ -28,6 +33,7 @@ from quern.stages import pretrain
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
 from quern.stages.session import Session
+from quern.text.byte_characters import spell
 from quern.text.chat import render_prompt
 from quern.text.hugging_face import tokenizer_json
 from quern.text.tokenizer import Tokenizer
@@ -91,6 +97,8 @@ def test_validation_is_as_much_as_was_asked_for(tmp_path: Path, tokenizer: str) 
 
 def test_what_is_missing_is_said(tmp_path: Path, tokenizer: str) -> None:
     path = write_bin(tmp_path / "x.bin", texts(100))
+    Path(tokenizer).rename(tmp_path / "t.json")
+    tokenizer = str(tmp_path / "t.json")
     with pytest.raises(ValueError, match="is tokens already, .* name its file with --text.tokenizer, a tokenizer.json"):
         prepare(recipe_for(path, None), tmp_path / "out", print)
     with pytest.raises(FileNotFoundError, match="--text.tokenizer nowhere.json: there is no such file"):
@@ -199,6 +207,59 @@ def tiktoken_file(path: Path) -> tiktoken.Encoding:
     path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
     special = {"<|endoftext|>": 50_256}
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of tiktoken, in which a made vocabulary stands for GPT-2's."""
+    tiktoken_file(tmp_path / "made.tiktoken")
+    body = (tmp_path / "made.tiktoken").read_bytes()
+    file = (vocabularies.R50K[0], hashlib.sha256(body).hexdigest())
+    monkeypatch.setattr(vocabularies, "VOCABULARIES", {**vocabularies.VOCABULARIES, "gpt2": (file,)})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "cache" / hashlib.sha1(f"{vocabularies.BASE}/{file[0]}".encode()).hexdigest()
+    path.parent.mkdir()
+    path.write_bytes(body)
+    return path
+
+
+def test_a_vocabulary_is_named_where_tiktoken_has_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text("\n\n".join(texts(90)), encoding="utf-8")
+    own = ["tokenizer", "--data", "t.txt", "--text.vocab-size", "300", "--text.val-megabytes", "0.001"]
+    assert main(own) == 0
+    assert re.search(r"  held-out text .*\n    as gpt2's tokens +\d\.\d\d bytes per token\n", capsys.readouterr().out)
+    named = ["prepare", "--data", "t.txt", "--text.val-megabytes", "0.001", "--text.tokenizer", "gpt2"]
+    tokens = ["--to", "bin", "--dir", "tokens"]
+    assert main([*named, *tokens]) == 0
+    of_file = Tokenizer.from_tiktoken(tmp_path / "made.tiktoken")
+    assert Tokenizer.load(tmp_path / "tokens/tokenizer.json").fingerprint == of_file.fingerprint
+    recipe = replace(recipe_for(tmp_path / "tokens", None), make_documents=None)
+    assert prepare(recipe, tmp_path / "out", print).tokenizer.fingerprint == of_file.fingerprint  # that beside them
+    Path("tokens/tokenizer.json").unlink()
+    assert prepare(recipe, tmp_path / "out", print).tokenizer.fingerprint == of_file.fingerprint  # GPT-2's ids
+    lines = ["#version: 0.2", *(f"{spell(token[:1])} {spell(token[1:])}" for token in of_file.merges)]
+    body = "\n".join(lines).encode()
+    older = (vocabularies.MERGES[0], hashlib.sha256(body).hexdigest())
+    monkeypatch.setitem(vocabularies.VOCABULARIES, "gpt2", (vocabularies.R50K, older))
+    cache.with_name(hashlib.sha1(f"{vocabularies.BASE}/{older[0]}".encode()).hexdigest()).write_bytes(body)
+    found = vocabularies.published("gpt2")
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]  # as tiktoken.load has it
+    assert found.single_bytes == bytes([*printable, *(byte for byte in range(256) if byte not in printable)])
+    assert (found.merges, found.pattern, found.bos) == (of_file.merges, of_file.pattern, 50_256)
+    capsys.readouterr()
+    assert main([*named[:-1], "cl100k_base"]) == 1
+    assert "--text.tokenizer cl100k_base: the cache of tiktoken, " in (said := capsys.readouterr().err)
+    assert 'tiktoken.get_encoding("cl100k_base")' in said and said.count("\n") == 1
+
+
+def test_the_vocabularies_are_tiktokens() -> None:
+    source = inspect.getsource(openai_public)
+    assert {"gpt2", "r50k_base", "cl100k_base", "o200k_base", "gpt4"} == set(vocabularies.VOCABULARIES)
+    for file, digest in {file for files in vocabularies.VOCABULARIES.values() for file in files}:
+        assert re.search(rf'"{vocabularies.BASE}/{file}"', source) and digest in source
 
 
 @pytest.mark.parametrize("to", ["bin", "nanogpt"])
