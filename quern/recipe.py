@@ -68,8 +68,7 @@ class TextRecipe:
     vocab_size: int | None = None
     """Tokens in the vocabulary, special ones included."""
     tokenizer: str | None = None
-    """A tokenizer that is there already: the file (tokenizer.json of quern or of Hugging Face, or .tiktoken), or gpt2,
-    cl100k_base or o200k_base from the cache of tiktoken."""
+    """A tokenizer that is there already: its file (tokenizer.json, .tiktoken), or gpt2, cl100k_base or o200k_base."""
     column: str = "text"
     """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
     split: str = "train"
