@@ -172,7 +172,7 @@ class TrainRecipe:
     """Optimizer steps of pretraining; by default horizon_ratio tokens for each parameter of the matrices and the head.
     Fine-tuning has sft.steps."""
     minutes: float | None = None
-    """Train for this long instead: the step time is measured first and `steps` follows from it."""
+    """Train for this long instead: time in steps, without compilation, validation and saves. The steps follow."""
     horizon_ratio: float = 12.0
     """Tokens for each parameter, where neither steps nor minutes say how long."""
     batch_tokens: int | None = None
@@ -296,7 +296,7 @@ class Recipe:
     make_rules: Callable[..., Any]
     """(Recipe) → for each optimizer group of the model its rule, peak rate and cadence (`optim.groups.GroupRule`)."""
     make_schedule: Callable[..., Any]
-    """(TrainRecipe) → what the update of each step is told (`optim.schedule.Multipliers`)."""
+    """(TrainRecipe) → what the update of each step, maybe a fraction, is told (`optim.schedule.Multipliers`)."""
     make_batches: Callable[..., Any] | None = None
     """(Recipe, Corpus) → `data.batch.Batches`; by default rows packed as `train.packing` says."""
     make_documents: Callable[..., Any] | None = None

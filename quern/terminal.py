@@ -71,7 +71,7 @@ class Meter:
             )
             self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
             self.bar.add_task(f"{self.title} ({self.unit})", total=self.total, note=note)
-        self.bar.update(self.bar.tasks[0].id, completed=done, note=note)
+        self.bar.update(self.bar.tasks[0].id, completed=done, total=self.total, note=note)
         self.bar.start()  # starting before the update would show an empty bar
 
     def __exit__(

@@ -1,7 +1,7 @@
 """Schedules: multipliers of the learning rates and of the decay, and Muon's momentum.
 
-Pure functions of (step, steps), where step counts from 0. `resolve.py` derives the peak rates from batch, width and
-horizon.
+Pure functions of (step, steps), where step counts from 0, and may be a fraction (train/horizon.py). `resolve.py`
+derives the peak rates from batch, width and horizon.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Multipliers(NamedTuple):
 
 
 def learning_rate(
-    step: int, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final: float = 0.05
+    step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final: float = 0.05
 ) -> float:
     """Rises linearly over `warmup_steps` (1/warmup_steps at step 0), stays at 1, then falls linearly over the last
     `warmdown_share` of the run to `final`, which it reaches one step after the last.
@@ -41,7 +41,7 @@ def learning_rate(
 
 
 def muon_momentum(
-    step: int,
+    step: float,
     steps: int,
     *,
     warmup_steps: int = 400,
@@ -58,13 +58,13 @@ def muon_momentum(
     return min(up, _down(step, steps, warmdown_share, peak, final))
 
 
-def weight_decay(step: int, steps: int) -> float:
+def weight_decay(step: float, steps: int) -> float:
     """Half a cosine from 1 at step 0 to 0 at `steps`."""
     return 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
 
 
 def multipliers(
-    step: int, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final_lr: float = 0.05
+    step: float, steps: int, *, warmup_steps: int = 40, warmdown_share: float = 0.65, final_lr: float = 0.05
 ) -> Multipliers:
     """All three schedules at once. Muon's momentum has the same warm-down as the rates."""
     return Multipliers(
@@ -75,7 +75,7 @@ def multipliers(
     )
 
 
-def warmup_stable_decay(train: TrainRecipe) -> Callable[[int], Multipliers]:
+def warmup_stable_decay(train: TrainRecipe) -> Callable[[float], Multipliers]:
     """Returns the schedule of a resolved recipe: a function of the step, which counts from 0."""
     steps, warmup = train.steps, train.warmup_steps
     assert steps is not None and warmup is not None
@@ -84,7 +84,7 @@ def warmup_stable_decay(train: TrainRecipe) -> Callable[[int], Multipliers]:
     )
 
 
-def _down(step: int, steps: int, share: float, high: float, low: float) -> float:
+def _down(step: float, steps: int, share: float, high: float, low: float) -> float:
     """`high` until the last `share` of the run, then linear to `low` at `steps`."""
     length = share * steps
     left = min(1.0, max(0.0, (steps - step) / length)) if length > 0 else 1.0

@@ -40,13 +40,13 @@ def rules(recipe: Recipe) -> dict[str, GroupRule]:
     }
 
 
-def schedule(train: TrainRecipe) -> Callable[[int], Multipliers]:
+def schedule(train: TrainRecipe) -> Callable[[float], Multipliers]:
     """Rates flat, then linear down; momentum from 0.85 up to 0.95 and there to the end; windows grow all along."""
     steps, warmup = train.steps, train.warmup_steps
     assert steps is not None and warmup is not None
     momentum_steps = min(MOMENTUM_WARMUP_STEPS, MOMENTUM_WARMUP_SHARE * steps)
 
-    def told(step: int) -> Multipliers:
+    def told(step: float) -> Multipliers:
         lr = learning_rate(step, steps, warmup_steps=warmup, warmdown_share=train.warmdown_share, final=train.final_lr)
         momentum = 0.85 + 0.10 * min(1.0, step / momentum_steps)
         return Multipliers(lr=lr, momentum=momentum, decay=0.0, progress=step / steps)

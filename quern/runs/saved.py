@@ -82,7 +82,7 @@ def changes(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> list[s
     known = old.keys() & new.keys()  # ignores fields that an older version did not save
     names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
     lines = {name: f"{flag(name)} {_shown(old[name])} → {_shown(new[name])}" for name in names}
-    refused = [line for name, line in lines.items() if not _changeable(name, new[name])]
+    refused = [line for name, line in lines.items() if not _changeable(name, old[name], new[name])]
     if refused:
         raise ValueError(
             f"cannot resume {folder}: {'; '.join(refused)} would make it another run. Leave that out, or start another "
@@ -91,8 +91,10 @@ def changes(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> list[s
     return list(lines.values())
 
 
-def _changeable(name: str, new: Any) -> bool:
-    return name in CHANGEABLE or name.startswith("optim.") or (name == "train.minutes" and new is None)
+def _changeable(name: str, old: Any, new: Any) -> bool:
+    """A run that trains for minutes may get other minutes, or steps; one that trains for steps gets no minutes."""
+    of_minutes = name == "train.minutes" and (old is not None or new is None)
+    return name in CHANGEABLE or name.startswith("optim.") or of_minutes
 
 
 def _shown(value: Any) -> str:
@@ -156,6 +158,8 @@ def find_saved(
         return None
     if not begins_with:
         return to_resume(body, fields), code
+    if plans := newest_meta(run_dir.stage(stage)).get("state", {}).get("plans"):
+        body = replace(body, train=replace(body.train, steps=plans[-1][1]))
     return to_continue(body, fields, value_of(arguments, "from-step") == BEFORE_WARMDOWN), code
 
 

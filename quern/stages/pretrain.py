@@ -41,6 +41,7 @@ from quern.stages.prepare import Prepared, facts_of, prepare
 from quern.stages.session import Session, main_first, set_up_training
 from quern.terminal import duration
 from quern.train import loop
+from quern.train.horizon import recorded_plans
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import accumulate, send_batch
 
@@ -136,6 +137,10 @@ def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
         lower_rates=f"--optim.lr-scale {recipe.optim.lr_scale / 2:.3g}",
         keep_step=warmdown_start(recipe.train.steps, recipe.train.warmdown_share),
     )
+    if recipe.train.minutes is not None:
+        repeats = session.resume and not any(line.startswith("train.minutes") for line in changed)
+        recorded = mesh.world.broadcast_object(recorded_plans(session.folder) if repeats else [])
+        plan = replace(plan, budget_seconds=60 * recipe.train.minutes, recorded=recorded)
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     lines = overview(recipe, counts.parameters.total, plan, prepared, needed, mesh)
@@ -251,11 +256,11 @@ def _shared_out(batches: Iterator[Batch], replicas: ProcessGroup) -> Iterator[Ba
 
 
 def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, corpus: Corpus) -> dict[str, int]:
-    """Finds the steps, and the tokens in each, that fit into `train.minutes`. A few steps are timed, which changes the
-    model.
+    """Finds the tokens in a step, and a first plan of the steps that fit into `train.minutes` (train/horizon.py). A few
+    steps are timed, which changes the model.
 
     The batch is the one that was asked for. Else it follows from the horizon, and the horizon from the batch and the
-    speed: iterated until they agree. A resumed run keeps the steps of its own recipe.
+    speed: iterated until they agree. A resumed run keeps the first plan of its own recipe.
 
     Args:
         recipe: Resolved.
@@ -286,7 +291,10 @@ def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, cor
             if asked.train.batch_tokens is not None:
                 break
             batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
-        session.log(f"{recipe.train.minutes:g} minutes are {steps:,} steps of {batch_tokens:,} tokens on this machine")
+        session.log(
+            f"{recipe.train.minutes:g} minutes are about {steps:,} steps of {batch_tokens:,} tokens on this machine; "
+            "planned again as they are spent"
+        )
     return {"steps": steps, "batch_tokens": batch_tokens}
 
 

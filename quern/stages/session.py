@@ -134,7 +134,7 @@ class Session:
         origin: Origin,
         *,
         steps: int | None,
-        schedule: Callable[[int], Multipliers],
+        schedule: Callable[[float], Multipliers],
         evaluator: loop.Evaluator,
         lower_rates: str,
         keep_step: int | None = None,
@@ -218,7 +218,7 @@ class Session:
         Raises:
             ValueError: The run is beyond the plan's steps, or has lost the weights that it began with.
         """
-        resumed = self._resume(state, plan, origin, words[1])
+        resumed = self._resume(state, plan, origin, words[1], changed)
         if self.mesh.main and facts and not resumed:
             describe_run(counts, self.machine, self.run_dir, facts, self.command)
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
@@ -241,13 +241,21 @@ class Session:
             self.log(f"{words[1]} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
 
-    def _resume(self, state: TrainState, plan: loop.TrainingPlan, origin: Origin, trained: str) -> bool:
+    def _resume(
+        self, state: TrainState, plan: loop.TrainingPlan, origin: Origin, trained: str, changed: Sequence[str]
+    ) -> bool:
         """Restores the newest good checkpoint, if `resume` asks for it. Returns whether there was one."""
         name, steps = self.run_dir.run, f"{'train' if self.stage == 'pretrain' else self.stage}.steps"
         resumed = self.resume and loop.resume(
             state, self.folder / "checkpoints", self.log, lambda meta, path: require_same(meta, origin, path)
         )
-        if state.step > plan.steps:
+        ended = bool(state.plans) and state.step == state.plans[-1][1]
+        if ended and plan.budget_seconds is not None and any(line.startswith("train.minutes") for line in changed):
+            raise ValueError(
+                f"run '{name}' has spent its minutes and ended: train on from its model with `quern pretrain --from "
+                f"{name} --run NAME --train.minutes N`"
+            )
+        if plan.budget_seconds is None and state.step > plan.steps:
             raise ValueError(
                 f"run '{name}' was {trained} for {state.step:,} steps, so {steps} {plan.steps:,} is behind it: give "
                 f"more steps, or leave --{steps} out"
@@ -312,7 +320,13 @@ def show_training(
     meter: Meter, shown: Callable[[dict[str, Any]], str] | None = None
 ) -> Callable[[TrainState, dict[str, Any]], None]:
     """A progress function for the loop."""
-    return lambda state, line: meter.at(state.step, (shown or loss_and_speed)(line))
+
+    def advance(state: TrainState, line: dict[str, Any]) -> None:
+        if state.plans:
+            meter.total = state.plans[-1][1]
+        meter.at(state.step, (shown or loss_and_speed)(line))
+
+    return advance
 
 
 def loss_and_speed(line: dict[str, Any]) -> str:

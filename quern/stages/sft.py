@@ -169,11 +169,11 @@ def _with_steps(recipe: Recipe, asked: Recipe, steps_per_epoch: int) -> Recipe:
     return replace(recipe, sft=replace(recipe.sft, steps=steps), train=train)
 
 
-def rates_fall(steps: int | None, share: float) -> Callable[[int], Multipliers]:
+def rates_fall(steps: int | None, share: float) -> Callable[[float], Multipliers]:
     """Rates that fall to zero over this share of the steps; what grows in pretraining (`progress`) has grown."""
     assert steps
 
-    def schedule(step: int) -> Multipliers:
+    def schedule(step: float) -> Multipliers:
         told = multipliers(step, steps, warmup_steps=0, warmdown_share=share, final_lr=0.0)
         return told._replace(progress=1.0)
 

@@ -26,6 +26,7 @@ from quern.records import Records
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
 from quern.train.heartbeat import StragglerDetector
+from quern.train.horizon import Horizon, Plan
 from quern.train.replicas import refuse_unequal_replicas
 from quern.train.saver import Saver
 from quern.train.state import TrainState
@@ -39,7 +40,8 @@ class TrainingPlan:
     """What one stage trains for. flops_per_token and peak_flops (of the machine, per second) feed the MFU."""
 
     steps: int
-    schedule: Callable[[int], Multipliers]
+    """Of the first plan, where there is a budget."""
+    schedule: Callable[[float], Multipliers]
     micro_batch_rows: int
     """Rows in one forward pass."""
     clip_norm: float | None
@@ -55,6 +57,10 @@ class TrainingPlan:
     """Tokens of the rows that micro_batch_rows counts; a forward pass has more of shorter ones. None: all are equal."""
     keep_step: int | None = None
     """A step that is saved and whose checkpoint is never removed: the last one before the rates fall."""
+    budget_seconds: float | None = None
+    """Time in steps that the run takes: the steps are planned again while it trains (horizon.py)."""
+    recorded: Sequence[Plan] = ()
+    """Plans that the run made before it was interrupted, for the steps that it repeats."""
     go_on: str = "--resume"
     """The command that continues after a stop, for messages."""
     lower_rates: str = "--optim.lr-scale"
@@ -71,54 +77,65 @@ def train(
     folder: Records,
     log: Callable[[str], None],
     advance: Callable[[TrainState, dict[str, Any]], None] = lambda state, line: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Trains from state.step to plan.steps; returns an exit code of `guard.py`.
+    """Trains from state.step to the end of the plan; returns an exit code of `guard.py`.
 
     log: takes lines for the user; advance: called after each step with its loss, and the speed once that is known.
+    clock: read before and after each step.
     SIGTERM and SIGINT finish the step, save and return EXIT_STOPPED.
     """
     refuse_unequal_replicas(state)
     folder.rewind(state.step)  # also where a run died before its first checkpoint
-    folder.event("resume" if state.step else "start", step=state.step, steps=plan.steps)
+    if plan.budget_seconds is None:
+        state.plans = []
+    horizon = Horizon(plan.steps, state.plans, plan.budget_seconds, state.seconds, plan.recorded)
+    more = {"plans": plan.recorded} if plan.recorded else {}
+    folder.event("resume" if state.step else "start", step=state.step, steps=horizon.steps, **more)
     window, stragglers = _Window(), StragglerDetector()
     fresh, own_seconds = True, 0.0
     mesh = state.optimizer.mesh
-    saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background, plan.keep_step)
-    with Stop(alone=mesh.world.size == 1) as stop, closing(_batches(state, loader, plan, machine, stop)) as batches:
+    saver = Saver(folder.path / "checkpoints", folder, plan.keep, plan.save_in_background)
+    with (
+        Stop(alone=mesh.world.size == 1) as stop,
+        closing(_batches(state, loader, plan, horizon, machine, stop)) as batches,
+    ):
         for batch in batches:
             mesh.progress.begin_step(state.step, FIRST_STEP if fresh else TRAINING)
-            told = _exchange(stop, own_seconds, mesh, machine)
-            start, waited = time.perf_counter(), mesh.waited_seconds()
+            told = _exchange(stop, own_seconds, horizon, state, mesh, machine)
+            start, waited = clock(), mesh.waited_seconds()
             _seed_draws(state, plan)
-            result = train_on(state, batch, plan.schedule(state.step), machine, plan.clip_norm)
-            seconds = time.perf_counter() - start
+            result = train_on(state, batch, plan.schedule(horizon.place(state.step)), machine, plan.clip_norm)
+            seconds = clock() - start
             own_seconds = seconds - mesh.waited_seconds() + waited
-            _count(state, result, seconds, window, folder, fresh)
+            _count(state, result, seconds, window, folder, None if fresh else horizon)
             fresh = False
             advance(state, {"loss": result.loss} | window.speed())
             if result.verdict == "stop":
                 return _diverged(state, saver, plan, folder, log)
-            if state.step % plan.log_every == 0 or state.step == plan.steps:
-                _log(state, result, window, plan, folder)
+            signals, times, wanted = told()
+            if horizon.decide(state.step, int(wanted[0])):
+                folder.event("plan", step=state.step, steps=horizon.steps, seconds=round(state.seconds, 3))
+            if state.step % plan.log_every == 0 or state.step == horizon.steps:
+                _log(state, result, window, plan, horizon, folder)
                 window = _Window(window.rate())
-            signals, times = told()
-            stopping = any(signals) and state.step < plan.steps
+            stopping = any(signals) and state.step < horizon.steps
             if times and (slow := stragglers.observe(times)):
                 folder.event("slow", step=state.step, reason=slow)
                 log(slow)
-            _evaluate(state, plan, folder)
-            if _save_is_due(state.step, plan, stopping):
+            _evaluate(state, plan, horizon, folder)
+            if _save_is_due(state.step, plan, horizon, stopping):
                 try:
-                    _save(state, saver, plan, last=stopping or state.step == plan.steps)
+                    _save(state, saver, plan, horizon, last=stopping or state.step == horizon.steps)
                 except checkpoint.CheckpointError as error:
                     return _not_saved(error, state, folder, log)
             if stopping:
                 return _stopped(state, plan, folder, log)
-        if state.step < plan.steps:  # stopped while it waited for text
+        if state.step < horizon.steps:  # stopped while it waited for text
             try:
                 saver.settle()
                 if plan.save_every and state.step not in checkpoint.steps(folder.path / "checkpoints"):
-                    _save(state, saver, plan, last=True)
+                    _save(state, saver, plan, horizon, last=True)
             except checkpoint.CheckpointError as error:
                 return _not_saved(error, state, folder, log)
             return _stopped(state, plan, folder, log)
@@ -126,27 +143,33 @@ def train(
     return EXIT_DONE
 
 
-def _exchange(stop: Stop, seconds: float, mesh: Mesh, machine: Machine) -> Callable[[], list[Any]]:
-    """Starts to tell every rank whether a signal has reached this one, and how long its previous step took.
+def _exchange(
+    stop: Stop, seconds: float, horizon: Horizon, state: TrainState, mesh: Mesh, machine: Machine
+) -> Callable[[], list[Any]]:
+    """Starts to tell every rank whether a signal has reached this one, how long its previous step took, and how many
+    steps the run should have by its clock.
 
     All ranks stop after the same step. A signal to one of several ranks during a step counts from the next step on.
 
     Returns:
-        A function to call after the step, whose wait for the device covers the exchange. It returns two lists with a
-        value of each rank: the signals and the seconds. A process alone hears at once, and has no seconds to compare.
+        A function to call after the step, whose wait for the device covers the exchange. It returns three lists with a
+        value of each rank: the signals, the seconds and the steps wanted, of which rank 0's counts. A process alone
+        hears at once, and has no seconds to compare.
     """
     if mesh.world.size == 1:
-        return lambda: [[stop.requested], []]
-    own = machine.send(torch.tensor([float(stop.requested), seconds]))
-    heard = own.new_empty(2 * mesh.world.size)
+        return lambda: [[stop.requested], [], [horizon.wanted(state.step, state.seconds)]]
+    wanted = horizon.wanted(state.step, state.seconds) if mesh.main else 0
+    own = machine.send(torch.tensor([float(stop.requested), seconds, wanted], dtype=torch.float64))
+    heard = own.new_empty(3 * mesh.world.size)
     mesh.world.all_gather(heard, own).wait()
-    return machine.read_later(heard.view(-1, 2).T)
+    told = machine.read_later(heard.view(-1, 3).T)
+    return told
 
 
 def _batches(
-    state: TrainState, loader: BatchSource, plan: TrainingPlan, machine: Machine, stop: Stop
+    state: TrainState, loader: BatchSource, plan: TrainingPlan, horizon: Horizon, machine: Machine, stop: Stop
 ) -> Generator[DeviceBatch, None, None]:
-    """This replica's rows of the batches to come, on the device.
+    """This replica's rows of the batches to come, on the device, until the run has its steps.
 
     Batches that can be read ahead are sent a step ahead: the device has them when their step begins. Others depend on
     the model, and each is made when its step begins, outside the time in steps. A rank that is alone waits for no text
@@ -163,16 +186,20 @@ def _batches(
         return stop.alone and stop.requested and state.step > 0
 
     if not loader.ahead:
-        for step in range(state.step, plan.steps):
+        while state.step < horizon.steps:
             with mesh.progress.during(SAMPLING):
-                batch = loader.batch(step, **own)
+                batch = loader.batch(state.step, **own)
             yield send(batch)
         return
-    ahead = None
-    with closing(prefetch(loader, state.step, plan.steps, **own, give_up=give_up)) as batches:
+    if state.step >= horizon.steps:
+        return
+    ahead, last = None, plan.steps if plan.budget_seconds is None else None
+    with closing(prefetch(loader, state.step, last, **own, give_up=give_up)) as batches:
         for sent in map(send, batches):
             if ahead is not None:
                 yield ahead
+                if state.step == horizon.steps:
+                    return
             ahead = sent
     if ahead is not None:
         yield ahead
@@ -185,12 +212,13 @@ def _seed_draws(state: TrainState, plan: TrainingPlan) -> None:
 
 
 def _count(
-    state: TrainState, result: StepResult, seconds: float, window: _Window, folder: Records, fresh: bool
+    state: TrainState, result: StepResult, seconds: float, window: _Window, folder: Records, horizon: Horizon | None
 ) -> None:
-    """Adds a step to what is reported later. fresh: the first since the start, which compiles."""
-    if fresh:
+    """Adds a step to what is reported later. horizon: None for the first since the start, which compiles."""
+    if horizon is None:
         folder.event("compile", step=state.step, seconds=round(seconds, 3))
     else:
+        horizon.observe(seconds)
         state.seconds += seconds
         window.seconds += seconds
         window.positions += result.positions
@@ -203,29 +231,32 @@ def _count(
         folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
 
 
-def _log(state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan, folder: Records) -> None:
-    folder.metric(**_metrics(state, last, window, plan))
+def _log(
+    state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan, horizon: Horizon, folder: Records
+) -> None:
+    folder.metric(**_metrics(state, last, window, plan, plan.schedule(horizon.place(state.step - 1)).lr))
     state.unlogged_nats, state.unlogged_tokens = 0.0, 0
 
 
-def _evaluate(state: TrainState, plan: TrainingPlan, folder: Records) -> None:
+def _evaluate(state: TrainState, plan: TrainingPlan, horizon: Horizon, folder: Records) -> None:
     """What is due after this step."""
     for every, evaluator in plan.evaluators:
-        if state.step % every == 0 or state.step == plan.steps:
+        if horizon.due(state.step, every) or state.step == horizon.steps:
             with state.optimizer.mesh.progress.during("evaluating"):
                 folder.metric(step=state.step, tokens=state.tokens, **_evaluated(state, evaluator))
 
 
-def _save_is_due(step: int, plan: TrainingPlan, stopping: bool) -> bool:
+def _save_is_due(step: int, plan: TrainingPlan, horizon: Horizon, stopping: bool) -> bool:
     if plan.save_every is None:
         return False
-    return stopping or step % plan.save_every == 0 or step in (plan.steps, plan.keep_step)
+    due = horizon.due(step, plan.save_every) or horizon.reaches(plan.keep_step, step)
+    return stopping or due or step == horizon.steps
 
 
-def _save(state: TrainState, saver: Saver, plan: TrainingPlan, last: bool) -> None:
+def _save(state: TrainState, saver: Saver, plan: TrainingPlan, horizon: Horizon, last: bool) -> None:
     """Raises CheckpointError. last: waits for what is saved in the background."""
     with state.optimizer.mesh.progress.during("saving"):
-        saver.save(state, plan.meta)
+        saver.save(state, plan.meta | {"kept": horizon.reaches(plan.keep_step, state.step)})
         if last:
             saver.settle()
 
@@ -292,7 +323,7 @@ class _Window:
         return {} if rate is None else {"tokens_per_second": rate}
 
 
-def _metrics(state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan) -> dict[str, Any]:
+def _metrics(state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan, lr: float) -> dict[str, Any]:
     rate = window.positions / window.seconds if window.seconds else None
     line = {
         "step": state.step,
@@ -301,7 +332,7 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Trainin
         "seconds": round(state.seconds, 4),
         "loss": state.unlogged_nats / state.unlogged_tokens if state.unlogged_tokens else last.loss,
         "grad_norm": last.grad_norm,
-        "lr": plan.schedule(state.step - 1).lr,
+        "lr": lr,
     }
     if rate is not None:
         line["tokens_per_second"] = round(rate, 1)

@@ -24,19 +24,10 @@ class Saver:
 
     Args:
         keep: See `checkpoint.save`.
-        keep_step: The checkpoint of this step is never removed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        records: Records,
-        keep: int,
-        in_background: bool = False,
-        keep_step: int | None = None,
-    ) -> None:
-        self.folder, self.records, self.in_background = folder, records, in_background
-        self.keep, self.keep_step = keep, keep_step
+    def __init__(self, folder: Path, records: Records, keep: int, in_background: bool = False) -> None:
+        self.folder, self.records, self.keep, self.in_background = folder, records, keep, in_background
         self._thread: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
         self._error: Exception | None = None
@@ -45,7 +36,7 @@ class Saver:
         """Saves the state. Raises CheckpointError for this save, or for the earlier save in the background."""
         self.settle()
         start, mesh, slices = time.perf_counter(), state.optimizer.mesh, state.slices()
-        meta = {**meta, "state": state.meta(), "kept": state.step == self.keep_step}
+        meta = {**meta, "state": state.meta()}
         if not self.in_background:
             path = checkpoint.save(self.folder, state.step, slices, meta, self.keep, mesh=mesh)
             self._record(step=state.step, path=path.name, seconds=time.perf_counter() - start)

@@ -6,7 +6,7 @@ function of (seed, step), so the position in the data is the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class TrainState:
     unlogged_nats, unlogged_tokens: loss since the last logging line, kept here so that a resumed run logs what the
     uninterrupted one would.
     earlier_updates: made by the stage whose optimizer state this one goes on with. AdamW's bias corrections count them.
+    plans: of a run that trains for a time (horizon.py).
     """
 
     model: Any
@@ -40,6 +41,7 @@ class TrainState:
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0
     earlier_updates: int = 0
+    plans: list[tuple[int, int]] = field(default_factory=list)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By logical name; views of live memory. On one process only."""
@@ -57,6 +59,7 @@ class TrainState:
             "unlogged_nats": self.unlogged_nats,
             "unlogged_tokens": self.unlogged_tokens,
             "earlier_updates": self.earlier_updates,
+            "plans": [list(plan) for plan in self.plans],
             "guard": self.guard.state(),
         }
 
@@ -67,6 +70,7 @@ class TrainState:
         self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
         self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
         self.earlier_updates = meta.get("earlier_updates", 0)
+        self.plans = [(step, steps) for step, steps in meta.get("plans", [])]
 
     def go_on(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> bool:
         """Takes the weights of another stage, and its optimizer's state where it fits; the steps begin at 0.
