@@ -41,23 +41,60 @@ DIALECT = {
 FIRST_TOKENS = ("<|bos|>", "<|endoftext|>", "<|begin_of_text|>", "<|startoftext|>", "<s>")
 """Names of the token that begins documents."""
 
-CHAT_TEMPLATE = (
-    "{{- '<|bos|>' -}}"
-    "{%- for message in messages -%}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
-    "{{- raise_exception('roles are system, user and assistant') -}}"
-    "{%- endif -%}"
-    "{{- '<|' + message['role'] + '_start|>' -}}"
-    "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'text' -%}{{- part['text'] -}}"
-    "{%- else -%}{{- '<|' + part['type'] + '_start|>' + part['text'] + '<|' + part['type'] + '_end|>' -}}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}"
-    "{{- '<|' + message['role'] + '_end|>' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant_start|>' -}}{%- endif -%}"
-)
-"""`chat.render` as a Jinja template; with add_generation_prompt, `chat.render_prompt`."""
+CHAT_TEMPLATE = r"""
+{{- '<|bos|>' -}}
+{%- set now = namespace(in_turn=false, tools='') -%}
+{%- for tool in tools or [] -%}
+  {%- set now.tools = now.tools + '\n' + (tool['function'] | tojson(separators=(',', ':'))) -%}
+{%- endfor -%}
+{%- if now.tools -%}
+  {%- set now.tools = 'You can call these tools, as {"name":"…","arguments":{…}}:' + now.tools -%}
+  {%- if messages[0]['role'] not in ['system', 'developer'] -%}
+    {{- '<|system_start|>' + now.tools + '<|system_end|>' -}}
+  {%- endif -%}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- set role = 'system' if message['role'] == 'developer' else message['role'] -%}
+  {%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
+    {{- raise_exception('roles are system, user, assistant and tool') -}}
+  {%- endif -%}
+  {%- if now.in_turn and role not in ['assistant', 'tool'] -%}
+    {{- '<|assistant_end|>' -}}{%- set now.in_turn = false -%}
+  {%- endif -%}
+  {%- if role != 'tool' -%}
+    {%- if not now.in_turn -%}{{- '<|' + role + '_start|>' -}}{%- endif -%}
+    {%- if message['content'] is string -%}{{- message['content'] -}}
+    {%- else -%}{%- for part in message['content'] or [] -%}
+      {%- if part['type'] == 'text' -%}{{- part['text'] -}}
+      {%- else -%}{{- '<|' + part['type'] + '_start|>' + part['text'] + '<|' + part['type'] + '_end|>' -}}{%- endif -%}
+    {%- endfor -%}{%- endif -%}
+    {%- if role == 'system' and now.tools -%}{{- ('\n\n' if message['content'] else '') + now.tools -}}{%- endif -%}
+    {%- set calls = message['tool_calls'] or [] -%}
+    {%- set later = messages[loop.index:] -%}
+    {%- for call in calls -%}
+      {%- set number, function = loop.index0, call['function'] -%}
+      {{- '<|tool_start|>{"name":' + (function['name'] | tojson) + ',"arguments":' -}}
+      {%- if function['arguments'] is string -%}{{- function['arguments'] -}}
+      {%- else -%}{{- function['arguments'] | tojson(separators=(',', ':')) -}}{%- endif -%}
+      {{- '}<|tool_end|>' -}}
+      {%- for output in later -%}
+        {%- set own = output['tool_call_id'] == call['id'] if output['tool_call_id'] else loop.index0 == number -%}
+        {%- if output['role'] == 'tool' and loop.index0 < calls | length and own -%}
+          {{- '<|output_start|>' + output['content'] + '<|output_end|>' -}}
+        {%- endif -%}
+      {%- endfor -%}
+    {%- endfor -%}
+    {%- if calls -%}{%- set now.in_turn = true -%}
+    {%- elif not now.in_turn -%}{{- '<|' + role + '_end|>' -}}{%- endif -%}
+  {%- endif -%}
+  {%- if loop.last and now.in_turn and not (add_generation_prompt and role == 'tool') -%}
+    {{- '<|assistant_end|>' -}}{%- set now.in_turn = false -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and not now.in_turn -%}{{- '<|assistant_start|>' -}}{%- endif -%}
+""".strip()
+"""`chat.render` of OpenAI's messages and tools (conversations.py) as a Jinja template; with add_generation_prompt,
+`chat.render_prompt`. Arguments that are text are copied as they are."""
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:

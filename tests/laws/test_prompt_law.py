@@ -24,6 +24,7 @@ from quern.serve.requests.forms import Tool, calls_of
 from quern.serve.requests.responses import ResponsesRequest
 from quern.serve.requests.schema import ChatRequest, TokenizeRequest, parse_request
 from quern.text import conversations
+from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_json
 from tests.support.toy_engine import toy_engine
 
 Law = Callable[[str, float | int | str, str], None]
@@ -222,6 +223,28 @@ def test_the_served_prompt_is_the_trained_one(tmp_path: Path, engine: Engine, la
         pq.write_table(pa.Table.from_pylist(rows), path)
     wrong = differing(engine, path, tmp_path / "out")
     law(f"served prompt = trained prompt: ids of conversations with tools, {ending} (prompts that differ)", wrong, "0")
+    assert wrong == 0
+
+
+def test_the_exported_chat_template_gives_the_served_prompt(engine: Engine, law: Law) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(tokenizer_json(engine.tokenizer)))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT_TEMPLATE)
+    wrong = 0
+    for name, row in TALKS.items():
+        if name == "calculator without tools":  # quern's own, which other programs cannot compute
+            continue
+        messages, tools = json.loads(json.dumps([row["messages"], row.get("tools", [])]))
+        for tool in tools:
+            tool["function"].pop("strict", None)
+            tool["function"].get("parameters", {}).get("properties", {}).get("note", {}).pop("default", None)
+        for call in (one for message in messages for one in message.get("tool_calls", ())):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        for at in (place for place, message in enumerate(messages) if message["role"] == "assistant"):
+            prompt = served(engine, row["messages"][:at], row.get("tools", []))["chat"]
+            how = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+            wrong += theirs.apply_chat_template(messages[:at], **how) != prompt
+    law("served prompt = exported chat template in transformers: ids, with tools (prompts that differ)", wrong, "0")
     assert wrong == 0
 
 
