@@ -2,12 +2,15 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from quern.cli import options
+from quern.flags.check_flags import check
 from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,3 +99,26 @@ def test_the_documented_layers_are_the_enforced_ones() -> None:
     for number, rooms in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE):
         documented.setdefault(int(number), set()).update(re.findall(r"`([\w.]+)`", rooms))
     assert documented == {number: set(rooms) for number, rooms in enumerate(LAYERS)}
+
+
+def test_the_flags_beside_those_of_other_trainers_exist() -> None:
+    """Each fragment of the second column is read by its verb, with its values."""
+    kinds = {
+        "pretrain": options.PretrainOptions,
+        "prepare": options.PrepareOptions,
+        "tokenizer": options.TokenizerOptions,
+        "evaluate": options.EvaluateOptions,
+        "complete": options.CompleteOptions,
+        "chat": options.ChatOptions,
+        "serve": options.ServeOptions,
+    }
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    cells = [row.split(" | ")[1:] for row in page.splitlines() if row.startswith("| ")]
+    fragments = [code for cell in cells for code in re.findall(r"`([^`]*--[^`]*)`", " ".join(cell))]
+    assert len(fragments) > 60
+    for fragment in fragments:
+        words = shlex.split(fragment)
+        verb, words = (words[1], words[2:]) if words[0] == "quern" else ("pretrain", words)
+        assert check(kinds[verb], words, "quern")
+    with pytest.raises(ValueError, match="--train.step"):
+        check(kinds["pretrain"], ["--train.stepp", "3"], "quern")
