@@ -15,6 +15,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from quern.waits.waiting import waiting
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _eager = False
@@ -75,7 +77,7 @@ def problem(device_type: str) -> str | None:
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # read when torch._inductor is imported
     _configure()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), waiting("PyTorch's compiler, which compiles a function on trial"):
             warnings.simplefilter("ignore")
             torch.compile(_probe, dynamic=False)(torch.ones(8, device=device_type))
     except Exception as error:  # the toolchain's own kinds: no compiler, a broken header, no Triton

@@ -11,6 +11,7 @@ all-reduce 2·(n-1)/n·S; reduce-scatter, all-gather, all-to-all and broadcast (
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+
+from quern.machine import environment
+from quern.waits.waiting import to_stderr, waiting
 
 # torch 2.13 renamed these two, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -314,8 +317,11 @@ def connect(
     refuse_uneven(ranks, tp)
     if ranks == 1:
         return alone()
-    store, _, _ = next(iter(rendezvous("env://", rank, ranks, timeout=timeout)))
-    store = _meet(store, rank, ranks, timeout)
+    stores: list[Any] = []
+    one_a_machine = to_stderr if environment().get("LOCAL_RANK", "0") == "0" else lambda line: None
+    with waiting(lambda: _absent(stores, ranks), timeout.total_seconds(), one_a_machine):
+        stores.append(_open_store(rank, ranks, timeout))
+        store = _meet(stores[0], rank, ranks, timeout)
     met()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
@@ -329,6 +335,25 @@ def connect(
     groups["world"] = ProcessGroup("world", ranks, rank, dist.group.WORLD, progress)
     files = ProcessGroup("files", ranks, rank, dist.new_group(backend="gloo", timeout=timeout))
     return Mesh(ranks // tp, tp, rank, **groups, files=files, progress=progress, store=store, zero=zero)
+
+
+def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
+    """Opens the store that torchrun's variables name. Rank 0 hosts it, unless torchrun's agent does.
+
+    torch's own rendezvous blocks in native code until the others are there, and no signal ends it.
+    """
+    given = environment()
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]:
+        raise ValueError(f"WORLD_SIZE is {ranks}, so set {' and '.join(missing)} too: the address of rank 0")
+    host, port, until = given["MASTER_ADDR"], int(given["MASTER_PORT"]), time.monotonic() + timeout.total_seconds()
+    hosts = rank == 0 and given.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    while not hosts and time.monotonic() < until:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    return dist.TCPStore(host, port, ranks, hosts, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
@@ -353,6 +378,16 @@ def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     raise TimeoutError(f"not all of {ranks} ranks arrived within {timeout.total_seconds():.0f} s")
+
+
+def _absent(stores: list[Any], ranks: int) -> str:
+    """Names the ranks that have not arrived, for messages. stores: holds the store, once it is open."""
+    absent = [0]  # it makes the store, and numbers the start
+    if stores and stores[0].check(["start"]):
+        start = stores[0].get("start").decode()
+        absent = [rank for rank in range(ranks) if not stores[0].check([f"{start}/rank {rank}"])]
+    at = f"{environment().get('MASTER_ADDR')}:{environment().get('MASTER_PORT')}"
+    return f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))} of {ranks} at {at}"
 
 
 def disconnect(mesh: Mesh) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from quern.waits.waiting import to_stderr, waiting
 
 LOCK = "lock"
 
@@ -79,21 +82,30 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def alone_in(folder: Path, wait: Callable[[], object]) -> Iterator[None]:
+def alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Runs the body in one process at a time, by a lock in the folder, which is created if needed.
 
     Args:
         folder: The folder that the body writes to.
-        wait: Called if another process is in the body; then this one waits for its end.
+        log: Takes a line that names the process for which this one waits.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait()
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(folder / ".lock", "a+", encoding="utf-8") as lock:
+        take_turn(lock, f"writes to {folder}", log)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
         yield
+
+
+def take_turn(lock: TextIO, does: str, log: Callable[[str], None] = to_stderr) -> None:
+    """Locks a file, after the process that has locked it and has written its name there. does: what that one does."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        with waiting(f"{lock.read() or 'another process'}, which {does}", log=log):
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def remove_abandoned(folder: Path, name: str = "*") -> None:

@@ -21,6 +21,12 @@ def duration(seconds: float) -> str:
     return f"{max(1, seconds):.0f} s"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 row", "2,000 rows", "1 study", "2 studies"."""
+    plural = noun[:-1] + "ies" if noun[-1] == "y" else noun + "s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 class Meter:
     """A progress bar: `with Meter("tokenizing", total, "documents") as meter: meter.at(n, "…")`."""
 

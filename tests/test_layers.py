@@ -20,7 +20,7 @@ FILES = sorted((ROOT / "quern").rglob("*.py"))
 LAYERS = (
     (
         *"machine compiler mesh recipe resolve recipe_file validate".split(),
-        *"unavailable bounds records temporaries terminal child".split(),
+        *"unavailable bounds records temporaries terminal child waits".split(),
     ),  # files of quern/ itself; these may import each other
     ("text", "data", "flags", "cluster", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "text.clean", "text.encode", "model"),
@@ -50,7 +50,7 @@ MOST_FILES, MOST_LINES = 14, 400
 # The JAX twin shares torch-free files with the rest and nothing else.
 MAY_IMPORT = {
     "grug": set(
-        "recipe records temporaries text data optim.schedule optim.constants train.guard train.manifest".split()
+        "recipe records temporaries waits text data optim.schedule optim.constants train.guard train.manifest".split()
     ),
     "__init__": set(),
 }

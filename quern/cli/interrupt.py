@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-INTERRUPTED = "interrupted; nothing half-written was left behind"
+INTERRUPTED = "interrupted"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_UNREAD = 141  # 128 + SIGPIPE. The signal stays ignored, because the default action would also end servers.
 

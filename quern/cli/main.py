@@ -7,6 +7,7 @@ line, without a traceback. The exit codes are those of `train/guard.py`.
 from __future__ import annotations
 
 import io
+import signal
 import sys
 
 from quern.cli.interrupt import EXIT_INTERRUPTED, EXIT_UNREAD, INTERRUPTED, discard_unread, exit_on_interrupt
@@ -16,13 +17,15 @@ with exit_on_interrupt():  # importing PyTorch takes seconds
     from quern.cli.options import log
     from quern.cli.summaries import usage
     from quern.cli.verbs import VERBS
+    from quern.waits.signals import prompt_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
     try:
         try:
-            return run_verb(sys.argv[1:] if arguments is None else arguments)
+            with prompt_signals({signal.SIGINT: KeyboardInterrupt}):
+                return run_verb(sys.argv[1:] if arguments is None else arguments)
         except KeyboardInterrupt:
             print(INTERRUPTED, file=sys.stderr)
             return EXIT_INTERRUPTED

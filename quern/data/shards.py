@@ -30,6 +30,7 @@ from quern.data.token_file import (
     read_manifest,
     split_files,
 )
+from quern.waits.waiting import waiting
 
 VERIFIED_BYTES = 1 << 28
 """Bytes that are hashed when a corpus is opened; a large one would take minutes."""
@@ -251,12 +252,15 @@ class GrowingCorpus(Corpus):
 
     def _next_files(self, known: int) -> tuple[list[ShardFile], int]:
         """Waits until there are more shards than those that are known, or the split is whole: the new ones, and BOS."""
-        while True:
-            entry, self._whole = _listed(self._folder, self._split, self._expected)
-            if entry is not None and (self._whole or len(entry["files"]) > known):
-                found = [ShardFile(self._folder, file, entry["dtype"], hashed=True) for file in entry["files"][known:]]
-                return found, entry["bos"]
-            self._missing(known)
+        with waiting(f"shard {known + 1} of the text in {self._folder}, which another process prepares"):
+            while True:
+                entry, self._whole = _listed(self._folder, self._split, self._expected)
+                if entry is not None and (self._whole or len(entry["files"]) > known):
+                    new = [
+                        ShardFile(self._folder, file, entry["dtype"], hashed=True) for file in entry["files"][known:]
+                    ]
+                    return new, entry["bos"]
+                self._missing(known)
 
 
 def _listed(folder: Path, split: str, fingerprint: str) -> tuple[dict[str, Any] | None, bool]:

@@ -26,8 +26,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from quern.recipe import ModelRecipe
+from quern.waits.waiting import waiting
 
 TEXT_BYTES = 4096
+START_SECONDS = 300
+"""How long a process waits for the others to start."""
 AnyMesh = Mesh | AbstractMesh
 """A mesh of devices; while tracing, a mesh of axes without devices."""
 AXES = ("replica_dcn", "replica", "data", "model")
@@ -109,7 +112,8 @@ def join_processes(coordinator: str | None, processes: int | None, process_id: i
         ValueError: A value is missing, and no scheduler gives it.
     """
     try:
-        jax.distributed.initialize(coordinator, processes, process_id)
+        with waiting(f"{processes or 'all'} processes at {coordinator or 'the coordinator'}", START_SECONDS):
+            jax.distributed.initialize(coordinator, processes, process_id, initialization_timeout=START_SECONDS)
     except ValueError as error:
         raise ValueError(f"cannot join the other processes ({error}): give coordinator, processes and id") from error
 

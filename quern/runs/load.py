@@ -17,6 +17,7 @@ from quern.train import checkpoint
 from quern.train.manifest import CheckpointError
 from quern.train.replicas import checksum
 from quern.train.state import build_model, weights_of
+from quern.waits.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def load(
     trained = [name for name in ([stage] if stage else STAGES) if run_dir.has_trained(name)]
     for name in reversed(trained):
         if found := checkpoint.latest(run_dir.checkpoints(name), log):
-            start = open_checkpoint(run_dir, name, found[0], callables)
+            with waiting(f"the disk to read {found[0]}", log=log):
+                start = open_checkpoint(run_dir, name, found[0], callables)
             require_tokenizer(run_dir, tokenizer, replace(start.origin, tokenizer=start.meta["tokenizer"]))
             model = build_model(start.recipe, machine, None)
             model.load_state_dict(weights_of(start.tensors))

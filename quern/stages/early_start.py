@@ -30,7 +30,7 @@ from quern.text.tokenizer import Tokenizer
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 60.0
 """Between two lines on the child's progress."""
-END_SECONDS = 10.0
+END_SECONDS = 2.0
 """How long the child may take to end, after which it is killed."""
 NICE = 10
 """The child yields the processor to training."""
@@ -139,9 +139,6 @@ class EarlyStart:
             )
         if self._closing:
             raise RuntimeError("training has ended")
-        if time.monotonic() - self._reported >= REPORT_SECONDS:
-            self._reported = time.monotonic()
-            self._log(f"training waits for shard {known + 1} of the text, which is being prepared")
         self._ended.wait(POLL_SECONDS)  # after its end, the last shard is listed, or the failure is known
 
 

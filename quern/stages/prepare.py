@@ -345,7 +345,7 @@ def write_splits(
         workers, start_workers, enough: As `write_shards`; `enough` is asked of the training split.
     """
     mark = source.mark(tokenizer)
-    with naming(folder), alone_in(folder, lambda: log(f"tokens: waiting for the process that makes {folder}")):
+    with naming(folder), alone_in(folder, log):
         for split in (split for split in ("val", "train") if not prepared(folder, mark, [split])):
             ends = enough if split == "train" else never
             if ends(*prepared_in_part(folder, mark, split)):

@@ -39,6 +39,7 @@ from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.guard import EXIT_DONE
 from quern.train.state import TrainState, compile_model
+from quern.waits.waiting import to_stderr, waiting
 
 POLL_SECONDS = 0.1
 
@@ -369,8 +370,9 @@ def main_first(mesh: Mesh) -> Iterator[None]:
         return
     with mesh.progress.during(FOR_MAIN), mesh.progress.calling("a wait for rank 0", begins=False):
         key = f"main first/{mesh.store.add(f'main first/rank {mesh.rank}', 1)}"
-        while not mesh.main and not mesh.store.check([key]):
-            time.sleep(POLL_SECONDS)
+        with waiting("rank 0, which prepares what all ranks read", log=to_stderr if mesh.rank == 1 else silent):
+            while not mesh.main and not mesh.store.check([key]):
+                time.sleep(POLL_SECONDS)
         if not mesh.main and mesh.store.get(key) != b"done":
             raise PeersLostError("rank 0 failed")
     outcome = "failed"

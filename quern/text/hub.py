@@ -9,27 +9,25 @@ which a Range request continues after a broken connection or in a later call. Si
 `list_repository` asks the Hugging Face Hub which files a data set has, by the Hub's own library.
 """
 
-import fcntl
 import http.client
 import json
 import os
-import platform
 import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
-from quern.temporaries import sha256_of, sync_path
+from quern.temporaries import alone_in, sha256_of, sync_path
 from quern.text.data_sets import HUB, HUGGING_FACE, DataSet
 from quern.text.repository import HubName, Repository
 from quern.validate import install
+from quern.waits.waiting import waiting
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_SECONDS = 30.0
@@ -99,7 +97,7 @@ def fetch(
     if dataset.tokenizer:
         tokenizer = folder / dataset.tokenizer.rpartition("/")[2]
         wanted.insert(0, (tokenizer, dataset.tokenizer, dataset.sha256.get(tokenizer.name)))
-    with _alone_in(folder, log):
+    with alone_in(folder, log):
         for path, url, expected in wanted:
             path.parent.mkdir(parents=True, exist_ok=True)
             record = path.with_name(path.name + ".sha256.json")
@@ -152,22 +150,6 @@ def _library(name: HubName) -> Any:
     return huggingface_hub
 
 
-@contextmanager
-def _alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Waits until no other process downloads into the folder. The kernel releases the lock of a dead process."""
-    with open(folder / ".lock", "a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            log(f"waiting for {lock.read() or 'another process'}, which is fetching into {folder}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}")
-        lock.flush()
-        yield
-
-
 def download(
     url: str,
     path: Path,
@@ -192,7 +174,8 @@ def download(
     failures, farthest = 0, 0
     while True:
         try:
-            stated = _transfer(url, part, progress, headers or {})
+            with waiting(f"bytes of {path.name} from {urlsplit(url).netloc}", TIMEOUT_SECONDS) as arrived:
+                stated = _transfer(url, part, lambda *step: (arrived(), progress(*step)), headers or {})
             _check(part, path, sha256 or stated)
             break
         except Interrupted as error:
@@ -203,8 +186,9 @@ def download(
                 raise OSError(
                     f"cannot fetch {url}: {error} (tried {tries} times). Run it again to go on from {size:,} bytes"
                 ) from error
-            pause = max(error.pause_seconds, pause_seconds * 2 ** (failures - 1))
-            time.sleep(min(pause, LONGEST_PAUSE_SECONDS))
+            pause = min(max(error.pause_seconds, pause_seconds * 2 ** (failures - 1)), LONGEST_PAUSE_SECONDS)
+            with waiting(f"{urlsplit(url).netloc} before try {failures + 1} of {tries} ({error})", pause):
+                time.sleep(pause)
     os.replace(part, path)
     _state_path(part).unlink(missing_ok=True)
     sync_path(path.parent)

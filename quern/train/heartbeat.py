@@ -99,7 +99,7 @@ class Heartbeat:
         lost = f"rank {self.mesh.rank} lost the others: {why}"
         try:
             if self.failure() is None:
-                cause = self._describe(self._stopped()) or (lost if why else None)
+                cause = self._describe(self._stopped() if why else self._dead()) or (lost if why else None)
                 if cause is not None:
                     self._log_first(cause)
             failure = self.failure()
@@ -151,6 +151,17 @@ class Heartbeat:
             self._publish()
         after = self._beats()
         return {rank: after[rank] for rank in before if after[rank].beats == before[rank].beats}
+
+    def _dead(self) -> dict[int, Progress]:
+        """Returns the last beats of this machine's ranks whose processes are gone, without the wait of `_stopped`."""
+        dead = {}
+        for rank, last in self._beats().items():
+            *parent, process = json.loads(self._store.get(f"process/{rank}"))
+            try:
+                os.kill(process if parent == self._parent else os.getpid(), 0)
+            except ProcessLookupError:
+                dead[rank] = last
+        return dead
 
     def _describe(self, stopped: dict[int, Progress]) -> str | None:
         places = "; ".join(f"rank {rank} is gone or stopped, last seen {last}" for rank, last in stopped.items())

@@ -40,6 +40,9 @@ from quern.temporaries import write_whole
 from quern.train.checkpoint import CheckpointError
 from quern.train.guard import heeded
 from quern.train.heartbeat import Heartbeat, exit_now
+from quern.waits.signals import prompt_signals
+from quern.waits.waiting import to_stderr as _log
+from quern.waits.waiting import waiting
 
 RESULT, PARENT = "QUERN_RESULT", "QUERN_PARENT"
 """Variables: the file for the exit code of a machine's first rank, and the process id of the parent."""
@@ -143,10 +146,20 @@ def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, no
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # if it was imported before
     config = LaunchConfig(nodes, nodes, ranks)  # for torch's defaults
     meeting = RendezvousParameters("c10d", rendezvous, "quern", nodes, nodes, timeout=MEET_SECONDS)
+    machines = f"the machines of --nodes {nodes} at {rendezvous}"
+    with waiting(machines, MEET_SECONDS):
+        handler = get_rendezvous_handler(meeting)
+    meet = handler.next_rendezvous
+
+    def next_rendezvous() -> Any:
+        with waiting(machines, MEET_SECONDS):
+            return meet()
+
+    handler.next_rendezvous = next_rendezvous
     spec = WorkerSpec(
         role="quern",
         local_world_size=ranks,
-        rdzv_handler=get_rendezvous_handler(meeting),
+        rdzv_handler=handler,
         entrypoint=sys.executable,
         args=("-m", "quern.cli.main", *arguments),
         max_restarts=restarts,
@@ -255,7 +268,6 @@ def joined(
         return
     parent = os.getppid()
     _exit_if_over(parent)
-    signal.signal(signal.SIGTERM, _terminate)
     heartbeat = None
 
     def log(line: str) -> None:
@@ -268,23 +280,25 @@ def joined(
 
     timer = threading.Timer(CONNECT_SECONDS, give_up)
     timer.daemon = True
-    try:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(here.local_rank)
-        machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
-        mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start, zero=zero)
-        timer.cancel()
-        heartbeat = Heartbeat(mesh, timeout, log, parent)
-        yield machine, mesh
-        mesh.world.barrier()
-        heartbeat.close()
-        mesh.world.barrier()  # no rank's store is closed while another heartbeat uses it
-        disconnect(mesh)
-    except (SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        exit_now(_report_early(error, here, log) if heartbeat is None else _report(error, here, log, heartbeat))
+    with prompt_signals(dict.fromkeys((signal.SIGTERM, signal.SIGINT), _TerminatedError)):
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(here.local_rank)
+            machine = detect(threads or max(1, (os.cpu_count() or 1) // here.ranks))
+            mesh = connect(tp, machine.device, here.rank, here.ranks, met=timer.start, zero=zero)
+            timer.cancel()
+            heartbeat = Heartbeat(mesh, timeout, log, parent)
+            yield machine, mesh
+            mesh.world.barrier()
+            heartbeat.close()
+            mesh.world.barrier()  # no rank's store is closed while another heartbeat uses it
+            disconnect(mesh)
+        except (SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            for which in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(which, signal.SIG_IGN)
+            exit_now(_report_early(error, here, log) if heartbeat is None else _report(error, here, log, heartbeat))
 
 
 def restarted(mesh: Mesh) -> bool:
@@ -293,12 +307,15 @@ def restarted(mesh: Mesh) -> bool:
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM outside the training loop."""
+    """A signal outside the training loop. The agent terminates the ranks that a failed rank left; they report the peer
+    first."""
 
-
-def _terminate(number: int, frame: object) -> None:
-    """The agent terminates the ranks that a failed rank left; they report the peer first."""
-    raise _TerminatedError
+    def end(self, log: Callable[[str], None]) -> int:
+        """Says that the signal ended this rank, unless `launch` sent it, and returns the exit code."""
+        if RESULT in environment():
+            return 1
+        log(f"rank {place().rank} was ended by {signal.Signals(self.args[0]).name}")
+        return 128 + self.args[0]
 
 
 def _report_early(error: BaseException, here: Place, log: Callable[[str], None]) -> int:
@@ -307,15 +324,18 @@ def _report_early(error: BaseException, here: Place, log: Callable[[str], None])
         if here.local_rank == 0:
             log(str(error))
         return finish(1)
-    if not isinstance(error, _TerminatedError):
-        log(f"rank {here.rank} failed while it joined the others: {type(error).__name__}: {error}")
+    if isinstance(error, _TerminatedError):
+        return error.end(log)
+    log(f"rank {here.rank} failed while it joined the others: {type(error).__name__}: {error}")
     return 1
 
 
 def _report(error: BaseException, here: Place, log: Callable[[str], None], heartbeat: Heartbeat) -> int:
     """Reports an error, and returns the exit code."""
     if isinstance(error, (PeersLostError, _TerminatedError)):
-        return finish(1) if heartbeat.report_peer_loss(str(error)) else 1
+        ended = isinstance(error, _TerminatedError)
+        final = heartbeat.report_peer_loss("" if ended else str(error))
+        return finish(1) if final else error.end(log) if ended else 1
     step = heartbeat.mesh.progress.step
     if isinstance(error, USERS) and step is None:
         if here.main:
@@ -342,9 +362,3 @@ def _exit_if_over(parent: int) -> None:
         exit_now(0)
     if int(given.get(PARENT, parent)) != parent:
         exit_now(1)
-
-
-def _log(line: str) -> None:
-    with contextlib.suppress(OSError):  # the reader may be gone
-        sys.stderr.write(line + "\n")  # one write, because other ranks write there too
-        sys.stderr.flush()

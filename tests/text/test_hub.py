@@ -307,7 +307,7 @@ def test_a_second_process_waits_for_the_first_and_finds_the_files(serve, tmp_pat
             assert second.stdout
             said = second.stdout.readline()
             assert said.startswith(f"waiting for process {first.pid} on ")
-            assert said.endswith(f", which is fetching into {tmp_path}\n")
+            assert said.endswith(f", which writes to {tmp_path}, without a time limit\n")
             if killed:
                 first.kill()
             plan.gate.set()

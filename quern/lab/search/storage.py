@@ -8,12 +8,14 @@ line, because the next append would otherwise make the journal unreadable. A net
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
+from typing import TextIO
 
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+from quern.temporaries import take_turn
 
 DATABASES = ("sqlite", "postgresql")
 SQLITE_WAIT_SECONDS = 60
@@ -25,17 +27,17 @@ class KernelLock(JournalFileOpenLock):
     def __init__(self, journal: str) -> None:
         super().__init__(journal)
         self._journal = journal
-        self._held: int | None = None
+        self._held: TextIO | None = None
 
     def acquire(self) -> bool:
-        self._held = os.open(f"{self._journal}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._held = open(f"{self._journal}.lock", "a+", encoding="utf-8")  # noqa: SIM115
+        take_turn(self._held, f"writes to {self._journal}")
         _drop_torn_end(self._journal)
         return True
 
     def release(self) -> None:
         if self._held is not None:
-            os.close(self._held)
+            self._held.close()
         self._held = None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from quern import child
 from quern.serve.server import DRAIN_SECONDS
+from quern.terminal import counted
+from quern.waits.waiting import waiting
 
 LONGEST_PAUSE_SECONDS = 60.0
 """Before a replica that dies again and again is started again."""
@@ -54,17 +56,23 @@ class Processes:
         """Returns when every replica is ready. Raises RuntimeError with the error of one that does not start."""
         for thread in self._threads:
             thread.start()
-        with self._changed:
+        with self._changed, waiting(self._absent, log=self._log):
             self._changed.wait_for(lambda: self._failure or all(one.ready for one in self.replicas))
             if self._failure:
                 raise self._failure
+
+    def _absent(self) -> str:
+        absent = [one.number for one in self.replicas if not one.ready]
+        return f"the models of {counted(len(absent), 'replica')} ({', '.join(map(str, absent))})"
 
     def stop(self) -> None:
         """Lets every replica end the replies that are being written, and waits for the processes' ends."""
         with self._changed:
             self._stopping.set()
-            for process in self._running.values():
+            for number, process in self._running.items():
                 process.close()
+                if not self.replicas[number].ready:  # it writes no reply, and may import for seconds before it listens
+                    process.process.kill()
         for thread in self._threads:
             thread.join(DRAIN_SECONDS + 10)
 

@@ -1,0 +1,1 @@
+"""Waits: they say for whom and until when, and end soon after a signal."""

@@ -1,0 +1,223 @@
+"""A process that forks one child for each wait and signal, sends the signal, and prints what the child did.
+
+    python tests/support/waits.py FOLDER        prints {"wait/SIGNAL": {"code", "seconds", "said"}}
+
+Slow imports happen once. A child runs its wait as a verb of `quern`, under the handlers of the command line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from quern.cli import main, verbs
+from quern.data.shards import GrowingCorpus
+from quern.lab.search.storage import KernelLock
+from quern.machine import detect
+from quern.runs import load as loading
+from quern.runs.run_dir import RunDir
+from quern.serve.replicas.processes import Processes, Replica
+from quern.stages.session import main_first
+from quern.temporaries import alone_in
+from quern.text import hub
+from quern.train import launch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LONGEST_SECONDS = 20.0
+SILENT = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"
+BUSY = b"HTTP/1.1 503 Busy\r\nRetry-After: 50\r\nContent-Length: 0\r\n\r\n"
+
+
+def port_of(listener: socket.socket) -> int:
+    return listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return port_of(listener)
+
+
+def join(rank: int, port: int, body: Any = None) -> None:
+    """A rank that a user started by hand."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    machine = detect(device="cpu", threads=1, compile=False)
+    with launch.joined("quern wait", 1, lambda threads: machine, 1, 60.0) as (_, mesh):
+        (body or (lambda mesh: None))(mesh)
+
+
+def beside(port: int, body: Any) -> None:
+    """Rank 1, beside a rank 0 that prepares something for a long time."""
+    if os.fork() == 0:
+
+        def prepare(mesh: Any) -> None:
+            with main_first(mesh):
+                time.sleep(LONGEST_SECONDS)
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        join(0, port, prepare)
+    join(1, port, body)
+
+
+def follow(mesh: Any) -> None:
+    with main_first(mesh):
+        pass
+
+
+def blocked(mesh: Any) -> None:
+    """A collective in which rank 0 does not take part."""
+    print("waiting for a collective", file=sys.stderr, flush=True)
+    mesh.world.barrier()
+
+
+def stalled(answer: bytes) -> int:
+    """The port of a server that sends this and then nothing."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    kept = []
+
+    def serve() -> None:
+        while True:
+            connection = listener.accept()[0]
+            kept.append(connection)
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return port_of(listener)
+
+
+def download(folder: Path, answer: bytes) -> None:
+    hub.download(f"http://127.0.0.1:{stalled(answer)}/text.txt", folder / "text.txt")
+
+
+def locked(folder: Path, body: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / ".lock").write_text("process 7 on elsewhere", encoding="utf-8")
+    holder = os.open(folder / ".lock", os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    body()
+
+
+def turn(folder: Path) -> None:
+    with alone_in(folder, lambda line: print(line, file=sys.stderr, flush=True)):
+        pass
+
+
+def journal(folder: Path) -> None:
+    """The lock of a sweep's journal."""
+    os.symlink(".lock", folder / "journal.lock")
+    KernelLock(str(folder / "journal")).acquire()
+
+
+def read_model(folder: Path) -> None:
+    """A disk that does not answer."""
+    checkpoints = folder / "runs/r/pretrain/checkpoints"
+    loading.open_checkpoint = lambda *found: os.open(folder / "fifo", os.O_RDONLY)
+    loading.checkpoint.latest = lambda *found: (checkpoints, {})
+    RunDir.tokenizer = lambda self: None  # type: ignore[assignment]
+    (checkpoints / "step-00000001").mkdir(parents=True)
+    os.mkfifo(folder / "fifo")
+    loading.load(RunDir(folder, "r"), None, lambda line: print(line, file=sys.stderr, flush=True))  # type: ignore[arg-type]
+
+
+def replicas(folder: Path) -> None:
+    order = {"machine": {}, "sources": {}, "path": str(folder)}
+    one = Processes([Replica(0, folder)], lambda _: order, lambda _: {}, lambda line: print(line, file=sys.stderr))
+    try:
+        one.start()
+    finally:
+        one.stop()
+
+
+def jax_processes() -> None:
+    from quern.grug.mesh import join_processes
+
+    join_processes(f"127.0.0.1:{free_port()}", 2, 0)
+
+
+def machines() -> int:
+    return launch.launch(["pretrain"], 1, 0, nodes=2, rendezvous=f"127.0.0.1:{free_port()}")
+
+
+WAITS = {
+    "rank 0": lambda folder: join(0, free_port()),
+    "rank 1": lambda folder: join(1, free_port()),
+    "a store that does not answer": lambda folder: join(1, stalled(b"")),
+    "rank 0's preparation": lambda folder: beside(free_port(), follow),
+    "a collective": lambda folder: beside(free_port(), blocked),
+    "a lock": lambda folder: locked(folder, lambda: turn(folder)),
+    "a journal": lambda folder: locked(folder, lambda: journal(folder)),
+    "a silent server": lambda folder: download(folder, SILENT),
+    "a busy server": lambda folder: download(folder, BUSY),
+    "prepared text": lambda folder: GrowingCorpus(folder, "train", "mark", lambda known: time.sleep(0.5)),
+    "a model": read_model,
+    "replicas": replicas,
+    "machines": lambda folder: machines(),
+    "processes of JAX": lambda folder: jax_processes(),
+}
+
+
+def run_child(name: str, folder: Path) -> None:
+    folder.mkdir()
+    os.setsid()
+    output = os.open(folder.with_suffix(".said"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    verbs.VERBS["wait"] = lambda verb, rest: WAITS[name](folder)
+    code = 99
+    try:
+        code = main.main(["wait"])
+    finally:
+        os._exit(code)
+
+
+def watch(name: str, which: signal.Signals, folder: Path) -> dict[str, Any]:
+    pid = os.fork()
+    if pid == 0:
+        run_child(name, folder)
+    said, found = folder.with_suffix(".said"), ""
+    until = time.monotonic() + LONGEST_SECONDS
+    while "waiting for" not in found and time.monotonic() < until and not os.waitpid(pid, os.WNOHANG)[0]:
+        time.sleep(0.1)
+        found = said.read_text(encoding="utf-8") if said.exists() else ""
+    begun, status = time.monotonic(), None
+    try:
+        os.kill(pid, which)
+        while time.monotonic() < begun + 6 and status is None:
+            ended, code = os.waitpid(pid, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if ended else None
+            time.sleep(0.02)
+        seconds = time.monotonic() - begun
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        seconds = time.monotonic() - begun
+    return {"code": status, "seconds": seconds, "said": said.read_text(encoding="utf-8")}
+
+
+def serve(folder: Path) -> None:
+    """All waits at once, each watched by a process of its own."""
+    names, chosen, watchers = list(WAITS), sys.argv[2:], {}
+    for number, name in enumerate(names):
+        for which in SIGNALS if not chosen or name in chosen else ():
+            reader, writer = os.pipe()
+            if os.fork() == 0:
+                os.write(writer, json.dumps(watch(name, which, folder / f"{number}-{which.name}")).encode())
+                os._exit(0)
+            os.close(writer)
+            watchers[f"{name}/{which.name}"] = reader
+    found = {key: json.loads(os.fdopen(reader).read()) for key, reader in watchers.items()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))
