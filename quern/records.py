@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from quern.temporaries import write_whole
+from quern.temporaries import NAMES, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -70,8 +70,8 @@ class StageFolder:
         self._trackers = tuple(trackers)
         for name in (METRICS, EVENTS):
             drop_torn_end(self.path / name)
-        self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
-        self._events = (self.path / EVENTS).open("a", encoding="utf-8")
+        self._metrics = (self.path / METRICS).open("a", encoding="utf-8", errors=NAMES)
+        self._events = (self.path / EVENTS).open("a", encoding="utf-8", errors=NAMES)
 
     def metric(self, **fields: Any) -> None:
         """Appends one line of metrics; passes it to the trackers if `step` is among the fields."""
@@ -103,7 +103,7 @@ class StageFolder:
         kept = [fields for fields in read_lines(path) if fields.get("step") is None or fields["step"] <= step]
         self._metrics.close()
         write_whole(path, "".join(json.dumps(fields) + "\n" for fields in kept))
-        self._metrics = path.open("a", encoding="utf-8")
+        self._metrics = path.open("a", encoding="utf-8", errors=NAMES)
 
     def close(self) -> None:
         self._metrics.close()
@@ -281,7 +281,7 @@ def strict(value: Any) -> Any:
 
 def append_synced(file: Path, fields: dict[str, Any]) -> None:
     """Appends one JSON line to a file, and waits until it is on the disk."""
-    with file.open("a", encoding="utf-8") as stream:
+    with file.open("a", encoding="utf-8", errors=NAMES) as stream:
         _append(stream, fields)
         os.fsync(stream.fileno())
 

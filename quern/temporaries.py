@@ -11,16 +11,21 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
 from quern.waits.waiting import to_stderr, waiting
 
 LOCK = "lock"
+NAMES = "backslashreplace"
+"""The bytes of a file name that are no UTF-8 are surrogates in a text; JSON reads these escapes as the same ones."""
 
 
 class TemporaryFolder:
@@ -77,7 +82,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a UTF-8 file atomically: `whole_file` with this text."""
-    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", errors=NAMES) as file:
         file.write(text)
 
 
@@ -93,9 +98,16 @@ def alone_in(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     with open(folder / ".lock", "a+", encoding="utf-8") as lock:
         take_turn(lock, f"writes to {folder}", log)
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.write(holder())
         lock.flush()
         yield
+
+
+def holder(command: str = "") -> str:
+    """Names this process, in a lock that it holds. command: its command line; by default, the one that Python got."""
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    command = command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return f"process {os.getpid()} on {platform.node()} since {since} (`{command}`)"
 
 
 def take_turn(lock: TextIO, does: str, log: Callable[[str], None] = to_stderr) -> None:

@@ -21,6 +21,15 @@ def duration(seconds: float) -> str:
     return f"{max(1, seconds):.0f} s"
 
 
+def human_size(size: float) -> str:
+    """Bytes in the largest unit that fits, such as 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 row", "2,000 rows", "1 study", "2 studies"."""
     plural = noun[:-1] + "ies" if noun[-1] == "y" else noun + "s"

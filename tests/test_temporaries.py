@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.temporaries import alone_in, remove_abandoned, write_whole
+from quern.temporaries import alone_in, remove_abandoned, whole_file, write_whole
 
 WRITE_AND_WAIT = """
 import os, sys, time
@@ -38,8 +38,9 @@ def test_a_file_that_is_being_written_is_left_alone_until_its_writer_is_killed(t
 def test_what_cannot_be_written_leaves_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "a.json"
     write_whole(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "\ud800")
+    with pytest.raises(ValueError, match="planted"), whole_file(path) as temporary:
+        temporary.write_text("new", encoding="utf-8")
+        raise ValueError("planted")
     assert path.read_text(encoding="utf-8") == "old" and len(list(path.parent.iterdir())) == 1
     remove_abandoned(tmp_path / "nowhere")
 
@@ -48,7 +49,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from quern.temporaries import alone_in
-with alone_in(Path(sys.argv[1]), lambda: None):
+with alone_in(Path(sys.argv[1]), print):
     print("inside", flush=True)
     time.sleep(60)
 """
@@ -59,9 +60,14 @@ def test_one_process_at_a_time_is_in_the_body_and_a_killed_one_lets_the_next_in(
     with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout and process.stdout.readline() == b"inside\n"
-            with alone_in(folder, lambda: (waited.append("waiting"), process.kill())):
-                assert waited == ["waiting"] and process.wait(timeout=10) < 0
+
+            def end(line: str) -> None:
+                waited.append(line)
+                process.kill()
+
+            with alone_in(folder, end):
+                assert waited[0].startswith("waiting for ") and process.wait(timeout=10) < 0
         finally:
             process.kill()
-    with alone_in(folder, lambda: waited.append("again")):
-        assert waited == ["waiting"]
+    with alone_in(folder, waited.append):
+        assert len(waited) == 1

@@ -6,9 +6,11 @@ line, without a traceback. The exit codes are those of `train/guard.py`.
 
 from __future__ import annotations
 
+import codecs
 import io
 import signal
 import sys
+import unicodedata
 
 from quern.cli.interrupt import EXIT_INTERRUPTED, EXIT_UNREAD, INTERRUPTED, discard_unread, exit_on_interrupt
 
@@ -38,10 +40,23 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_UNREAD
 
 
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Writes what a stream cannot encode: letters of names as \\u043d, so that names stay apart, signs as "?"."""
+    assert isinstance(error, UnicodeEncodeError)
+    lost = error.object[error.start : error.end]
+    named = (one.isalnum() or unicodedata.category(one) == "Cs" for one in lost)  # Cs: bytes that are no UTF-8
+    return "".join(
+        one.encode("ascii", "backslashreplace").decode() if name else "?" for one, name in zip(lost, named, strict=True)
+    ), error.end
+
+
+codecs.register_error("quern", _in_ascii)
+
+
 def run_verb(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an ASCII-only terminal or pipe shows ? for other characters
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="quern")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         log(usage())
         return 0

@@ -31,6 +31,7 @@ from quern.recipes import load_recipe, recipe_names
 from quern.records import find_trackers
 from quern.unavailable import refuse_idle
 from quern.validate import install
+from quern.waits.waiting import to_stderr as log_to_stderr
 
 if TYPE_CHECKING:
     from quern.stages.session import Session
@@ -167,16 +168,18 @@ def verb_train(verb: str, rest: list[str]) -> int:
     recipe, where = options.recipe, options.where
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
+    base = RunDir(where.out, options.start or where.run)
+    if options.start or verb != "pretrain":  # before the machine is tried out, which may compile
+        (where.run_dir if options.resume and where.run_dir.has_trained(verb) else base).require_trained()
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
     def begin(session: Session) -> saved.Start | None:
         """The checkpoint of another run to start from, unless this run already has its own."""
         if options.start is None or (session.resume and session.run_dir.has_trained(verb)):
             return None
-        other = RunDir(where.out, options.start)
         stages = {"pretrain": ("pretrain",), "sft": ("pretrain", "sft"), "rl": ("sft", "rl")}[verb]
         code = recipe.callables() if source else None
-        return saved.read_start(other, stages, options.from_step, session.log, code)
+        return saved.read_start(base, stages, options.from_step, session.log, code)
 
     def run(session: Session) -> int:
         return stage(recipe, replace(session, start=begin(session)))
@@ -198,6 +201,7 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     if options.against is not None:
         compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
         return 0
+    where.run_dir.require_trained(options.stage)
     if options.ranks > 1 and here.ranks == 1:
         return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
     rank_log = log if here.main else lambda line: None
@@ -236,6 +240,7 @@ def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], Non
     from quern.generate.engine import Engine
     from quern.runs.load import load
 
+    options.where.run_dir.require_trained(options.stage)  # before the machine is tried out, which may compile
     machine = options.where.machine(log=log)
     loaded = load(options.where.run_dir, machine, log, options.stage)
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
@@ -243,11 +248,6 @@ def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], Non
 
 def put(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def log_to_stderr(line: str) -> None:
-    """Prints to standard error; standard output has only the generated text."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def verb_complete(verb: str, rest: list[str]) -> int:
@@ -306,11 +306,13 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     if (options.tls_cert is None) != (options.tls_key is None):
         raise ValueError("HTTPS needs both files: give --tls-cert and --tls-key")
     tls = (options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
-    machine = options.where.machine(log=log)
-    sources = {
-        f"quern-{run}": command.Source(RunDir(options.where.out, run), options.stage, machine, options.prefix_megabytes)
-        for run in (options.where.run, *options.also)
-    }
+    command.listen(options.host, options.port).close()  # refused before the machine is tried out, which may compile
+    keys = None if options.keys is None else Keys.read(options.keys)
+    run_dirs = [RunDir(options.where.out, run) for run in (options.where.run, *options.also)]
+    for one in run_dirs:
+        one.require_trained(options.stage)
+    machine, kept = options.where.machine(log=log), options.prefix_megabytes
+    sources = {f"quern-{one.run}": command.Source(one, options.stage, machine, kept) for one in run_dirs}
     with contextlib.ExitStack() as opened:
         access = None
         if options.access_log is not None:
@@ -318,16 +320,15 @@ def verb_serve(verb: str, rest: list[str]) -> int:
             access = functools.partial(print, file=file, flush=True)
         gate = Gate(
             hosts=Hosts(options.host, options.allowed_hosts),
-            keys=None if options.keys is None else Keys.read(options.keys),
+            keys=keys,
             log=access,
             per_minute=options.requests_per_minute,
             at_once=options.requests_at_once,
             origins=options.cors,
             trusted=options.trusted_proxy,
         )
-        limits = Limits(seconds=options.request_seconds)
         command.run(
-            sources, options.host, options.port, gate, limits, log,
+            sources, options.host, options.port, gate, Limits(seconds=options.request_seconds), log,
             watch_seconds=options.watch_seconds, tls=tls, replicas=options.replicas,
         )  # fmt: skip
     return 0

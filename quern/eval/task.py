@@ -51,7 +51,11 @@ def question_and_answer(item: Item) -> str:
     return f"Question: {item.question}\nAnswer:"
 
 
-def any_recipe(recipe: Recipe) -> bool:
+CHAT_STAGES = ("sft", "rl")
+"""The stages after which a model answers."""
+
+
+def any_stage(recipe: Recipe, stage: str) -> bool:
     return True
 
 
@@ -66,7 +70,7 @@ class Task:
         base_prompt: The text that a base model continues to answer the item.
         length: (text, token ids) → the number that the loss of a choice is divided by (see quern.eval.likelihood).
         max_tokens: The largest number of tokens of a reply.
-        suits: Whether `quern evaluate` asks a model of this recipe by default. Built-in tasks only.
+        suits: Whether `quern evaluate` asks this stage of this recipe by default. Built-in tasks only.
         base_stop: A base model's reply ends before any of these texts.
         grade_all: (items, replies) → whether each reply is right, where they are graded together, such as programs that
             a sandbox runs. Replaces `grade`.
@@ -78,6 +82,6 @@ class Task:
     base_prompt: Callable[[Item], str] = question_and_answer
     length: Callable[[str, Sequence[int]], float] = per_byte
     max_tokens: int = 96
-    suits: Callable[[Recipe], bool] = any_recipe
+    suits: Callable[[Recipe, str], bool] = any_stage
     base_stop: tuple[str, ...] = ("\n",)
     grade_all: Callable[[Sequence[Item], Sequence[str]], Sequence[bool]] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -157,6 +158,7 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
             continue
         values = [value] if equals else _values(arguments[at:], known, flag.many)
         at += 0 if equals else len(values)
+        values = [_whole(value) if flag.number is int else value for value in values]
         _check_values(flag, typed, values)
         if equals or (not flag.many and values[0].startswith("-")):
             read[-1] = f"{flag.name}={values[0]}"
@@ -239,6 +241,14 @@ def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
                 kind.parse(value)
             except ValueError as error:
                 raise ValueError(f"{typed} {error}") from error
+
+
+def _whole(value: str) -> str:
+    """A whole number that is written as 1e3 or 2.0, in digits; anything else as it is."""
+    with suppress(ValueError):
+        if not value.isdecimal() and float(value).is_integer():
+            return str(int(float(value)))
+    return value
 
 
 def _reads(kind: type, value: str) -> bool:

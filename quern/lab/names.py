@@ -13,6 +13,7 @@ from typing import Any
 from quern import __version__
 from quern.machine import Machine
 from quern.records import git_hash
+from quern.temporaries import holder
 
 FIXED = {"device": "--device", "dtype": "--dtype", "compiled": "--compile"}
 """Facts of the machine that change the numbers, and the flags that set them."""
@@ -77,11 +78,16 @@ def locked(folder: Path) -> Iterator[None]:
         ValueError: Another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w", encoding="utf-8") as stream:
+    with (folder / ".lock").open("a+", encoding="utf-8") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            stream.seek(0)
             raise ValueError(
-                f"another process works on the study {folder.name}: wait until it ends, or name another with --study"
+                f"{stream.read() or 'another process'} works on the study {folder.name}: wait until it ends, or name "
+                "another with --study"
             ) from error
+        stream.truncate(0)
+        stream.write(holder())
+        stream.flush()
         yield

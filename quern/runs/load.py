@@ -10,7 +10,7 @@ from typing import Any
 from quern.machine import Machine
 from quern.recipe import Recipe
 from quern.runs.origin import require_tokenizer
-from quern.runs.run_dir import STAGES, RunDir
+from quern.runs.run_dir import RunDir
 from quern.runs.saved import open_checkpoint
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
@@ -54,8 +54,8 @@ def load(
         FileNotFoundError: There is no checkpoint; the message names the command to run first.
         CheckpointError: All checkpoints are damaged.
     """
+    trained = run_dir.require_trained(stage)
     tokenizer = run_dir.tokenizer()
-    trained = [name for name in ([stage] if stage else STAGES) if run_dir.has_trained(name)]
     for name in reversed(trained):
         if found := checkpoint.latest(run_dir.checkpoints(name), log):
             with waiting(f"the disk to read {found[0]}", log=log):
@@ -64,6 +64,4 @@ def load(
             model = build_model(start.recipe, machine, None)
             model.load_state_dict(weights_of(start.tensors))
             return LoadedModel(model.eval(), tokenizer, start.recipe, name, start.meta["state"]["step"])
-    if trained:
-        raise CheckpointError(run_dir.no_good_checkpoint(trained[-1]))
-    raise FileNotFoundError(run_dir.has_no(f"stage '{stage}'" if stage else "model", stage or "run"))
+    raise CheckpointError(run_dir.no_good_checkpoint(trained[-1]))

@@ -21,7 +21,7 @@ from typing import Any
 
 from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
-from quern.temporaries import write_whole
+from quern.temporaries import NAMES, write_whole
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.validate import check_body
@@ -78,6 +78,17 @@ class RunDir:
     def has_trained(self, stage: str) -> bool:
         """Whether a stage has saved a checkpoint, good or damaged."""
         return bool(checkpoint.steps(self.checkpoints(stage)))
+
+    def require_trained(self, stage: str | None = None) -> list[str]:
+        """Returns the stages that have saved a checkpoint; only `stage`, if it is given. Reads no checkpoint.
+
+        Raises:
+            FileNotFoundError: There is none; the message names the existing runs or the command that makes one.
+        """
+        found = [name for name in ([stage] if stage else STAGES) if self.has_trained(name)]
+        if not found:
+            raise FileNotFoundError(self.has_no(f"stage '{stage}'" if stage else "model", stage or "run"))
+        return found
 
     def facts(self) -> dict[str, Any]:
         """The contents of run.json; empty if there is none."""
@@ -191,7 +202,7 @@ class RunDir:
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Appends lines to a JSONL file of the run's folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8") as file:
+        with naming(self.folder / name), (self.folder / name).open("a", encoding="utf-8", errors=NAMES) as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 

@@ -8,16 +8,14 @@ network file system must support flock.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 from quern.mesh import Mesh
 from quern.runs.run_dir import RunDir
+from quern.temporaries import NAMES, holder
 
 NAME = ".lock"
 
@@ -45,10 +43,8 @@ def run_lock(run_dir: RunDir, command: str, mesh: Mesh | None = None) -> Iterato
     folders = [folder for folder in (run_dir.folder, run_dir.folder.parent, run_dir.out) if not folder.exists()]
     held = _acquire(path, run_dir.run)
     try:
-        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        holder = {"command": command, "process": os.getpid(), "host": socket.gethostname(), "since": since}
         os.ftruncate(held, 0)
-        os.pwrite(held, json.dumps(holder).encode("utf-8"), 0)
+        os.pwrite(held, holder(command).encode("utf-8", NAMES), 0)
         yield
     finally:
         if os.listdir(path.parent) == [NAME]:  # the body wrote nothing: leave no empty run
@@ -72,20 +68,12 @@ def _acquire(path: Path, run: str) -> int:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = _describe(os.pread(held, 1 << 16, 0))
+            who = os.pread(held, 1 << 16, 0).decode("utf-8") or "another process"
             os.close(held)
             raise RunInUseError(
-                f"run '{run}' is in use by {holder}: wait until it ends, stop it, or name another run with --run"
+                f"run '{run}' is in use by {who}: wait until it ends, stop it, or name another run with --run"
             ) from error
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(held), os.stat(path)):
                 return held
         os.close(held)
-
-
-def _describe(content: bytes) -> str:
-    try:
-        holder = json.loads(content)
-    except ValueError:
-        return "another process"  # the holder has not written its name yet
-    return f"process {holder['process']} on {holder['host']} since {holder['since']} (`{holder['command']}`)"

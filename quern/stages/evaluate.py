@@ -20,7 +20,7 @@ from quern.eval.generative import Answered
 from quern.eval.on_ranks import refuse_unequal
 from quern.eval.run_task import run_task
 from quern.eval.score import Score
-from quern.eval.task import Task
+from quern.eval.task import CHAT_STAGES, Task
 from quern.eval.tasks import load_task, task_names
 from quern.eval.texts import kinds_of_documents, sample, text_scores
 from quern.generate.engine import Engine
@@ -41,7 +41,6 @@ from quern.text.chat import Message, render_prompt, render_text
 from quern.text.tinyworld.corpus import documents_of_kinds
 from quern.train.state import build_model
 
-CHAT_STAGES = ("sft", "rl")
 UNTRAINED_QUESTIONS = 60
 
 OPENINGS = ("Once upon a time", "The river", "My favourite", "In the morning", "Question:")
@@ -81,14 +80,14 @@ class _Evaluation:
     harness: Callable[[LoadedModel], list[Score]] | None
     stage: str | None
 
-    def suiting(self, recipe: Recipe) -> Sequence[Task]:
-        return self.chosen or [task for task in map(load_task, task_names()) if task.suits(recipe)]
+    def suiting(self, recipe: Recipe, stage: str) -> Sequence[Task]:
+        return self.chosen or [task for task in map(load_task, task_names()) if task.suits(recipe, stage)]
 
     def tasks(self, loaded: LoadedModel) -> Sequence[Task]:
         """The tasks besides those of CORE, chat and lm-eval. A run should not take longer for scores of a model that
         was never taught to answer."""
         left_out = self.core or self.chat or self.harness or loaded.stage == "pretrain" and not self.stage
-        return [] if left_out and not self.chosen else self.suiting(loaded.recipe)
+        return [] if left_out and not self.chosen else self.suiting(loaded.recipe, loaded.stage)
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         if self.mesh.main:
@@ -304,7 +303,7 @@ def _parts(names: Sequence[str], room: str) -> list[str]:
 def _passages(evaluation: _Evaluation, recipe: Recipe) -> dict[str, list[str]]:
     """The texts of the questions of each score."""
     texts: dict[str, list[str]] = {}
-    suiting = evaluation.suiting(recipe)
+    suiting = evaluation.suiting(recipe, CHAT_STAGES[0])
     items = [(f"{task.name}/{item.kind}", item) for task in suiting for item in task.items(0, evaluation.questions)]
     items += [(f"{CHAT}/{asked.task.name}", item) for asked in evaluation.chat for item in asked.items]
     for name, item in items:

@@ -19,6 +19,7 @@ from quern.parallel.layout import lay_out
 from quern.parallel.memory import Memory, memory
 from quern.recipe import Recipe
 from quern.resolve import resolve
+from quern.terminal import human_size
 
 ERROR = 0.1
 """Of the prediction."""
@@ -78,20 +79,17 @@ def memory_check(
     if needed.peak * (1 - ERROR) <= room:
         return needed.peak, room
     where = "a GPU has" if machine.device.type == "cuda" else "a rank may have of this machine's memory"
+    kinds = ("parameters", "gradients", "masters", "moments", "activations")
+    parts = ", ".join(f"{human_size(getattr(needed, kind))} {kind}" for kind in kinds)
     raise ValueError(
-        f"this cannot fit: a rank needs {_gb(needed.peak)} ({_gb(needed.parameters)} parameters, "
-        f"{_gb(needed.gradients)} gradients, {_gb(needed.masters)} masters, {_gb(needed.moments)} moments, "
-        f"{_gb(needed.activations)} activations, {_gb(needed.loss)} for the loss), and {_gb(room)} are what {where}: "
+        f"this cannot fit: a rank needs {human_size(needed.peak)} ({parts}, {human_size(needed.loss)} for the loss), "
+        f"and {human_size(room)} are what {where}: "
         f"{_remedy(recipe, machine, mesh, room)}"
     )
 
 
 def _needed(resolved: Recipe, machine: Machine, dp: int, tp: int, zero: int) -> Memory:
     return memory(lay_out(resolved, machine.dtype, dp, tp, zero), machine.device.type, machine.compile)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:

@@ -39,7 +39,7 @@ from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
 from quern.stages.prepare import Prepared, facts_of, prepare
 from quern.stages.session import Session, main_first, set_up_training
-from quern.terminal import duration
+from quern.terminal import duration, human_size
 from quern.train import loop
 from quern.train.horizon import recorded_plans
 from quern.train.state import TrainState, build_model, build_state
@@ -370,7 +370,7 @@ def _room(memory: tuple[float, float] | None, mesh: Mesh) -> str:
     if memory is None:
         return ""
     each = " for each rank" if mesh.world.size > 1 else ""
-    return f"; memory: about {memory[0] / 1e9:.1f} of {memory[1] / 1e9:.1f} GB{each}"
+    return f"; memory: about {human_size(memory[0])} of {human_size(memory[1])}{each}"
 
 
 def _digits(value: float) -> str:

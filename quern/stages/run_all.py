@@ -12,10 +12,11 @@ from functools import partial
 
 from quern.mixture.prepare import check_mixture
 from quern.recipe import Recipe
+from quern.records import read_lines
 from quern.report.build import build
 from quern.report.run_records import read_run
 from quern.runs.public_data import fetch_conversations
-from quern.runs.run_dir import RunDir, refuse_unwritable
+from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
@@ -55,12 +56,17 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
             if mesh.main:  # before hours of pretraining, not after
                 refuse_conversations(chat_recipe, run_dir, log)
         steps["sft"] = lambda resume: sft.run(chat_recipe, replace(session, stage="sft", resume=resume))
+    before = {name: max(checkpoint.steps(run_dir.checkpoints(name)), default=0) for name in steps}
     for name, step in steps.items():
         code = step(bool(checkpoint.steps(run_dir.checkpoints(name))))
         if code != EXIT_DONE:
             return code
-    callables = recipe.callables() if source else None
-    evaluate.run(run_dir, session.machine, questions=questions, log=log, callables=callables, mesh=mesh)
+    idle = before == {name: max(checkpoint.steps(run_dir.checkpoints(name))) for name in steps}
+    if mesh.world.broadcast_object(idle and "questions" not in session.named and _is_evaluated(run_dir)):
+        log(f"evaluated already: `quern evaluate {run_dir.flags}` evaluates it again")
+    else:
+        callables = recipe.callables() if source else None
+        evaluate.run(run_dir, session.machine, questions=questions, log=log, callables=callables, mesh=mesh)
     if mesh.main:
         for path in build(run_dir.folder):
             log(f"report: {path}")
@@ -68,6 +74,13 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
         for line in sample_chat(run_dir):
             log(line)
     return EXIT_DONE
+
+
+def _is_evaluated(run_dir: RunDir) -> bool:
+    """Whether evaluate.jsonl has scores of the newest checkpoint of every stage."""
+    scores = {(line["stage"], line["step"]) for line in read_lines(run_dir.folder / "evaluate.jsonl")}
+    stages = [name for name in STAGES if run_dir.has_trained(name)]
+    return all((name, max(checkpoint.steps(run_dir.checkpoints(name)))) in scores for name in stages)
 
 
 def _for_fine_tuning(recipe: Recipe, run_dir: RunDir, named: Collection[str], source: str | None) -> Recipe:
@@ -96,9 +109,12 @@ def refuse_conversations(recipe: Recipe, run_dir: RunDir, log: Callable[[str], N
 
 
 def sample_chat(run_dir: RunDir) -> list[str]:
-    """The chats of the last evaluation, as lines for the terminal."""
+    """The chats of the last evaluation, or the continuations of a base model, as lines for the terminal."""
     lines = []
-    for sample in read_run(run_dir.folder).samples[-evaluate.SHOWN_CHATS :]:
+    samples = read_run(run_dir.folder).samples
+    for sample in [one for one in samples if one["stage"] == samples[-1]["stage"]][-evaluate.SHOWN_CHATS :]:
+        if sample["kind"] == "completion":
+            lines.append(f"quern │ {printable(sample['prompt'] + sample['text'])}")
         for message in sample.get("messages", []):
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -26,14 +26,14 @@ from quern.model.fp8 import use_fp8
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
-from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash
+from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events
 from quern.runs.origin import FILE, Origin, require_same
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import Start
 from quern.stages.prepare import Division
 from quern.temporaries import write_whole
-from quern.terminal import Meter
+from quern.terminal import Meter, counted
 from quern.text.encode.pool import ENOUGH_WORKERS
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
@@ -116,16 +116,18 @@ class Session:
             RunInUseError: Another process trains in the run.
         """
         self.mesh.progress.begin_stage()
-        if checkpoint.steps(self.run_dir.checkpoints(self.stage)) and not self.resume:
-            raise ValueError(f"run '{self.run_dir.run}' has been {already}")
         refuse_unwritable(self.run_dir.out)
-        trained = [name for name in STAGES if self.run_dir.has_trained(name)]
-        if self.start is not None and not self.resume and trained:
-            raise ValueError(
-                f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with --run, "
-                "to begin it with the model that --from names"
-            )
         with nullcontext() if self.locked else run_lock(self.run_dir, self.command, self.mesh):
+            # Behind the lock: while another process trains, that one is named. Rank 0 alone takes the lock.
+            done = self.mesh.world.broadcast_object(self.run_dir.has_trained(self.stage))
+            if done and not self.resume:
+                raise ValueError(f"run '{self.run_dir.run}' has been {already}")
+            trained = [name for name in STAGES if self.run_dir.has_trained(name)]
+            if self.start is not None and not self.resume and trained:
+                raise ValueError(
+                    f"run '{self.run_dir.run}' has a model of its own ({', '.join(trained)}): name a new run with "
+                    "--run, to begin it with the model that --from names"
+                )
             yield
 
     def plan(
@@ -220,6 +222,9 @@ class Session:
             ValueError: The run is beyond the plan's steps, or has lost the weights that it began with.
         """
         resumed = self._resume(state, plan, origin, words[1], changed)
+        if resumed and state.step == plan.steps and self._has_finished():
+            self.log(f"{words[0]}: finished already, after {counted(plan.steps, 'step')}")
+            return EXIT_DONE
         if self.mesh.main and facts and not resumed:
             describe_run(counts, self.machine, self.run_dir, facts, self.command)
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
@@ -241,6 +246,11 @@ class Session:
         if code == EXIT_DONE:
             self.log(f"{words[1]} on {state.tokens:,} tokens in {state.seconds:,.0f} s of steps → {self.folder}")
         return code
+
+    def _has_finished(self) -> bool:
+        """Whether the stage's last event is its end. A process that is killed after the last save leaves none."""
+        events = read_events(self.folder) if self.mesh.main else []
+        return self.mesh.world.broadcast_object(bool(events) and events[-1]["kind"] == "finish")
 
     def _resume(
         self, state: TrainState, plan: loop.TrainingPlan, origin: Origin, trained: str, changed: Sequence[str]

@@ -22,7 +22,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.text.sources import COMPRESSED, Listing, format_of, human_size
+from quern.terminal import human_size
+from quern.text.sources import COMPRESSED, Listing, format_of
 
 TEXT_PIECE_CHARACTERS = 1 << 20
 PARQUET_BATCH_ROWS = 256

@@ -175,7 +175,12 @@ def download(
     while True:
         try:
             with waiting(f"bytes of {path.name} from {urlsplit(url).netloc}", TIMEOUT_SECONDS) as arrived:
-                stated = _transfer(url, part, lambda *step: (arrived(), progress(*step)), headers or {})
+
+                def advance(file: str, done: int, total: int) -> None:
+                    arrived()
+                    progress(file, done, total)
+
+                stated = _transfer(url, part, advance, headers or {})
             _check(part, path, sha256 or stated)
             break
         except Interrupted as error:

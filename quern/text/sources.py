@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from quern.terminal import human_size
+
 COMPRESSED = (".gz", ".zst")
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 NOTES = (".sha256.json", ".part.json")  # hub.py keeps them beside the files that it fetches
@@ -155,15 +157,6 @@ def _counts(entries: Iterable[Entry]) -> str:
     ]
     more = sum(len(members) for _, members in ranked[KINDS_SHOWN:])
     return ", ".join([*shown, f"{more:,} more"] if more else shown)
-
-
-def human_size(size: float) -> str:
-    """Bytes in the largest unit that fits, such as 1.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"
 
 
 def _accepted(formats: Sequence[str]) -> str:

@@ -338,10 +338,39 @@ def test_the_command_is_recorded_as_it_can_be_typed_again() -> None:
     assert verbs.command_line("run", ["--data", "my texts/a b.txt"]) == "quern run --data 'my texts/a b.txt'"
 
 
+@pytest.mark.parametrize("verb", ["serve", "chat", "complete -p x", "evaluate", "sft", "rl", "pretrain --from nosuch"])
+def test_a_run_that_is_missing_is_said_before_the_machine_is_tried_out(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(options.RunOptions, "machine", lambda *found, **more: pytest.fail("the machine was tried out"))
+    run = "new" if "--from" in verb else "nosuch"
+    said = refused(capsys, *verb.split(), "--run", run, "--out", str(tmp_path))
+    assert said.partition(": ")[2].startswith(f"there is no run 'nosuch' under {tmp_path}: "), said
+
+
+def test_a_file_of_keys_that_cannot_be_read_is_named_with_its_flag(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "runs/r/pretrain/checkpoints/step-00000001").mkdir(parents=True)
+    said = refused(capsys, "serve", "--run", "r", "--keys", str(tmp_path / "no"), "--out", str(tmp_path), "--port", "0")
+    reason = "cannot be read (No such file or directory): name the file of the keys' hashes"
+    assert said == f"quern serve: --keys {tmp_path}/no {reason}"
+
+
+def test_a_whole_number_may_have_an_exponent() -> None:
+    parsed, _ = verbs.parse(
+        "pretrain", "--train.steps 1e3 --seed=2.0 --train.minutes 1e1".split(), options.PretrainOptions
+    )
+    assert (parsed.recipe.train.steps, parsed.recipe.seed, parsed.recipe.train.minutes) == (1000, 2, 10.0)
+    for value in ("1e-3", "1.5", "1e", "inf", "nan"):
+        with pytest.raises(ValueError, match=f"--train.steps takes a whole number, not '{value}'"):
+            verbs.parse("pretrain", ["--train.steps", value], options.PretrainOptions)
+
+
 TWO_COMMANDS = """
 import sys
 from quern.cli.main import main
-refused = main(["tokenizer", "--data", "no\\u2192such"])
+refused = main(["tokenizer", "--data", "no\\u2192such\\u043d\\u0435\\udce9"])
 try:
     main(["tokenizer", "--help"])
 except SystemExit as done:
@@ -354,7 +383,7 @@ def test_an_ascii_terminal_is_enough() -> None:
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "TERM": "xterm"}
     done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, encoding="ascii", check=False)
     assert done.returncode == 10 and "Traceback" not in done.stderr, done.stderr
-    assert "tokenizer" in done.stdout and "no?such" in done.stderr
+    assert "tokenizer" in done.stdout and "no?such\\u043d\\u0435\\udce9" in done.stderr
 
 
 def test_nothing_tells_to_install_a_strangers_package() -> None:

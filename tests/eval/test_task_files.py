@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quern.cli import main
+from quern.eval.task import CHAT_STAGES
 from quern.eval.tasks import load_task
 from tests.support.llama_run import llama_recipe, write_run
 
@@ -66,8 +67,10 @@ def test_by_default_the_base_model_answers_no_questions(tmp_path: Path) -> None:
 def test_a_default_task_suits_the_data() -> None:
     task = load_task("tinyworld")
     own = {"data": "texts/", "conversations": "talk.jsonl"}
-    for changes, suits in (({}, True), ({"data": "texts/"}, True), (own, False)):
-        assert task.suits(llama_recipe().__class__(**{**vars(llama_recipe()), **changes})) is suits
+    stages = {"untrained", "pretrain", *CHAT_STAGES}
+    for changes, suited in (({}, stages), ({"data": "texts/"}, {*CHAT_STAGES}), (own, set())):
+        recipe = llama_recipe().__class__(**{**vars(llama_recipe()), **changes})
+        assert {stage for stage in stages if task.suits(recipe, stage)} == suited
 
 
 @pytest.mark.parametrize(

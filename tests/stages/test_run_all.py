@@ -78,8 +78,12 @@ def test_nothing_is_written_beside_out(out: Path) -> None:
 def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = out / "runs" / "toy"
     before = {stage: (read_metrics(run / stage), checkpoint.steps(run / stage / "checkpoints")) for stage in STAGES}
-    assert main.main(["run", *TOY, "--run", "toy", "--out", str(out)]) == 0
-    assert "resumed at step 8" in capsys.readouterr().out
+    scores = (run / "evaluate.jsonl").read_text(encoding="utf-8")
+    assert main.main(["run", *TOY[:-2], "--run", "toy", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "pretraining: finished already, after 8 steps" in said and "fine-tuning: finished already" in said
+    assert "evaluated already: `quern evaluate --run toy" in said and "resumed" not in said and "evaluating" not in said
+    assert (run / "evaluate.jsonl").read_text(encoding="utf-8") == scores and "quern │" in said
     assert before == {
         stage: (read_metrics(run / stage), checkpoint.steps(run / stage / "checkpoints")) for stage in STAGES
     }

@@ -19,6 +19,9 @@ import torch
 from quern import compiler
 from quern.cli import main
 from quern.records import read_events, read_metrics
+from quern.runs.run_dir import RunDir
+from quern.runs.run_lock import run_lock
+from quern.stages.evaluate import OPENINGS
 from quern.text.tinyworld import corpus
 from quern.train import checkpoint
 from quern.train.guard import EXIT_STOPPED
@@ -420,6 +423,17 @@ def test_what_stops_before_its_first_save_resumes_with_the_same_weights(folder: 
 # The whole way --------------------------------------------------------------------------------------------------
 
 
+def test_who_trains_is_said_of_a_run_that_has_checkpoints_already(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb, flags in (("pretrain", SHAPE), ("sft", SFT)):
+        with run_lock(RunDir(folder / "out", "app"), "quern run --run app"):
+            assert quern(folder, verb, *flags) == 1
+        said = capsys.readouterr().err
+        assert f"in use by process {os.getpid()} on " in said and "(`quern run --run app`)" in said, said
+        assert quern(folder, verb, *flags) == 1 and "already: continue with --resume" in capsys.readouterr().err
+
+
 def test_conversations_are_read_before_pretraining(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = folder / "wrong.jsonl"
     wrong.write_text('{"messages": [{"role": "nobody", "content": "?"}]}\n', encoding="utf-8")
@@ -433,7 +447,9 @@ def test_a_base_model_alone(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--no-sft"]
     assert quern(folder, "run", *flags, run="plain") == 0
     said = capsys.readouterr().out
-    assert "fine-tun" not in said and "tinyworld/facts" not in said.split("evaluating: pretrain")[-1]
+    assert "fine-tun" not in said and "tinyworld/" not in said  # of a text of one's own, no stage is asked either
+    shown = [line for line in said.splitlines() if line.startswith("quern │ ")]
+    assert [any(line.startswith(f"quern │ {start}") for line in shown) for start in OPENINGS] == [True] * len(OPENINGS)
     assert not (folder / "out/runs/plain/sft").exists() and (folder / "out/runs/plain/report.html").exists()
 
 

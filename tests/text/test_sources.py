@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from quern.terminal import human_size
 from quern.text.documents import read
-from quern.text.sources import files, human_size, list_source
+from quern.text.sources import files, list_source
 
 
 def write(path: Path, text: str) -> Path:

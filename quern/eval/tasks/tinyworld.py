@@ -4,7 +4,7 @@ The model answers in its own words, with tools. The questions depend only on (se
 asked the same questions.
 """
 
-from quern.eval.task import Item, Task
+from quern.eval.task import CHAT_STAGES, Item, Task
 from quern.recipe import Recipe
 from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, check, questions
 
@@ -24,9 +24,9 @@ def base_prompt(item: Item) -> str:
     return BASE_PROMPTS.get(item.kind, "Question: {}\nAnswer:").format(item.question)
 
 
-def suits(recipe: Recipe) -> bool:
-    """Whether the model learns from the built-in world: its documents or its conversations."""
-    return recipe.data == "tinyworld" or recipe.has_built_in_conversations
+def suits(recipe: Recipe, stage: str) -> bool:
+    """Whether the stage's model has learned from the built-in world: its documents, or then its conversations."""
+    return recipe.data == "tinyworld" or (stage in CHAT_STAGES and recipe.has_built_in_conversations)
 
 
 TASK = Task("tinyworld", items, grade, base_prompt, suits=suits)

@@ -43,11 +43,15 @@ class Keys:
         """Reads a file with a hash in hexadecimal and a name in each line; "#" begins a comment.
 
         Raises:
-            OSError: The file cannot be read.
-            ValueError: A line is not a hash and a name, or there is none.
+            ValueError: The file cannot be read, a line is not a hash and a name, or there is none.
         """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            raise ValueError(f"--keys {path} cannot be read ({reason}): name the file of the keys' hashes") from error
         hashes = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()
             if not words:
                 continue

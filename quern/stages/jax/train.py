@@ -86,15 +86,15 @@ def run(
             not fit the mesh. A refusal on process 0 is raised on every process.
     """
     path, first = run_dir.stage(STAGE), jax.process_index() == 0
-    if checkpoint.steps(path / "checkpoints") and not resume:
-        raise ValueError(
-            f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
-        )
     recipe = resolve(with_absolute_paths(recipe))
     with ExitStack() as stack:
         with first_process_first():
             if first:
                 stack.enter_context(run_lock(run_dir, command))
+            if checkpoint.steps(path / "checkpoints") and not resume:
+                raise ValueError(
+                    f"run '{run_dir.run}' has been trained already: continue with --resume, or name another with --run"
+                )
         origin = read_origin(path) if resume else None
         if origin is not None and (path / "recipe.json").exists():  # the run's own text, unless the user names another
             body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
