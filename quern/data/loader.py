@@ -37,7 +37,7 @@ from quern.data.pieces import TOO_LONG, Pieces, cut, make_pieces, narrow
 from quern.data.prefetch import prefetch_items
 from quern.data.row_counts import RowCounts
 from quern.data.shards import Corpus, fingerprint
-from quern.terminal import Meter
+from quern.terminal import Meter, counted
 
 CHUNKS_KEPT = 3  # a batch rarely reads more than two; the third is for a second reader, such as prefetch
 GROUPS_KEPT = 2  # a batch may span two
@@ -112,7 +112,7 @@ class Loader(Batches):
         if first is None:
             long = sum(int((self._pieces(group).lengths > self._row_tokens).sum()) for group in range(self._groups))
             raise ValueError(
-                f"nothing to learn: none of {corpus.num_documents:,} documents has a target in a row of "
+                f"nothing to learn: none of {counted(corpus.num_documents, 'document')} has a target in a row of "
                 f"{self._row_tokens:,} tokens ({long:,} are longer than that and too_long is "
                 f"{too_long!r}); lengthen the context or check the masks"
             )

@@ -16,6 +16,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from quern.terminal import counted
+
 
 @dataclass(frozen=True)
 class Score:
@@ -47,10 +49,10 @@ class Score:
     def described(self, context: int) -> str:
         """The score as text. context: the model's, in tokens."""
         if self.value is None:
-            return f"not measured: none of its {self.skipped} questions fits a context of {context} tokens"
+            return f"not measured: none of its {counted(self.skipped, 'question')} fits a context of {context} tokens"
         interval = f" ({self.low:.3f} to {self.high:.3f})" if self.low is not None else ""
         chance = f", chance {self.chance:.3f}" if self.chance is not None else ""
-        of = f"asked {self.count} of {self.count + self.skipped} questions"
+        of = f"asked {self.count} of {counted(self.count + self.skipped, 'question')}"
         left_out = f"; {of}, the others do not fit a context of {context} tokens" if self.skipped else ""
         return f"{self.metric} {self.value:.3f}{interval}{chance}{left_out}"
 

@@ -29,7 +29,7 @@ from quern.resolve import resolve
 from quern.stages.open_data import SHOWN
 from quern.stages.prepare import prepare
 from quern.stages.prepare_tokens import is_tokens
-from quern.terminal import grid
+from quern.terminal import counted, grid
 from quern.unavailable import refuse_idle
 
 
@@ -149,7 +149,7 @@ def _run(
         f"study {study.name}: {registered.metric}, {registered.steps:,} steps; margin ±{registered.delta:g}, "
         f"α {registered.alpha:g}, at most {registered.most_pairs} pairs, which find an effect of "
         f"{registered.detectable_sd:g} standard deviations of the pairs' differences with a probability of 80 %; "
-        f"{len(study.entries)} trials are there already"
+        f"{counted(len(study.entries), 'trial')} there already"
     )
     own = 1 if options.ray else options.workers  # workers that share this machine
     device = machine_flags(machine) | {"threads": options.where.arguments(own)["threads"]}

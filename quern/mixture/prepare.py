@@ -29,7 +29,7 @@ from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_s
 from quern.mixture.task_rows import TaskRows, built_in_rows
 from quern.recipe import Recipe
 from quern.temporaries import write_whole
-from quern.terminal import Meter
+from quern.terminal import Meter, counted
 from quern.text import chat, conversations, data_sets, documents, formats
 from quern.text.documents import Conversation
 from quern.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class Mixture:
         if len(self.sources) == 1 and first["repeats"] == 1 and not first["left_out"] and not first["copies"]:
             return []
         return [
-            f"  {one['source']}: {one['conversations']:,} conversations, {one['tokens']:,} tokens"
+            f"  {one['source']}: {counted(one['conversations'], 'conversation')}, {one['tokens']:,} tokens"
             + (f", each {one['repeats']:g} times" if one["repeats"] != 1 else "")
             + (f"; {one['left_out']:,} test rows of tasks left out" if one["left_out"] else "")
             + (f"; {one['copies']:,} copies of held-out conversations left out" if one["copies"] else "")
@@ -175,10 +175,10 @@ def _refuse_few(recipe: Recipe, count: int, held_out: int) -> None:
     if count and held_out:
         return
     names = " and ".join(one.source for one in recipe.conversation_sources)
-    counted = f"{count + held_out} conversation" + ("s" if count + held_out != 1 else "")
     missing = "to train on" if held_out else "to hold out"
+    there = counted(count + held_out, "conversation")
     raise ValueError(
-        f"{names} holds {counted}, none {missing}: fine-tuning needs a source with at least 2 different ones"
+        f"{names} holds {there}, none {missing}: fine-tuning needs a source with at least 2 different ones"
     )
 
 

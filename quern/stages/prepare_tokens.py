@@ -25,7 +25,7 @@ from quern.recipe import Recipe
 from quern.runs.public_data import PublicData
 from quern.runs.run_dir import naming
 from quern.runs.vocabularies import VOCABULARIES, published
-from quern.terminal import Meter
+from quern.terminal import Meter, counted
 from quern.text import data_sets
 from quern.text.hugging_face import open_tokenizer
 from quern.text.sources import FORMATS, Listing, format_of, list_source
@@ -132,7 +132,8 @@ def write_tokens(
     with naming(folder), Meter("writing tokens", total / 1e6, "M tokens") as meter:
         files = write_bin(splits, folder, name, form, lambda done: meter.at(done / 1e6))
         path = tokenizer.save(folder / "tokenizer.json")
-    log(f"tokens: {total:,} in {len(files):,} files → {folder}; to read them: --data {folder} --text.tokenizer {path}")
+    written = f"tokens: {total:,} in {counted(len(files), 'file')} → {folder}"
+    log(f"{written}; to read them: --data {folder} --text.tokenizer {path}")
 
 
 def sample(corpus: Corpus, tokenizer: Tokenizer, documents: int = 50) -> str:

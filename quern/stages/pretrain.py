@@ -39,7 +39,7 @@ from quern.stages.memory_check import memory_check
 from quern.stages.open_data import make_origin, open_data
 from quern.stages.prepare import Prepared, facts_of, prepare
 from quern.stages.session import Session, main_first, set_up_training
-from quern.terminal import duration, human_size
+from quern.terminal import counted, duration, human_size
 from quern.train import loop
 from quern.train.horizon import recorded_plans
 from quern.train.state import TrainState, build_model, build_state
@@ -151,7 +151,7 @@ def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
         plan,
         origin,
         words=("pretraining", "pretrained"),
-        lines=[*lines, f"pretraining: {plan.steps:,} steps of {recipe.train.batch_tokens:,} tokens"],
+        lines=[*lines, f"pretraining: {counted(plan.steps, 'step')} of {recipe.train.batch_tokens:,} tokens"],
         counts=counts,
         facts=prepared.facts and {**prepared.facts, **precision, "packing": packing},
         tokenizer=prepared.tokenizer,

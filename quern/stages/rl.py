@@ -30,6 +30,7 @@ from quern.runs.origin import Origin
 from quern.runs.saved import Start, changes, open_checkpoint
 from quern.stages.session import Session, lower_precision
 from quern.stages.sft import rates_fall
+from quern.terminal import counted
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, weights_of
 
@@ -116,7 +117,7 @@ def _run(asked: Recipe, session: Session) -> int:
     plan = replace(plan, evaluators=[recorded, *plan.evaluators], row_tokens=recipe.model.context)
     replies = recipe.rl.groups * recipe.rl.samples
     told = (
-        f"reinforcement learning: {plan.steps:,} steps of {replies} replies to {recipe.rl.groups} questions "
+        f"reinforcement learning: {counted(plan.steps, 'step')} of {replies} replies to {recipe.rl.groups} questions "
         f"({', '.join(recipe.rl.rewards)})"
     )
     return session.train(

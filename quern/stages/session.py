@@ -222,8 +222,9 @@ class Session:
             ValueError: The run is beyond the plan's steps, or has lost the weights that it began with.
         """
         resumed = self._resume(state, plan, origin, words[1], changed)
-        if resumed and state.step == plan.steps and self._has_finished():
-            self.log(f"{words[0]}: finished already, after {counted(plan.steps, 'step')}")
+        end = state.plans[-1][1] if state.plans else plan.steps
+        if resumed and state.step == end and not changed and self._has_finished():
+            self.log(f"{words[0]}: finished already, after {counted(end, 'step')}")
             return EXIT_DONE
         if self.mesh.main and facts and not resumed:
             describe_run(counts, self.machine, self.run_dir, facts, self.command)

@@ -36,6 +36,7 @@ from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import changes
 from quern.stages.session import Session, main_first, set_up_training
+from quern.terminal import counted
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, weights_of
 
@@ -103,7 +104,7 @@ def _run(asked: Recipe, session: Session) -> int:
         evaluator=held_out_loss(talks.val, recipe, machine),
         lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
     )
-    told = f"fine-tuning: {plan.steps:,} steps on {talks.train.num_documents:,} conversations"
+    told = f"fine-tuning: {counted(plan.steps, 'step')} on {counted(talks.train.num_documents, 'conversation')}"
     return session.train(
         recipe,
         state,

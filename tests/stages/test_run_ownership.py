@@ -376,13 +376,13 @@ def test_from_begins_new_runs_only(folder: Path, capsys: pytest.CaptureFixture[s
 def test_one_command_begins_a_run_and_goes_on_with_it(folder: Path) -> None:
     """As a job's script gives it again and again: --resume where there is nothing yet, with --from or without."""
     flags = [*SHAPE, "--data", str(folder / "text.jsonl"), "--resume"]
-    for count in (1, 2):
+    for _ in range(2):
         assert quern(folder, "pretrain", "gpt", *flags, run="job") == 0
         events = [event["kind"] for event in read_events(folder / "out/runs/job/pretrain")]
-        assert events.count("finish") == count
+        assert events.count("finish") == events.count("start") == 1 and "resume" not in events  # finished already
         assert quern(folder, "pretrain", "--from", "app", "--resume", run="next") == 0
         starts = [event["step"] for event in read_events(folder / "out/runs/next/pretrain") if "steps" in event]
-        assert starts == [0, 6][:count]
+        assert starts == [0]
 
 
 def test_a_run_without_a_checkpoint_yet_keeps_its_facts_when_it_goes_on(folder: Path) -> None:

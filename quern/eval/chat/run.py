@@ -28,6 +28,7 @@ from quern.generate.engine import Engine
 from quern.generate.sandbox import Sandbox, SandboxError
 from quern.mesh import ProcessGroup
 from quern.runs.public_data import fetch_tests
+from quern.terminal import counted
 from quern.text.tinyworld.corpus import questions
 
 CHAT = "chat"
@@ -237,7 +238,7 @@ def chat_core(tasks: Sequence[Asked], scores: dict[str, Score]) -> Score | None:
     if len(parts) < len(PARTS) or skipped or not {task.name for task, _ in parts} <= whole:
         name = f"mean of {len(parts)} of ChatCORE's {len(PARTS)} tasks"
         name += "" if {task.name for task, _ in parts} <= whole else ", not all questions"
-        name += f", {skipped:,} questions left out" if skipped else ""
+        name += f", {counted(skipped, 'question')} left out" if skipped else ""
     centred, variance = 0.0, 0.0
     for task, score in parts:
         share, scale = score.value or 0.0, 1 - (task.baseline or 0.0)

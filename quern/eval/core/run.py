@@ -25,7 +25,7 @@ from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
 from quern.records import read_lines
 from quern.temporaries import sha256_of, write_whole
-from quern.terminal import Meter, duration
+from quern.terminal import Meter, counted, duration
 from quern.text.tokenizer import Tokenizer
 
 CHUNK = 256
@@ -216,14 +216,14 @@ def _result(task: CoreTask, lines: list[dict[str, Any]]) -> TaskResult:
 def _line(result: TaskResult) -> str:
     score = result.score
     if score.value is None:
-        return f"{result.task.name:32} none of its {score.skipped} questions fits the context"
+        return f"{result.task.name:32} none of its {counted(score.skipped, 'question')} fits the context"
     centred = ", ".join(f"{version} {result.centred(version):+.3f}" for version in VERSIONS)
     left = f", {score.skipped} left out" if score.skipped else ""
     cut = f", {score.cropped} cut to the context" if score.cropped else ""
     speed = f"{result.tokens / result.seconds:,.0f} tokens/s" if result.seconds else ""
     return (
         f"{result.task.name:32} {score.value:.3f} ({score.low:.3f} to {score.high:.3f}), centred {centred}; "
-        f"{score.count:,} questions{left}{cut} in {duration(result.seconds)}, {speed}"
+        f"{counted(score.count, 'question')}{left}{cut} in {duration(result.seconds)}, {speed}"
     )
 
 
@@ -237,8 +237,8 @@ def _mean(results: Sequence[TaskResult], version: str, limit: int | None) -> Sco
     if len(measured) < len(TASKS) or not all(result.whole for result in results):
         skipped = sum(result.score.skipped for result in results)
         name = f"mean of {len(measured)} of CORE's {len(TASKS)} tasks, {version}"
-        name += "" if limit is None else f", {limit} questions each"
-        name += f", {skipped:,} questions left out" if skipped else ""
+        name += "" if limit is None else f", {counted(limit, 'question')} each"
+        name += f", {counted(skipped, 'question')} left out" if skipped else ""
     if not measured:
         return Score(name, "centred accuracy", None, None, None, 0, None)
     value = sum(result.centred(version) for result in measured) / len(measured)

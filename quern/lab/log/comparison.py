@@ -10,6 +10,7 @@ from quern.lab.log.figures import curves, intervals
 from quern.lab.log.page import HEADER, Page, machine_line, repeat, table
 from quern.lab.results import HEAD, UNCHANGED, UNDECIDED, Result, all_results
 from quern.lab.study import TRIALS, Study, read_study
+from quern.terminal import counted
 
 FILES = ("study.json", TRIALS)
 FIGURES_OF_A_STUDY = 12
@@ -140,7 +141,7 @@ def _verdict_line(study: Study, results: Sequence[Result]) -> str:
 
 
 def _pairs(count: int) -> str:
-    return "1 pair" if count == 1 else f"{count} pairs"
+    return counted(count, "pair")
 
 
 def _outliers(results: Iterable[Result]) -> list[str]:

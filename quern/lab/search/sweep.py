@@ -27,6 +27,7 @@ from quern.lab.search.space import Space, read_space
 from quern.machine import environment
 from quern.recipe import Recipe
 from quern.resolve import resolve
+from quern.terminal import counted
 from quern.validate import install
 
 if TYPE_CHECKING:
@@ -253,8 +254,8 @@ def _keep_plan(study: optuna.Study, plan: Plan, facts: dict[str, Any] | None, lo
 def _summary(options: SweepOptions, space: Space, wanted: int, finished: int) -> str:
     done = f", {finished:,} of them finished" if finished else ""
     fields = f"{len(space.dimensions)} field{'s'[: len(space.dimensions) != 1]}"
-    seeds = f"{options.seeds} seed{'s'[: options.seeds != 1]}"
-    return f"{wanted:,} trials{done}, {options.sampler} over {fields}, {seeds} each; everything is in {options.folder}"
+    trials, seeds = counted(wanted, "trial"), counted(options.seeds, "seed")
+    return f"{trials}{done}, {options.sampler} over {fields}, {seeds} each; everything is in {options.folder}"
 
 
 # Workers ----------------------------------------------------------------------------------------------------

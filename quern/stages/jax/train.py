@@ -33,7 +33,7 @@ from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_to_text, make_batches
 from quern.stages.session import loss_and_speed
 from quern.temporaries import write_whole
-from quern.terminal import Meter
+from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer
 from quern.train.guard import EXIT_DONE
 
@@ -140,7 +140,7 @@ def _train(
         state, counters = found
         log(f"resumed at step {counters.step:,}")
     tokens, devices = recipe.train.batch_tokens, describe(plan.mesh)
-    log(f"training: {plan.steps:,} steps of {tokens:,} tokens in {plan.cfg.dtype} on {devices}")
+    log(f"training: {counted(plan.steps, 'step')} of {tokens:,} tokens in {plan.cfg.dtype} on {devices}")
     with Meter("training", plan.steps, "steps", silent=jax.process_index() > 0) as meter:
         loader = make_batches(recipe, prepared.train)
 

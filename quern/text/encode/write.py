@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from quern.data.shard_writer import SHARD_TOKENS, ShardWriter
-from quern.terminal import Meter
+from quern.terminal import Meter, counted
 from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, encoded, on_processes
 from quern.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def write_shards(
     ) as writer:
         skipped = _skip(texts, writer.documents, split)
         if writer.documents:
-            log(f"tokens: {split} continues after {writer.documents:,} documents, which were finished")
+            log(f"tokens: {split} continues after {counted(writer.documents, 'document')}, finished before")
         start, done = time.monotonic(), 0
         with (
             Meter(f"tokenizing {split}", megabytes, "MB") as meter,
@@ -81,7 +81,7 @@ def write_shards(
         writer.close()
     speed = done / 1e6 / (time.monotonic() - start)
     documents, tokens = writer.finished
-    log(f"tokens: {split} {tokens:,} from {documents:,} documents, {speed:.1f} MB/s → {folder}")
+    log(f"tokens: {split} {tokens:,} from {counted(documents, 'document')}, {speed:.1f} MB/s → {folder}")
 
 
 def _skip(texts: Iterator[str], documents: int, split: str) -> int:
