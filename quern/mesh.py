@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -353,7 +354,7 @@ def _open_store(rank: int, ranks: int, timeout: timedelta) -> Any:
             break
         except OSError:
             time.sleep(0.1)
-    return dist.TCPStore(host, port, ranks, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+    return TCPStore(host, port, ranks, hosts, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def _meet(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
