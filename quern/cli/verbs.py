@@ -178,8 +178,7 @@ def verb_train(verb: str, rest: list[str]) -> int:
         if options.start is None or (session.resume and session.run_dir.has_trained(verb)):
             return None
         stages = {"pretrain": ("pretrain",), "sft": ("pretrain", "sft"), "rl": ("sft", "rl")}[verb]
-        code = recipe.callables() if source else None
-        return saved.read_start(base, stages, options.from_step, session.log, code)
+        return saved.read_start(base, stages, options.from_step, session.log, recipe.callables() if source else None)
 
     def run(session: Session) -> int:
         return stage(recipe, replace(session, start=begin(session)))
