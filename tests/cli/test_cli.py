@@ -359,7 +359,7 @@ def test_a_file_of_keys_that_cannot_be_read_is_named_with_its_flag(
 
 def test_a_whole_number_may_have_an_exponent() -> None:
     parsed, _ = verbs.parse("pretrain", ["--train.steps", "1e3", "--seed=2.0"], options.PretrainOptions)
-    assert (parsed.recipe.train.steps, parsed.recipe.seed, parsed.recipe.train.minutes) == (1000, 2, 10.0)
+    assert (parsed.recipe.train.steps, parsed.recipe.seed) == (1000, 2)
     for value in ("1e-3", "1.5", "1e", "inf", "nan"):
         with pytest.raises(ValueError, match=f"--train.steps takes a whole number, not '{value}'"):
             verbs.parse("pretrain", ["--train.steps", value], options.PretrainOptions)
