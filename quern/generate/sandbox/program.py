@@ -22,7 +22,8 @@ class Program:
     `name`. Arguments and results cross as plain data (None, numbers, strings, bytes, and lists, tuples, sets and
     dictionaries of these; subclasses become the plain type), so no object of the program ever reaches the check, and
     the program never sees the check's text. A change that the function makes to an argument does not come back. An
-    exception of the function is raised in the check, as the built-in exception of the same name or a RuntimeError.
+    exception of the function is raised in the check, where `except` finds it by the name of the built-in exception that
+    it is or inherits from; to Python's own code, such as a loop, it is not that exception.
 
     Args:
         source: Python source. Nobody needs to trust it.

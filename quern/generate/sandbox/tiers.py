@@ -61,9 +61,8 @@ def bubblewrap() -> list[str]:
         command += ["--perms", "0755", "--dir", str(parent)]
     for path, source in bound.items():
         command += ["--ro-bind", source, path]
-    for device in ("/dev/null", "/dev/urandom"):
-        command += ["--dev-bind", device, device]
-    command += ["--tmpfs", "/tmp"]
+    # Not /dev/urandom, which would be writable: os.urandom is a system call.
+    command += ["--dev-bind", "/dev/null", "/dev/null", "--tmpfs", "/tmp"]
     return [*command, "--remount-ro", "/", "--chdir", "/", "--", *_python("bubblewrap", "/sandbox")]
 
 

@@ -156,6 +156,22 @@ import os
 open(os.__file__, 'a')
 ### root folder: exception
 open('/new', 'w')
+### lock of a file of the host: exception
+import fcntl, os
+fcntl.flock(open(os.__file__), fcntl.LOCK_EX | fcntl.LOCK_NB)
+### record lock of a file of the host: exception
+import fcntl, os
+fcntl.lockf(open(os.__file__), fcntl.LOCK_SH | fcntl.LOCK_NB)
+### lock of an open file: exception
+import fcntl, os, struct
+fcntl.fcntl(open(os.__file__), 37, struct.pack('hhqqi', 0, 0, 0, 0, 0))
+### lease: exception
+import fcntl, os
+fcntl.fcntl(open(os.__file__), 1024, fcntl.F_RDLCK)
+### entropy of the host: exception
+open('/dev/urandom', 'wb').write(b'x')
+### entropy of the host, by a mode that reads too: exception
+open('/dev/urandom', 'r+b', buffering=0)
 ### chroot: exception
 import os
 os.chroot('/tmp')

@@ -46,7 +46,7 @@ def _call(name: str, *arguments: Any) -> int:
 
 
 def _landlock(readable: list[str]) -> int:
-    """Makes a ruleset that lets a process read these folders and two devices. Returns its file.
+    """Makes a ruleset that lets a process read these folders, and use /dev/null. Returns its file.
 
     Raises:
         OSError: The kernel has no Landlock, or it is off.
@@ -60,7 +60,7 @@ def _landlock(readable: list[str]) -> int:
     attributes = struct.pack("QQQ", handled, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _call("syscall", CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     rules = {path: READ_FILE | READ_DIR for path in readable}
-    for path, rights in {**rules, "/dev/null": READ_FILE | WRITE_FILE, "/dev/urandom": READ_FILE}.items():
+    for path, rights in {**rules, "/dev/null": READ_FILE | WRITE_FILE}.items():
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
         _call("syscall", ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, file), 0)
         os.close(file)

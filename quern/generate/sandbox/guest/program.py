@@ -5,6 +5,7 @@ Nothing here is believed: a hostile program can change all of it, and the check 
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import sys
@@ -12,15 +13,16 @@ import traceback
 import types
 from typing import Any
 
-from .values import Channel, pack, unpack
+from .values import Channel, encode, pack, unpack
 
 MOST_TEXT = 10_000
 """Characters of a traceback."""
 
 
-def run_text(text: str, name: str, namespace: dict[str, Any]) -> None:
+def run_text(text: str, name: str, namespace: dict[str, Any], tree: ast.Module | None = None) -> None:
+    """Runs a source text, or its syntax tree if there is one, in a namespace."""
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)  # tracebacks show its lines
-    exec(compile(text, name, "exec", dont_inherit=True), namespace)
+    exec(compile(tree or text, name, "exec", dont_inherit=True), namespace)
 
 
 def describe(error: BaseException) -> dict[str, str]:
@@ -32,7 +34,11 @@ def describe(error: BaseException) -> dict[str, str]:
     while frames and frames.tb_frame.f_code.co_filename.startswith(os.path.dirname(__file__)):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames, limit=-20))
-    return {"error": kind.__name__, "message": str(error)[:MOST_TEXT], "text": text[-MOST_TEXT:]}
+    try:
+        message = str(error)[:MOST_TEXT]
+    except Exception:  # a __str__ of the program's, or a number with too many digits
+        message = ""
+    return {"error": kind.__name__, "message": message, "text": text[-MOST_TEXT:]}
 
 
 def run_program(source: str, end: str, channel: Channel) -> None:
@@ -50,12 +56,12 @@ def run_program(source: str, end: str, channel: Channel) -> None:
         answer = {"end": end}
     except BaseException as error:
         answer = describe(error)
-    channel.send(answer)
+    channel.write(encode(answer))
     while True:
         call = channel.receive()
         try:
             arguments, named = unpack(call["arguments"]), unpack(call["named"])
-            answer = {"value": pack(getattr(module, call["name"])(*arguments, **named))}
+            answer = encode({"value": pack(getattr(module, call["name"])(*arguments, **named))})
         except BaseException as error:
-            answer = describe(error)
-        channel.send(answer)
+            answer = encode(describe(error))
+        channel.write(answer)

@@ -1,7 +1,8 @@
 """The system calls that a program may make, as a seccomp filter in classic BPF.
 
 The filter is a list of what is allowed; every other call fails with EPERM. Not on it: new processes, programs and
-sockets to anywhere, signals to others, debugging, mounts, modes and dates of files, extended attributes, io_uring, BPF.
+sockets to anywhere, signals to others, debugging, mounts, modes and dates of files, extended attributes, locks of files
+(a file of the host that a program can read could be locked for the host), io_uring, BPF.
 Source: the kernel's Documentation/userspace-api/seccomp_filter.rst; the numbers are those of its header files.
 """
 
@@ -20,7 +21,7 @@ statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -,
 getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, umask 95 166, mkdir 83 -, mkdirat 258 34
 rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276, link 86 -
 linkat 265 37, symlink 88 -, symlinkat 266 36, ftruncate 77 46, fallocate 285 47, fsync 74 82, fdatasync 75 83
-flock 73 32, select 23 -, pselect6 270 72, poll 7 -, ppoll 271 73, epoll_create 213 -, epoll_create1 291 20
+select 23 -, pselect6 270 72, poll 7 -, ppoll 271 73, epoll_create 213 -, epoll_create1 291 20
 epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, sendto 44 206, recvfrom 45 207
 shutdown 48 210, getsockopt 55 209, getsockname 51 204, getpeername 52 205
 brk 12 214, mmap 9 222, munmap 11 215, mremap 25 216, mprotect 10 226, madvise 28 233, futex 202 98
@@ -48,8 +49,8 @@ NUMBER, ARCH, ARGUMENTS = 0, 4, 16
 """Offsets in struct seccomp_data. An argument has 64 bits; the low half, which the kernel reads here, is first."""
 
 CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020080
-FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
-"""Copies, flags and locks: not F_SETOWN and F_SETSIG, which send signals to other processes."""
+FCNTL = (0, 1, 2, 3, 4, 1030, 1032)
+"""Copies and flags: not locks, and not F_SETOWN and F_SETSIG, which send signals to other processes."""
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 ANY = 0xFFFFFFFF

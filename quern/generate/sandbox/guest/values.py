@@ -1,7 +1,8 @@
 """Plain data between the program and its check: length-prefixed JSON messages, and values in JSON.
 
 A value becomes itself (None, bool, int, float, str) or a list whose first item names its type: [1, (2,)] becomes
-["list", 1, ["tuple", 2]]. The reader builds built-in types only, so the sender cannot bring code or an `__eq__` along.
+["list", 1, ["tuple", 2]]. A long int becomes ["int", "0x…"], because Python refuses decimals of over 4,300 digits. The
+reader builds built-in types only, so the sender cannot bring code or an `__eq__` along.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 MOST_BYTES = 4 << 20
 """The longest message."""
+LONG = 1 << 63
 CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
@@ -19,7 +21,10 @@ def pack(value: Any) -> Any:
     """A value as JSON. Raises TypeError for an object that is not plain data."""
     if value is None or isinstance(value, bool):
         return value
-    for plain in (int, float, str):
+    if isinstance(value, int):
+        value = int(value)
+        return value if abs(value) < LONG else ["int", hex(value)]
+    for plain in (float, str):
         if isinstance(value, plain):
             return plain(value)
     if isinstance(value, (bytes, bytearray)):
@@ -44,10 +49,24 @@ def unpack(value: Any) -> Any:
         return bytes.fromhex(items[0])
     if kind == "complex":
         return complex(*items)
+    if kind == "int":
+        return int(items[0], 16)
     items = [unpack(item) for item in items]
     if kind == "dict":
         return dict(zip(items[::2], items[1::2], strict=True))
     return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+def encode(message: Any) -> bytes:
+    """The bytes of a message. Raises ValueError if they are too many."""
+    data = json.dumps(message).encode()
+    _refuse_long(len(data))
+    return len(data).to_bytes(4, "big") + data
+
+
+def _refuse_long(length: int) -> None:
+    if length > MOST_BYTES:
+        raise ValueError(f"a value has {length} bytes; the most is {MOST_BYTES}")
 
 
 class Channel:
@@ -56,17 +75,15 @@ class Channel:
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer
 
-    def send(self, message: Any) -> None:
-        data = json.dumps(message).encode()
-        data = len(data).to_bytes(4, "big") + data
+    def write(self, data: bytes) -> None:
+        """Writes a message of `encode`."""
         while data:
             data = data[os.write(self.writer, data) :]
 
     def receive(self) -> Any:
         """The next message. Raises EOFError at the end, ValueError for a message that is too long."""
         length = int.from_bytes(self._read(4), "big")
-        if length > MOST_BYTES:
-            raise ValueError(f"a value has {length} bytes; the most is {MOST_BYTES}")
+        _refuse_long(length)
         return json.loads(self._read(length))
 
     def _read(self, length: int) -> bytes:

@@ -22,7 +22,7 @@ from typing import Any
 from . import confine
 from .checker import verdict
 from .program import run_program
-from .values import Channel
+from .values import Channel, encode
 
 PRELOADED = """abc array ast base64 bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum
 fractions functools hashlib heapq io itertools json math numbers operator random re statistics string struct textwrap
@@ -69,7 +69,7 @@ def _run(limits: dict[str, Any], files: list[int], null: int, confinement: confi
 
     def program(text: Any) -> None:
         channel = Channel(3, 4)
-        channel.send(CONFINED)
+        channel.write(encode(CONFINED))
         run_program(text["source"], text["end"], channel)
 
     def checker(text: Any) -> None:

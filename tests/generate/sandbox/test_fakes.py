@@ -1,0 +1,73 @@
+"""Programs whose exceptions or values would fake a pass, right programs, and numbers of thousands of digits.
+
+One tier is enough: the process of the check is the same in all of them.
+"""
+
+import builtins
+from collections.abc import Iterator
+
+import pytest
+
+from quern.generate.sandbox import Limits, Program, Sandbox, SandboxError
+from tests.generate.sandbox import fakes as fake
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    try:
+        made = Sandbox(2, Limits(seconds=8, cpu_seconds=4))
+    except SandboxError as error:
+        if "not confined" in str(error):  # it is not missing but broken
+            raise
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def test_nothing_that_a_program_raises_or_returns_fakes_a_pass(sandbox: Sandbox) -> None:
+    """The right program meets each check, and the fake does not."""
+    fakes = [(f"def f(x=0): raise {kind}", check) for kind, checks in fake.RAISED.items() for check in checks]
+    fakes += fake.LIES.values()
+    assert len(fakes) > 60
+    right = sandbox.run(Program(fake.RIGHT, check) for _, check in fakes)
+    assert [(check, outcome) for (_, check), outcome in zip(fakes, right, strict=True) if not outcome.passed] == []
+    wrong = sandbox.run(Program(source, check) for source, check in fakes)
+    assert [pair for pair, outcome in zip(fakes, wrong, strict=True) if outcome.passed] == []
+
+
+@pytest.mark.parametrize("kind", ["KeyError", "IndexError", "StopIteration", "TypeError", "ZeroDivisionError"])
+def test_a_check_catches_the_exceptions_that_it_names(sandbox: Sandbox, kind: str) -> None:
+    base = getattr(builtins, kind).__mro__[1].__name__
+    checks = [check.replace("KIND", kind).replace("BASE", base) for check in fake.CATCHES.values()]
+    right = sandbox.run(Program(f"def f(): raise {kind}('why')", check) for check in checks)
+    assert [(check, outcome) for check, outcome in zip(checks, right, strict=True) if not outcome.passed] == []
+    for other in ("def f(): return 1", "def f(): raise OSError"):
+        wrong = sandbox.run(
+            Program(other, check) for check in checks if "Exception" not in check and "OSE" not in check
+        )
+        assert not any(outcome.passed for outcome in wrong)
+
+
+LONG = """
+def power(a, b): return a ** b
+def digits(n): return len(hex(n)) - 2
+def negative(n): return {-n: [n, (n,)]}
+def raises(): raise ValueError(10 ** 5000)
+"""
+
+
+def test_long_numbers_cross_and_longer_ones_have_a_reason(sandbox: Sandbox) -> None:
+    check = """
+n = 10 ** 5000
+assert program.power(10, 5000) == n and program.power(2, 63) == 1 << 63 and program.power(-2, 63) == -1 << 63
+assert program.digits(n) == len(hex(n)) - 2 and program.negative(n) == {-n: [n, (n,)]}
+try: program.raises()
+except ValueError: pass
+else: raise AssertionError
+"""
+    largest = "assert program.power(2, 16_000_000) == 1 << 16_000_000"
+    beyond = "assert program.power(2, 17_000_000) == 1 << 17_000_000"
+    argument = "program.digits(1 << 17_000_000)"
+    outcomes = sandbox.run(Program(LONG, check) for check in (check, largest, beyond, argument, check + "assert 0"))
+    assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "exception", "failed", "failed"]
+    assert all("bytes; the most is 4194304" in outcome.stderr for outcome in outcomes[2:4])
