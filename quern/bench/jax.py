@@ -13,8 +13,6 @@ freed memory kept from the start. It compiles at its start, then answers request
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +25,7 @@ from quern.bench.batches import random_batch
 from quern.child import serve, start
 from quern.grug.dtype import choose_dtype
 from quern.grug.loss import BLOCK_TOKENS
-from quern.grug.mesh import keep_freed_memory, make_mesh
+from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
 from quern.grug.model import init_parameters
 from quern.grug.optim import rules
 from quern.grug.state import device_batch, init_state, step_config, train_step
@@ -75,10 +73,8 @@ def jax_order(recipe: Recipe, setup: Setup, block_tokens: int | None) -> dict[st
 
 def answers(order: dict[str, Any], requests: Iterator[str]) -> Iterator[dict[str, Any]]:
     keep_freed_memory()
-    if sys.platform == "linux":  # XLA takes a thread for each processor that it may run on
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["threads"]])
     if order["device"] == "cpu":
-        jax.config.update("jax_platforms", "cpu")
+        use_cpu(order["threads"])
     # The twin's callables in place of the named ones, which import torch.
     recipe = Recipe.from_json(order["recipe"], make_model=init_parameters, make_rules=rules)
     dtype = choose_dtype(None)

@@ -1,8 +1,8 @@
 """Causal attention with a mask of few fields: a reference, a blocked path for any device, and the fast kernels.
 
-q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; the scale is 1/sqrt(E). `attention` selects by platform: cuDNN's
-kernel on GPUs, splash attention on TPUs, else the blocked path. Tests compare all of them with `reference_attention`,
-which builds the whole score matrix in fp32 and is never selected.
+q: (B, T, H, E); k, v: (B, T, K, E) with K dividing H; the scale is 1/sqrt(E). `attention` calls the function that
+`choose` selects: cuDNN's kernel on GPUs, splash attention on TPUs, else the blocked path. The gauntlet and the tests
+compare all of them with `reference_attention`, which builds the whole score matrix in fp32 and is never selected.
 
 For each block of queries, the blocked path computes only the keys that the block can see.
 """
@@ -48,7 +48,7 @@ class AttentionMask:
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Computes attention (B, T, H, E) by the path for the platform.
+    """Computes attention (B, T, H, E) by the path that `choose` selects.
 
     Raises:
         TypeError: The mask is not an AttentionMask.
@@ -58,11 +58,22 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> 
             f"attention takes an AttentionMask (causal, window, segment_ids), not a {type(mask).__name__}: "
             "dense masks are not supported, describe the visible keys with its fields"
         )
-    return _pick(jax.default_backend())(q, k, v, _simplest(mask, q.shape[1]))
+    mask = _simplest(mask, q.shape[1])
+    return choose(jax.default_backend(), q, mask)(q, k, v, mask)
 
 
-def _pick(platform: str) -> Callable[..., jax.Array]:
-    return {"gpu": cudnn_attention, "tpu": splash_attention}.get(platform, blocked_attention)
+def choose(platform: str, q: jax.Array | jax.ShapeDtypeStruct, mask: AttentionMask) -> Callable[..., jax.Array]:
+    """Returns the function for a platform ("cpu", "gpu", "tpu") and inputs of this shape and dtype.
+
+    cuDNN's kernel takes half precision and heads of multiples of 8 up to 128, and here no segments. Splash takes causal
+    masks, and rows and heads of multiples of 128.
+    """
+    T, E = q.shape[1], q.shape[-1]
+    if platform == "gpu" and q.dtype != jnp.float32 and E % 8 == 0 and E <= 128 and mask.segment_ids is None:
+        return cudnn_attention
+    if platform == "tpu" and mask.causal and T % SPLASH_BLOCK == 0 and E % SPLASH_BLOCK == 0:
+        return splash_attention
+    return blocked_attention
 
 
 def _simplest(mask: AttentionMask, T: int) -> AttentionMask:
@@ -73,12 +84,12 @@ def _simplest(mask: AttentionMask, T: int) -> AttentionMask:
 def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """The definition of attention: computed in fp32, returned in q's dtype."""
     T = q.shape[1]
-    q_BTKGE = _by_kv_head(q, k.shape[2]).astype(jnp.float32)
+    q_BTKGE = by_kv_head(q, k.shape[2]).astype(jnp.float32)
     scores = jnp.einsum("bqkge,bske->bkgqs", q_BTKGE, k.astype(jnp.float32)) * q.shape[-1] ** -0.5
     allowed = visible(mask, 0, T, 0, T)
     weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
     y = jnp.einsum("bkgqs,bske->bqkge", weights, v.astype(jnp.float32))
-    return _by_head(y).astype(q.dtype)
+    return by_head(y).astype(q.dtype)
 
 
 def visible(mask: AttentionMask, first: int, last: int, low: int, high: int) -> jax.Array:
@@ -95,7 +106,12 @@ def visible(mask: AttentionMask, first: int, last: int, low: int, high: int) -> 
 
 
 def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Attention one block of queries at a time, on any device; scores and their softmax in fp32.
+    """Attention one block of queries at a time, on any device; scores and their softmax in fp32."""
+    return blocked_with_totals(q, k, v, mask)[0]
+
+
+def blocked_with_totals(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
+    """`blocked_attention`, and the log of each query's sum of exp(score): (B, T, H) fp32. Both have gradients.
 
     Heads are the leading dims and the queries of a group are stacked along T, so each product is a plain batch of
     matrix products. On a CPU that is nearly twice as fast as with T first.
@@ -104,12 +120,13 @@ def blocked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionM
     q, k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (_below(q, G), k, v))
     # Without the barrier XLA fuses the transposition into the products, which then run in fp32.
     q, k, v = jax.lax.optimization_barrier((q, k, v))
-    return _beside(jnp.transpose(_blocked(q, k, v, mask), (0, 2, 1, 3)), G)
+    y, totals = (_beside(jnp.transpose(x, (0, 2, 1, 3)), G) for x in _blocked(q, k, v, mask))
+    return y, totals[..., 0]
 
 
 @jax.custom_vjp
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """q (B, K, T · G, E), k and v (B, K, T, E) → (B, K, T · G, E).
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
+    """q (B, K, T · G, E), k and v (B, K, T, E) → (B, K, T · G, E), and the log totals (B, K, T · G, 1) in fp32.
 
     It has a custom gradient: autodiff's stores fp32 scores and reads them more often, and took more than twice as long
     on a CPU. The forward pass stores each block's exp(score - maximum) in the inputs' dtype and its inverse row sums.
@@ -117,31 +134,34 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> j
     return _blocked_forward(q, k, v, mask)[0]
 
 
-def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[jax.Array, Any]:
+def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> tuple[Any, Any]:
     E, G = q.shape[-1], q.shape[2] // k.shape[2]
     # Columns of ones make the product with the values return the row sums too, which saves a pass.
     v_and_ones = jnp.concatenate([v, jnp.ones_like(v[..., :ONES])], axis=-1)
-    parts, kept = [], []
+    parts, totals, kept = [], [], []
     for first, last, low, high in _blocks(k.shape[2], mask):
         queries = q[:, :, G * first : G * last]
         scores = product("bkme,bkse->bkms", queries, k[:, :, low:high], BY_HEAD, jnp.float32)
         allowed = jnp.repeat(visible(mask, first, last, low, high)[:, 0], G, axis=2)
         scores = jnp.where(allowed, scores * E**-0.5, -jnp.inf)
-        weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)).astype(v.dtype)
+        highest = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - highest).astype(v.dtype)
         summed = product("bkms,bkse->bkme", weights, v_and_ones[:, :, low:high], BY_HEAD, jnp.float32)
         inverse = 1 / summed[..., E : E + 1]
         parts.append((summed[..., :E] * inverse).astype(v.dtype))
+        totals.append(highest - jnp.log(inverse))
         kept.append((weights, inverse))
     y = jnp.concatenate(parts, axis=2)
-    return y, (q, k, v, y, mask, kept)
+    return (y, jnp.concatenate(totals, axis=2)), (q, k, v, y, mask, kept)
 
 
-def _blocked_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _blocked_backward(saved: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """With P = weights · inverse and dP = g · vᵀ: dscores = P ∘ (dP - rowsum(g ∘ y)), as in FlashAttention's paper
-    (Dao et al. 2022, arXiv:2205.14135, appendix B.2). g is multiplied by the inverse, so P itself is never stored."""
-    q, k, v, y, mask, kept = saved
+    (Dao et al. 2022, arXiv:2205.14135, appendix B.2); the log totals add their cotangent to the bracket. g is
+    multiplied by the inverse, so P itself is never stored."""
+    (q, k, v, y, mask, kept), (g, g_totals) = saved, cotangents
     T, E, G = k.shape[2], q.shape[-1], q.shape[2] // k.shape[2]
-    inner = jnp.sum(g.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    inner = jnp.sum(g.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True) - g_totals
     dq, dk, dv = [], 0.0, 0.0
     for (first, last, low, high), (weights, inverse) in reversed(list(zip(_blocks(T, mask), kept, strict=True))):
         rows = slice(G * first, G * last)
@@ -188,7 +208,7 @@ def _below(q: jax.Array, G: int) -> jax.Array:
     B, T, H, E = q.shape
     if G == 1:
         return q
-    q = jnp.transpose(_by_kv_head(q, H // G), (0, 1, 3, 2, 4))
+    q = jnp.transpose(by_kv_head(q, H // G), (0, 1, 3, 2, 4))
     return jnp.reshape(q, (B, T * G, H // G, E), out_sharding=P(BATCH, None, "model", None))
 
 
@@ -198,16 +218,16 @@ def _beside(y: jax.Array, G: int) -> jax.Array:
     if G == 1:
         return y
     y = jnp.reshape(y, (B, M // G, G, K, E), out_sharding=P(BATCH, None, None, "model", None))
-    return _by_head(jnp.transpose(y, (0, 1, 3, 2, 4)))
+    return by_head(jnp.transpose(y, (0, 1, 3, 2, 4)))
 
 
-def _by_kv_head(q: jax.Array, K: int) -> jax.Array:
+def by_kv_head(q: jax.Array, K: int) -> jax.Array:
     """(B, T, H, E) → (B, T, K, G, E): groups the query heads by their kv-head; sharded along K."""
     B, T, H, E = q.shape
     return jnp.reshape(q, (B, T, K, H // K, E), out_sharding=GROUPED)
 
 
-def _by_head(y: jax.Array) -> jax.Array:
+def by_head(y: jax.Array) -> jax.Array:
     """(B, T, K, G, E) → (B, T, H, E), sharded along H."""
     B, T, K, G, E = y.shape
     return jnp.reshape(y, (B, T, K * G, E), out_sharding=P(BATCH, None, "model", None))
@@ -216,9 +236,7 @@ def _by_head(y: jax.Array) -> jax.Array:
 def cudnn_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, implementation: Literal["cudnn", "xla"] = "cudnn"
 ) -> jax.Array:
-    """cuDNN's fused kernel, for half precision without segments; otherwise the blocked path."""
-    if q.dtype == jnp.float32 and implementation == "cudnn" or mask.segment_ids is not None:
-        return blocked_attention(q, k, v, mask)
+    """cuDNN's fused kernel; implementation="xla" makes the same call without the kernel."""
     window = None if mask.window is None else (mask.window - 1, 0)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -232,13 +250,11 @@ def cudnn_attention(
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, interpret: bool = False
 ) -> jax.Array:
-    """Splash attention (Pallas) on TPUs; the blocked path for rows or heads that are no multiple of 128."""
+    """Splash attention (Pallas), a kernel for TPUs; interpret=True runs it on any device."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     T, E = q.shape[1], q.shape[-1]
-    if T % SPLASH_BLOCK or E % SPLASH_BLOCK or not mask.causal:
-        return blocked_attention(q, k, v, mask)
     window = T if mask.window is None else mask.window
     groups = q.shape[2] // k.shape[2]
     one = masks.LocalMask((T, T), (window - 1, 0), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,8 @@ from jax.sharding import PartitionSpec as P
 from quern.data.loader import windows
 from quern.data.shards import Corpus
 from quern.grug.mesh import BATCH, make_mesh, place
-from quern.grug.model import Params, layout
-from quern.grug.optim import group_of
+from quern.grug.model import Params
 from quern.grug.state import StepConfig, eval_step
-from quern.recipe import ModelRecipe
 
 
 def validate(
@@ -50,15 +49,22 @@ def validate(
     return {"val_bpb": nats / (math.log(2) * size), "val_loss": nats / tokens}
 
 
-def flops_per_token(cfg: ModelRecipe, mesh: Mesh) -> int:
+def group_sizes(cfg: StepConfig) -> Counter[str]:
+    """The number of parameters in each optimizer group. A mesh must be set."""
+    shapes = jax.eval_shape(lambda: cfg.core.init_parameters(cfg.model, key=jax.random.key(0)))
+    sizes: Counter[str] = Counter()
+    for group, shape in zip(jax.tree.leaves(cfg.core.group_of(shapes)), jax.tree.leaves(shapes), strict=True):
+        sizes[group] += shape.size
+    return sizes
+
+
+def flops_per_token(cfg: StepConfig) -> int:
     """FLOPs of training on one token: 6 per parameter of the matrices and the head, and 12 · heads · head_dim · span
-    for the attention of each layer."""
-    assert cfg.heads and cfg.head_dim and cfg.context
-    shapes = layout(cfg, mesh)
-    pairs = zip(jax.tree.leaves(group_of(shapes)), jax.tree.leaves(shapes), strict=True)
-    multiplied = sum(shape.size for group, shape in pairs if group in ("matrices", "head"))
-    spans = [min(window or cfg.context, cfg.context) for window in cfg.window_sizes()]
-    return 6 * multiplied + sum(12 * cfg.heads * cfg.head_dim * span for span in spans)
+    for the attention of each layer. A mesh must be set."""
+    shape, sizes = cfg.model, group_sizes(cfg)
+    assert shape.heads and shape.head_dim and shape.context
+    spans = [min(window or shape.context, shape.context) for window in shape.window_sizes()]
+    return 6 * (sizes["matrices"] + sizes["head"]) + sum(12 * shape.heads * shape.head_dim * span for span in spans)
 
 
 def measure_peak_flops(dtype: str, mesh: Mesh) -> float:

@@ -1,30 +1,24 @@
-"""The gauntlet: checks and measures a single-file experiment.
+"""The gauntlet: checks and measures the core or an experiment, a class of functions (`Grug` in state.py).
 
-The file defines (docs/grug.md):
-
-    build_cfg(size)                      hashable, with vocab_size, context, batch_rows; "check" (tiny, fp32) or "speed"
-    init_fn(cfg, key)                    → state, any pytree with `.params`, sharded over the current mesh
-    fwd_fn(params, tokens, cfg, attend)  → fp32 logits (B, T, V)
-    loss_fn(params, batch, cfg, attend)  → scalar; batch: tokens, targets, scale, each (B, T)
-    train_step(state, batch, cfg)        → (state, metrics with "loss"), jitted
-    attention, reference_attention       two functions to pass as `attend`
-
-The checks, on tiny sizes: the fast attention gives the reference's logits, gradients are finite and reach every
-parameter, a mesh of all devices equals one device, and steps on one batch lower the loss. The measurements, on one
-device: time to first step, tokens per second, peak memory. The gauntlet does not measure a model's quality.
+The checks of attention, for the shapes and dtypes of `CASES`: the path that a platform chooses there agrees with the
+reference, forward and backward, over several blocks of queries, with a window that crosses them. A path of another
+platform is emulated: splash interpreted, cuDNN's call by XLA. The checks of the model, on tiny sizes: the attention
+gives the reference's logits, gradients are finite and reach every parameter, a mesh of all devices equals one device,
+and steps on one batch lower the loss. The measurements, on one device: time to first step, tokens per second, peak
+memory. The gauntlet does not measure a model's quality.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -33,29 +27,61 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from quern.grug.loss import Batch
+from quern.grug.attention import (
+    AttentionMask,
+    by_head,
+    by_kv_head,
+    choose,
+    cudnn_attention,
+    splash_attention,
+    visible,
+)
+from quern.grug.loss import Batch, loss_fn, measured_block
 from quern.grug.mesh import BATCH, batch_shards, make_mesh, place
+from quern.grug.model import logits
+from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, train_step
+from quern.optim.schedule import Multipliers
+from quern.recipe import ModelRecipe, OptimRecipe
 from quern.temporaries import write_whole
 
-NAMES = ("build_cfg", "init_fn", "fwd_fn", "loss_fn", "train_step", "attention", "reference_attention")
 TOLERANCE = 1e-5  # of fp32, relative
+ROWS = 8
+OPTIM = OptimRecipe(lr_scale=0.1, decay_scale=0.1)
+TINY = ModelRecipe(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=62, context=16, bos=0)
+REFERENCE = ModelRecipe(depth=4, width=256, heads=4, kv_heads=4, head_dim=64, vocab_size=8192, context=512, bos=0)
+"""The reference size of `quern bench`."""
+BLOCKS, KERNEL = replace(TINY, context=600), replace(TINY, width=256, heads=2, kv_heads=1, head_dim=128, context=640)
+"""Several blocks of queries, the last one cut, on every path; windows of a quarter cross them. Splash takes KERNEL."""
+Case = tuple[str, ModelRecipe, str]
+"""A platform, a shape, a dtype."""
+CASES: tuple[Case, ...] = (
+    *(("cpu", BLOCKS, dtype) for dtype in ("float32", "bfloat16", "float16")),
+    ("gpu", BLOCKS, "bfloat16"),
+    *(("tpu", KERNEL, dtype) for dtype in ("float32", "bfloat16")),
+)
+EMULATED: dict[Any, Callable[..., jax.Array]] = {
+    cudnn_attention: partial(cudnn_attention, implementation="xla"),
+    splash_attention: partial(splash_attention, interpret=True),
+}
+ROUNDINGS = 8
+"""Roundings to the dtype on the way to one term of an output or a gradient: weights, their sum, the results of both
+sides, in gradients also the scaled cotangent, the scores' cotangent and y; and one for an experiment's own factor."""
 
 
-def run(file: Path, out: Path, steps: int, log: Callable[[str], None]) -> bool:
+def run(core: type[Grug], name: str, out: Path, steps: int, log: Callable[[str], None]) -> bool:
     """Checks an experiment, times `steps` steps and writes <out>/gauntlet/<name>.json.
 
     Returns whether every check passed.
     """
-    module = load(file)
-    checks = check(module)
-    for name, found in checks.items():
-        log(f"  {'ok  ' if found['passed'] else 'FAIL'} {name}: {found['value']:.3g} ({found['bar']})")
-    figures = measure(module, steps)
-    for name, value in figures.items():
-        log(f"  {name}: {value}")
+    checks = check_attention(core) | check(core)
+    for what, found in checks.items():
+        log(f"  {'ok  ' if found['passed'] else 'FAIL'} {what}: {found['value']:.3g} ({found['bar']})")
+    figures = measure(core, steps)
+    for what, value in figures.items():
+        log(f"  {what}: {value}")
     passed = all(found["passed"] for found in checks.values())
     body = {
-        "experiment": file.stem,
+        "experiment": name,
         "passed": passed,
         "checks": checks,
         "figures": figures,
@@ -63,33 +89,114 @@ def run(file: Path, out: Path, steps: int, log: Callable[[str], None]) -> bool:
         "jax": jax.__version__,
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    path = out / "gauntlet" / f"{file.stem}.json"
+    path = out / "gauntlet" / f"{name}.json"
     write_whole(path, json.dumps(body, indent=2) + "\n")
     log(f"{'passed' if passed else 'FAILED'}; record: {path}")
     return passed
 
 
-def load(file: Path) -> ModuleType:
-    """Imports an experiment. Raises ValueError naming the functions that it does not define."""
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no {file}: give the path of an experiment, such as experiments/grug/core.py")
-    spec = importlib.util.spec_from_file_location(f"gauntlet_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    missing = [name for name in NAMES if not callable(getattr(module, name, None))]
-    if missing:
-        raise ValueError(f"{file} does not define {', '.join(missing)}: docs/grug.md says what each must do")
-    return module
+def check_attention(core: type[Grug], cases: Sequence[Case] = CASES) -> dict[str, dict[str, Any]]:
+    """Returns value, bar and verdict of each case; the value is the worst deviation of an element over its bound."""
+    found = {}
+    for platform, shape, dtype in cases:
+        name, attend = f"attention for {platform}", _path_of(platform)
+        if core.attention is not Grug.attention:  # an experiment's own: one path on every platform
+            name, attend = "attention", core.attention
+        cfg = StepConfig(shape, OPTIM, dtype, None, core=core)
+        name = f"{name} = reference, {dtype}, {shape.context} tokens of {shape.head_dim} channels"
+        found[name] = _found(_worst(cfg, attend, platform == "tpu"), 1.0, "≤ 1 of the bound")
+    return found
 
 
-def check(module: ModuleType) -> dict[str, dict[str, Any]]:
-    """Returns value, bar and verdict of each check."""
-    cfg = module.build_cfg("check")
-    wide = widest_mesh()
-    host = random_batch(cfg, 0, batch_shards(wide))
-    one, many = (_losses_and_grads(module, cfg, host, mesh) for mesh in (single_mesh(), wide))
+def _path_of(platform: str) -> Callable[..., jax.Array]:
+    """The attention of a platform, emulated on others."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+        chosen = choose(platform, q, mask)
+        here = platform == jax.default_backend()
+        return (chosen if here else EMULATED.get(chosen, chosen))(q, k, v, mask)
+
+    return attend
+
+
+def _worst(cfg: StepConfig, attend: Callable[..., jax.Array], scaled: bool) -> float:
+    """The worst deviation in any layer, forward and backward, on inputs that point at the edges of the layer's mask."""
+    core = cfg.core
+
+    def run(params: Any, tokens: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
+        worst: list[jax.Array] = []
+
+        def probe(q: jax.Array, _: jax.Array, __: jax.Array, mask: AttentionMask, *more: Any) -> jax.Array:
+            inputs, results = (pointed(k, g.shape[2], mask.window or k.shape[1] // 2), k, v), []
+            for function in (attend, core.reference_attention):
+                y, pull = jax.vjp(lambda q, k, v, to=function: to(q, k, v, mask, *more), *inputs)
+                results.append([x.astype(jnp.float32) for x in (y, *pull(g))])
+            for found, expected, bound in zip(*results, bounds(*inputs, g, mask, scaled), strict=True):
+                worst.append(jnp.max(jnp.abs(found - expected) / bound))
+            return q
+
+        core.forward(params, tokens, cfg.model, attend=probe)
+        return jnp.max(jnp.stack(worst))
+
+    shape, mesh, rng = cfg.model, single_mesh(), np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+
+        def draw(size: tuple[Any, ...], spec: P) -> jax.Array:
+            return place(rng.normal(size=size).astype(np.float32), spec, mesh).astype(cfg.dtype)
+
+        params = jax.tree.map(
+            lambda p: draw(p.shape, P() if p.sharding is None else p.sharding.spec),
+            jax.eval_shape(lambda: core.init_parameters(shape, key=jax.random.key(0))),
+        )
+        tokens = _placed(random_batch(shape, 0, 1, rows=1), mesh)["tokens"]
+        heads = (shape.kv_heads, shape.kv_heads, shape.heads)
+        inputs = (draw((1, shape.context, n, shape.head_dim), P(BATCH, None, "model", None)) for n in heads)
+        return float(jax.jit(run)(params, tokens, *inputs))
+
+
+def pointed(k: jax.Array, heads: int, window: int) -> jax.Array:
+    """Returns queries (B, T, heads, E) that resemble three keys: the last one in the window, the first one before it,
+    and the one after the query's own position. An edge that is off by one key changes the output by a large share."""
+    near = jnp.roll(k, window - 1, axis=1) + jnp.roll(k, window, axis=1) + jnp.roll(k, -1, axis=1)
+    stacked = jnp.stack([near * 6 / k.shape[3] ** 0.5] * (heads // k.shape[2]), axis=3)
+    return by_head(stacked).astype(k.dtype)
+
+
+def bounds(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, mask: AttentionMask, scaled: bool
+) -> list[jax.Array]:
+    """Returns what rounding may change in each element of the output, and of the gradients of q, k and v.
+
+    Each product is replaced by that of absolute values, each weight by its largest error. A weight's relative error is
+    ROUNDINGS · u, with u half an ulp of the dtype, plus the error of its score and the mean error of its row's scores.
+
+    Args:
+        q, k, v, g: Of one layer; g is the cotangent of the output.
+        mask: Of that layer.
+        scaled: Whether q is rounded once more, after the scale; splash takes it so.
+    """
+    (T, E), info = (q.shape[1], q.shape[-1]), jnp.finfo(q.dtype)
+    u, least = float(info.eps) / 2, float(info.smallest_subnormal)
+    q, k, v, g = (x.astype(jnp.float32) for x in (q, k, v, g))
+    q, g, k_, v_ = by_kv_head(q, k.shape[2]), jnp.abs(by_kv_head(g, k.shape[2])), jnp.abs(k), jnp.abs(v)
+    scores, largest = (jnp.einsum("bqkge,bske->bkgqs", *pair) * E**-0.5 for pair in ((q, k), (jnp.abs(q), k_)))
+    weights = jax.nn.softmax(jnp.where(visible(mask, 0, T, 0, T), scores, -jnp.inf), axis=-1)
+    of_score = (E * 2.0**-24 + scaled * u) * largest
+    wrong = ROUNDINGS * u + T * 2.0**-24 + of_score + jnp.sum(weights * of_score, axis=-1, keepdims=True)
+    wrong = weights * wrong + least
+    y, dy = (jnp.einsum("bkgqs,bske->bqkge", x, v_) for x in (weights, wrong))
+    inner, dinner = (jnp.einsum("bqkge,bqkge->bkgq", g, x)[..., None] for x in (y, dy))
+    dscores = wrong * (jnp.einsum("bqkge,bske->bkgqs", g, v_) + inner) + weights * dinner + least
+    dk = jnp.einsum("bkgqs,bqkge->bske", dscores, jnp.abs(q)) * E**-0.5
+    dq = jnp.einsum("bkgqs,bske->bqkge", dscores, k_) * E**-0.5
+    return [by_head(dy), by_head(dq), dk, jnp.einsum("bkgqs,bqkge->bske", wrong, g)]
+
+
+def check(core: type[Grug]) -> dict[str, dict[str, Any]]:
+    """Returns value, bar and verdict of each check of the model."""
+    cfg, wide = StepConfig(TINY, OPTIM, "float32", None, core=core), widest_mesh()
+    host = random_batch(TINY, 0, batch_shards(wide))
+    one, many = (_losses_and_grads(cfg, host, mesh) for mesh in (single_mesh(), wide))
     silent = [path for path, g in one["grads"].items() if not np.any(g)]
     infinite = [path for path, g in one["grads"].items() if not np.all(np.isfinite(g))]
     gap = max(relative(many["grads"][path], g) for path, g in one["grads"].items())
@@ -100,31 +207,29 @@ def check(module: ModuleType) -> dict[str, dict[str, Any]]:
         f"parameters without a gradient {silent}": _found(len(silent), 0, "none"),
         f"{wide.devices.size} devices = 1, loss": _found(relative(many["loss"], one["loss"]), TOLERANCE, bar),
         f"{wide.devices.size} devices = 1, worst gradient": _found(gap, TOLERANCE, bar),
-        "loss after four steps, of the first": _found(_progress(module, cfg, host), 0.999, "below 1"),
+        "loss after four steps, of the first": _found(_progress(cfg, host), 0.999, "below 1"),
     }
 
 
-def measure(module: ModuleType, steps: int) -> dict[str, float]:
+def measure(core: type[Grug], steps: int) -> dict[str, float]:
     """Measures seconds to the first step (with compilation), tokens per second and peak memory on one device."""
-    cfg, mesh = module.build_cfg("speed"), single_mesh()
+    platform, mesh = jax.default_backend(), single_mesh()
+    dtype, context = "float32" if platform == "cpu" else "bfloat16", REFERENCE.context or 0
+    cfg = StepConfig(REFERENCE, OPTIM, dtype, None, measured_block(platform, dtype, context), core)
     with jax.set_mesh(mesh):
-        state = jax.block_until_ready(module.init_fn(cfg, jax.random.key(0)))
-        batches = [_placed(random_batch(cfg, seed, 1), mesh) for seed in range(2)]
-        start = time.perf_counter()
-        state, metrics = module.train_step(state, batches[0], cfg)
-        jax.block_until_ready(metrics)
-        first = time.perf_counter() - start
+        state = jax.block_until_ready(init_state(0, cfg))
+        batches = [_placed(random_batch(REFERENCE, seed, 1), mesh) for seed in range(2)]
         seconds = []
-        for step in range(steps + 1):
+        for step in range(steps + 2):
             start = time.perf_counter()
-            state, metrics = module.train_step(state, batches[step % 2], cfg)
+            state, metrics = _step(state, batches[step % 2], cfg)
             jax.block_until_ready(metrics)
             seconds.append(time.perf_counter() - start)
-    usual = statistics.median(seconds[1:])
+    usual = statistics.median(seconds[2:])
     return {
-        "seconds to first step": round(first, 3),
+        "seconds to first step": round(seconds[0], 3),
         "seconds per step": round(usual, 5),
-        "tokens per second": round(cfg.batch_rows * cfg.context / usual, 1),
+        "tokens per second": round(ROWS * context / usual, 1),
         "peak memory MB": round(_peak_bytes(mesh) / 1e6, 1),
     }
 
@@ -140,28 +245,33 @@ def widest_mesh() -> Mesh:
     return make_mesh(model=2 if count % 2 == 0 else 1)
 
 
-def random_batch(cfg: Any, seed: int, multiple: int) -> dict[str, np.ndarray]:
-    """Returns random tokens, cfg.batch_rows rounded up to a multiple, with a tenth of the targets masked."""
+def random_batch(shape: ModelRecipe, seed: int, multiple: int, rows: int = ROWS) -> dict[str, np.ndarray]:
+    """Returns random tokens, `rows` rounded up to a multiple, with a tenth of the targets masked."""
+    assert shape.context and shape.vocab_size
     rng = np.random.default_rng(seed)
-    rows = -(-cfg.batch_rows // multiple) * multiple
-    row_tokens = rng.integers(0, cfg.vocab_size, (rows, cfg.context + 1), dtype=np.int32)
-    counts = rng.random((rows, cfg.context)) < 0.9
+    rows = -(-rows // multiple) * multiple
+    row_tokens = rng.integers(0, shape.vocab_size, (rows, shape.context + 1), dtype=np.int32)
+    counts = rng.random((rows, shape.context)) < 0.9
     scale = counts.astype(np.float32) / counts.sum()
     return {"tokens": row_tokens[:, :-1], "targets": row_tokens[:, 1:], "scale": scale}
 
 
-def _losses_and_grads(module: ModuleType, cfg: Any, host: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
+def _losses_and_grads(cfg: StepConfig, host: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
     """Logits on both paths, loss and gradients, at perturbed weights: zero weights would zero other gradients."""
+    core, shape = cfg.core, cfg.model
+
+    def of(params: Any, tokens: jax.Array, attend: Callable[..., jax.Array]) -> np.ndarray:
+        run = jax.jit(lambda params, tokens: logits(params, core.forward(params, tokens, shape, attend=attend), shape))
+        return np.asarray(run(params, tokens))
+
     with jax.set_mesh(mesh):
-        params = jax.tree.map(moved, module.init_fn(cfg, jax.random.key(0)).params)
+        params = jax.tree.map(moved, init_state(0, cfg).params)
         batch = _placed(host, mesh)
-        forward = jax.jit(module.fwd_fn, static_argnums=(2, 3))
-        objective = jax.jit(jax.value_and_grad(module.loss_fn), static_argnums=(2, 3))
-        loss, grads = objective(params, batch, cfg, module.attention)
+        loss, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch, shape, forward=core.forward)))(params)
         leaves = jax.tree_util.tree_leaves_with_path(grads)
         return {
-            "fast": np.asarray(forward(params, batch["tokens"], cfg, module.attention)),
-            "reference": np.asarray(forward(params, batch["tokens"], cfg, module.reference_attention)),
+            "fast": of(params, batch["tokens"], core.attention),
+            "reference": of(params, batch["tokens"], core.reference_attention),
             "loss": float(loss),
             "grads": {jax.tree_util.keystr(path): np.asarray(g) for path, g in leaves},
         }
@@ -173,14 +283,18 @@ def moved(p: jax.Array) -> jax.Array:
     return p + 0.05 * jax.reshard(jnp.asarray(noise), jax.typeof(p).sharding.spec)
 
 
-def _progress(module: ModuleType, cfg: Any, host: dict[str, np.ndarray]) -> float:
+def _progress(cfg: StepConfig, host: dict[str, np.ndarray]) -> float:
     mesh = single_mesh()
     with jax.set_mesh(mesh):
-        state, batch, losses = module.init_fn(cfg, jax.random.key(0)), _placed(host, mesh), []
+        state, batch, losses = init_state(0, cfg), _placed(host, mesh), []
         for _ in range(4):
-            state, metrics = module.train_step(state, batch, cfg)
+            state, metrics = _step(state, batch, cfg)
             losses.append(float(metrics["loss"]))
     return losses[-1] / losses[0]
+
+
+def _step(state: JaxTrainState, batch: Batch, cfg: StepConfig) -> tuple[JaxTrainState, dict[str, jax.Array]]:
+    return train_step(state, jax.tree.map(lambda x: x[None], batch), Multipliers(), cfg)
 
 
 def _placed(host: dict[str, np.ndarray], mesh: Mesh) -> Batch:

@@ -6,6 +6,7 @@ block at a time and computes their gradients along with them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -14,9 +15,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from quern.grug.attention import AttentionMask, attention
 from quern.grug.mesh import BATCH
-from quern.grug.model import Attend, Params, cap, forward, logits, look_up
+from quern.grug.model import Params, cap, forward, logits, look_up
 from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
@@ -41,15 +41,14 @@ def loss_fn(
     cfg: ModelRecipe,
     *,
     block_tokens: int | None = None,
-    mask: AttentionMask | None = None,
-    attend: Attend = attention,
+    forward: Callable[..., jax.Array] = forward,
 ) -> jax.Array:
     """Computes the sum of scale · nats over a batch.
 
-    params: in the dtype to compute in; block_tokens: positions of a row at a time, None takes whole rows; mask and
-    attend: see `forward`. Returns an fp32 scalar. Raises ValueError when blocks do not divide a row.
+    params: in the dtype to compute in; block_tokens: positions of a row at a time, None takes whole rows; forward:
+    takes (params, tokens, cfg). Returns an fp32 scalar. Raises ValueError when blocks do not divide a row.
     """
-    x = forward(params, batch["tokens"], cfg, mask=mask, attend=attend)
+    x = forward(params, batch["tokens"], cfg)
     if block_tokens is None or block_tokens >= x.shape[1]:
         return jnp.sum(token_losses(params, x, batch["targets"], cfg) * batch["scale"])
     return _blockwise(params, x, batch, cfg, block_tokens)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -66,15 +67,19 @@ def make_mesh(
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Explicit,) * 4, devices=devices)
 
 
-def check_fits(cfg: ModelRecipe, mesh: Mesh, batch_rows: int) -> None:
-    """Raises ValueError unless the model axis divides the heads, and the batch's axes the rows of a micro-batch."""
-    assert cfg.heads and cfg.kv_heads
-    cuts, model = batch_shards(mesh), mesh.shape["model"]
-    for name, count in (("heads", cfg.heads), ("kv_heads", cfg.kv_heads)):
-        if count % model:
-            raise ValueError(
-                f"{count} {name} cannot be spread over a model axis of {model}: use one of {_divisors(count)}"
-            )
+def check_model_axis(cfg: ModelRecipe, mesh: AnyMesh) -> None:
+    """Raises ValueError unless the model axis divides the heads and the feed-forward channels."""
+    assert cfg.heads and cfg.kv_heads and cfg.width
+    size, counts = mesh.shape["model"], {"heads": cfg.heads, "kv-heads": cfg.kv_heads, "channels": 4 * cfg.width}
+    fitting = [n for n in range(1, cfg.kv_heads + 1) if not any(count % n for count in counts.values())]
+    for name, count in counts.items():
+        if count % size:
+            raise ValueError(f"{count} {name} cannot be spread over --mesh.model {size}: use one of {fitting}")
+
+
+def check_rows(mesh: Mesh, batch_rows: int) -> None:
+    """Raises ValueError unless the batch's axes divide the rows of a micro-batch."""
+    cuts = batch_shards(mesh)
     if batch_rows % cuts:
         raise ValueError(
             f"{batch_rows} rows at a time cannot be spread over {cuts} parts of the batch ({' x '.join(BATCH)}): "
@@ -159,11 +164,14 @@ def anywhere(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
-
-
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h; a threshold of -1 means never
+
+
+def use_cpu(threads: int) -> None:
+    """Makes JAX compute on the CPU with so many threads: XLA takes one for each processor that it may run on."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    jax.config.update("jax_platforms", "cpu")
 
 
 def keep_freed_memory() -> None:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quern.grug.attention import AttentionMask, attention
-from quern.grug.mesh import BATCH, AnyMesh, fit
+from quern.grug.mesh import BATCH, AnyMesh, check_model_axis, fit
 from quern.grug.product import product
 from quern.recipe import ModelRecipe
 
@@ -77,8 +77,10 @@ def has_value_embedding(layer: int, depth: int) -> bool:
 def layout(cfg: ModelRecipe, mesh: AnyMesh) -> Params:
     """Returns Params of `jax.ShapeDtypeStruct`: each parameter's shape and its sharding at rest.
 
-    A width or vocabulary that an axis does not divide is not sharded along it.
+    A width or vocabulary that an axis does not divide is not sharded along it. Raises ValueError for a model axis that
+    does not divide heads or feed-forward channels.
     """
+    check_model_axis(cfg, mesh)
     assert cfg.depth and cfg.width and cfg.heads and cfg.kv_heads and cfg.head_dim and cfg.vocab_size
     depth, D, V, K = cfg.depth, cfg.width, cfg.vocab_size, cfg.kv_heads
     HE, KE = cfg.heads * cfg.head_dim, K * cfg.head_dim

@@ -27,7 +27,7 @@ from quern.recipe import OptimRecipe
 
 
 def group_of(params: Params) -> Params:
-    """Returns the same structure with the name of each parameter's group."""
+    """Returns the same structure with the name of each parameter's group; a field without one is a group by itself."""
     fields = {
         "query": "matrices", "key": "matrices", "value": "matrices", "out": "matrices", "up": "matrices",
         "down": "matrices", "value_gate": "gates", "value_embedding": "value_embeddings", "smear_gate": "smear",
@@ -47,11 +47,6 @@ def rules(recipe: OptimRecipe, dtype: jnp.dtype) -> dict[str, optax.GradientTran
     return {"matrices": muon(lr, recipe.muon_beta2, decay, recipe.muon_steps, dtype)} | {
         name: adamw(group, recipe.eps) for name, group in constants.adamw_groups(recipe).items()
     }
-
-
-def make_optimizer(recipe: OptimRecipe, dtype: jnp.dtype) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer: `update(grads, state, params, multipliers=…)` returns the changes to add."""
-    return optax.partition({**rules(recipe, dtype)}, group_of)
 
 
 def adamw(group: constants.AdamWGroup, eps: float) -> optax.GradientTransformationExtraArgs:

@@ -6,22 +6,25 @@ change it. A step whose loss or gradient norm is not finite changes only the ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from einops import rearrange
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from quern.data.batch import Batch as HostBatch
+from quern.grug import attention as paths
+from quern.grug import model, optim
 from quern.grug.loss import Batch, loss_fn, measured_block, token_losses
 from quern.grug.mesh import BATCH, place
-from quern.grug.model import Params, forward, init_parameters
-from quern.grug.optim import make_optimizer
+from quern.grug.model import Params
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe
 
@@ -36,37 +39,57 @@ class JaxTrainState:
     rng: jax.Array
 
 
+class Grug:
+    """The functions that training, evaluation and the gauntlet call. The class of an experiment replaces some of them,
+    and is the `make_model` of its recipe (docs/grug.md). It only holds functions: nothing makes an instance."""
+
+    init_parameters: ClassVar[Callable[..., Any]] = model.init_parameters
+    forward: ClassVar[Callable[..., jax.Array]] = model.forward
+    attention: ClassVar[Callable[..., jax.Array]] = paths.attention
+    reference_attention: ClassVar[Callable[..., jax.Array]] = paths.reference_attention
+    group_of: ClassVar[Callable[[Any], Any]] = optim.group_of
+    rules: ClassVar[Callable[..., dict[str, optax.GradientTransformationExtraArgs]]] = optim.rules
+
+    def __init__(self, *_: object) -> None:
+        raise ValueError(f"{type(self).__name__} is a model of the JAX twin: train it with `quern grug train FILE`")
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """Static arguments of a step. dtype: of weights and activations in the forward pass ("float32" or "bfloat16");
-    block_tokens: see `loss_fn`."""
+    block_tokens: see `loss_fn`; core: the functions."""
 
     model: ModelRecipe
     optim: OptimRecipe
     dtype: str
     clip_norm: float | None
     block_tokens: int | None = None
+    core: type[Grug] = Grug
 
 
-def step_config(recipe: Recipe, dtype: str) -> StepConfig:
+def step_config(recipe: Recipe, dtype: str, core: type[Grug] = Grug) -> StepConfig:
     """Returns the static arguments for a resolved recipe (with its vocabulary) on this process's devices."""
     assert recipe.model.context
     block = measured_block(jax.default_backend(), dtype, recipe.model.context)
-    return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm, block)
+    return StepConfig(recipe.model, recipe.optim, dtype, recipe.train.clip_norm, block, core)
+
+
+def make_optimizer(cfg: StepConfig) -> Any:
+    """Returns the optimizer: `update(grads, state, params, multipliers=…)` returns the changes to add."""
+    return optax.partition({**cfg.core.rules(cfg.optim, jnp.dtype(cfg.dtype))}, cfg.core.group_of)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def init_state(seed: int, cfg: StepConfig) -> JaxTrainState:
     """Returns a new state on the current mesh."""
     init, rng = jax.random.split(jax.random.key(seed))
-    return state_of(init_parameters(cfg.model, key=init), rng, cfg)
+    return state_of(cfg.core.init_parameters(cfg.model, key=init), rng, cfg)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def state_of(params: Params, rng: jax.Array, cfg: StepConfig) -> JaxTrainState:
     """Returns a state with these parameters and fresh moments, each sharded like its parameter."""
-    optimizer: Any = make_optimizer(cfg.optim, jnp.dtype(cfg.dtype))
-    return JaxTrainState(params, optimizer.init(params), jax.random.key_data(rng))
+    return JaxTrainState(params, make_optimizer(cfg).init(params), jax.random.key_data(rng))
 
 
 def device_batch(batch: HostBatch, micro_rows: int, mesh: Mesh) -> Batch:
@@ -111,8 +134,7 @@ def train_step(
     def update(state: JaxTrainState) -> JaxTrainState:
         scale = 1.0 if cfg.clip_norm is None else jnp.minimum(1.0, cfg.clip_norm / (norm + 1e-6))
         clipped = jax.tree.map(lambda g: g * scale, grads) if cfg.clip_norm is not None else grads
-        optimizer: Any = make_optimizer(cfg.optim, jnp.dtype(cfg.dtype))
-        updates, opt_state = optimizer.update(clipped, state.opt_state, state.params, multipliers=multipliers)
+        updates, opt_state = make_optimizer(cfg).update(clipped, state.opt_state, state.params, multipliers=multipliers)
         return JaxTrainState(jax.tree.map(jnp.add, state.params, updates), opt_state, state.rng)
 
     state = jax.lax.cond(finite, update, lambda state: state, state)
@@ -134,14 +156,14 @@ def loss_and_grads(params: Params, batch: Batch, cfg: StepConfig) -> tuple[jax.A
 
 
 def _loss(params: Params, batch: Batch, cfg: StepConfig) -> jax.Array:
-    return loss_fn(_cast(params, cfg.dtype), batch, cfg.model, block_tokens=cfg.block_tokens)
+    return loss_fn(_cast(params, cfg.dtype), batch, cfg.model, block_tokens=cfg.block_tokens, forward=cfg.core.forward)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def eval_step(params: Params, tokens: jax.Array, targets: jax.Array, cfg: StepConfig) -> jax.Array:
     """Returns the nats of each target (B, T), fp32, replicated on every device, so each process can read all."""
     params = _cast(params, cfg.dtype)
-    losses = token_losses(params, forward(params, tokens, cfg.model), targets, cfg.model)
+    losses = token_losses(params, cfg.core.forward(params, tokens, cfg.model), targets, cfg.model)
     return jax.reshard(losses, P(None, None))
 
 

@@ -7,6 +7,7 @@ bit: a checkpoint holds the state and the counters, and a batch is a pure functi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -24,7 +25,7 @@ from quern.grug.loss import Batch
 from quern.grug.mesh import anywhere
 from quern.grug.state import JaxTrainState, StepConfig, device_batch, train_step
 from quern.optim.schedule import Multipliers
-from quern.records import StageFolder
+from quern.records import Records
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Guard, Stop
 from quern.train.manifest import CheckpointError
 
@@ -48,7 +49,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class JaxTrainingPlan:
-    """How a stage trains. The MFU uses flops_per_token and peak_flops (of all devices, per second)."""
+    """How a stage trains. The MFU uses flops_per_token and peak_flops (of all devices, per second); save_every None
+    saves nothing."""
 
     cfg: StepConfig
     mesh: Mesh
@@ -57,7 +59,7 @@ class JaxTrainingPlan:
     micro_batch_rows: int
     max_skips: int
     log_every: int
-    save_every: int
+    save_every: int | None
     keep: int
     flops_per_token: float
     peak_flops: float
@@ -71,7 +73,7 @@ def train(
     counters: Counters,
     loader: Batches,
     plan: JaxTrainingPlan,
-    folder: StageFolder,
+    folder: Records,
     checkpoints: Path,
     log: Callable[[str], None],
     advance: Callable[[int, dict[str, Any]], None] = lambda step, line: None,
@@ -126,7 +128,7 @@ def train(
                 for every, evaluator in plan.evaluators:
                     if counters.step % every == 0 or last:
                         folder.metric(step=counters.step, tokens=counters.tokens, **evaluator(state))
-                if counters.step % plan.save_every == 0 or last or stopping:
+                if plan.save_every and (counters.step % plan.save_every == 0 or last or stopping):
                     began = time.perf_counter()
                     saver.save(counters.step, state, {**plan.meta, "counters": asdict(counters)})
                     folder.event("save", step=counters.step, seconds=round(time.perf_counter() - began, 3))
@@ -189,15 +191,17 @@ def _count(counters: Counters, guard: Guard, verdict: str, loss: float, tokens: 
 
 
 def _log(
-    counters: Counters, loss: float, norm: float, window: _Window, plan: JaxTrainingPlan, folder: StageFolder
+    counters: Counters, loss: float, norm: float, window: _Window, plan: JaxTrainingPlan, folder: Records
 ) -> dict[str, Any]:
     """Records and returns a line of metrics, and resets the sums of the mean loss."""
+    mean = counters.unlogged_nats / counters.unlogged_tokens if counters.unlogged_tokens else loss
     line: dict[str, Any] = {
         "step": counters.step,
         "tokens": counters.tokens,
         "flops": counters.tokens * plan.flops_per_token,
         "seconds": round(counters.seconds, 4),
-        "loss": counters.unlogged_nats / counters.unlogged_tokens if counters.unlogged_tokens else loss,
+        "loss": mean,
+        "perplexity": math.exp(mean) if mean < 700 else math.inf,  # e^710 exceeds a float
         "grad_norm": norm,
         "lr": plan.schedule(counters.step - 1).lr,
     }
@@ -212,7 +216,7 @@ def _log(
     return line
 
 
-def _diverged(counters: Counters, folder: StageFolder, checkpoints: Path, log: Callable[[str], None]) -> int:
+def _diverged(counters: Counters, folder: Records, checkpoints: Path, log: Callable[[str], None]) -> int:
     found = checkpoint.latest(checkpoints, log)
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{counters.skips_in_row} steps in a row were not finite; {good}"

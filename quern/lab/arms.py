@@ -6,6 +6,7 @@ the same disturbances of the machine, and their times can be compared.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from quern.child import Child, orders, replying, start, while_parent_lives
+from quern.kernels.attention.autotune import select_attention
 from quern.lab.idea import with_verdict
 from quern.lab.trainer import Trainer, Trial
-from quern.machine import detect
+from quern.machine import Machine, detect
 from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
 
@@ -143,8 +145,6 @@ class Arms:
 
 def main() -> None:
     """The process of an arm: trains each `Order` that it receives. It alternates with arms that train beside it."""
-    from quern.kernels.attention.autotune import select_attention
-
     with replying() as reply:
         order, requests = orders()
         requests = while_parent_lives(requests)
@@ -155,7 +155,7 @@ def main() -> None:
                 raise ValueError(f"{order['path']} has changed since the study began")
             callables = found.callables()
         recipe = Recipe.from_json(order["recipe"], **callables)
-        trainer = Trainer(Path(order["out"]), select_attention(detect(**order["machine"])))
+        trainer = trainer_for(recipe, Path(order["out"]), detect(**order["machine"]))
         for body in requests:
             turns = _Turns(reply, requests, body.pop("alternate"))
             one = Order(**body)
@@ -168,6 +168,17 @@ def main() -> None:
                 on_step=turns.after_step,
             )
             reply({"trial": trial.to_json()})
+
+
+def trainer_for(recipe: Recipe, out: Path, machine: Machine) -> Trainer:
+    """Returns the trainer of a recipe's library: JAX's for a model of the JAX twin, else PyTorch's."""
+    if "jax" in sys.modules:  # the file of such a model has imported it
+        from quern.grug.state import Grug
+        from quern.lab.jax_trainer import JaxTrainer
+
+        if isinstance(recipe.make_model, type) and issubclass(recipe.make_model, Grug):
+            return JaxTrainer(out, machine)
+    return Trainer(out, select_attention(machine))
 
 
 class _Turns:

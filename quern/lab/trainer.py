@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,18 @@ from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state
 
 LINUX_RESET = Path("/proc/self/clear_refs")
+
+
+class Progress(Protocol):
+    """The counters of a run: steps, targets trained on, seconds in the timed steps."""
+
+    step: int
+    tokens: int
+    seconds: float
+
+
+Note = Callable[[Progress, int, dict[str, Any]], dict[str, Any]]
+"""(counters, FLOPs of a token, a validation) → the validation, after it has been noted."""
 
 
 class Pruned(Exception):
@@ -152,36 +164,23 @@ class Trainer:
         prepared = self._data(recipe)
         recipe = fit_to_text(resolve(recipe), prepared)
         recipe = replace(recipe, seed=seed, data_seed=data_seed)
-        model, counts = self._ready_model(recipe, prepared.tokenizer)
-        model.initialize(seed)
-        state = build_state(recipe, self.machine, model)
+        assert recipe.train.steps
         curve: list[Point] = []
-        score = validation(recipe, prepared, self.machine)
 
-        def evaluate(state: TrainState) -> dict[str, Any]:
-            found = score(state)
+        def note(state: Progress, flops_per_token: int, found: dict[str, Any]) -> dict[str, Any]:
             bpb = found["val_bpb"] if math.isfinite(found["val_bpb"]) else None
             seconds = _all_steps(state.seconds, state.step)
-            curve.append(Point(state.step, state.tokens, state.tokens * counts.flops_per_token, seconds, bpb))
+            curve.append(Point(state.step, state.tokens, state.tokens * flops_per_token, seconds, bpb))
             on_eval(curve[-1])
             return found
 
-        plan = _plan(recipe, counts, evaluate, evaluations)
-        lines = _Lines(self.out)
-
-        def advance(state: TrainState, line: dict[str, Any]) -> None:
-            on_step(state.step, state.seconds)
-
-        try:
-            batches = make_batches(recipe, prepared.train)
-            code = loop.train(state, batches, plan, self.machine, lines, self.log, advance)
-        finally:
-            state.optimizer.close()
+        every = max(1, math.ceil(recipe.train.steps / evaluations))
+        code, state, counts = self._run(recipe, prepared, every, note, on_step)
         if code not in (EXIT_DONE, EXIT_DIVERGED):
             raise KeyboardInterrupt
         return Trial(
             recipe=name,
-            steps=plan.steps,
+            steps=recipe.train.steps,
             seed=seed,
             data_seed=data_seed,
             tokens=state.tokens,
@@ -193,6 +192,28 @@ class Trainer:
             parameters=asdict(counts.parameters),
             curve=tuple(curve),
         )
+
+    def _run(
+        self, recipe: Recipe, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
+    ) -> tuple[int, Progress, Counts]:
+        """Trains, with a validation every so many steps. Returns the exit code, the counters and the model's counts."""
+        model, counts = self._ready_model(recipe, prepared.tokenizer)
+        model.initialize(recipe.seed)
+        state = build_state(recipe, self.machine, model)
+        score = validation(recipe, prepared, self.machine)
+
+        def evaluate(state: TrainState) -> dict[str, Any]:
+            return note(state, counts.flops_per_token, score(state))
+
+        def advance(state: TrainState, line: dict[str, Any]) -> None:
+            on_step(state.step, state.seconds)
+
+        plan = _plan(recipe, counts, evaluate, every)
+        try:
+            batches = make_batches(recipe, prepared.train)
+            return loop.train(state, batches, plan, self.machine, _Lines(self.out), self.log, advance), state, counts
+        finally:
+            state.optimizer.close()
 
     def _data(self, recipe: Recipe) -> Prepared:
         recipe = resolve(recipe)
@@ -213,7 +234,7 @@ class Trainer:
         return self._model[1:]
 
 
-def _plan(recipe: Recipe, counts: Counts, evaluate: loop.Evaluator, evaluations: int) -> loop.TrainingPlan:
+def _plan(recipe: Recipe, counts: Counts, evaluate: loop.Evaluator, every: int) -> loop.TrainingPlan:
     train = recipe.train
     assert train.steps
     return loop.TrainingPlan(
@@ -226,7 +247,7 @@ def _plan(recipe: Recipe, counts: Counts, evaluate: loop.Evaluator, evaluations:
         keep=1,
         flops_per_token=counts.flops_per_token,
         peak_flops=math.inf,
-        evaluators=[(max(1, math.ceil(train.steps / evaluations)), evaluate)],
+        evaluators=[(every, evaluate)],
         meta={"seed": recipe.seed},
     )
 
@@ -236,7 +257,7 @@ def _all_steps(seconds: float, steps: int) -> float:
     return seconds * steps / max(1, steps - 1)
 
 
-def _rate(state: TrainState) -> float:
+def _rate(state: Progress) -> float:
     seconds = _all_steps(state.seconds, state.step)
     return state.tokens / seconds if seconds else 0.0
 

@@ -6,6 +6,7 @@ attend and how far they see. `weightless` builds a recipe's model without memory
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +81,7 @@ def kv_bytes_per_token(recipe: Recipe, dtype: torch.dtype) -> int:
 
 
 def _parameters(model: LanguageModel) -> Parameters:
-    sizes = dict.fromkeys(KINDS, 0)
+    sizes: dict[str, int] = dict.fromkeys(KINDS, 0)
     for group, members in model.parameter_groups().items():
         kind = model.group_kinds.get(group)
         if kind not in sizes:
@@ -89,6 +90,11 @@ def _parameters(model: LanguageModel) -> Parameters:
                 f"give them one of {', '.join(KINDS)} in its group_kinds"
             )
         sizes[kind] += sum(p.numel() for _, p in members)
+    return of_kinds(sizes)
+
+
+def of_kinds(sizes: Mapping[str, int]) -> Parameters:
+    """The counts from the number of parameters of each of `KINDS`."""
     return Parameters(
         total=sum(sizes.values()),
         kaplan=sizes["matrices"] + sizes["head"],

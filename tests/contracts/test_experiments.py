@@ -60,8 +60,9 @@ def test_there_are_ideas() -> None:
 
 def test_every_file_is_in_the_index() -> None:
     index = (EXPERIMENTS / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\)", index, re.MULTILINE)
-    assert sorted(rows) == sorted(path.stem for path in EXPERIMENTS.glob("*.py"))
+    for folder in ("", "grug/"):
+        rows = re.findall(rf"^\| \[(\w+)\.py\]\({folder}\1\.py\)", index, re.MULTILINE)
+        assert sorted(rows) == sorted(path.stem for path in (EXPERIMENTS / folder).glob("*.py"))
 
 
 @pytest.mark.parametrize("name", sorted({*idea_files()} - {"baseline"}))

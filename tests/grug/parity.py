@@ -3,8 +3,10 @@
 Every function returns relative deviations: the norm of the difference over the norm of the expected value.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,20 +23,32 @@ from quern.grug.bridge import from_torch, to_torch
 from quern.grug.loss import loss_fn
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
-from quern.grug.optim import group_of, make_optimizer, rules
-from quern.grug.state import JaxTrainState, StepConfig, device_batch, loss_and_grads, state_of, step_config, train_step
+from quern.grug.optim import group_of, rules
+from quern.grug.state import (
+    JaxTrainState,
+    StepConfig,
+    device_batch,
+    loss_and_grads,
+    make_optimizer,
+    state_of,
+    step_config,
+    train_step,
+)
 from quern.model.context import CausalContext
 from quern.model.loss import loss_sum
 from quern.optim import groups
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
+from quern.recipes import load_recipe
 from quern.resolve import resolve
+from quern.stages.jax.train import core_of
 from quern.train.state import TrainState as TorchState
 from quern.train.step import to_device
 from quern.train.step import train_step as torch_step
 from tests.support.toy_training import CPU, ROWS, toy_loader, toy_recipe, toy_schedule, toy_state
 
 Arrays = dict[str, np.ndarray]
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 MESHES = {  # replica_dcn, replica, data, model
     "one": (1, 1, 1, 1),
     "data": (1, 1, 8, 1),
@@ -74,6 +88,19 @@ def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any)
     """Toy sizes with heads that a mesh can shard: by default four heads that share two keys."""
     toy = toy_recipe({"kv_heads": 2, "heads": 4, "head_dim": 8, "vocab_size": 62, **model}, **(train or {}))
     return resolve(replace(toy, depth=depth))
+
+
+def recipes_of(files: Sequence[str], **changes: Any) -> tuple[Recipe, Recipe]:
+    """PyTorch's recipe and JAX's at toy sizes; by default the `gpt` recipe for both."""
+    toy = recipe_of(bos=0, **changes)
+    if not files:
+        return toy, toy
+    given = (load_recipe(str(EXPERIMENTS / file))[0] for file in files)
+    torch_recipe, twin = (
+        resolve(replace(one, depth=toy.depth, text=toy.text, train=toy.train, model=replace(toy.model, depth=None)))
+        for one in given
+    )
+    return torch_recipe, twin
 
 
 def weights_of(state: TorchState) -> Arrays:
@@ -149,7 +176,8 @@ def segments() -> dict[str, float]:
         params = from_torch(weights_of(torch_state), cfg.model, mesh)
         one = jax.tree.map(lambda x: x[0], device_batch(batch, ROWS, mesh))
         within = AttentionMask(segment_ids=place(ids, P(BATCH, None), mesh))
-        loss, ours = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, mask=within)))(params)
+        kept_apart = partial(forward, mask=within)
+        loss, ours = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, one, cfg.model, forward=kept_apart)))(params)
         found = jax.jit(lambda p: logits(p, forward(p, one["tokens"], cfg.model, mask=within), cfg.model))(params)
     return {
         "logits": relative(found, expected.detach().numpy()),
@@ -158,17 +186,17 @@ def segments() -> dict[str, float]:
     }
 
 
-def updates(steps: int = 3) -> dict[str, float]:
+def updates(steps: int = 3, files: Sequence[str] = ()) -> dict[str, float]:
     """Weights after each of a few updates by both rules, from the same weights and gradients.
 
-    The gradients are random, so their matrices are well conditioned: the polar factor of a nearly singular matrix
-    amplifies rounding, on both sides.
+    files: one of experiments/ for PyTorch and one for JAX, whose rules and rates these are. The gradients are random,
+    so their matrices are well conditioned: the polar factor of a nearly singular matrix amplifies rounding, on both
+    sides.
     """
-    recipe = recipe_of()
-    rng = np.random.default_rng(0)
+    (recipe, twin), rng = recipes_of(files), np.random.default_rng(0)
     torch_state, schedule = toy_state(recipe), toy_schedule(12)
-    cfg, mesh = step_config(recipe, "float32"), mesh_of("one")
-    optimizer: Any = make_optimizer(recipe.optim, jnp.dtype("float32"))
+    cfg, mesh = step_config(twin, "float32", core_of(twin)), mesh_of("one")
+    optimizer = make_optimizer(cfg)
     update = jax.jit(lambda grads, opt, params, told: optimizer.update(grads, opt, params, multipliers=told))
     worst = {"AdamW": 0.0, "Muon": 0.0}
     with jax.set_mesh(mesh):
@@ -212,11 +240,11 @@ def direction() -> float:
     return worst
 
 
-def whole_step(micro_rows: int, clip_norm: float | None) -> dict[str, float]:
-    """Loss, gradient norm and weights of a whole step from the same weights."""
-    recipe = recipe_of(train={"clip_norm": clip_norm})
+def whole_step(micro_rows: int, clip_norm: float | None, files: Sequence[str] = ()) -> dict[str, float]:
+    """Loss, gradient norm and weights of a whole step from the same weights. files: see `updates`."""
+    recipe, twin = recipes_of(files, train={"clip_norm": clip_norm})
     torch_state, mesh, schedule = toy_state(recipe), mesh_of("one"), toy_schedule(12)
-    cfg = step_config(recipe, "float32")
+    cfg = step_config(twin, "float32", core_of(twin))
     batch, told = batch_of("weighted"), schedule(0)
     with jax.set_mesh(mesh):
         state = state_on(weights_of(torch_state), cfg, mesh)

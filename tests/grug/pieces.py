@@ -20,6 +20,7 @@ from quern.grug.attention import (
     AttentionMask,
     attention,
     blocked_attention,
+    choose,
     cudnn_attention,
     reference_attention,
     splash_attention,
@@ -125,17 +126,28 @@ def many_blocks() -> dict[str, float]:
     return worst
 
 
-def splash() -> dict[str, float]:
-    """The TPU kernel, interpreted, against the reference."""
-    mesh, found = mesh_of("one"), {}
+def chosen(rows: list[tuple[str, str, int, int, bool, bool]]) -> list[str]:
+    """The path for each (platform, dtype, tokens, head dim, causal, segments)."""
+    return [
+        choose(
+            platform,
+            jax.ShapeDtypeStruct((1, T, 2, E), jnp.dtype(dtype)),
+            AttentionMask(causal=causal, segment_ids=jnp.zeros((1, T), int) if segments else None),
+        ).__name__
+        for platform, dtype, T, E, causal, segments in rows
+    ]
+
+
+def splash() -> float:
+    """The TPU kernel, interpreted, against the reference, within segments; the gauntlet has the rest."""
+    mesh = mesh_of("one")
     host = draw(1, 256, 2, 1, 128)
     ids = (np.arange(256) // 100).astype(np.int32)[None]
     with jax.set_mesh(mesh):
         q, k, v = (place(x, P(BATCH, None, "model", None), mesh) for x in host)
         segments = place(ids, P(BATCH, None), mesh)
-        for name, mask in (("window", AttentionMask(window=70)), ("segments", AttentionMask(segment_ids=segments))):
-            found[name] = relative(splash_attention(q, k, v, mask, interpret=True), reference_attention(q, k, v, mask))
-    return found
+        mask = AttentionMask(segment_ids=segments)
+        return relative(splash_attention(q, k, v, mask, interpret=True), reference_attention(q, k, v, mask))
 
 
 def dense_mask() -> str:
@@ -258,7 +270,8 @@ def flops() -> list[int]:
     from quern.model.count import flops_per_token as torch_flops
 
     recipe = recipe_of(2)
-    return [flops_per_token(recipe.model, mesh_of("replica")), torch_flops(recipe)]
+    with jax.set_mesh(mesh_of("replica")):
+        return [flops_per_token(step_config(recipe, "float32")), torch_flops(recipe)]
 
 
 def peak() -> float:

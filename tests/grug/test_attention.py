@@ -14,10 +14,28 @@ def test_several_blocks_of_queries(grug: Grug) -> None:
     assert max(found.values()) <= 1e-5, found
 
 
-def test_the_tpu_kernel_interpreted(grug: Grug) -> None:
-    found = grug("pieces:splash")
-    assert found.keys() == {"window", "segments"}
-    assert max(found.values()) <= 1e-5, found
+CHOICES = [
+    (("cpu", "bfloat16", 512, 128, True, False), "blocked_attention"),
+    (("gpu", "bfloat16", 600, 8, True, False), "cudnn_attention"),
+    (("gpu", "float16", 512, 128, False, False), "cudnn_attention"),
+    (("gpu", "float32", 512, 128, True, False), "blocked_attention"),
+    (("gpu", "bfloat16", 512, 128, True, True), "blocked_attention"),
+    (("gpu", "bfloat16", 512, 136, True, False), "blocked_attention"),
+    (("gpu", "bfloat16", 512, 12, True, False), "blocked_attention"),
+    (("tpu", "bfloat16", 640, 128, True, True), "splash_attention"),
+    (("tpu", "float32", 640, 256, True, False), "splash_attention"),
+    (("tpu", "bfloat16", 600, 128, True, False), "blocked_attention"),
+    (("tpu", "bfloat16", 640, 64, True, False), "blocked_attention"),
+    (("tpu", "bfloat16", 640, 128, False, False), "blocked_attention"),
+]
+
+
+def test_the_path_of_each_platform_shape_and_dtype(grug: Grug) -> None:
+    assert grug("pieces:chosen", rows=[row for row, _ in CHOICES]) == [name for _, name in CHOICES]
+
+
+def test_segments_in_the_tpu_kernel_interpreted(grug: Grug) -> None:
+    assert grug("pieces:splash") <= 1e-5
 
 
 def test_a_dense_mask_is_refused(grug: Grug) -> None:

@@ -18,3 +18,20 @@ def test_the_twin_trains_the_numbers_of_the_gpt_recipe(grug: Grug) -> None:
     found = grug("verbs:recipes")
     assert found["as it is"] == found["every number changed"] == []
     assert found["one number"] == ["optim.gate_lr"] and len(found["all"]) == 46
+
+
+def test_a_file_trains_on_data_and_its_run_keeps_it(grug: Grug) -> None:
+    found = grug("verbs:from_a_file")
+    assert found["verbs"] == ["", "", ""] and found["trained"] == [6, "attention_sink", "Sinks"]
+    assert found["sinks move"] and max(found["perplexity"]) <= 1e-6 and len(found["perplexity"]) == 2
+    assert "make-model idea:Sinks" in found["without the file"]
+    assert "comes from a file ('attention_sink')" in found["export"]
+    assert all("2 heads cannot be spread over --mesh.model 4: use one of [1, 2]" in said for said in found["axis"]), (
+        found
+    )
+
+
+def test_a_study_trains_files_of_the_twin(grug: Grug) -> None:
+    found = grug("verbs:trials")
+    assert found["repeats"] and all(found["counts"]) and found["curve"] == [1, 2, 3]
+    assert found["added"] == 2 and 0 < found["gap"] < 0.3

@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,14 +22,21 @@ from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
+from quern.lab.arms import Arm, Arms, Order
+from quern.model.count import count, weightless
+from quern.model.gpt import GPT
 from quern.recipe import Recipe
+from quern.recipes import load_recipe
+from quern.records import read_metrics
+from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.stages.jax import command
 from quern.stages.jax import train as jax_stage
+from quern.stages.jax.command import training
 from quern.stages.open_data import data_of_run
 from quern.train import checkpoint
-from tests.grug.parity import relative
+from tests.grug.parity import EXPERIMENTS, relative
 from tests.support.small_text import write_text
 from tests.support.toy_training import CPU
 
@@ -90,6 +98,59 @@ def chain() -> dict[str, Any]:
         found["imported step"], found["logits"] = twice.counters.step, relative(ours, theirs)
         found |= refusals(back)
     return found
+
+
+def from_a_file() -> dict[str, Any]:
+    """Trains a file of the twin, resumes, evaluates; what is refused; and a trial of it in a study."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    peak = patch.object(jax_stage, "measure_peak_flops", lambda dtype, mesh: 1e12)
+    with folder(), peak, patch.object(command, "open_mesh", lambda where: mesh):
+        file, run_dir = "idea.py", RunDir(Path("out"), "idea")
+        shutil.copy(EXPERIMENTS / "grug" / "attention_sink.py", file)
+        train = ["train", file, *TRAIN[1:], "--run", "idea"]
+        found: dict[str, Any] = {"verbs": [verb(*train)]}
+        found["without the file"] = verb("train", *TRAIN[1:], "--run", "idea", "--resume", "--train.steps", "6")
+        found["verbs"] += [verb(*train, "--resume", "--train.steps", "6")]
+        Path(file).unlink()  # the run has a copy
+        found["verbs"] += [verb("eval", "--run", "idea")]
+        loaded = jax_stage.load(run_dir, mesh, "float32", print)
+        found["trained"] = [loaded.counters.step, loaded.recipe.name, loaded.cfg.core.__name__]
+        block: Any = loaded.state.params.blocks[0]
+        found["sinks move"] = bool(np.any(np.asarray(block.sinks)))
+        found["export"] = verb("export", "--run", "idea")
+        lines = read_metrics(run_dir.stage(jax_stage.STAGE) / "metrics.jsonl")
+        found["perplexity"] = [relative(x["perplexity"], math.exp(x["loss"])) for x in lines if "loss" in x]
+        wide = make_mesh(model=4, devices=jax.devices()[:4])
+        with patch.object(command, "open_mesh", lambda where: wide):
+            found["axis"] = [verb(*train[:1], *TRAIN[1:], "--run", "wide"), verb("export", "--run", "idea")]
+        return found
+
+
+def trials() -> dict[str, Any]:
+    """A pair of a study, two files of the twin that alternate, each in its own process; then one of them again."""
+    with folder():
+        arms = {}
+        for name in ("core", "attention_sink"):
+            path = EXPERIMENTS / "grug" / f"{name}.py"
+            recipe, source = load_recipe(str(path))
+            arms[name] = Arm(name, training([*TRAIN[1:], "--train.steps", "3"], recipe).recipe, path, source)
+        first = Order("core", 0, 3, seed=1, data_seed=1, evaluations=3)
+        with Arms(arms, Path("out"), {"device": "cpu", "threads": 1}) as processes:
+            pair = {order.arm: trial for order, trial in processes.train([first, replace(first, arm="attention_sink")])}
+            again = next(processes.train([first]))[1]
+        core, sinks = pair["core"], pair["attention_sink"]
+        recipe = resolve(arms["core"].recipe)
+        counts = count(weightless(replace(recipe, make_model=GPT, model=replace(recipe.model, vocab_size=320))))
+        return {
+            "repeats": core.bpb == again.bpb,
+            "counts": [
+                core.parameters == asdict(counts.parameters),
+                core.flops == core.tokens * counts.flops_per_token,
+            ],
+            "curve": [point.step for point in core.curve],
+            "added": sinks.parameters["scalars"] - core.parameters["scalars"],
+            "gap": abs((core.bpb or 9) - (sinks.bpb or 0)),
+        }
 
 
 def refusals(run_dir: RunDir) -> dict[str, str]:

@@ -79,7 +79,8 @@ def test_a_prediction_is_checked_against_the_budget_that_it_is_for(tmp_path: Pat
 
 
 def test_an_ideas_file_tells_every_study_and_the_index_the_newest(tmp_path: Path) -> None:
-    idea, index = tmp_path / "swift.py", tmp_path / "README.md"
+    idea, index = tmp_path / "grug" / "swift.py", tmp_path / "README.md"  # a folder holds the ideas of the JAX twin
+    idea.parent.mkdir()
     idea.write_text('"""Title.\n\nVerdict: none yet.\n\nA remark.\n"""\n', encoding="utf-8")
     index.write_text("| [swift.py](swift.py) | Title | `seam` | none |\n", encoding="utf-8")
     told = [("better at equal steps. Study small.", "steps: better"), ("undecided. Study large.", "steps: undecided")]

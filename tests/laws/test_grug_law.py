@@ -48,6 +48,14 @@ def test_whole_steps(grug: Grug, law: Law, clip_norm: float | None) -> None:
     record(law, "JAX twin = PyTorch, a whole step in micro-batches", found)
 
 
+@pytest.mark.parametrize("files", [("adamw_everywhere.py", "grug/adamw.py"), ("document_mask.py", "grug/documents.py")])
+def test_ideas_in_both_libraries_are_one(grug: Grug, law: Law, files: tuple[str, str]) -> None:
+    found = grug("parity:whole_step", micro_rows=8, clip_norm=None, files=files)
+    record(law, f"JAX twin = PyTorch, a whole step of experiments/{files[1]}", found)
+    if "adamw" in files[1]:
+        record(law, "JAX twin = PyTorch, AdamW for every parameter", grug("parity:updates", files=files))
+
+
 def test_both_sides_group_parameters_alike(grug: Grug) -> None:
     assert grug("parity:table") == []
 

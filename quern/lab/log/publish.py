@@ -139,10 +139,10 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
         folder: Of the ideas.
     """
     index = folder / "README.md"
-    texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.glob("*.py")) if path.exists()}
+    texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.rglob("*.py")) if path.exists()}
     changed = dict(texts)
     for idea in dict.fromkeys(idea for study in studies for idea in study.verdicts):
-        path = folder / f"{idea}.py"
+        path = next((path for path in texts if path.name == f"{idea}.py"), folder / f"{idea}.py")
         since = read_idea(texts[path]).changed if path in texts else ""
         told: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         for study in reversed(studies):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from quern.grug import checkpoint as jax_checkpoint
 from quern.grug.bridge import from_torch, to_torch, write_weights
-from quern.grug.state import state_of, step_config
+from quern.grug.state import Grug, state_of, step_config
 from quern.grug.train import Counters
 from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE
@@ -40,10 +40,15 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
         The path of the base model's checkpoint.
 
     Raises:
-        ValueError: PyTorch has trained a base model in this run.
+        ValueError: PyTorch has trained a base model in this run, or the model comes from a file of its own.
     """
     target = run_dir.checkpoints("pretrain")
     loaded = load(run_dir, mesh, "float32", log)
+    if loaded.cfg.core is not Grug:
+        raise ValueError(
+            f"the model of run '{run_dir.run}' comes from a file ('{loaded.recipe.name}'), which PyTorch cannot read: "
+            "export a run of the `gpt` recipe (`quern grug train` without a file)"
+        )
     known = checkpoint.latest(target, log)
     if known is not None and known[1]["meta"].get("trained_by") != STAGE:
         raise ValueError(

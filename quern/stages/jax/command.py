@@ -20,13 +20,14 @@ from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID, negated
 from quern.flags.recipe_flags import named, parse, value_of
 from quern.recipe import Recipe
+from quern.recipes import load_recipe
 from quern.records import find_trackers
 from quern.runs.run_dir import STAGES, RunDir
 from quern.unavailable import flag
 from quern.validate import install
 
 VERBS = {
-    "train": "train the `gpt` recipe in JAX",
+    "train": "train the `gpt` recipe, or that of a file, in JAX",
     "eval": "bits per byte of a run's JAX model",
     "export": "convert a run's JAX model to PyTorch (safetensors), for chat, serve and sft",
     "import": "convert a run's PyTorch model to JAX",
@@ -105,10 +106,10 @@ class JaxMoveOptions:
 class GauntletOptions:
     """Flags of `quern grug gauntlet`."""
 
-    file: tyro.conf.Positional[Path]
-    """A Python file that defines build_cfg, init_fn, fwd_fn, loss_fn and train_step (docs/grug.md)."""
+    file: tyro.conf.Positional[str]
+    """A Python file that ends in a recipe of the JAX twin (docs/grug.md), or gpt for the core as it is."""
     out: Path = Path("out")
-    """The output folder; the record is <out>/gauntlet/<file>.json."""
+    """The output folder; the record is <out>/gauntlet/<name of the recipe>.json."""
     steps: int = 10
     """Timed steps."""
     cpu_devices: int = 4
@@ -146,9 +147,11 @@ def _need_jax() -> None:
 
 
 def _train(rest: list[str], log: Callable[[str], None]) -> int:
-    from quern.recipes.gpt import RECIPE
-
-    options = training(rest, RECIPE)
+    name, flags = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("gpt", rest)
+    if name != "gpt":
+        _need_jax()
+    recipe, source = load_recipe(name)
+    options = training(flags, recipe)
     _need_jax()
     import jax
 
@@ -166,8 +169,9 @@ def _train(rest: list[str], log: Callable[[str], None]) -> int:
         resume=options.resume,
         command=shlex.join(["quern", "grug", "train", *rest]),
         log=log if first else lambda line: None,
+        source=source,
         trackers=find_trackers(options.track if first else ()),
-        named=set(named(rest)),
+        named=set(named(flags)),
     )
 
 
@@ -202,10 +206,12 @@ def _gauntlet(rest: list[str], log: Callable[[str], None]) -> int:
     _need_jax()
     from quern.grug import gauntlet
     from quern.grug.mesh import keep_freed_memory
+    from quern.stages.jax.train import core_of
 
     keep_freed_memory()
     _split_cpu(options.cpu_devices)
-    passed = gauntlet.run(options.file, options.out, options.steps, log)
+    recipe = load_recipe(options.file)[0]
+    passed = gauntlet.run(core_of(recipe), recipe.name, options.out, options.steps, log)
     return 0 if passed else 1
 
 

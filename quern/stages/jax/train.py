@@ -6,6 +6,7 @@ Records and checkpoints are in out/runs/<run>/grug/, beside those of the other s
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -18,12 +19,20 @@ from jax.sharding import Mesh
 
 from quern.grug import checkpoint, train
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
-from quern.grug.mesh import batch_shards, check_fits, first_process_first
-from quern.grug.state import JaxTrainState, StepConfig, init_state, step_config
+from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
+from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, step_config
 from quern.recipe import Recipe
+from quern.recipes import gpt
 from quern.records import MakeTracker, StageFolder, git_hash
 from quern.resolve import resolve
-from quern.runs.origin import FILE, read_origin, refuse_other_order, refuse_second_tokenizer, with_absolute_paths
+from quern.runs.origin import (
+    FILE,
+    read_origin,
+    refuse_other_order,
+    refuse_second_tokenizer,
+    source_digest,
+    with_absolute_paths,
+)
 from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
@@ -62,19 +71,21 @@ def run(
     resume: bool,
     command: str,
     log: Callable[[str], None],
+    source: str | None = None,
     trackers: Sequence[MakeTracker] = (),
     named: Collection[str] = (),
 ) -> int:
     """Trains to the recipe's horizon. Every process of the mesh calls this.
 
     Args:
-        recipe: The `gpt` recipe, unresolved.
+        recipe: The `gpt` recipe or one whose `make_model` is a `Grug`, unresolved.
         mesh: The devices.
         run_dir: The run.
         dtype: "float32" or "bfloat16", for weights and activations in a step.
         resume: Continue from the newest good checkpoint.
         command: The command line, for the records.
         log: Called with lines for the user.
+        source: The text of the recipe's own file, which is kept with the run.
         trackers: What makes the further destinations of metrics.
         named: Fields that the user named in this command.
 
@@ -86,7 +97,8 @@ def run(
             not fit the mesh. A refusal on process 0 is raised on every process.
     """
     path, first = run_dir.stage(STAGE), jax.process_index() == 0
-    recipe = resolve(with_absolute_paths(recipe))
+    recipe, core = resolve(with_absolute_paths(recipe)), core_of(recipe)
+    check_model_axis(recipe.model, mesh)
     with ExitStack() as stack:
         with first_process_first():
             if first:
@@ -108,7 +120,7 @@ def run(
                 prepared = prepare(recipe, run_dir.out, log)
                 refuse_second_tokenizer(run_dir, prepared.tokenizer)
         recipe = fit_to_text(with_shards(recipe, prepared.public), prepared)
-        check_fits(recipe.model, mesh, recipe.micro_batch_rows)
+        check_rows(mesh, recipe.micro_batch_rows)
         changed = changes(recipe, path) if resume else []
         if first and origin is None:
             run_dir.folder.mkdir(parents=True, exist_ok=True)
@@ -117,11 +129,14 @@ def run(
         stack.enter_context(jax.set_mesh(mesh))
         folder = stack.enter_context(StageFolder(records, [make(records, recipe.to_json()) for make in trackers]))
         if origin is None:
-            write_whole(records / FILE, json.dumps(make_origin(run_dir, prepared, None).to_json(), indent=2) + "\n")
-        folder.write_recipe(recipe.to_json(), None)
+            origin = make_origin(run_dir, prepared, source)
+        elif source is not None:
+            origin = replace(origin, source=source_digest(source))
+        write_whole(records / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
+        folder.write_recipe(recipe.to_json(), source)
         for line in changed:
             log(line)
-        plan = _plan(recipe, prepared, step_config(recipe, dtype), mesh)
+        plan = _plan(recipe, prepared, step_config(recipe, dtype, core), mesh)
         _write_facts(records, plan, command)
         return _train(recipe, prepared, plan, path / "checkpoints", folder, resume, log)
 
@@ -145,7 +160,7 @@ def _train(
         loader = make_batches(recipe, prepared.train)
 
         def show(step: int, line: dict[str, Any]) -> None:
-            meter.at(step, loss_and_speed(line))
+            meter.at(step, f"{loss_and_speed(line)}, perplexity {line['perplexity']:,.1f}")
 
         code, _ = train.train(state, counters, loader, plan, folder, checkpoints, meter.log, show)
     if code == EXIT_DONE:
@@ -173,7 +188,11 @@ def evaluate(run_dir: RunDir, mesh: Mesh, *, dtype: str, log: Callable[[str], No
     line = {"stage": STAGE, "step": loaded.counters.step, "task": "validation", "metric": "bpb"}
     if jax.process_index() == 0:
         run_dir.append("evaluate.jsonl", [line | {"value": score["val_bpb"]}])
-    log(f"step {loaded.counters.step:,}: {score['val_bpb']:.4f} bits per byte, {score['val_loss']:.4f} nats per token")
+    nats = score["val_loss"]
+    log(
+        f"step {loaded.counters.step:,}: {score['val_bpb']:.4f} bits per byte, {nats:.4f} nats per token, "
+        f"perplexity {math.exp(nats):,.2f}"
+    )
     return score
 
 
@@ -195,11 +214,26 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
     meta = manifest["meta"]
     if meta["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(f"{path} was trained with another tokenizer than {run_dir.folder / 'tokenizer.json'}")
-    recipe = Recipe.from_json(meta["recipe"])
-    cfg = step_config(recipe, dtype)
+    origin = read_origin(run_dir.stage(STAGE))
+    recipe = run_dir.read_recipe(meta["recipe"], STAGE, origin and origin.source)
+    cfg = step_config(recipe, dtype, core_of(recipe))
     with jax.set_mesh(mesh):
         state = checkpoint.load(path, jax.eval_shape(lambda: init_state(recipe.seed, cfg)), mesh)
     return LoadedJax(state, recipe, cfg, tokenizer, train.Counters(**meta["counters"]))
+
+
+def core_of(recipe: Recipe) -> type[Grug]:
+    """Returns the functions of a recipe's model: the core's for `gpt`. Raises ValueError for other PyTorch recipes."""
+    made = recipe.make_model
+    if isinstance(made, type) and issubclass(made, Grug) and recipe.make_rules is gpt.RECIPE.make_rules:
+        return made
+    for field in ("make_model", "make_rules"):
+        if getattr(recipe, field) is not getattr(gpt.RECIPE, field):
+            raise ValueError(
+                f"recipe '{recipe.name}' has {field} = {recipe.to_json()[field]}, which is PyTorch's: train it with "
+                "`quern pretrain`, or write the idea for the JAX twin (docs/grug.md)"
+            )
+    return Grug
 
 
 def checkpoint_meta(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -232,7 +266,7 @@ def _plan(recipe: Recipe, prepared: Prepared, cfg: StepConfig, mesh: Mesh) -> tr
         log_every=settings.log_every,
         save_every=settings.save_every,
         keep=settings.keep,
-        flops_per_token=flops_per_token(recipe.model, mesh),
+        flops_per_token=flops_per_token(cfg),
         peak_flops=measure_peak_flops(cfg.dtype, mesh),
         evaluators=[(settings.eval_every, validation)],
         meta=checkpoint_meta(recipe, prepared.tokenizer),
