@@ -8,6 +8,7 @@ A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field tha
 from __future__ import annotations
 
 import importlib
+import os.path
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -34,6 +35,9 @@ class ConversationSource:
     limit: int | None = None
     split: str = "train"
     column: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", os.path.expanduser(self.source))
 
     @staticmethod
     def parse(text: str) -> ConversationSource:
@@ -333,6 +337,10 @@ class Recipe:
             several = (given,) if isinstance(given, str | ConversationSource) else given
             parsed = tuple(ConversationSource.parse(one) if isinstance(one, str) else one for one in several)
             object.__setattr__(self, "conversations", parsed)
+        text, sft, rl = self.text, self.sft, self.rl
+        for part, name in ((self, "data"), (self, "val"), (text, "tokenizer"), (sft, "tests"), (rl, "data")):
+            if isinstance(path := getattr(part, name), str):
+                object.__setattr__(part, name, os.path.expanduser(path))
 
     @property
     def conversation_sources(self) -> tuple[ConversationSource, ...]:

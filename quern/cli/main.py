@@ -60,7 +60,7 @@ def run_verb(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         log(usage())
         return 0
-    verb, rest = arguments[0], arguments[1:]
+    verb, rest = arguments[0], [_expanded(argument) for argument in arguments[1:]]
     if verb not in VERBS:
         print(f"quern: there is no '{verb}': use one of {', '.join(VERBS)}", file=sys.stderr)
         return 2
@@ -75,6 +75,13 @@ def run_verb(arguments: list[str]) -> int:
 
         print(f"quern {verb}: {plainly(error)}", file=sys.stderr)
         return 1
+
+
+def _expanded(argument: str) -> str:
+    """Expands ~/ after a flag's "=", which shells leave as it is."""
+    name, equals, value = argument.partition("=")
+    home = argument.startswith("--") and value.startswith("~/")
+    return f"{name}={os.path.expanduser(value)}" if home else argument
 
 
 if __name__ == "__main__":

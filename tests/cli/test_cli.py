@@ -321,6 +321,30 @@ def test_flags_reach_every_part_of_the_recipe() -> None:
     assert (recipe.optim.muon_steps, recipe.sft.epochs) == (4, 1.5)
 
 
+def test_a_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No shell expands it behind "=", and none reads a recipe's file."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    (home / "r.py").write_text(
+        "from dataclasses import replace\nfrom quern.recipes.gpt import RECIPE\n"
+        "RECIPE = replace(RECIPE, data='~/a.txt', val='~/b.txt', conversations='~/c.jsonl,repeats=2',\n"
+        "    text=replace(RECIPE.text, tokenizer='~/t.json'), sft=replace(RECIPE.sft, tests='~/d'),\n"
+        "    rl=replace(RECIPE.rl, data='~/e'))\n",
+        encoding="utf-8",
+    )
+    recipe = verbs.parse("run", [str(home / "r.py")], options.RunAllOptions)[0].recipe
+    found = [recipe.data, recipe.val, recipe.conversations[0].source, recipe.text.tokenizer, recipe.sft.tests]
+    assert [*found, recipe.rl.data] == [str(home / name) for name in "a.txt b.txt c.jsonl t.json d e".split()]
+    assert str(home / "out") in refused(capsys, "report", "--out=~/out")
+    (home / "a.txt").write_text("the mill grinds the grain of the miller\n" * 200, encoding="utf-8")
+    assert main.main("tokenizer --data=~/a.txt --out=~/out --text.vocab-size 300".split()) == 0
+    assert (home / "out" / "tokenizers").is_dir() and [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_the_verbs_that_encode_text_take_a_number_of_workers() -> None:
     kinds = {"prepare": options.PrepareOptions, "pretrain": options.PretrainOptions, "run": options.RunAllOptions}
     assert [verbs.parse(verb, ["--workers", "3"], kind)[0].workers for verb, kind in kinds.items()] == [3, 3, 3]
