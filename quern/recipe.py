@@ -7,12 +7,10 @@ A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field tha
 
 from __future__ import annotations
 
-import importlib
-import os.path
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from operator import attrgetter
 from typing import Any
 
 SCHEMA = 1
@@ -35,9 +33,6 @@ class ConversationSource:
     limit: int | None = None
     split: str = "train"
     column: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "source", os.path.expanduser(self.source))
 
     @staticmethod
     def parse(text: str) -> ConversationSource:
@@ -75,6 +70,8 @@ class TextRecipe:
     """A tokenizer that is there already: its file (tokenizer.json, .tiktoken), or gpt2, cl100k_base or o200k_base."""
     column: str = "text"
     """What holds the text: a column (.parquet, .csv, .tsv) or a key (.jsonl, .json)."""
+    separator: str | None = None
+    """The mark that ends a document in .txt and .md files, such as <|endoftext|>; it is no part of the text."""
     split: str = "train"
     """Of a data set of the Hugging Face Hub (hf:…); its validation split validates."""
     digits: int = 2
@@ -337,10 +334,6 @@ class Recipe:
             several = (given,) if isinstance(given, str | ConversationSource) else given
             parsed = tuple(ConversationSource.parse(one) if isinstance(one, str) else one for one in several)
             object.__setattr__(self, "conversations", parsed)
-        text, sft, rl = self.text, self.sft, self.rl
-        for part, name in ((self, "data"), (self, "val"), (text, "tokenizer"), (sft, "tests"), (rl, "data")):
-            if isinstance(path := getattr(part, name), str):
-                object.__setattr__(part, name, os.path.expanduser(path))
 
     @property
     def conversation_sources(self) -> tuple[ConversationSource, ...]:
@@ -402,7 +395,6 @@ class Recipe:
 
 
 def _import(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    if not module.startswith("quern."):
+    if not name.startswith("quern."):
         raise ValueError(f"'{name}' lives outside quern: hand over the recipe's Python file as well")
-    return attrgetter(attribute)(importlib.import_module(module))
+    return pkgutil.resolve_name(name)

@@ -1,12 +1,18 @@
-"""Reads a constant of a Python file: a recipe (`RECIPE = …`) or a task (`TASK = …`). Executes the file's code."""
+"""Reads a constant of a Python file: a recipe (`RECIPE = …`) or a task (`TASK = …`). Executes the file's code.
+
+`map_paths` changes the paths that a recipe names.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os.path
 import sys
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quern.recipe import Recipe
 
@@ -14,8 +20,21 @@ T = TypeVar("T")
 
 
 def read_recipe_file(path: Path, name: str | None = None) -> tuple[Recipe, str]:
-    """The RECIPE of a file, and the file's source (see `read_object`)."""
-    return read_object(path, "RECIPE", Recipe, name)
+    """The RECIPE of a file, with ~ expanded in its paths, and the file's source (see `read_object`)."""
+    recipe, source = read_object(path, "RECIPE", Recipe, name)
+    return map_paths(recipe, os.path.expanduser), source
+
+
+def map_paths(recipe: Recipe, change: Callable[[str], str]) -> Recipe:
+    """The recipe with `change` applied to its paths; names of data sets are passed to `change` too."""
+
+    def changed(part: Any, *names: str) -> Any:
+        values = {name: getattr(part, name) for name in names}
+        return replace(part, **{name: change(value) for name, value in values.items() if isinstance(value, str)})
+
+    talks = recipe.conversations and tuple(changed(one, "source") for one in recipe.conversations)
+    text, sft, rl = changed(recipe.text, "tokenizer"), changed(recipe.sft, "tests"), changed(recipe.rl, "data")
+    return replace(changed(recipe, "data", "val"), conversations=talks, text=text, sft=sft, rl=rl)
 
 
 def read_object(path: Path, constant: str, kind: type[T], name: str | None = None) -> tuple[T, str]:

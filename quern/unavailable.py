@@ -113,6 +113,12 @@ RULES = (
     ),
     Rule(
         ALL,
+        "text.separator",
+        "separates the documents of .txt and .md files of your own: leave it out",
+        when=lambda recipe, tokens: recipe.data == "tinyworld" or tokens,
+    ),
+    Rule(
+        ALL,
         "text.split",
         "is the split of a data set of the Hugging Face Hub (--data hf:OWNER/NAME): leave it out",
         when=lambda recipe, tokens: not recipe.data.startswith("hf:"),

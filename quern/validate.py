@@ -45,6 +45,7 @@ def check(recipe: Recipe) -> None:
     for name, value in (("data", recipe.data), ("val", recipe.val), ("sft.tests", recipe.sft.tests)):
         _refuse(value is not None and not value.strip(), f"{name} is empty: name a file, a folder or a data set")
     _check_sources(recipe)
+    _refuse(recipe.text.separator == "", "text.separator is empty: give the mark that ends a document")
     _refuse(not recipe.text.column, "text.column is empty: name the column or the key that holds the text")
     _refuse(not recipe.text.split, "text.split is empty: name a split of the data set, such as train")
     for name, choices in CHOICES.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from quern.lab.arms import Arm, Arms, Order
 from quern.lab.trainer import Trial
 from quern.recipe import Recipe
 from quern.recipe_file import read_recipe_file
+from quern.runs.origin import with_absolute_paths
 
 SECONDS_TO_CLOSE = 10
 
@@ -32,7 +33,9 @@ class RayArms:
     """
 
     def __init__(self, arms: Mapping[str, Arm], out: Path, machine: Mapping[str, Any]) -> None:
-        bodies = {name: {"recipe": _anywhere(arm.recipe).to_json(), "source": arm.source} for name, arm in arms.items()}
+        # A worker runs in another folder.
+        recipes = {name: with_absolute_paths(arm.recipe).to_json() for name, arm in arms.items()}
+        bodies = {name: {"recipe": recipes[name], "source": arm.source} for name, arm in arms.items()}
         self._arguments = bodies, str(out.resolve()), dict(machine)
         self._actor: Any = None
 
@@ -82,12 +85,6 @@ class RayArms:
         except ray.exceptions.RayError as error:
             raise RuntimeError(last_line(error)) from error
         self._actor = actor
-
-
-def _anywhere(recipe: Recipe) -> Recipe:
-    """The recipe with absolute paths: a worker of the cluster runs in another folder."""
-    found = {name: getattr(recipe, name) for name in ("data", "val")}
-    return replace(recipe, **{n: str(Path(v).resolve()) for n, v in found.items() if v and Path(v).exists()})
 
 
 class _Host:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
 from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
+from quern.recipe_file import map_paths
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
@@ -97,17 +98,10 @@ def newest_meta(stage: Path) -> dict[str, Any]:
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe with absolute paths, so that it is valid in every working directory."""
 
-    def full(name: str | None) -> str | None:
-        return name if name is None or name == "tinyworld" or not Path(name).exists() else str(Path(name).absolute())
+    def absolute(name: str) -> str:
+        return str(Path(name).absolute()) if name not in BUILT_IN_CONVERSATIONS and Path(name).exists() else name
 
-    text = replace(recipe.text, tokenizer=full(recipe.text.tokenizer))
-    tuning = replace(recipe.sft, tests=full(recipe.sft.tests))
-    talks = recipe.conversations and tuple(
-        one if one.source in BUILT_IN_CONVERSATIONS else replace(one, source=full(one.source) or one.source)
-        for one in recipe.conversations
-    )
-    data, val = full(recipe.data) or recipe.data, full(recipe.val)
-    return replace(recipe, data=data, val=val, conversations=talks, text=text, sft=tuning)
+    return map_paths(recipe, absolute)
 
 
 def require_tokenizer(run_dir: RunDir, tokenizer: Tokenizer, origin: Origin) -> None:

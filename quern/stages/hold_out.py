@@ -18,6 +18,8 @@ LEAST_SHARE, MOST_SHARE = 1 / 40, 1 / 5
 TAIL_SHARE, MOST_TAIL_SHARE = 1 / 10, 1 / 3
 """Of the text, that its end makes up, and that it makes up at most to reach LEAST_BYTES."""
 LEAST_BYTES = 512
+SMALL_VALIDATION_BYTES = 4000
+"""About a thousand tokens."""
 SPACE = re.compile(r"\s")
 
 
@@ -70,6 +72,22 @@ def first(texts: Iterator[str], megabytes: float) -> Iterator[str]:
         left -= _size(text)
         if left <= 0:
             return
+
+
+def check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Callable[[str], None]) -> None:
+    """Refuses an empty split, and warns of a validation text that is too small to measure anything."""
+    for split in ("train", "val"):
+        if not any(documents(split)):
+            raise ValueError(f"the {split} text of '{name}' is empty: give more text, or --val for validation")
+    size = 0
+    for text in documents("val"):
+        size += len(text.encode("utf-8"))
+        if size >= SMALL_VALIDATION_BYTES:
+            return
+    log(
+        f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
+        "validation text with --val"
+    )
 
 
 def _by_number(texts: Iterator[str], megabytes: float) -> Iterator[tuple[bool, str]]:

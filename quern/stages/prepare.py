@@ -8,6 +8,7 @@ Sources: the built-in tinyworld, a file, a folder, or a public data set (fetched
 from __future__ import annotations
 
 import inspect
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ from quern.data.shards import Corpus, fingerprint, prepared, prepared_in_part
 from quern.recipe import Recipe
 from quern.runs.public_data import PublicData, public_data
 from quern.runs.run_dir import naming, refuse_unwritable
-from quern.stages.hold_out import HoldOut, first, hold_out
+from quern.stages.hold_out import HoldOut, check_splits, first, hold_out
 from quern.stages.prepare_tokens import is_tokens, named_tokenizer, open_tokens, sample, token_listings
 from quern.temporaries import alone_in, remove_abandoned
 from quern.terminal import Meter
 from quern.text.clean.records import read_records, recorded
 from quern.text.content import content_fingerprint
-from quern.text.documents import read
+from quern.text.documents import mark_in, read
 from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, on_processes
 from quern.text.encode.sample import sampled
 from quern.text.encode.write import never, write_shards
@@ -39,7 +40,6 @@ from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
 
 HOLD_OUT_VERSION = "2"  # of hold_out.py: another one means other splits of the same text
 SAMPLE_VERSION = "1"  # of text/encode/sample.py: another one means other samples of the same text
-SMALL_VALIDATION_BYTES = 4000  # about a thousand tokens
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Call
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     public = public_data(recipe, out, log)
-    path = Path(recipe.data)
+    path, separator = Path(recipe.data), recipe.text.separator
     val: Where | None = Path(recipe.val) if recipe.val else (public.files.val or None if public else None)
     listings = {"text": public.listing() if public else list_source(path)}
     if val is not None:
@@ -145,11 +145,18 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)
+    marked = None if separator else mark_in([path for listing in listings.values() for path in listing.files])
+    if marked is not None:
+        log(
+            f"warning: {marked[1]} has {marked[0]}, which is read as text: if it ends documents, give "
+            f"--text.separator {shlex.quote(marked[0])}"
+        )
     held_out: HoldOut | None = None
     once = cache(lambda line: log(f"text: {line}"))  # the text is read several times
 
     def texts(source: Where) -> Iterator[str]:
-        return (text for text, _ in read(source, column=recipe.text.column, log=once))
+        found = read(source, column=recipe.text.column, log=once, separator=separator)
+        return (text for text, _ in found)
 
     def whole() -> Iterator[str]:
         return (text for file in public.training_files() for text in texts(file)) if public else texts(path)
@@ -163,9 +170,10 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
 
     name = public.name if public else Path(recipe.data).stem or "data"
     filtered, filter_marks = _filter(recipe, documents)
-    _check_splits(name, filtered, log)  # before anything is written
+    check_splits(name, filtered, log)  # before anything is written
     marks = [HOLD_OUT_VERSION, str(recipe.text.val_megabytes), recipe.text.column]
     marks += ["the first of it"] if val is not None else []
+    marks += ["separator", separator] if separator else []
     for what, listing in listings.items():
         marks += [what, *map(_reader, listing.files), _digest(listing, out, public)]
 
@@ -189,22 +197,6 @@ def _digest(listing: Listing, out: Path, public: PublicData | None) -> str:
         return content_fingerprint(listing.files, cache, lambda done: meter.at(done / 1e6), public and public.digests)
 
 
-def _check_splits(name: str, documents: Callable[[str], Iterator[str]], log: Callable[[str], None]) -> None:
-    """Refuses an empty split, and warns of a validation text that is too small to measure anything."""
-    for split in ("train", "val"):
-        if not any(documents(split)):
-            raise ValueError(f"the {split} text of '{name}' is empty: give more text, or --val for validation")
-    size = 0
-    for text in documents("val"):
-        size += len(text.encode("utf-8"))
-        if size >= SMALL_VALIDATION_BYTES:
-            return
-    log(
-        f"warning: the validation text has only {size:,} bytes, so its loss says little: give more text, or a "
-        "validation text with --val"
-    )
-
-
 def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
     sizes = {"train": recipe.text.tinyworld_megabytes, "val": recipe.text.val_megabytes}
     sample = "".join(islice(corpus.documents(recipe.seed, 0.2, "train"), 200))  # changes with the generator
@@ -213,7 +205,7 @@ def _tinyworld(recipe: Recipe, log: Callable[[str], None]) -> Source:
         return corpus.documents(recipe.seed, sizes[split], split)
 
     filtered, marks = _filter(recipe, documents)
-    _check_splits("tinyworld", filtered, log)
+    check_splits("tinyworld", filtered, log)
     mark = fingerprint(str(recipe.seed), str(sizes), sample, *marks)
     return Source("tinyworld", mark, filtered, lambda: None if marks else sizes["train"], alike=True)
 

@@ -2,7 +2,7 @@
 
 Documents are an iterator of (text, position of the next document). A source is a file or a folder (sources.py) of
 
-    .txt .md            one document; a long file becomes several
+    .txt .md            one document, or several with marks between them; a long one becomes several
     .csv .tsv .parquet  one document per row, in the column "text" or another one
     .jsonl .json        one document per line or element, {"text": "…"} (a .json can also hold strings),
                         or one conversation, in one of the shapes of conversations.py
@@ -11,9 +11,11 @@ Empty documents are skipped. hub.py downloads, tokenizer.py encodes.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ from quern.text.sources import Where, files, format_of, list_source
 
 CONVERSATION_FORMATS = (".jsonl", ".json", ".parquet")
 NAMES_SHOWN, NAME_CHARACTERS = 12, 40
+MARK = re.compile(r"(<\|end_?of_?text\|>)|^[ \t]*(<\|\w+\|>|</?s>|<eos>|\[EOS\])[ \t]*$", re.MULTILINE | re.IGNORECASE)
+"""A mark that ends documents: as text, a model would learn to write it."""
+MARKED_FILES = 8
 
 
 class Conversation(NamedTuple):
@@ -47,7 +52,11 @@ START = Position(0, 0)
 
 
 def read(
-    source: Where, start: Position = START, column: str = "text", log: Callable[[str], None] | None = None
+    source: Where,
+    start: Position = START,
+    column: str = "text",
+    log: Callable[[str], None] | None = None,
+    separator: str | None = None,
 ) -> Iterator[tuple[str, Position]]:
     """Reads documents, starting at any position.
 
@@ -56,6 +65,7 @@ def read(
         start: The first document to read.
         column: The column (.parquet, .csv, .tsv) or key (.jsonl, .json) of the text.
         log: Called with a line on malformed records that are skipped; see `converted`.
+        separator: The mark that ends a document (.txt, .md); None makes a file one document.
 
     Yields:
         (text, position of the next document).
@@ -66,7 +76,7 @@ def read(
     """
     try:
         of_column = partial(_text, column=column)
-        for text, index, record in converted(files(source), (column,), of_column, log, start):
+        for text, index, record in converted(files(source), (column,), of_column, log, start, separator):
             if text:
                 yield text, Position(index, record + 1)
     except MissingColumns as error:
@@ -100,6 +110,20 @@ def _refuse_surrogates(text: str) -> None:
             f"the text holds the lone surrogate {ascii(text[error.start])[1:-1]}, which is no "
             "character: remove it, or complete the pair that it is half of"
         ) from error
+
+
+def mark_in(paths: Sequence[Path]) -> tuple[str, Path] | None:
+    """Finds a mark that ends documents, such as <|endoftext|>, at the beginning of text files (.txt, .md).
+
+    Returns:
+        The mark and its file; None if there is no mark at the beginning of the first files.
+    """
+    text_files = (path for path in paths if format_of(path) in (".txt", ".md") and path.exists())
+    for path in islice(text_files, MARKED_FILES):
+        for text, _ in islice(records(path, 0, ()), 1):
+            if found := MARK.search(text):
+                return found[1] or found[2], path
+    return None
 
 
 def read_conversations(source: Where, log: Callable[[str], None] | None = None) -> Iterator[list[Message]]:

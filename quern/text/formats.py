@@ -1,6 +1,7 @@
 """Reads the records of one file.
 
-    .txt .md      text; a file longer than TEXT_PIECE_CHARACTERS becomes several records, cut at line ends
+    .txt .md      text, or the texts between separators; a longer one than TEXT_PIECE_CHARACTERS becomes several
+                  records, cut at line ends
     .jsonl        one JSON value per line
     .json         an array of JSON values, or one object; read at once, so at most JSON_BYTES
     .csv .tsv     one row, quoted as in RFC 4180; the first row names the columns
@@ -60,6 +61,7 @@ def converted(
     convert: Callable[[Any, Path], Found],
     log: Callable[[str], None] | None = None,
     start: tuple[int, int] = (0, 0),
+    separator: str | None = None,
 ) -> Iterator[tuple[Found, int, int]]:
     """Reads and converts the records of a source. The odd malformed record does not stop a large source.
 
@@ -73,6 +75,7 @@ def converted(
         convert: Takes a value of `records` and its file. Raises ValueError, TypeError, KeyError or AttributeError.
         log: Takes a line when the first record is skipped, and one when all are read.
         start: The first record to read: the index of its file, and its number there.
+        separator: The mark between the records of text (.txt, .md); None makes the file one record.
 
     Yields:
         (what `convert` returned, index of the file, number of the record in it).
@@ -84,7 +87,7 @@ def converted(
     first, odd, seen, counted = "", 0, 0, 0
     ahead = (1 for path in paths for _ in _read(path, 0, wanted))  # read only if a record is malformed, and so far
     for index, path in enumerate(paths[start[0] :], start[0]):
-        for value, record in _read(path, start[1] if index == start[0] else 0, wanted):
+        for value, record in _read(path, start[1] if index == start[0] else 0, wanted, separator):
             seen += 1
             try:
                 if isinstance(value, Malformed):
@@ -131,7 +134,7 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
         yield value, record
 
 
-def _read(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
+def _read(path: Path, first: int, wanted: Sequence[str], separator: str | None = None) -> Iterator[tuple[Any, int]]:
     """As `records`, with `Malformed` in the place of a record."""
     readers: dict[str, Callable[[Path, int, Sequence[str]], Iterator[tuple[Any, int]]]] = {
         ".txt": _text_pieces,
@@ -142,7 +145,11 @@ def _read(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, 
         ".tsv": _rows,
         ".parquet": _parquet_rows,
     }
-    return readers[format_of(path)](path, first, wanted)
+    reader = readers[format_of(path)]
+    if separator is None or reader is not _text_pieces:
+        return reader(path, first, wanted)
+    texts = ((text, record) for record, text in enumerate(_separated(path, separator)))
+    return islice(texts, first, None)
 
 
 def text_megabytes(listing: Listing, column: str) -> float | None:
@@ -225,6 +232,20 @@ def _text_pieces(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tupl
         yield "".join(piece), record
 
 
+def _separated(path: Path, separator: str) -> Iterator[str]:
+    """The texts between separators, without line ends around them; a text longer than a piece becomes several."""
+    rest = ""
+    for piece, _ in _text_pieces(path, 0, ()):
+        *whole, rest = (rest + piece).split(separator)
+        yield from (text.strip("\r\n") for text in whole)
+        if len(rest) >= TEXT_PIECE_CHARACTERS:
+            # The end of what has been read may be the beginning of a separator.
+            kept = max((n for n in range(len(separator)) if rest.endswith(separator[:n])), default=0)
+            yield rest[: len(rest) - kept]
+            rest = rest[len(rest) - kept :]
+    yield rest.strip("\r\n")
+
+
 def _json_lines(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
     for line, raw in enumerate(_lines(path)):
         if line < first or not raw.strip():
@@ -276,6 +297,8 @@ def _rows(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[dict[
         columns = {name: names.index(name) for name in wanted if name in names}
         if not columns:
             raise MissingColumns(path, names)
+        if twice := [name for name in columns if names.count(name) > 1]:
+            raise ValueError(f"{path}, line 1: two columns are named {twice[0]!r}: rename one of them")
         end = reader.line_num
         for record, row in enumerate(row for row in reader if row):
             begin, end = end, reader.line_num

@@ -206,6 +206,11 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
             "prepare --text.column body",
             "--text.column names what holds the text in a --data of your own that is text: le",
         ),
+        (
+            "prepare --text.separator x",
+            "--text.separator separates the documents of .txt and .md files of your own: leave",
+        ),
+        ("run --data a.txt --text.separator=", "text.separator is empty: give the mark that ends a document"),
         ("pretrain --data a.bin --text.column body", "--text.column names what holds the text in a --data of your own"),
         ("run --data a.csv --text.column=", "text.column is empty: name the column or the key that holds the text"),
         (

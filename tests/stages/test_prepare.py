@@ -333,6 +333,20 @@ def test_a_preparation_that_was_stopped_in_the_training_text_keeps_the_validatio
     assert texts_of(again.train, again.tokenizer) == texts_of(first.train, first.tokenizer)
 
 
+@pytest.mark.parametrize("mark", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<EOS>"])
+def test_marks_between_documents_are_warned_of_and_separate_when_asked(tmp_path: Path, mark: str) -> None:
+    data, stories = tmp_path / "stories.txt", documents(60)
+    data.write_text(f"\n{mark}\n".join(stories), encoding="utf-8")
+    whole, said = made(recipe_for(data), tmp_path / "out")
+    assert said.count("read as text") == 1
+    assert f"{data} has {mark}, which is read as text: if it ends documents, give --text.separator '{mark}'" in said
+    split, said = made(recipe_for(data, separator=mark), tmp_path / "out")
+    assert "read as text" not in said and split.text != whole.text
+    assert sorted(texts_of(split.train, split.tokenizer) + texts_of(split.val, split.tokenizer)) == sorted(stories)
+    data.write_text("an <s>old</s> mill\nsays end of text, <b>\n" * 400, encoding="utf-8")
+    assert "read as text" not in made(recipe_for(data), tmp_path / "out")[1]
+
+
 def test_errors_name_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, one of"):
         made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")

@@ -50,6 +50,31 @@ def folder(tmp_path: Path) -> Path:
 EXPECTED = [TEXTS[4], TEXTS[1], TEXTS[2], *TEXTS, *TEXTS, *TEXTS, "last", *TEXTS, *TEXTS]
 
 
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "\n---\n", "</s>"])
+@pytest.mark.parametrize("piece", [1 << 20, 40])
+def test_a_separator_ends_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, piece: int
+) -> None:
+    """Wherever it is in a line, and wherever a long document is cut."""
+    monkeypatch.setattr(formats, "TEXT_PIECE_CHARACTERS", piece)
+    stories = [f"Story {n}.\nIt goes on{' and on' * (n % 7)}\nThe end" for n in range(40)]
+    whole = f"\n{separator}\n".join(stories[:20]) + separator + separator.join(stories[20:]) + separator
+    (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(whole.encode()))
+    (tmp_path / "c.txt.zst").write_bytes(zstd(whole.encode()))
+    (tmp_path / "d.jsonl").write_bytes(json_lines([whole]))
+    found = list(read(tmp_path, separator=separator))
+    texts = [text for text, _ in found]
+    assert texts[-1] == whole, "the rows of other files have their own ends"
+    if piece > len(whole):
+        assert texts[:-1] == stories * 3
+    else:
+        assert "".join(texts[:-1]).replace("\n", "") == "".join(stories * 3).replace("\n", "")
+        assert max(map(len, texts[:-1])) < 3 * piece + 14 * 7
+    for count, (_, position) in enumerate(found):
+        assert list(read(tmp_path, position, separator=separator)) == found[count + 1 :]
+
+
 def test_every_format_is_read_in_sorted_order(folder: Path) -> None:
     assert [path.relative_to(folder).as_posix() for path in files(folder)] == [
         "a.txt",

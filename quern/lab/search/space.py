@@ -34,7 +34,7 @@ FORMS = (
 OTHER_TEXT = "changes the text or the validation text, so trials could not be compared"
 REFUSED = {
     **dict.fromkeys(("data", "val", "text.val_megabytes", "text.tinyworld_megabytes"), OTHER_TEXT),
-    **dict.fromkeys(("text.column", "text.tokenizer"), OTHER_TEXT),
+    **dict.fromkeys(("text.column", "text.separator", "text.tokenizer"), OTHER_TEXT),
     **dict.fromkeys(("seed", "data_seed"), "is what pairs the trials: set how many seeds with --seeds"),
     **dict.fromkeys(("name", "unused"), "does not change what is trained"),
     **dict.fromkeys(sorted(OPERATIONAL), "does not change what is learned"),
