@@ -22,7 +22,7 @@ from quern.text.chat import Message
 from quern.text.content import content_fingerprint
 from quern.text.documents import CONVERSATION_FORMATS, Conversation, conversation_rows
 from quern.text.hub import Fetched
-from quern.text.repository import PREFIX
+from quern.text.repository import PREFIX, local_copy
 from quern.text.sources import Where, format_of, list_source
 from quern.text.tinyworld import chat, corpus, skills
 from quern.text.tinyworld.prose import Pen
@@ -91,7 +91,7 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
     if asked.source in BUILT_IN_CONVERSATIONS:
         return _built_in(asked, recipe)
     if Path(asked.source).exists():
-        return _of_files(asked, {ALL: Path(asked.source)}, out, log)
+        return _of_files(asked, {ALL: own_files(asked, log)}, out, log)
     known = data_sets.DATASETS.get(asked.source)
     if not asked.source.startswith(PREFIX) and (known is None or known.kind not in ("conversations", "questions")):
         sets = [name for name, one in data_sets.DATASETS.items() if one.kind in ("conversations", "questions")]
@@ -103,6 +103,13 @@ def open_source(asked: ConversationSource, recipe: Recipe, out: Path, fetch: Fet
     if known is not None and known.kind == "conversations" and files.val:
         return _of_files(asked, {"train": files.train, "val": files.val}, out, log, public=True)
     return _of_files(asked, {ALL: files.train}, out, log, public=True)
+
+
+def own_files(asked: ConversationSource, log: Log = lambda line: None) -> Where:
+    """The user's file or folder, or the files of the split where the folder is a copy of a public set."""
+    path = Path(asked.source)
+    copy = local_copy(path, asked.split, "conversations", lambda line: log(f"conversations: {line}"))
+    return copy[0] if copy else path
 
 
 def _of_files(

@@ -27,7 +27,7 @@ from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY, Sampling
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, alone
-from quern.mixture.sources import read_rows
+from quern.mixture.sources import own_files, read_rows
 from quern.recipe import Recipe
 from quern.records import drop_torn_end
 from quern.runs.against import ANSWERS, CORE
@@ -381,7 +381,7 @@ def chats(recipe: Recipe) -> Sequence[tuple[str, ...]]:
     own = next((one for one in recipe.conversations or () if Path(one.source).exists()), None)
     if own is None or recipe.has_built_in_conversations:
         return CHATS
-    first = islice(read_rows(Path(own.source), column=own.column), SHOWN_CHATS)  # mixture/ holds these out
+    first = islice(read_rows(own_files(own), column=own.column), SHOWN_CHATS)  # mixture/ holds these out
     asked = [next((m["content"] for m in row.messages if m["role"] == "user"), None) for row in first]
     return [(text,) for text in asked if isinstance(text, str)]
 

@@ -34,6 +34,7 @@ from quern.text.encode.pool import UNIT_CHARACTERS, StartWorkers, on_processes
 from quern.text.encode.sample import sampled
 from quern.text.encode.write import never, write_shards
 from quern.text.formats import text_megabytes
+from quern.text.repository import TRAIN, local_copy
 from quern.text.sources import Listing, Where, format_of, list_source
 from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer, compression_report, split_pattern
@@ -137,14 +138,16 @@ def _filter(recipe: Recipe, texts: Callable[[str], Iterator[str]]) -> tuple[Call
 
 def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
     public = public_data(recipe, out, log)
-    path, separator = Path(recipe.data), recipe.text.separator
-    val: Where | None = Path(recipe.val) if recipe.val else (public.files.val or None if public else None)
-    listings = {"text": public.listing() if public else list_source(path)}
+    copy = None if public else local_copy(Path(recipe.data), TRAIN, "documents", lambda line: log(f"text: {line}"))
+    train, its_val = copy or (Path(recipe.data), public and public.files.val)
+    val: Where | None = Path(recipe.val) if recipe.val else its_val or None
+    listings = {"text": public.listing() if public else list_source(train)}
     if val is not None:
         listings["validation text"] = list_source(val)
     for what, listing in listings.items():
         for line in listing.lines(what):
             log(line)
+    separator = recipe.text.separator
     marked = None if separator else mark_in([path for listing in listings.values() for path in listing.files])
     if marked is not None:
         log(
@@ -159,7 +162,7 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
         return (text for text, _ in found)
 
     def whole() -> Iterator[str]:
-        return (text for file in public.training_files() for text in texts(file)) if public else texts(path)
+        return (text for file in public.training_files() for text in texts(file)) if public else texts(train)
 
     def documents(split: str) -> Iterator[str]:
         nonlocal held_out

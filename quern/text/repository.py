@@ -2,20 +2,22 @@
 
 A name is hf:OWNER/NAME[:CONFIG][@REVISION]. The card of a repository (README.md) may list its configs, their splits
 and the files of each; without such a list, a config is a folder, and a split is a word in a file's path. These are the
-rules of Hugging Face's library `datasets`, for files alone. This file opens no connection; hub.py lists and downloads.
+rules of Hugging Face's library `datasets`, for files alone. They hold for a local copy of a repository too. This file
+opens no connection; hub.py lists and downloads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from quern.text.data_sets import HUB, DataSet
-from quern.text.sources import FORMATS, format_of
+from quern.text.sources import FORMATS, format_of, list_source
+from quern.validate import install
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<config>[^@]+))?(?:@(?P<revision>\S+))?")
@@ -27,6 +29,9 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "test": ("test", "testing", "eval"),
 }
 """The names under which a split is known."""
+_NAMED = {word: re.compile(rf"(?:^|/)(?:{'|'.join(its)})(?![a-z])") for word, its in WORDS.items()}
+"""The beginning of the name of a file or folder of each split."""
+CARD = "README.md"
 DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
 PLAIN_BYTES = {".parquet": 2.0, ".gz": 3.0, ".zst": 3.0}
 """Bytes of text in a byte of a compressed file, an estimate."""
@@ -107,6 +112,60 @@ def data_set(repository: Repository, name: HubName, split: str, kind: Literal["d
     )
 
 
+class _Copy(HubName):
+    """A folder that is a copy of a repository, as messages name it."""
+
+    def __str__(self) -> str:
+        return f"{self.repository}/{self.config}".rstrip("/")
+
+
+def local_copy(
+    folder: Path, split: str, kind: Literal["documents", "conversations"], log: Callable[[str], None]
+) -> tuple[list[Path], list[Path]] | None:
+    """The files of a split and of the validation split, as `data_set` chooses them; None for another file or folder.
+
+    A copy of a repository has a card with a list of splits or features, or training files beside those of another split
+    or beside a card alone.
+
+    Raises:
+        ValueError: As `data_set`, or the card is damaged.
+        ImportError: The card lists files, and PyYAML is not installed.
+    """
+    if not folder.is_dir():
+        return None
+    found = {entry.path.relative_to(folder).as_posix(): entry.size for entry in list_source(folder).read}
+    files = {file: (size, None) for file, size in found.items() if _format(file) in READ}
+    card = (folder / CARD).read_text(encoding="utf-8", errors="replace") if CARD in found else ""
+    head = "".join(re.findall(r"\A---\s*\n(.*?)^---", card, re.DOTALL | re.MULTILINE))
+    keys = re.findall(r"^(configs|dataset_info):", head, re.MULTILINE)
+    named = [{word for word, its in _NAMED.items() if its.search(file.lower())} for file in files]
+    splits = set().union(*named)
+    if not files or not keys and not (TRAIN in splits and (len(splits) > 1 or card and all(named))):
+        return None
+    configs = _configs(folder / CARD, head) if "configs" in keys else ()
+    chosen = data_set(Repository(str(folder), files, configs), _Copy(str(folder)), split, kind)
+    others = len(found) - len(chosen.train) - len(chosen.val)
+    log(
+        f"{folder} is laid out as a data set of the Hugging Face Hub: '{split}' is {len(chosen.train):,} of its files, "
+        f"validation {len(chosen.val):,}, and {others:,} are not read; name files to read others"
+    )
+    return [folder / file for file in chosen.train], [folder / file for file in chosen.val]
+
+
+def _configs(card: Path, head: str) -> Sequence[Any]:
+    """The list `configs` of a card. head: its first lines, which are YAML."""
+    try:
+        import yaml
+
+        return yaml.safe_load(head)["configs"] or ()
+    except ImportError as error:
+        raise ImportError(f"{card} lists files in YAML ({error}): {install('data')}, or name the files") from error
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"{card} is damaged ({' '.join(str(error).split())}): correct it, or name the files"
+        ) from error
+
+
 def pinned(files: DataSet, repository: Repository) -> DataSet:
     """The files of a data set that data_sets.py lists, at the commit of a listing, with the digests that it states."""
     folder = _resolved(files.base)[1]
@@ -144,7 +203,7 @@ def _splits(repository: Repository, name: HubName, split: str) -> dict[str, tupl
     chosen = name.config or (default or list(configs))[0]
     if chosen not in configs or not (name.config or default or len(configs) == 1):
         raise ValueError(
-            f"{name}: name one of its configs, {_list(configs)}, as {PREFIX}{name.repository}:{next(iter(configs))}"
+            f"{name}: name one of its configs, {_list(configs)}, as {replace(name, config=next(iter(configs)))}"
         )
     body = configs[chosen]
     listed = body.get("data_files")

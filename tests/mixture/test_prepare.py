@@ -22,6 +22,7 @@ from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt
 from quern.runs import origin
 from quern.runs.origin import corpus_fingerprint
+from quern.stages.evaluate import chats
 from quern.text import content
 from quern.text.chat import render
 from quern.text.documents import read_conversations
@@ -253,6 +254,19 @@ def test_repeats_are_exact_and_even() -> None:
         counts = np.bincount(_repeated(1000, repeats, (0, 0)), minlength=1000)
         assert (counts.min(), counts.max(), counts.sum()) == (least, most, round(repeats * 1000))
     assert (_repeated(5, 1, (0, 0)) == np.arange(5)).all() and len(_repeated(5, 1e-6, (0, 0))) == 1
+
+
+def test_a_copy_of_a_public_set_is_read_by_split(tmp_path: Path) -> None:
+    for split in ("test", "train_gen", "train_sft"):
+        write(tmp_path / "copy" / "data" / f"{split}-00000-of-00001.jsonl", talks(20, split))
+    (tmp_path / "copy" / "README.md").write_text("---\ndataset_info: {}\n---\n", encoding="utf-8")
+    lines: list[str] = []
+    source = ConversationSource(str(tmp_path / "copy"), split="train_sft")
+    mixture = prepared((source,), tmp_path / "out", lines)
+    found = texts(mixture.val) + texts(mixture.train)
+    assert found == [f"question {number} of train_sft" for number in range(20)]
+    assert [line for line in lines if "is laid out as a data set of the Hugging Face Hub: 'train_sft' is 1" in line]
+    assert chats(asking((source,)))[0] == ("question 0 of train_sft",)
 
 
 def test_the_column_of_the_messages_is_named(tmp_path: Path) -> None:

@@ -347,6 +347,28 @@ def test_marks_between_documents_are_warned_of_and_separate_when_asked(tmp_path:
     assert "read as text" not in made(recipe_for(data), tmp_path / "out")[1]
 
 
+def test_a_copy_of_a_hub_repository_is_read_as_the_hubs_own(tmp_path: Path) -> None:
+    data = tmp_path / "copy"
+    (data / "data").mkdir(parents=True)
+    (data / "README.md").write_text("---\ndataset_info: {}\n---\nA card.\n", encoding="utf-8")
+    splits = {name: [f"{name} {text}" for text in documents(40)] for name in ("train", "test", "validation")}
+    for name, texts in splits.items():
+        write_jsonl(data / "data" / f"{name}-00000-of-00001.jsonl", texts)
+    found, said = made(recipe_for(data), tmp_path / "out")
+    assert texts_of(found.train, found.tokenizer) == splits["train"]
+    assert texts_of(found.val, found.tokenizer) == splits["validation"]
+    assert (
+        f"{data} is laid out as a data set of the Hugging Face Hub: 'train' is 1 of its files, validation 1, and 2"
+        in said
+    )
+    own, _ = made(replace(recipe_for(data), val=str(data / "data" / "test-00000-of-00001.jsonl")), tmp_path / "out")
+    assert texts_of(own.val, own.tokenizer) == splits["test"]
+    (data / "data" / "validation-00000-of-00001.jsonl").unlink()
+    held, _ = made(recipe_for(data), tmp_path / "out")
+    both = texts_of(held.train, held.tokenizer) + texts_of(held.val, held.tokenizer)
+    assert sorted(both) == sorted(splits["train"])
+
+
 def test_errors_name_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file, folder or data set; use tinyworld, a path, one of"):
         made(recipe_for(tmp_path / "nowhere"), tmp_path / "out")

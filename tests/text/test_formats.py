@@ -37,6 +37,15 @@ def test_tables_hold_a_document_a_row(tmp_path: Path, ending: str, delimiter: st
     assert texts(zipped) == TRICKY
 
 
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_quotes_count_at_the_beginning_of_a_field(tmp_path: Path, ending: str) -> None:
+    rows = ["text,n", "He is 5' 11\" tall,1", '"To be', 'or, or not to be",2', '"a ""mill""",3']
+    path = tmp_path / f"a{ending}"
+    path.write_text("\n".join(rows).replace(",", "," if ending == ".csv" else "\t") + "\n", encoding="utf-8")
+    joined = "To be\nor, or not to be" if ending == ".csv" else "To be\nor\t or not to be"
+    assert texts(path) == ["He is 5' 11\" tall", joined, 'a "mill"']
+
+
 def test_random_tables_are_read_as_pyarrow_reads_them(tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = ["".join(rng.choices('ab ",\n\r\t世', k=rng.randint(1, 30))) for _ in range(300)]
@@ -52,6 +61,7 @@ def test_damaged_tables_are_named_by_line(tmp_path: Path) -> None:
         ('id,text\n1,"a\nb"\n2,x,y\n', "a.csv, line 4: the row has 3 fields, but the first row names 2"),
         ('id,text\n1,x\n2,"never ends\n', r"a.csv, line 3: cannot be read as .csv \(unexpected end of data\)"),
         ('id,text\n1,"a" b\n', "a.csv, line 2: cannot be read as .csv"),
+        ("text,text\none,two\n", "a.csv, line 1: two columns are named 'text': rename one of them"),
         ("id,body\n1,x\n", "a.csv: there is no 'text', only 'id', 'body': name the .* with --text.column NAME$"),
         (f"{'long ' * 30},{'x,' * 30}y\n", "…'.* and 20 more: name the one"),
     ]:

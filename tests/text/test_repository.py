@@ -1,8 +1,10 @@
 """Which files of a repository are read: by the card's list, by folders, by words in paths."""
 
+from pathlib import Path
+
 import pytest
 
-from quern.text.repository import HubName, Repository, data_set
+from quern.text.repository import HubName, Repository, data_set, local_copy
 
 
 def chosen(files: str, name: str = "hf:a/b", split: str = "train", configs: list | None = None) -> tuple[str, str]:
@@ -117,3 +119,66 @@ def test_tokens_are_estimated_from_the_sizes() -> None:
     name = HubName("a/b")
     for file, tokens in (("a.jsonl", 250), ("a.parquet", 500), ("a.jsonl.gz", 750)):
         assert data_set(Repository("", {file: (1000, None)}), name, "train", "documents").file_tokens == tokens
+
+
+CARD = "---\nlicense: mit\ndataset_info:\n  features: []\n---\n# Card\n"
+CONFIGS = """---
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/a*}
+  - {split: validation, path: en/b*}
+- config_name: de
+  data_files: de/*
+---
+"""
+
+DEFAULT = CONFIGS.replace("name: en", "name: default")
+
+
+@pytest.mark.parametrize(
+    ("files", "card", "expected"),
+    [
+        ("data/train-0.jsonl data/test-0.jsonl data/validation-0.jsonl", CARD,
+         ("data/train-0.jsonl", "data/validation-0.jsonl")),
+        ("train.csv test.csv", None, ("train.csv", "")),
+        ("train/0.txt train/1.txt dev/0.txt LICENSE.txt", None, ("train/0.txt train/1.txt", "dev/0.txt")),
+        ("data/train-0.parquet", "# Card", ("data/train-0.parquet", "")),
+        ("shards/0.jsonl shards/1.jsonl.gz", CARD, ("shards/0.jsonl shards/1.jsonl.gz", "")),
+        ("en/a.jsonl en/b.jsonl de/c.jsonl", DEFAULT, ("en/a.jsonl", "en/b.jsonl")),
+        # Folders of one's own.
+        ("paris.txt london.txt", "# My travels", None),
+        ("train-journey.txt paris.txt", "# My travels", None),
+        ("training.txt", None, None),
+        ("trains.txt tests.txt", "# My words", None),
+        ("train.md test.md", "---\ntitle: notes\n---\n", None),
+        ("notes.md", CARD, None),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_a_copy(
+    tmp_path: Path, files: str, card: str | None, expected: tuple[str, str] | None
+) -> None:
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    if card is not None:
+        (tmp_path / "README.md").write_text(card, encoding="utf-8")
+    said: list[str] = []
+    found = local_copy(tmp_path, "train", "documents", said.append)
+    assert len(said) == (expected is not None)
+    names = found and tuple(" ".join(path.relative_to(tmp_path).as_posix() for path in part) for part in found)
+    assert names == expected
+
+
+def test_a_card_of_a_copy_is_obeyed_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "en").mkdir()
+    (tmp_path / "en" / "a.jsonl").write_text("x", encoding="utf-8")
+    for card, message in [
+        (CONFIGS, f"^{tmp_path}: name one of its configs, en, de, as {tmp_path}/en$"),
+        (DEFAULT.replace("a*", "c*").replace("b*", "c*"),
+         f"^{tmp_path} has no split 'train': its splits are none$"),
+        ("---\nconfigs: [\n---\n", "README.md is damaged .*: correct it, or name the files$"),
+    ]:  # fmt: skip
+        (tmp_path / "README.md").write_text(card, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            local_copy(tmp_path, "train", "documents", lambda line: None)
