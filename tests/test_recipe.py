@@ -209,6 +209,7 @@ def test_every_number_of_a_recipe_has_its_range() -> None:
 # What follows from depth ------------------------------------------------------------------------------------
 
 OPEN = {
+    "text.separator",
     "text.tokenizer",
     "model.bos",
     "optim.table_decay_scale",
@@ -237,7 +238,7 @@ def test_what_is_set_is_kept() -> None:
         for field in fields(kind):
             if getattr(getattr(BASE, part), field.name) is None and field.name != "depth":
                 own = {"kv_heads": 2, "vocab_size": 777, "dropout": 0.1, "norm_eps": 0.1}
-                own |= {"tokenizer": "t.json", "tests": "tests/"}
+                own |= {"separator": "</s>", "tokenizer": "t.json", "tests": "tests/"}
                 value = own.get(field.name, 1024)
                 resolved = resolve(changed(part, field.name, value))
                 assert getattr(getattr(resolved, part), field.name) == value, f"{part}.{field.name}"

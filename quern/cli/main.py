@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import os.path
 import signal
 import sys
 import unicodedata

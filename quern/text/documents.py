@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from quern.text.chat import Message, parts
 from quern.text.conversations import KEYS, no_shape, to_messages
-from quern.text.formats import MissingColumns, converted, place
+from quern.text.formats import MissingColumns, converted, place, records
 from quern.text.sources import Where, files, format_of, list_source
 
 CONVERSATION_FORMATS = (".jsonl", ".json", ".parquet")

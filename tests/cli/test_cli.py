@@ -224,7 +224,7 @@ def test_help_names_units_and_defaults_of_the_recipe(capsys: pytest.CaptureFixtu
         ("pretrain --train.batch-tokens 10", "train.batch-tokens must be a multiple of model.context, .* at least 512"),
         ("pretrain unet --depth 3 --no-compile --dtype fp32", "unet needs an even depth|depth must be even"),
         ("pretrain unet --model.kv-heads 1 --no-compile --dtype fp32", "kv-heads|key-value heads"),
-        ("pretrain --model.kv-heads 3 --no-compile", r"kv-heads must divide the 2 heads: one of \[1, 2\], not 3"),
+        ("pretrain --model.kv-heads 3 --no-compile", r"kv-heads must divide the 4 heads: one of \[1, 2, 4\], not 3"),
         ("pretrain --track mlflow", "--track takes one of tensorboard, wandb, not 'mlflow'"),
     ],
 )
