@@ -346,7 +346,7 @@ def test_a_tilde_is_the_home_folder(
     assert [*found, recipe.rl.data] == [str(home / name) for name in "a.txt b.txt c.jsonl t.json d e".split()]
     assert str(home / "out") in refused(capsys, "report", "--out=~/out")
     (home / "a.txt").write_text("the mill grinds the grain of the miller\n" * 200, encoding="utf-8")
-    assert main.main("tokenizer --data=~/a.txt --out=~/out --text.vocab-size 300".split()) == 0
+    assert main.main(["tokenizer", "--data=~/a.txt", "--out=~/out", "--text.vocab-size", "300"]) == 0
     assert (home / "out" / "tokenizers").is_dir() and [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
