@@ -234,7 +234,7 @@ class SftRecipe:
     steps: int | None = None
     """Optimizer steps; by default from epochs."""
     batch_tokens: int | None = None
-    """Tokens in one optimizer step; pretraining's, 4,096 at most (or one row)."""
+    """Tokens in one optimizer step; pretraining's, or fewer where the conversations would not last for 1,000 steps."""
     lr_share: float = 0.3
     """Share of sqrt(batch / 2^19) that multiplies every peak rate."""
     warmdown_share: float = 1.0

@@ -23,8 +23,16 @@ READINGS_OF_FULL_DECAY = 5
 """Readings of the text from which the tables' decay follows batch and horizon as the matrices' decay does."""
 
 
-def resolve(recipe: Recipe) -> Recipe:
-    """Fills every None from `depth` and checks every value. Raises ValueError saying what to do instead."""
+def resolve(recipe: Recipe, replicas: int = 1) -> Recipe:
+    """Fills every None that follows from `depth`, and checks every value.
+
+    Args:
+        recipe: What the user asked for.
+        replicas: Data-parallel ranks, of which each reads at least one row of every batch.
+
+    Raises:
+        ValueError: A value is wrong; the message says what to do instead.
+    """
     validate.check(recipe)
     depth = recipe.depth
     small = depth < 8
@@ -46,10 +54,8 @@ def resolve(recipe: Recipe) -> Recipe:
     )
     validate.check_shape(model)
     assert model.context
-    validate.check_rows(recipe.train, recipe.sft, model.context)
-    train = _resolve_train(recipe.train, model)
-    assert train.batch_tokens
-    sft_tokens = min(train.batch_tokens, max(model.context, SFT_BATCH_TOKENS)) // model.context * model.context
+    validate.check_rows(recipe.train, recipe.sft, model.context, replicas)
+    train = _resolve_train(recipe.train, model, replicas)
     return replace(
         recipe,
         data_seed=recipe.seed if recipe.data_seed is None else recipe.data_seed,
@@ -57,7 +63,6 @@ def resolve(recipe: Recipe) -> Recipe:
         model=model,
         optim=_resolve_optim(recipe, train, width),
         train=train,
-        sft=replace(recipe.sft, batch_tokens=recipe.sft.batch_tokens or sft_tokens),
     )
 
 
@@ -107,14 +112,14 @@ def fine_tuning_rates(recipe: Recipe, share: float, batch_tokens: int) -> Recipe
     return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **no_decay))
 
 
-def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
+def _resolve_train(train: TrainRecipe, model: ModelRecipe, replicas: int) -> TrainRecipe:
     assert model.depth and model.width and model.vocab_size and model.context
     parameters = 12 * model.depth * model.width**2 + model.vocab_size * model.width
     if train.steps is not None and train.batch_tokens is not None:
         horizon_tokens = float(train.steps * train.batch_tokens)
     else:
         horizon_tokens = train.horizon_ratio * parameters
-    batch_tokens = train.batch_tokens or batch_rule(horizon_tokens, model.context)
+    batch_tokens = train.batch_tokens or batch_rule(horizon_tokens, model.context, replicas)
     steps = train.steps or max(1, round(horizon_tokens / batch_tokens))
     return replace(
         train,
@@ -130,17 +135,37 @@ def _resolve_train(train: TrainRecipe, model: ModelRecipe) -> TrainRecipe:
 MICRO_BATCH_TOKENS = 4096
 MINIMUM_STEPS = 2000
 MINIMUM_BATCH_TOKENS = 4096
-SFT_BATCH_TOKENS = 4096  # conversations are few: larger batches would leave too few steps
+FINE_TUNING_STEPS = 1000
 
 
-def batch_rule(horizon_tokens: float, context: int) -> int:
+def batch_rule(horizon_tokens: float, context: int, replicas: int = 1) -> int:
     """Tokens in a batch for a horizon: 2^round(log2(2^19 · (D / D_reference)^0.383)), and few enough for 2,000 steps.
 
     The power law was fitted from depth 12 to 26; on horizons of a few million tokens it would leave too few steps
-    to learn in, which is what the second bound repairs. Not below 4,096, under which processors idle, nor one row;
-    whole rows, where the context is no power of two.
+    to learn in, which is what the second bound repairs. Not below 4,096, under which processors idle, nor one row for
+    each replica; whole rows, where the context is no power of two.
     """
     fitted = REFERENCE_BATCH_TOKENS * (horizon_tokens / REFERENCE_HORIZON_TOKENS) ** 0.383
-    wanted = min(fitted, horizon_tokens / MINIMUM_STEPS)
-    tokens = max(context, MINIMUM_BATCH_TOKENS, 2 ** round(math.log2(max(1.0, wanted))))
+    return _whole_rows(min(fitted, horizon_tokens / MINIMUM_STEPS), context, replicas)
+
+
+def sft_batch_rule(recipe: Recipe, conversation_tokens: int, replicas: int = 1) -> int:
+    """Tokens in a batch of fine-tuning: pretraining's, and few enough for 1,000 steps.
+
+    nanochat fine-tunes with pretraining's own batch, on conversations enough for about 1,000 steps of it; fewer
+    conversations would leave too few steps to learn in.
+
+    Args:
+        recipe: Resolved.
+        conversation_tokens: Tokens of the conversations, each counted once.
+        replicas: Data-parallel ranks.
+    """
+    context, pretraining = recipe.model.context, recipe.train.batch_tokens
+    assert context and pretraining
+    tokens = _whole_rows(recipe.sft.epochs * conversation_tokens / FINE_TUNING_STEPS, context, replicas)
+    return max(context * replicas, min(tokens, pretraining // context * context))
+
+
+def _whole_rows(wanted: float, context: int, replicas: int) -> int:
+    tokens = max(context * replicas, MINIMUM_BATCH_TOKENS, 2 ** round(math.log2(max(1.0, wanted))))
     return tokens // context * context

@@ -106,15 +106,21 @@ def check_shape(model: ModelRecipe) -> None:
     )
 
 
-def check_rows(train: TrainRecipe, sft: SftRecipe, context: int) -> None:
-    """Checks that batches consist of whole rows."""
+def check_rows(train: TrainRecipe, sft: SftRecipe, context: int, replicas: int) -> None:
+    """Checks that batches consist of whole rows, at least one for each replica."""
     for name, tokens in [("train.batch-tokens", train.batch_tokens), ("sft.batch-tokens", sft.batch_tokens)]:
-        if tokens is None or tokens % context == 0:
+        if tokens is None:
             continue
         below, above = tokens // context * context, -(-tokens // context) * context
         instead = f"{below} or {above}" if below else f"at least {above}"
-        raise ValueError(
-            f"{name} must be a multiple of model.context, since rows have {context} tokens: {instead}, not {tokens}"
+        _refuse(
+            tokens % context != 0,
+            f"{name} must be a multiple of model.context, since rows have {context} tokens: {instead}, not {tokens}",
+        )
+        _refuse(
+            tokens < replicas * context,
+            f"{name} must hold a row of {context} tokens for each of {replicas} replicas: at least "
+            f"{replicas * context}, not {tokens}; or use fewer ranks",
         )
     micro: Any = train.micro_batch_tokens
     _refuse(

@@ -12,5 +12,6 @@ if [ $# -lt 1 ] || [ -z "${MEET:-}" ]; then
     sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
-exec quern pretrain "$@" --resume --nodes "${NODES:-2}" --ranks "${GPUS:-8}" --restarts "${RESTARTS:-3}" \
+. "$(dirname "$0")/find-quern.sh"
+exec "${quern[@]}" pretrain "$@" --resume --nodes "${NODES:-2}" --ranks "${GPUS:-8}" --restarts "${RESTARTS:-3}" \
     --rendezvous "$MEET"

@@ -22,7 +22,8 @@ case ${1--} in
     *) set -- --text.tokenizer "$@" ;;
 esac
 
-exec quern pretrain unet --run speedrun \
+. "$(dirname "$0")/find-quern.sh"
+exec "${quern[@]}" pretrain unet --run speedrun \
     --data "$data" --text.val-megabytes 41.94304 \
     --depth 12 --model.width 768 --model.heads 6 --model.head-dim 128 --model.context 49152 \
     --train.steps 1770 --train.batch-tokens 393216 --train.micro-batch-tokens 49152 \

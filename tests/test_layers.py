@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "quern").rglob("*.py"))
 
 LAYERS = (
     (
-        *"machine compiler mesh recipe resolve recipe_file validate".split(),
+        *"machine compiler mesh recipe resolve validate".split(),
         *"unavailable bounds records temporaries terminal child waits".split(),
     ),  # files of quern/ itself; these may import each other
     ("text", "data", "flags", "cluster", "kernels", "kernels.attention", "optim"),
@@ -35,6 +35,7 @@ LAYERS = (
     ("bench.gpu", "lab.board", "lab.scaling", "lab.search"),
     ("lab.log",),
     ("cli",),  # verbs over all of the above
+    ("__main__",),
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 LEAVES = {

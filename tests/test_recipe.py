@@ -14,7 +14,14 @@ from quern.model.count import flops_per_token, parameters
 from quern.model.gpt import GPT
 from quern.recipe import ConversationSource, ModelRecipe, OptimRecipe, Recipe, SftRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from quern.resolve import MINIMUM_BATCH_TOKENS, REFERENCE_BATCH_TOKENS, batch_rule, resolve, table_decay_rule
+from quern.resolve import (
+    MINIMUM_BATCH_TOKENS,
+    REFERENCE_BATCH_TOKENS,
+    batch_rule,
+    resolve,
+    sft_batch_rule,
+    table_decay_rule,
+)
 from tests.support.toy_training import toy_recipe
 
 PARTS = {
@@ -213,6 +220,7 @@ OPEN = {
     "text.tokenizer",
     "model.bos",
     "optim.table_decay_scale",
+    "sft.batch_tokens",
     "model.mlp_width",
     "model.norm_eps",
     "model.dropout",
@@ -290,12 +298,37 @@ def test_the_batch_is_a_power_of_two_that_grows_with_the_horizon(context: int) -
         assert batch == batches[0] or horizon / batch >= 2000 / math.sqrt(2) - 1
 
 
+@pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("context", [48, 1000, 5000])
-def test_batches_that_follow_are_whole_rows(context: int) -> None:
-    recipe = resolve(changed("model", "context", context))
-    assert (recipe.train.batch_tokens or 0) % context == (recipe.sft.batch_tokens or 0) % context == 0
-    assert (recipe.train.batch_tokens or 0) > 4096 - context
-    assert resolve(recipe) == recipe
+def test_batches_that_follow_are_whole_rows_and_each_replica_has_one(context: int, replicas: int) -> None:
+    recipe = resolve(changed("model", "context", context), replicas)
+    for tokens in (recipe.train.batch_tokens or 0, *(sft_batch_rule(recipe, n, replicas) for n in (1, 10**6, 10**9))):
+        assert tokens % context == 0 and tokens >= replicas * context and tokens > 4096 - context
+    assert resolve(recipe, replicas) == recipe
+
+
+@pytest.mark.parametrize(
+    ("depth", "tokens", "replicas", "steps"),
+    [
+        (4, 512_000, 1, 250),  # the quickstart: 4,096 tokens, as little as keeps a processor busy
+        (12, 300_000_000, 8, 1144),  # web-scale conversations: pretraining's own 2^19 tokens
+        (24, 300_000_000, 8, 1144),  # fewer than pretraining's 2^20, which would leave 572
+        (12, 60_000, 1, 29),  # a few hundred conversations
+        (12, 60_000, 8, 7),  # no fewer rows than ranks
+        (12, 10_000_000_000, 1, 38146),  # pretraining's batch, not a larger one
+    ],
+)
+def test_fine_tunings_batch_leaves_steps_enough(depth: int, tokens: int, replicas: int, steps: int) -> None:
+    recipe = resolve(replace(BASE, depth=depth), replicas)
+    assert int(recipe.sft.epochs * tokens / sft_batch_rule(recipe, tokens, replicas)) == steps
+
+
+def test_a_batch_that_was_asked_for_holds_a_row_for_each_replica() -> None:
+    assert resolve(changed("train", "batch_tokens", 1024), 2).train.batch_tokens == 1024
+    for part in ("train", "sft"):
+        message = f"{part}.batch-tokens must hold a row of 512 tokens for each of 3 replicas: at least 1536, not 1024"
+        with pytest.raises(ValueError, match=message):
+            resolve(changed(part, "batch_tokens", 1024), 3)
 
 
 def test_steps_and_batch_fix_the_horizon_that_the_rates_follow() -> None:

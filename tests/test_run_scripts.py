@@ -1,20 +1,31 @@
-"""The scripts under runs/: their commands are commands of the real CLI, and the whole way runs on two ranks.
+"""The scripts under runs/: their commands are commands of the real CLI, their numbers suit every stage, and the whole
+way runs on three ranks.
 
-A script runs with stand-ins for `quern` and for Slurm's programs, which only note their arguments.
+A copy of a script runs with stand-ins for `quern` and for Slurm's programs, which only note their arguments.
 """
 
 import json
 import os
 import random
+import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quern.cli import verbs
-from quern.cli.options import PretrainOptions
+from quern.cli.options import PretrainOptions, RunAllOptions
+from quern.data.loader import Loader
+from quern.data.shards import Corpus
+from quern.parallel.layout import lay_out
+from quern.resolve import resolve
+from quern.stages.pretrain import make_batches
+from quern.stages.sft import fit_to_conversations, sft_recipe
 from tests.eval.test_core import rows_of
 from tests.parallel.test_faults import lines_with
 from tests.support.faulty_ranks import FaultyRanks
@@ -29,19 +40,26 @@ SLURM = {"SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_ID": "123", "SLURM_JOB_NUM_NO
 Commands = Callable[..., list[list[str]]]
 
 
+def program(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture
 def commands(tmp_path: Path) -> Commands:
     """Runs a script, and returns the arguments of each of its calls of `quern`."""
+    shutil.copytree(RUNS, tmp_path / "runs")  # beside which there is no .venv
     for name, body in STAND_INS.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, body)
 
     def run(script: list[str], **variables: str) -> list[list[str]]:
         notes = tmp_path / "notes"
         notes.write_bytes(b"")
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         env = os.environ | {"PATH": path, "NOTES": str(notes)} | variables
-        subprocess.run(["bash", *script], check=True, env=env, cwd=RUNS.parent, timeout=60)
+        subprocess.run(["bash", *script], check=True, env=env, cwd=tmp_path, timeout=60)
         return [line.split("\0")[:-1] for line in notes.read_text(encoding="utf-8").splitlines()]
 
     return run
@@ -74,58 +92,130 @@ def test_the_command_is_one_of_pretrain(
     assert options.recipe.depth == (12 if script == "speedrun.sh" else 20)
 
 
+@pytest.mark.parametrize("place", ["beside", "in PATH", "of python", "nowhere"])
+def test_quern_is_found_without_an_active_environment(place: str, tmp_path: Path) -> None:
+    shutil.copytree(RUNS, tmp_path / "clone/runs")
+    say = 'echo "$0 $*"'
+    found = {
+        "beside": program(tmp_path / "clone/.venv/bin/quern", say) if place == "beside" else None,
+        "in PATH": program(tmp_path / "bin/quern", say) if place in ("beside", "in PATH") else None,
+        "of python": program(tmp_path / "bin/python", f'[ "$1" = -c ] || {say}') if place == "of python" else None,
+    }
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    script = [tmp_path / "clone/runs/speedrun.sh", "tokens", "--help"]
+    told = subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    if place == "nowhere":
+        install = f"quern is not installed: run `make setup` in {tmp_path / 'clone'}, or activate its environment"
+        assert told.returncode == 1 and told.stderr == f"{script[0]}: {install}\n"
+    elif place == "of python":
+        assert told.stdout.startswith(f"{found[place]} -m quern pretrain unet --run speedrun "), told.stderr
+    else:
+        assert told.stdout.startswith(f"{found[place]} pretrain unet --run speedrun --data tokens "), told.stderr
+
+
 def test_the_file_for_a_rented_machine_starts_the_whole_way(commands: Commands) -> None:
     yaml = pytest.importorskip("yaml", reason="needs pyyaml")
     task = yaml.safe_load((RUNS / "skypilot.yaml").read_text(encoding="utf-8"))
     assert task["resources"]["accelerators"]["H100"] == 8
     variables = {name: str(value) for name, value in task["envs"].items()}
-    # The machine's .venv comes first in its PATH; here the stand-in does.
-    line = task["run"].replace("PATH=$PWD/.venv/bin:$PATH", "").strip()
-    found = commands(["-c", line], SKYPILOT_NUM_GPUS_PER_NODE="8", **variables)
-    assert [rest[0] for rest in found] == ["prepare", "pretrain", "evaluate", "sft", "evaluate", "report"]
-    _, pretrain, *_ = found
-    options, _ = verbs.parse("pretrain", pretrain[1:], PretrainOptions)
+    found = commands(["-c", task["run"].strip()], SKYPILOT_NUM_GPUS_PER_NODE="8", **variables)
+    assert [rest[0] for rest in found] == [*["evaluate"] * 2, "prepare", "run", *["evaluate"] * 2, "report"]
+    options, _ = verbs.parse("run", found[3][1:], RunAllOptions)
     assert (options.recipe.data, options.recipe.depth, options.ranks) == ("climbmix", 24, 8)
     assert options.where.run == "speedrun-gpt"
 
 
+@pytest.fixture(scope="module")
+def talks() -> Callable[[int], Corpus]:
+    """Makes so many conversations of 600 tokens."""
+    ids = np.arange(600, dtype=np.int32)
+    one = Corpus.from_arrays([ids], [ids > 300])
+    return lambda count: one.part(np.zeros(count, dtype=np.int64))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_numbers_of_the_flagship_suit_every_stage(
+    ranks: int, commands: Commands, talks: Callable[[int], Corpus]
+) -> None:
+    """The script's own command, for every depth from 4 to 26: model and optimizer are laid out for the ranks, without
+    memory, and each rank reads rows of a batch of each stage. Fine-tuning has steps enough, and not too many."""
+    *_, run, _, _, _ = commands(["runs/speedrun-gpt.sh"], GPUS=str(ranks))
+    assert run[0] == "run"
+    options, _ = verbs.parse("run", run[1:], RunAllOptions)
+    for depth in range(4, 27):
+        base = resolve(replace(options.recipe, depth=depth), options.ranks // options.tp)
+        if depth in (4, 8, 26):
+            lay_out(base, torch.bfloat16, options.ranks, options.tp)
+        batches = make_batches(base, talks(100))
+        assert all(batches.batch(0, rank, ranks).rows for rank in range(ranks))
+        steps = []
+        for count in (3, 30_000, 500_000):
+            tuned = fit_to_conversations(sft_recipe(options.recipe, base), talks(count), ranks)
+            context, tokens = tuned.model.context or 0, tuned.sft.batch_tokens or 0
+            assert tokens <= (base.train.batch_tokens or 0) and tokens % context == 0
+            loader = Loader(talks(3), context, tokens // context, too_long="crop")
+            assert all(loader.batch(0, rank, ranks).rows for rank in range(ranks))
+            steps.append(2 * count * 600 / tokens)
+        assert steps[1] > 500 and (depth < 8 or steps[2] < 3000), (depth, steps)
+
+
 TOY = {
     "DEPTH": "2",
-    "GPUS": "2",
+    "GPUS": "3",
     "DATA": "text.jsonl",
     "TEXT": "--text.vocab-size 320",
     "CONVERSATIONS": "spelling,limit=60 tinyworld,limit=60",
-    "SFT": "--sft.steps 4 --sft.batch-tokens 512",
     "MACHINE": "--no-compile --dtype fp32 --threads 1 --device cpu",
 }
-PRETRAIN = """--model.width 32 --model.head-dim 16 --model.context 256 --train.batch-tokens 512 --train.steps 6
- --train.log-every 2""".split()
+SIZES = "--model.width 32 --model.head-dim 16 --model.context 2048 --train.steps 3 --sft.steps 2 --questions 2".split()
+"""Below depth 8 the context is shorter; that of the flagship leaves few rows in a batch."""
 
 
-def test_the_whole_way_on_two_ranks(commands: Commands, faulty_server: FaultyRanks, tmp_path: Path) -> None:
+def test_the_whole_way_on_three_ranks(commands: Commands, faulty_server: FaultyRanks, tmp_path: Path) -> None:
     """Every command of runs/speedrun-gpt.sh, at toy size, with the files of two tasks."""
     files: dict[str, list[dict[str, Any]]] = {"copa": rows_of("choice", 12, random.Random(0))}
     files["mmlu"] = [{"question": f"{n} and {n}?", "choices": ["1", "2", "3"], "answer": n % 3} for n in range(12)]
     for name, rows in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     variables = TOY | {"CORE": f"--bundle {tmp_path} --limit 8", "CHAT": "--limit 6", "CHAT_DATA": str(tmp_path)}
-    script = [str(RUNS / "speedrun-gpt.sh"), *PRETRAIN]
     said = []
-    for arguments in commands(script, **variables):
-        ranks = 2 if "--ranks" in arguments else 1
+    for arguments in commands(["runs/speedrun-gpt.sh", *SIZES], **variables):
+        ranks = 3 if "--ranks" in arguments and "--check" not in arguments else 1
         found = faulty_server(arguments, ranks=ranks)
         assert found["result"] in (0, None) and found["exits"] == [[0] * ranks], (arguments, found["said"])
         said.append(found["said"])
-    prepared, pretrained, core, tuned, chat, reported = said
+    _, _, prepared, ran, core, chat, reported = said
     # Another test of this server may have prepared the text already.
-    assert lines_with("tokens: ", prepared) and lines_with("is up to date", pretrained), "the ranks find it prepared"
-    assert "pretraining: 6 steps of 512 tokens" in pretrained and "fine-tuned on" in tuned
+    assert lines_with("tokens: ", prepared) and lines_with("is up to date", ran), "the ranks find it prepared"
+    assert "pretraining: 3 steps of 6,144 tokens" in ran and "fine-tuned on" in ran
     assert lines_with("copa", core) and lines_with("mean of 1 of CORE's 22 tasks", core)
     assert lines_with("chat/mmlu", chat) and lines_with("chat/spelling", chat)
     run = faulty_server.folder / "out/runs/speedrun-gpt"
+    tuned = json.loads((run / "sft/recipe.json").read_text(encoding="utf-8"))
+    assert tuned["sft"]["batch_tokens"] == 6144, "a row for each rank"
     scores = (json.loads(line) for line in (run / "evaluate.jsonl").read_text(encoding="utf-8").splitlines())
     assert {("pretrain", "core/copa", 8), ("sft", "chat/mmlu", 6)} <= {
         (s["stage"], s["task"], s["count"]) for s in scores
     }
     report = (run / "report.md").read_text(encoding="utf-8")
     assert lines_with("report: ", reported) and "core/copa" in report and "chat/mmlu" in report
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"CORE": "--bundle nowhere"}, "nowhere"),
+        ({"CHAT_DATA": "nowhere"}, "nowhere"),
+    ],
+)
+def test_what_the_evaluation_would_refuse_is_refused_first(
+    variables: dict[str, str], message: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "copa.jsonl").write_text(json.dumps(rows_of("choice", 1, random.Random(0))[0]) + "\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    asked = [one for one in commands(["runs/speedrun-gpt.sh"], **({"CORE": "--bundle ."} | variables))]
+    checks = asked[: [one[0] for one in asked].index("prepare")]
+    assert all(one[0] == "evaluate" and "--check" in one for one in checks) and checks
+    with pytest.raises((ValueError, OSError), match=message):
+        for one in checks:
+            assert verbs.verb_evaluate("evaluate", one[1:]) == 0

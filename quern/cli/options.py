@@ -205,6 +205,8 @@ class EvaluateOptions(_ModelOptions):
     which is read once for it."""
     against: Annotated[str | None, UNSAID] = None
     """Ask nothing; compare the answers on disk with those of this RUN or RUN/STAGE, item by item. Default: evaluate."""
+    check: bool = False
+    """Ask nothing; check that the tasks that are named can be asked: names, files, packages. Needs no model."""
     harness: tuple[str, ...] = ()
     """Also ask these tasks of lm-evaluation-harness: names, or files NAME.yaml. Needs the extra `eval`."""
     ranks: int = 1

@@ -26,7 +26,7 @@ from quern.cli.options import (
     log,
 )
 from quern.cli.summaries import OF_A_RUN, described
-from quern.mesh import refuse_uneven, refuse_unshared
+from quern.mesh import alone, refuse_uneven, refuse_unshared
 from quern.recipes import load_recipe, recipe_names
 from quern.records import find_trackers
 from quern.unavailable import refuse_idle
@@ -134,7 +134,7 @@ def on_ranks(
         refuse_unshared(ranks, options.tp, options.zero)
     if ranks > 1 and here.ranks == 1:
         if verb in ("pretrain", "run"):
-            resolve(options.recipe)  # refuses bad values before any rank starts
+            resolve(options.recipe, ranks // options.tp)  # refuses bad values before any rank starts
         how = (options.ranks, options.restarts, options.nodes, options.rendezvous, stopped)
         return launch.launch([verb, *rest], *how)
     rank_log = log if here.main else lambda line: None
@@ -200,6 +200,14 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     if options.against is not None:
         compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
         return 0
+    if options.check:
+        named = (options.tasks, options.bundle, options.limit, options.chat_data, options.samples)
+        evaluate.find_tasks_named(where.run_dir, alone(), log, *named, bool(options.harness))
+        if options.harness:
+            from quern.eval.harness import find_harness_tasks
+
+            find_harness_tasks(options.harness)
+        return 0
     where.run_dir.require_trained(options.stage)
     if options.ranks > 1 and here.ranks == 1:
         return launch.launch([verb, *rest], options.ranks, restarts=0, stopped="before the evaluation ended")
@@ -207,21 +215,9 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
     with launch.joined(
         "quern evaluate", 1, lambda threads: where.machine(threads, rank_log), where.threads, PEER_SECONDS
     ) as (machine, mesh):
-        evaluate.run(
-            where.run_dir,
-            machine,
-            questions=options.questions,
-            log=rank_log,
-            tasks=options.tasks,
-            stage=options.stage,
-            bundle=options.bundle,
-            limit=options.limit,
-            harness=options.harness,
-            chat_data=options.chat_data,
-            samples=options.samples,
-            contamination=options.contamination,
-            mesh=mesh,
-        )
+        names = "questions tasks stage bundle limit harness chat_data samples contamination".split()
+        how = {name: getattr(options, name) for name in names}
+        evaluate.run(where.run_dir, machine, log=rank_log, mesh=mesh, **how)
         return launch.finish(0)
 
 

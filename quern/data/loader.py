@@ -153,8 +153,8 @@ class Loader(Batches):
 
         Returns:
             documents: Number of documents of the corpus; documents_measured: of the group.
-            documents_without_target: Number of documents of the group that are left out.
-            documents_too_long: Documents longer than a row; documents_split: those of them that were cut.
+            documents_without_target: Number of documents of the group that are left out: no target, or dropped.
+            documents_too_long: Documents longer than a row, left out or not; documents_split: those that were cut.
             pieces: Pieces of the group, whole documents included.
             left_out_share: Share of the group's tokens (without BOS) in no piece: no target, or dropped.
             added_bos_share: Share of all slots with a BOS that cutting added.

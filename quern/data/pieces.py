@@ -46,15 +46,14 @@ def make_pieces(corpus: Corpus, first: int, last: int, context: int, too_long: s
     document, offset = cut(lengths, context, whole=too_long != "split")
     learns = _learns(corpus, starts[document] + offset, np.minimum(lengths[document] - offset, row_tokens) - 1)
     kept = learns & ~long[document] if too_long == "drop" else learns
-    learning = np.bincount(document[learns], minlength=len(lengths)) > 0
+    learning = np.bincount(document[kept], minlength=len(lengths)) > 0
     document, offset = narrow(document[kept]), narrow(offset[kept])
     rest = lengths[document] - offset
     in_pieces = int((np.minimum(rest, row_tokens) if too_long == "split" else rest).sum()) - len(rest)
-    too_long_count = int((long & learning).sum())
     report = {
         "documents_without_target": int((~learning).sum()),
-        "documents_too_long": too_long_count,
-        "documents_split": too_long_count if too_long == "split" else 0,
+        "documents_too_long": int(long.sum()),
+        "documents_split": int((long & learning).sum()) if too_long == "split" else 0,
         "pieces": len(document),
         "left_out_share": 1 - in_pieces / max(1, int(lengths.sum()) - len(lengths)),
     }

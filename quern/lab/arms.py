@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from quern.child import Child, orders, replying, start, while_parent_lives
+from quern.flags.recipe_file import read_recipe_file
 from quern.kernels.attention.autotune import select_attention
 from quern.lab.idea import with_verdict
 from quern.lab.trainer import Trainer, Trial
 from quern.machine import Machine, detect
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 
 TURN_SECONDS = 0.3
 """An arm's turn, at least one step: short against the disturbances that both arms should meet. The times of one recipe

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from quern.cluster.connect import SECONDS_TO_START, last_line, ray_module
+from quern.flags.recipe_file import read_recipe_file
 from quern.lab.arms import Arm, Arms, Order
 from quern.lab.trainer import Trial
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 from quern.runs.origin import with_absolute_paths
 
 SECONDS_TO_CLOSE = 10

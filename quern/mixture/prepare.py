@@ -1,11 +1,11 @@
 """Prepares a mixture: reads each source once, checks and tokenizes it into shards with masks, and joins the shards.
 
 Each source has a folder of its own, `out/data/<source>-chat-<fingerprint>`, which later runs use again. So another
-mixture of the same sources prepares nothing. Of a file, the first fiftieth is held out; of a public set of
-conversations, its test split. `repeats` chooses documents of the joined corpus by their index and copies no token;
-data/loader.py mixes their order. A conversation that equals a held-out one, of the same source or of another, is not
-trained on. Conversations are read and written one by one: the memory that this takes is 24 bytes for each conversation
-of an epoch.
+mixture of the same sources prepares nothing. Of a file, the first fiftieth of the conversations that fit the context is
+held out; of a public set of conversations, its test split. `repeats` chooses documents of the joined corpus by their
+index and copies no token; data/loader.py mixes their order. A conversation that equals a held-out one, of the same
+source or of another, is not trained on. Conversations are read and written one by one: the memory that this takes is 24
+bytes for each conversation of an epoch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from quern.data.pieces import make_pieces
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus, fingerprint, prepared
 from quern.generate import tools
@@ -47,8 +48,8 @@ class Mixture:
         train: With repeats.
         val: Held out, without repeats.
         sources: For each source its name and repeats, the `conversations` and `tokens` of an epoch, the
-            conversations that are `held_out`, the `copies` of held-out ones that are not trained on, and the test
-            rows of tasks that are `left_out`.
+            conversations that are `held_out`, the `copies` of held-out ones that are not trained on, those that are
+            `lost` because the context holds no reply of theirs, and the test rows of tasks that are `left_out`.
     """
 
     train: Corpus
@@ -65,6 +66,7 @@ class Mixture:
             + (f", each {one['repeats']:g} times" if one["repeats"] != 1 else "")
             + (f"; {one['left_out']:,} test rows of tasks left out" if one["left_out"] else "")
             + (f"; {one['copies']:,} copies of held-out conversations left out" if one["copies"] else "")
+            + (f"; {one['lost']:,} of its conversations are lost" if one["lost"] else "")
             for one in self.sources
         ]
 
@@ -95,7 +97,7 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
     """Prepares the conversations of a recipe.
 
     Args:
-        recipe: Says the sources, the seed, and the folder of test rows.
+        recipe: Says the sources, the seed, the context, and the folder of test rows.
         tokenizer: Encodes the conversations.
         out: The output folder.
         fetch: Downloads a public data set and returns its files.
@@ -114,22 +116,26 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
         for source, (folder, mark) in zip(opened, folders, strict=True)
     ]
     hashes = [np.load(folder / HASHES) for folder, _ in folders]
-    held_out = [0 if source.has_val else _held_out(len(own)) for source, own in zip(opened, hashes, strict=True)]
+    learning = [_learning(splits[0], recipe) for splits in corpora]
+    held_out = [
+        np.arange(0) if source.has_val else _held_out(splits[0], some, recipe)
+        for source, splits, some in zip(opened, corpora, learning, strict=True)
+    ]
     hidden = np.concatenate(
         [
-            own[splits[0].num_documents :] if source.has_val and not source.built_in else own[:count]
-            for source, splits, own, count in zip(opened, corpora, hashes, held_out, strict=True)
+            own[splits[0].num_documents :] if source.has_val and not source.built_in else own[held]
+            for source, splits, own, held in zip(opened, corpora, hashes, held_out, strict=True)
         ]
     )
     found, train, val = [], [], []
-    for number, (source, (folder, _), splits, own_hashes, count) in enumerate(
-        zip(opened, folders, corpora, hashes, held_out, strict=True)
+    for number, (source, (folder, _), splits, own_hashes, some, held) in enumerate(
+        zip(opened, folders, corpora, hashes, learning, held_out, strict=True)
     ):
         copied = np.isin(own_hashes[: splits[0].num_documents], hidden)
         learned = np.flatnonzero(~copied)
         chosen = learned[_repeated(len(learned), source.asked.repeats, (recipe.seed, number))]
         train.append(splits[0].part(chosen))
-        val.append(splits[1] if source.has_val else splits[0].part(np.arange(count)))
+        val.append(splits[1] if source.has_val else splits[0].part(held))
         found.append(
             {
                 "source": source.asked.source,
@@ -137,11 +143,13 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
                 "conversations": train[-1].num_documents,
                 "tokens": train[-1].num_tokens,
                 "held_out": val[-1].num_documents,
-                "copies": int(copied.sum()) - count,
+                "copies": int(copied.sum()) - len(held),
+                "lost": splits[0].num_documents - len(some),
                 "left_out": json.loads((folder / LEFT_OUT).read_text(encoding="utf-8")),
             }
         )
-    _refuse_few(recipe, sum(one["conversations"] for one in found), sum(one["held_out"] for one in found))
+    counts = [sum(one[name] for one in found) for name in ("conversations", "held_out", "lost")]
+    _refuse_few(recipe, *counts)
     return Mixture(Corpus.join(train), Corpus.join(val), found)
 
 
@@ -162,7 +170,8 @@ def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
     """Reads and checks every conversation of a recipe, and writes nothing. Raises as `prepare_mixture`."""
     opened = [open_source(asked, recipe, out, fetch, lambda line: None) for asked in recipe.conversation_sources]
     rows = _task_rows(recipe, opened, out)
-    counts = [sum(1 for _ in _Checked(source, rows).read(source.splits[0])) for source in opened]
+    # The built-in sources have as many as are asked for.
+    counts = [2 if one.built_in else sum(1 for _ in _Checked(one, rows).read(one.splits[0])) for one in opened]
     empty = [source for source, count in zip(opened, counts, strict=True) if not count]
     if empty:
         raise ValueError(_holds_none(empty[0]))
@@ -171,12 +180,14 @@ def check_mixture(recipe: Recipe, out: Path, fetch: Fetch) -> None:
     )
 
 
-def _refuse_few(recipe: Recipe, count: int, held_out: int) -> None:
+def _refuse_few(recipe: Recipe, count: int, held_out: int, lost: int = 0) -> None:
     if count and held_out:
         return
     names = " and ".join(one.source for one in recipe.conversation_sources)
     missing = "to train on" if held_out else "to hold out"
     there = counted(count + held_out, "conversation")
+    if lost:
+        there += f", {lost} of them without a reply in the context of {recipe.model.context} tokens"
     raise ValueError(
         f"{names} holds {there}, none {missing}: fine-tuning needs a source with at least 2 different ones"
     )
@@ -235,9 +246,18 @@ def _hash(ids: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
-def _held_out(count: int) -> int:
-    """How many conversations of a file are held out, the first ones. One conversation alone is trained on."""
-    return max(1, count // HELD_OUT_EVERY) if count > 1 else 0
+def _learning(corpus: Corpus, recipe: Recipe) -> np.ndarray:
+    """The conversations from which something is learned: those with a reply in the context."""
+    assert recipe.model.context
+    return make_pieces(corpus, 0, corpus.num_documents, recipe.model.context, recipe.sft.too_long).document
+
+
+def _held_out(corpus: Corpus, learning: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """The conversations of a file that are held out: the first ones of those that fit the context, or where none
+    fits, of those that teach something. One conversation alone is trained on."""
+    fitting = learning[corpus.lengths[learning] <= (recipe.model.context or 0) + 1]
+    some = fitting if len(fitting) else learning
+    return some[: max(1, len(some) // HELD_OUT_EVERY) if len(learning) > 1 else 0]
 
 
 def _repeated(count: int, repeats: float, seed: tuple[int, ...]) -> np.ndarray:

@@ -6,8 +6,8 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 
 
 def recipe_names() -> list[str]:

@@ -161,9 +161,9 @@ def _length(run: RunRecords, stage: StageRecords, asked: dict[str, Any]) -> Pair
         return [("tokens per parameter of matrices and head", number(tokens / counted))] if tokens and counted else []
     data = _data_event(stage)
     known = {**asked, **as_object(stage.recipe.get("model")), **data}
-    names = ("batch_tokens", "context", "pieces", "rows", "documents", "documents_without_target", "documents_too_long")
-    batch, context, pieces, rows, documents, empty, long = (finite(known.get(name)) or 0.0 for name in names)
-    usable = documents - empty - (long if known.get("too_long") == "drop" else 0)
+    names = ("batch_tokens", "context", "pieces", "rows", "documents", "documents_without_target")
+    batch, context, pieces, rows, documents, empty = (finite(known.get(name)) or 0.0 for name in names)
+    usable = documents - empty
     if not (context and rows and usable > 0):
         return []
     # `pieces` conversations fill `rows` rows in the part of the data that is packed first.

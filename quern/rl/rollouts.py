@@ -66,13 +66,17 @@ class Rollout:
 class Tally:
     """Sums over rollouts, which ranks add up."""
 
-    NAMES = ("replies", "reward", "squares", "right", "truncated", "tokens", "logprob", "groups", "dropped")
+    NAMES = ("replies", "reward", "squares", "right", "truncated", "tokens", "logprob", "groups", "dropped", "too_long")
 
     def __init__(self) -> None:
         self.sums = dict.fromkeys(self.NAMES, 0.0)
 
     def add(self, group: Sequence[Rollout]) -> None:
+        """Adds the replies to a question; without replies, the question was too long for the context."""
         sums = self.sums
+        if not group:
+            sums["too_long"] += 1
+            return
         for one in group:
             sums["replies"] += 1
             sums["reward"] += one.reward
@@ -97,6 +101,7 @@ class Tally:
             "entropy": -total["logprob"] / tokens,
             "reply_tokens": tokens / replies,
             "truncated": total["truncated"] / replies,
+            "too_long": total["too_long"],
         }
 
 
@@ -245,10 +250,9 @@ class Rollouts:
             seeds = [f"{self.seed}:{number}:{attempt}:{slot}" for slot in waiting]
             asked = [self._question(number, slot, seed) for slot, seed in zip(waiting, seeds, strict=True)]
             for slot, group in zip(waiting, self.ask(asked, settings.samples, seeds), strict=True):
-                if group:
-                    self.tally.add(group)
-                    if not is_uniform(np.array([one.reward for one in group])):
-                        kept[slot] = self._weighted(slot, group)
+                self.tally.add(group)
+                if group and not is_uniform(np.array([one.reward for one in group])):
+                    kept[slot] = self._weighted(slot, group)
             waiting = [slot for slot in waiting if slot not in kept]
             if not waiting:
                 break

@@ -18,8 +18,8 @@ import numpy as np
 
 from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
+from quern.flags.recipe_file import map_paths
 from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
-from quern.recipe_file import map_paths
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint

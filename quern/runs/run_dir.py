@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 from quern.temporaries import NAMES, write_whole
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint

@@ -22,8 +22,8 @@ from pathlib import Path
 from quern.child import Child, end_with_parent, orders, replying, start
 from quern.data.batch import DOCUMENT_SIZE
 from quern.data.shards import Corpus, GrowingCorpus, prepared_in_part
+from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 from quern.stages.prepare import Division, open_source, write_splits
 from quern.text.tokenizer import Tokenizer
 

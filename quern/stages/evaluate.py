@@ -148,7 +148,7 @@ def run(
         raise FileNotFoundError(run_dir.has_no("model to evaluate"))
     if stage is not None and stage not in stages:
         raise FileNotFoundError(run_dir.has_no(f"stage '{stage}'", stage))
-    core, chat, chosen = _find_tasks(run_dir, mesh, log, tasks, bundle, limit, chat_data, samples, bool(harness))
+    core, chat, chosen = find_tasks_named(run_dir, mesh, log, tasks, bundle, limit, chat_data, samples, bool(harness))
     evaluation = _Evaluation(
         run_dir=run_dir,
         machine=machine,
@@ -183,7 +183,7 @@ def run(
     return lines
 
 
-def _find_tasks(
+def find_tasks_named(
     run_dir: RunDir,
     mesh: Mesh,
     log: Callable[[str], None],
@@ -194,7 +194,7 @@ def _find_tasks(
     samples: int,
     harness: bool,
 ) -> tuple[list[tuple[CoreTask, Path]], list[Asked], list[Task]]:
-    """The tasks of CORE, the chat tasks, and the others that the user named."""
+    """The tasks of CORE, the chat tasks, and the others that the user named. Raises what `run` raises for them."""
     core, chat = _named(tasks, CORE), _named(tasks, CHAT)
     chosen = [load_task(name) for name in dict.fromkeys(tasks) if name not in (*core, *chat)]
     for number, task in enumerate(chosen):

@@ -70,7 +70,7 @@ def memory_check(
         ValueError: It cannot fit; the message holds the numbers and a setting that fits.
     """
     room = room_of_a_rank(machine, mesh) if room is None else room
-    resolved = resolve(recipe)
+    resolved = resolve(recipe, mesh.dp)
     try:
         needed = _needed(resolved, machine, mesh.dp, mesh.tp, mesh.zero)
     except RuntimeError as error:  # a model may do what cannot be done without numbers; it trains all the same
@@ -96,10 +96,10 @@ def _remedy(recipe: Recipe, machine: Machine, mesh: Mesh, room: float) -> str:
     """The first that helps: smaller micro-batches, blocks that run again, ZeRO-3, more GPUs, a smaller model."""
 
     def fits(other: Recipe, dp: int = mesh.dp, zero: int = mesh.zero) -> bool:
-        return _needed(resolve(other), machine, dp, mesh.tp, zero).peak * (1 + ERROR) <= room
+        return _needed(resolve(other, dp), machine, dp, mesh.tp, zero).peak * (1 + ERROR) <= room
 
-    train = resolve(recipe).train
-    context, tokens = resolve(recipe).model.context, train.micro_batch_tokens
+    resolved = resolve(recipe, mesh.dp)
+    train, context, tokens = resolved.train, resolved.model.context, resolved.train.micro_batch_tokens
     assert context and tokens
     while tokens > context:
         tokens = max(context, tokens // 2)

@@ -40,6 +40,7 @@ from quern.stages.open_data import make_origin, open_data
 from quern.stages.prepare import Prepared, facts_of, prepare
 from quern.stages.session import Session, main_first, set_up_training
 from quern.terminal import counted, duration, human_size
+from quern.text.tokenizer import Tokenizer
 from quern.train import loop
 from quern.train.horizon import recorded_plans
 from quern.train.state import TrainState, build_model, build_state
@@ -54,12 +55,17 @@ TYPICAL_MFU = 0.5
 """Share of the measured matrix-product peak that training reaches, for a first estimate of the time."""
 
 
-def run(recipe: Recipe, session: Session) -> int:
+Check = Callable[[Recipe, Tokenizer], None]
+"""Takes the resolved recipe and the tokenizer, and raises what a later stage would refuse."""
+
+
+def run(recipe: Recipe, session: Session, check: Check = lambda recipe, tokenizer: None) -> int:
     """Trains to the recipe's horizon. On a mesh every rank calls this.
 
     Args:
         recipe: What to train; fields that are None follow from depth.
         session: Where, and how the command was given.
+        check: Called by every rank when the text is prepared, before the model is built.
 
     Returns:
         An exit code of `train.guard`.
@@ -82,17 +88,17 @@ def run(recipe: Recipe, session: Session) -> int:
         log=session.log,
     )
     with session.opened(already), early:
-        code = _run(recipe, session, early)
+        code = _run(recipe, session, early, check)
         if session.mesh.main:
             _complete_facts(session)
         return code
 
 
-def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
+def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> int:
     machine, run_dir, mesh, log, start = session.machine, session.run_dir, session.mesh, session.log, session.start
     needed = memory_check(asked, machine, mesh, log)
     asked = with_absolute_paths(asked)
-    recipe = resolve(asked)
+    recipe = resolve(asked, mesh.dp)
     origin = read_origin(session.folder) if session.resume else None
     # Batches of the recipe's own may read the whole index, and code whose file is unknown reaches no other process.
     own_code = any(not made.__module__.startswith("quern.") for made in recipe.callables().values())
@@ -109,6 +115,7 @@ def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
     asked, recipe = (with_shards(one, prepared.public) for one in (asked, recipe))
     group_size = session.division.group_size
     recipe = fit_to_text(recipe, prepared, group_size)
+    check(recipe, prepared.tokenizer)
     model = build_model(recipe, machine, recipe.seed)
     counts = count(model)
     shard_model(model, mesh)
@@ -144,6 +151,8 @@ def _run(asked: Recipe, session: Session, early: EarlyStart) -> int:
     made_by = getattr(recipe.make_batches, "__qualname__", None)
     packing = {"method": made_by or recipe.train.packing, **batches.report()}
     lines = overview(recipe, counts.parameters.total, plan, prepared, needed, mesh)
+    if packing.get("cropped_share", 0) > 0:
+        lines.append(f"{packing['cropped_share']:.1%} of the text is in no row: --train.packing best-fit loses none")
     return session.train(
         recipe,
         state,
@@ -290,7 +299,7 @@ def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, cor
             steps = max(1, int(recipe.train.minutes * 60 / step_seconds))
             if asked.train.batch_tokens is not None:
                 break
-            batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1)
+            batch_tokens = batch_rule(steps * batch_tokens, recipe.model.context or 1, mesh.dp)
         session.log(
             f"{recipe.train.minutes:g} minutes are about {steps:,} steps of {batch_tokens:,} tokens on this machine; "
             "planned again as they are spent"

@@ -15,6 +15,7 @@ from quern.recipe import Recipe
 from quern.records import read_lines
 from quern.report.build import build
 from quern.report.run_records import read_run
+from quern.runs.origin import with_absolute_paths
 from quern.runs.public_data import fetch_conversations
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
@@ -22,6 +23,7 @@ from quern.runs.saved import overlay, read_saved
 from quern.stages import evaluate, pretrain, sft
 from quern.stages.session import Session, main_first
 from quern.text.printable import printable
+from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
 from quern.train.guard import EXIT_DONE
 
@@ -47,13 +49,20 @@ def run(recipe: Recipe, session: Session, *, questions: int, fine_tune: bool) ->
 
 def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> int:
     run_dir, source, log, mesh = session.run_dir, session.source, session.log, session.mesh
+    # Whatever fine-tuning would refuse is refused before hours of pretraining, not after: at once what needs no
+    # tokenizer, the rest when the text is prepared.
+    chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, source)
+
+    def check(base: Recipe, tokenizer: Tokenizer) -> None:
+        if fine_tune:
+            sft.prepare_lessons(with_absolute_paths(chat_recipe), base, tokenizer, session)
+
     steps: dict[str, Callable[[bool], int]] = {
-        "pretrain": lambda resume: pretrain.run(recipe, replace(session, stage="pretrain", resume=resume))
+        "pretrain": lambda resume: pretrain.run(recipe, replace(session, stage="pretrain", resume=resume), check)
     }
     if fine_tune:
-        chat_recipe = _for_fine_tuning(recipe, run_dir, session.named, source)
         with main_first(mesh):
-            if mesh.main:  # before hours of pretraining, not after
+            if mesh.main:
                 refuse_conversations(chat_recipe, run_dir, log)
         steps["sft"] = lambda resume: sft.run(chat_recipe, replace(session, stage="sft", resume=resume))
     before = {name: max(checkpoint.steps(run_dir.checkpoints(name)), default=0) for name in steps}
@@ -99,9 +108,9 @@ def refuse_conversations(recipe: Recipe, run_dir: RunDir, log: Callable[[str], N
     are others than those that fine-tuning began with."""
     if run_dir.has_trained("sft"):
         sft.require_same_conversations(recipe, run_dir)
-    elif recipe.conversations is not None:
-        check_mixture(recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
-    elif recipe.data != "tinyworld":
+        return
+    check_mixture(recipe, run_dir.out, partial(fetch_conversations, out=run_dir.out))
+    if recipe.conversations is None and recipe.data != "tinyworld":
         log(
             "no --conversations are named: after pretraining, the model is fine-tuned on those of the built-in world, "
             "to teach it to chat. --no-sft leaves it a base model"

@@ -6,7 +6,7 @@ Only the batches differ: the mask leaves nothing but the assistant's words and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,12 +17,12 @@ from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.eval.bits_per_byte import batch_losses
 from quern.machine import Machine
-from quern.mixture.prepare import prepare_mixture
+from quern.mixture.prepare import Mixture, prepare_mixture
 from quern.model.count import count
 from quern.optim.schedule import Multipliers, multipliers
 from quern.parallel.plan import shard_model
-from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe
-from quern.resolve import fine_tuning_rates, resolve
+from quern.recipe import FOR_RL, IN_FINE_TUNING, Recipe, TrainRecipe
+from quern.resolve import fine_tuning_rates, resolve, sft_batch_rule
 from quern.runs.beginning import read_beginning
 from quern.runs.origin import (
     Origin,
@@ -37,8 +37,10 @@ from quern.runs.run_dir import RunDir
 from quern.runs.saved import changes
 from quern.stages.session import Session, main_first, set_up_training
 from quern.terminal import counted
+from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, weights_of
+from quern.validate import check_rows
 
 
 def run(recipe: Recipe, session: Session) -> int:
@@ -73,16 +75,13 @@ def _run(asked: Recipe, session: Session) -> int:
     asked = with_absolute_paths(asked)
     first = read_beginning(run_dir, "sft", ("pretrain",), session.start, log, asked.callables() if source else None)
     tokenizer = first.tokenizer
-    recipe = sft_recipe(asked, first.recipe)
+    lessons = prepare_lessons(asked, first.recipe, tokenizer, session)
+    recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
     model = build_model(recipe, machine, None)
     counts = count(model)
     if first.start is not None:
         model.load_state_dict(weights_of(first.start.tensors))
     shard_model(model, mesh)
-    with main_first(mesh):
-        talks = prepare_mixture(recipe, tokenizer, run_dir.out, partial(fetch_conversations, out=run_dir.out), log)
-    batches = _loader(recipe, talks.train)
-    recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
     precision = set_up_training(recipe, model, tokenizer, machine, log)
     state = build_state(recipe, machine, model, mesh)
@@ -101,10 +100,12 @@ def _run(asked: Recipe, session: Session) -> int:
         origin,
         steps=recipe.sft.steps,
         schedule=rates_fall(recipe.sft.steps, recipe.sft.warmdown_share),
-        evaluator=held_out_loss(talks.val, recipe, machine),
+        evaluator=lessons.evaluator,
         lower_rates=f"--sft.lr-share {recipe.sft.lr_share / 2:.3g}",
     )
-    told = f"fine-tuning: {counted(plan.steps, 'step')} on {counted(talks.train.num_documents, 'conversation')}"
+    report = batches.report()
+    talked = counted(talks.train.num_documents, "conversation")
+    told = f"fine-tuning: {counted(plan.steps, 'step')} on {talked}{_lost(report, recipe)}"
     return session.train(
         recipe,
         state,
@@ -118,10 +119,70 @@ def _run(asked: Recipe, session: Session) -> int:
         tokenizer=tokenizer,
         source=first.source(source),
         changed=changed,
-        data={name: round(value, 5) for name, value in batches.report().items()}
-        | precision
-        | {"sources": talks.sources},
+        data={name: round(value, 5) for name, value in report.items()} | precision | {"sources": talks.sources},
     )
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Conversations that are ready to be trained on.
+
+    Args:
+        recipe: Resolved, with the batch, the rates and the steps that follow from the conversations.
+        batches: Of the training conversations.
+        evaluator: The loss on the held-out ones.
+        talks: Both, and a record of their sources.
+    """
+
+    recipe: Recipe
+    batches: Loader
+    evaluator: loop.Evaluator
+    talks: Mixture
+
+
+def prepare_lessons(asked: Recipe, base: Recipe, tokenizer: Tokenizer, session: Session) -> Lessons:
+    """Prepares the conversations, and refuses what fine-tuning on them would refuse.
+
+    `quern run` calls this before pretraining too. On a mesh every rank calls this.
+
+    Args:
+        asked: What the user asked for.
+        base: The base model's recipe, resolved.
+        tokenizer: The base model's.
+        session: Where.
+
+    Raises:
+        ValueError: A value, a conversation or the number of ranks is wrong, or there is nothing to learn.
+        OSError: A file cannot be read or downloaded.
+    """
+    recipe, out, mesh = sft_recipe(asked, base), session.run_dir.out, session.mesh
+    with main_first(mesh):
+        talks = prepare_mixture(recipe, tokenizer, out, partial(fetch_conversations, out=out), session.log)
+    recipe = fit_to_conversations(recipe, talks.train, mesh.dp)
+    batches = _loader(recipe, talks.train)
+    recipe = _with_steps(recipe, asked, batches.steps_per_epoch)
+    return Lessons(recipe, batches, held_out_loss(talks.val, recipe, session.machine), talks)
+
+
+def fit_to_conversations(recipe: Recipe, corpus: Corpus, replicas: int) -> Recipe:
+    """Fills the batch of fine-tuning, where none was asked for, and the rates that fit it."""
+    context = recipe.model.context
+    assert context
+    tokens = int(np.minimum(corpus.lengths, context).sum())
+    batch_tokens = recipe.sft.batch_tokens or sft_batch_rule(recipe, tokens, replicas)
+    recipe = replace(recipe, sft=replace(recipe.sft, batch_tokens=batch_tokens))
+    check_rows(TrainRecipe(), recipe.sft, context, replicas)  # a resumed run has a batch, and may have more ranks
+    return fine_tuning_rates(recipe, recipe.sft.lr_share, batch_tokens)
+
+
+def _lost(report: dict[str, float], recipe: Recipe) -> str:
+    """Says how many of the conversations teach nothing, and why."""
+    lost, long = int(report["documents_without_target"]), int(report["documents_too_long"])
+    if not lost:
+        return ""
+    reason = "have no reply within" if recipe.sft.too_long == "crop" else "are longer than, or have no reply within,"
+    context = f"the context of {recipe.model.context:,} tokens"
+    return f", {lost:,} of them lost: they {reason} {context} ({long:,} are longer)"
 
 
 def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], None]) -> None:
@@ -135,19 +196,15 @@ def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], No
 
 
 def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
-    """The base model's recipe with what is asked for fine-tuning, and rates that fit the batch; resolved.
+    """The base model's recipe with what is asked for fine-tuning; resolved, but for what follows from conversations.
 
     asked: unresolved; of it count `sft`, where the conversations come from, and the fields `IN_FINE_TUNING`. Raises
     ValueError for values that would not do.
     """
     own = {name.removeprefix("train."): getattr(asked.train, name.removeprefix("train.")) for name in IN_FINE_TUNING}
     text = replace(base.text, tinyworld_conversations=asked.text.tinyworld_conversations)
-    recipe = replace(
-        base, text=text, train=replace(base.train, **own), sft=asked.sft, conversations=asked.conversations
-    )
-    recipe = resolve(recipe)
-    assert recipe.sft.batch_tokens
-    return fine_tuning_rates(recipe, recipe.sft.lr_share, recipe.sft.batch_tokens)
+    train = replace(base.train, **own)
+    return resolve(replace(base, text=text, train=train, sft=asked.sft, conversations=asked.conversations))
 
 
 def _loader(recipe: Recipe, corpus: Corpus) -> Loader:

@@ -10,9 +10,9 @@ import torch
 
 from quern import compiler
 from quern.data.batch import Batches
+from quern.flags.recipe_file import read_recipe_file
 from quern.mesh import Mesh
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 from quern.resolve import resolve
 from quern.stages.pretrain import make_batches
 from quern.train.state import TrainState, build_model, build_state

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quern.cluster.connect import connect
+from quern.flags.recipe_file import read_recipe_file
 from quern.lab.arms import Arm, Arms, Order
 from quern.lab.cluster import RayArms
-from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")

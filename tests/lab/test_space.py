@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from quern.flags.recipe_file import read_recipe_file
 from quern.lab.search.space import Space, apply, read_space
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 

@@ -19,6 +19,7 @@ from typing import Any
 import optuna
 import pytest
 
+from quern.flags.recipe_file import read_recipe_file
 from quern.flags.recipe_flags import parse
 from quern.lab.evidence import WORST
 from quern.lab.search.queue import FINISHED, Patience, Queue
@@ -28,7 +29,6 @@ from quern.lab.search.sweep import SweepOptions, run
 from quern.optim.groups import table
 from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE as BASELINE
 from quern.resolve import resolve
 from tests.lab.sweep_worker import QUICK, RECIPE, SPACE, FakeRun, FakeTrainer, score

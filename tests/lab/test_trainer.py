@@ -10,11 +10,11 @@ import pytest
 from torch import Tensor
 
 from quern.cli import main
+from quern.flags.recipe_file import read_recipe_file
 from quern.lab.study import read_study
 from quern.lab.trainer import Pruned, Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
-from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.records import read_metrics
 from quern.runs.run_dir import RunDir

@@ -46,7 +46,8 @@ def talks(count: int, word: str = "day") -> list[dict[str, str]]:
 
 def asking(sources: Any, **changes: Any) -> Recipe:
     text = replace(gpt.RECIPE.text, tinyworld_conversations=120)
-    return replace(gpt.RECIPE, conversations=sources, text=text, **changes)
+    context = {"model": replace(gpt.RECIPE.model, context=512)}
+    return replace(gpt.RECIPE, conversations=sources, text=text, **(context | changes))
 
 
 def no_fetch(asked: ConversationSource) -> Fetched:
@@ -145,6 +146,28 @@ def test_a_held_out_conversation_is_not_trained_on(tmp_path: Path) -> None:
     lonely = write(tmp_path / "lonely.jsonl", talks(1) * 3)
     with pytest.raises(ValueError, match="holds 1 conversation, none to train on: "):
         prepared(lonely, tmp_path / "out")
+
+
+def test_conversations_that_fit_are_held_out_and_lost_ones_counted(tmp_path: Path) -> None:
+    """The first conversation is longer than the context, the third has no reply in it."""
+    long = [{"instruction": "day " * words, "output": "answer " * 99} for words in (9, 99)]
+    own = write(tmp_path / "own.jsonl", [long[0], talks(1)[0], long[1], *talks(48)[1:]])
+    context: dict[str, Any] = {"model": replace(gpt.RECIPE.model, context=64)}
+    mixture = prepared(own, tmp_path / "out", **context)
+    assert texts(mixture.val) == ["question 0 of day"]
+    (found,) = mixture.sources
+    assert (found["conversations"], found["held_out"], found["lost"]) == (49, 1, 1)
+    report = Loader(mixture.train, 64, 1, too_long="crop").report()
+    assert (report["documents"], report["documents_without_target"], report["documents_too_long"]) == (49, 1, 2)
+    dropped = prepared((own, "spelling"), tmp_path / "out", sft=replace(gpt.RECIPE.sft, too_long="drop"), **context)
+    assert dropped.sources[0]["lost"] == 2 and "2 of its conversations are lost" in dropped.lines()[0]
+    cropped = write(tmp_path / "cropped.jsonl", [long[0], long[1], long[0] | {"instruction": "day"}])
+    assert prepared(cropped, tmp_path / "out", **context).val.num_documents == 1, "none fits, and two have a reply"
+    lost = write(tmp_path / "lost.jsonl", [long[1]] * 3)
+    with pytest.raises(
+        ValueError, match="3 conversations, 3 of them without a reply in the context of 64 tokens, none"
+    ):
+        prepared(lost, tmp_path / "out", **context)
 
 
 @pytest.mark.parametrize("name", ["left_out.json", "hashes.npy"])

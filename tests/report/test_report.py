@@ -264,7 +264,7 @@ def test_how_long_it_was_is_what_was_done_not_what_the_recipe_asked_for(tmp_path
     recipe["sft"] = {"batch_tokens": 1024, "epochs": 2.0, "too_long": "drop"}
     (folder / "sft" / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
     lines(folder / "sft" / "metrics.jsonl", [{"step": 3, "tokens": 400, "loss": 3.0}])
-    data = {"documents": 250, "documents_without_target": 10, "documents_too_long": 40, "rows": 100, "pieces": 200}
+    data = {"documents": 250, "documents_without_target": 50, "documents_too_long": 40, "rows": 100, "pieces": 200}
     lines(folder / "sft" / "events.jsonl", [{"kind": "data", **data}])
     markdown, page = report(folder)
     # 3 steps of 8 rows with 2 conversations each, of the 200 that can be learned from

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from quern.data.shards import Corpus
+from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe, TextRecipe
-from quern.recipe_file import read_recipe_file
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.stages.prepare import Prepared, open_source, prepare, train_tokenizer

@@ -92,6 +92,40 @@ def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, caps
 STAGES = ("pretrain", "sft")
 
 
+@pytest.mark.parametrize(
+    ("words", "flags", "message"),
+    [
+        (300, "", "2 conversations, 2 of them without a reply in the context of 256 tokens, none to hold out"),
+        (0, "--sft.tests nowhere", "there is no file or folder nowhere"),
+        (1, "--sft.batch-tokens 100", "sft.batch-tokens must be a multiple of model.context"),
+    ],
+)
+def test_what_fine_tuning_would_refuse_is_refused_before_pretraining(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: int, flags: str, message: str
+) -> None:
+    own = ["--conversations", str(tmp_path / "talks.jsonl")] if words else []
+    rows = [{"instruction": f"{number} {'letter ' * words}", "output": "Yes."} for number in range(2)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = ["run", *PRETRAIN, *own, *flags.split(), "--run", "refused", "--out", str(out)]
+    assert main.main(command) == 1
+    assert message in capsys.readouterr().err and not (out / "runs/refused/pretrain/metrics.jsonl").exists()
+
+
+def test_lost_conversations_are_told(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of them have no reply in the context, and the first of all does not fit."""
+    words = ["letter " * 300 if number % 2 == 0 else "Hi" for number in range(20)]
+    rows = [{"instruction": f"{number} {text}", "output": f"Answer {number}."} for number, text in enumerate(words)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = ["--conversations", str(tmp_path / "talks.jsonl"), "--sft.steps", "2"]
+    assert main.main(["sft", *flags, *PLAIN, "--from", "toy", "--run", "lost", "--out", str(out)]) == 0
+    told = (
+        "fine-tuning: 2 steps on 19 conversations, 10 of them lost: they have no reply within the context of 256 tokens"
+    )
+    assert f"{told} (10 are longer)" in capsys.readouterr().out
+    (data,) = (event for event in read_events(out / "runs/lost/sft") if event["kind"] == "data")
+    assert (data["documents_without_target"], data["documents_too_long"], data["sources"][0]["lost"]) == (10, 10, 10)
+
+
 def test_it_answers(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = f"chat --run toy --out {out} --no-compile --dtype fp32 --threads 1 --max-tokens 8 --seed 3 -p Who?"
     replies = []

@@ -26,7 +26,7 @@ from quern.stages import sft
 def planted(*arguments):
     raise ValueError("planted")
 
-sft.prepare_mixture = planted
+sft.set_up_training = planted
 RECIPE = replace(BASELINE, name="planted")
 """
 

@@ -11,7 +11,7 @@ from quern.recipe import IN_FINE_TUNING, ConversationSource, Recipe, SftRecipe, 
 from quern.recipes import gpt, llama
 from quern.resolve import REFERENCE_BATCH_TOKENS, resolve
 from quern.stages import sft
-from quern.stages.sft import sft_recipe
+from quern.stages.sft import fit_to_conversations, sft_recipe
 from quern.train.step import train_step
 from tests.support.toy_training import CPU, ROWS, eager, toy_loader, toy_state
 
@@ -51,7 +51,7 @@ def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_b
         train=TrainRecipe(warmup_steps=77, final_lr=0.5, **OTHER),
         sft=SftRecipe(steps=5, batch_tokens=144, lr_share=0.5),
     )
-    followed = sft_recipe(asked, BASE)
+    followed = fit_to_conversations(sft_recipe(asked, BASE), toy_loader().corpus, 3)
     assert (followed.model, followed.text, followed.seed, followed.depth) == (BASE.model, BASE.text, 3, 2)
     assert followed.callables() == BASE.callables() and followed.conversations == (ConversationSource("talks.jsonl"),)
     for name in (field.name for field in fields(TrainRecipe)):
@@ -64,7 +64,11 @@ def test_how_it_is_trained_comes_from_the_command_and_what_is_trained_from_the_b
 def test_what_is_not_asked_is_the_commands_default_not_the_bases() -> None:
     followed = sft_recipe(gpt.RECIPE, BASE)
     assert (followed.train.keep, followed.train.log_every, followed.train.fp8) == (2, 10, "off")
-    assert followed.train.clip_norm is None and followed.sft.batch_tokens == 96
+    assert followed.train.clip_norm is None and followed.sft.batch_tokens is None
+    assert fit_to_conversations(followed, toy_loader().corpus, 1).sft.batch_tokens == 96, "pretraining's"
+    assert fit_to_conversations(followed, toy_loader().corpus, 3).sft.batch_tokens == 144, "a row for each rank"
+    with pytest.raises(ValueError, match="sft.batch-tokens must hold a row of 48 tokens for each of 3 replicas: at "):
+        fit_to_conversations(replace(followed, sft=SftRecipe(batch_tokens=96)), toy_loader().corpus, 3)
 
 
 @pytest.mark.parametrize(

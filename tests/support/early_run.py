@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from quern import compiler
+from quern.flags.recipe_file import read_recipe_file
 from quern.machine import Machine
 from quern.mesh import Mesh, alone
 from quern.recipe import Recipe
-from quern.recipe_file import read_recipe_file
 from quern.runs.run_dir import RunDir
 from quern.stages import pretrain
 from quern.stages.prepare import Division

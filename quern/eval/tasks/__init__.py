@@ -7,7 +7,7 @@ import pkgutil
 from pathlib import Path
 
 from quern.eval.task import Task
-from quern.recipe_file import read_object
+from quern.flags.recipe_file import read_object
 
 
 def task_names() -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quern.recipe_file import read_object
+from quern.flags.recipe_file import read_object
 from quern.rl.environment import Environment
 
 
