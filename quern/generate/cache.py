@@ -138,6 +138,15 @@ class KVCache:
     def prefill(
         self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
     ) -> Tensor:
+        """Appends tokens to the rows as `append` does; returns the hidden state (B, D) of each row's last token.
+
+        The state of a row of length 0 is undefined.
+        """
+        return take_token(self.append(model, tokens_BT, lengths_B, attention), lengths_B - 1)
+
+    def append(
+        self, model: LanguageModel, tokens_BT: Tensor, lengths_B: Tensor, attention: Attention | None = None
+    ) -> Tensor:
         """Appends tokens to the rows; a long prompt may be split over several calls.
 
         Args:
@@ -147,7 +156,7 @@ class KVCache:
             attention: The attention for empty rows (`Machine.attention`); None is the portable path.
 
         Returns:
-            The hidden state (B, D) of each row's last token; undefined for rows of length 0.
+            The hidden states (B, T, D) of these tokens; undefined for padding.
         """
         longest = int((self.positions_B + lengths_B).max())
         if longest > self.max_tokens:
@@ -157,7 +166,7 @@ class KVCache:
         self.recent_BN = torch.cat([self.recent_BN, tokens_BT], dim=1).gather(1, newest_BN)
         self.positions_B += lengths_B
         self.filled = longest
-        return take_token(x_BTD, lengths_B - 1)
+        return x_BTD
 
 
 class PrefillContext:

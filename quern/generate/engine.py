@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quern import compiler
+from quern.generate.cache import KVCache
 from quern.generate.compiled import CompiledDecode
 from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.generate.prefix import PrefixCache
@@ -21,6 +22,9 @@ from quern.generate.scheduler import Scheduler
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
+
+READ_TOKENS = 256
+"""Tokens of a text that are scored at a time."""
 
 
 class ContextOverflow(ValueError):
@@ -131,21 +135,33 @@ class Engine:
             self.scheduler.reset()
             raise
 
-    @torch.inference_mode()
-    def read(self, prompt: Sequence[int], top: int = 0) -> list[Token]:
-        """The tokens of a text after its first one, with their log-probabilities, and `top` likeliest ones each.
+    def read(self, prompt: Sequence[int], top: int = 0, part: int = READ_TOKENS) -> Iterator[list[Token]]:
+        """Yields the tokens of a text after its first one, with their log-probabilities, and `top` likeliest ones each.
+
+        Args:
+            prompt: Token ids.
+            top: Number of likeliest tokens.
+            part: Tokens that are read at a time, between two steps of other work.
 
         Raises:
             ContextOverflow: The text is longer than the context.
         """
         if len(prompt) > self.context:
             raise ContextOverflow(len(prompt), self.context)
-        tokens_BT = torch.tensor([list(prompt)], device=self.model.embedding.weight.device)
+        cache = KVCache.for_model(self.model, 1, len(prompt))
+        for start in range(0, len(prompt) - 1, part):
+            yield self._score(cache, prompt[start : start + part + 1], top)
+
+    @torch.inference_mode()
+    def _score(self, cache: KVCache, tokens: Sequence[int], top: int) -> list[Token]:
+        """Appends all tokens but the last one to the cache; returns all but the first one, scored."""
+        tokens_BT = torch.tensor([tokens[:-1]], device=self.model.embedding.weight.device)
+        lengths_B = torch.tensor([len(tokens) - 1], device=tokens_BT.device)
         with compiler.eager():
-            context = self.model.context(tokens_BT)
-            logits_TV = self.model.logits(self.model(tokens_BT, context)[0, :-1])[:, : self.tokenizer.vocab_size]
-        scored = log_probabilities(logits_TV, prompt[1:], top)
-        return [Token(id, value, best, 0) for id, (value, best) in zip(prompt[1:], scored, strict=True)]
+            x_BTD = cache.append(self.model, tokens_BT, lengths_B, self.machine.attention)
+            logits_TV = self.model.logits(x_BTD[0])[:, : self.tokenizer.vocab_size]
+        scored = log_probabilities(logits_TV, tokens[1:], top)
+        return [Token(id, value, best, 0) for id, (value, best) in zip(tokens[1:], scored, strict=True)]
 
     def submit(
         self,

@@ -4,6 +4,7 @@ Both are made from the events of a job. Log-probabilities are told for the token
 chunk in which the text of a token begins. Their bytes, joined, are the text and the bytes that are not valid UTF-8.
 """
 
+import asyncio
 import json
 import time
 import uuid
@@ -34,7 +35,11 @@ class JSON(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return encode(content).encode("ascii")
+        if not isinstance(content, dict) or not content.get("choices"):
+            return encode(content).encode("ascii")
+        # One choice at a time: no other thread runs while JSON is encoded.
+        rest = encode({name: value for name, value in content.items() if name != "choices"})
+        return f'{rest[:-1]}, "choices": [{", ".join(map(encode, content["choices"]))}]}}'.encode("ascii")
 
 
 class EventStream(StreamingResponse):
@@ -164,6 +169,9 @@ class Answer(ABC):
                     self._of(event)[1].take(event)
         except Exception as error:
             raise as_api_error(error) from error
+        return await asyncio.to_thread(self._whole) if self.logprobs else self._whole()
+
+    def _whole(self) -> dict[str, Any]:
         choices = []
         for index, choice in enumerate(self.choices):
             assert choice.completion is not None
@@ -182,7 +190,8 @@ class Answer(ABC):
         try:
             for index in range(len(self.choices)):
                 if (content := self.first(index)) is not None:
-                    yield chunk(_choice(index, content, self.first_told(index)))
+                    told = await asyncio.to_thread(self.first_told, index) if self.logprobs else None
+                    yield chunk(_choice(index, content, told))
             async for events in self.job.batches():
                 written = [chunk(choice) for choice in self._pieces(events)]
                 if written:

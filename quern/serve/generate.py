@@ -30,7 +30,7 @@ async def chat(model: Model, request: ChatRequest) -> Chat:
     prompt, options = await asyncio.to_thread(_read_chat, engine, request)
     top = request.top()
     logprobs = False if top is None else top
-    job = worker.submit(lambda: engine.submit([prompt], logprobs=logprobs, **options))
+    job = worker.submit(lambda: engine.submit([prompt], logprobs=logprobs, **options), request.n or 1)
     return Chat(job, model.tokenizer, model.name, [prompt], request.n or 1, top is not None, calls="calls" in options)
 
 
@@ -63,9 +63,7 @@ async def texts(model: Model, request: CompletionRequest) -> Text:
     shared = await asyncio.to_thread(_options, engine, request, max(prompts, key=len), wanted)
     options = shared | {"max_tokens": min(wanted, engine.context), "plain": True}
     logprobs = False if request.logprobs is None else request.logprobs
-    echo = None
-    if request.echo:
-        echo = await worker.call(lambda: [_echo(engine, prompt, logprobs) for prompt in prompts])
+    echo = [await _echo(model, prompt, logprobs) for prompt in prompts] if request.echo else None
 
     def begin() -> Generation:
         if wanted:
@@ -76,15 +74,22 @@ async def texts(model: Model, request: CompletionRequest) -> Text:
                 done.events.append(Event(number, sample, Completion([], "", "length", [], len(prompt))))
         return done
 
-    job = worker.submit(begin)
+    job = worker.submit(begin, len(prompts) * (request.n or 1))
     return Text(job, model.tokenizer, model.name, prompts, request.n or 1, logprobs is not False, echo=echo)
 
 
-def _echo(engine: Engine, prompt: Sequence[int], logprobs: bool | int) -> tuple[str, list[Token]]:
-    """The text of a prompt and, if they are asked for, its tokens' log-probabilities; BOS is no text."""
-    tokenizer = engine.tokenizer
+async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int) -> tuple[str, list[Token]]:
+    """The text of a prompt and, if they are asked for, its tokens' log-probabilities; BOS is no text.
+
+    A part of the prompt is read between two tokens of the replies that are running.
+    """
+    tokenizer = model.tokenizer
     own = prompt[1:] if prompt[0] == tokenizer.bos else prompt
-    scored = [] if logprobs is False else engine.read(prompt, logprobs)
+    scored: list[Token] = []
+    if logprobs is not False:
+        parts = model.engine.read(prompt, logprobs)
+        while (part := await model.worker.call(lambda: next(parts, None))) is not None:
+            scored += part
     if own is prompt and logprobs is not False:  # nothing stands before its first token
         scored.insert(0, Token(prompt[0], UNKNOWN, [], 0))
     text, decoder, placed = "", codecs.getincrementaldecoder("utf-8")("replace"), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -31,6 +32,10 @@ from quern.serve.requests.schema import (
 from quern.serve.responses import Responses
 
 MAX_BODY_BYTES = 1 << 20
+MAX_MARKS = 1 << 14
+"""JSON's marks in a body: objects, lists, fields and strings. The numbers of a list do not count. Decoding and
+validating so many takes less than 0.1 s, in which no other client is served."""
+STRING = re.compile(rb'"(?:[^"\\]+|\\.?)*"?', re.DOTALL)  # the last one may be cut off
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
@@ -107,7 +112,7 @@ async def tokenize(_: Request, request: TokenizeRequest, model: Model) -> Respon
 
 async def detokenize(_: Request, request: DetokenizeRequest, model: Model) -> Response:
     generate.require_tokens(model.tokenizer, request.tokens, "tokens")
-    return JSON({"prompt": model.tokenizer.decode(request.tokens)})
+    return JSON({"prompt": await asyncio.to_thread(model.tokenizer.decode, request.tokens)})
 
 
 async def respond(http: Request, answer: Answer, request: ChatRequest | CompletionRequest) -> Response:
@@ -123,7 +128,7 @@ async def whole(http: Request, answer: Answer | Responses) -> Response:
         body = await unless_gone(http, answer.whole())
     finally:
         answer.job.cancel()
-    return Response(status_code=499) if body is None else JSON(body)
+    return Response(status_code=499) if body is None else await asyncio.to_thread(JSON, body)
 
 
 async def unless_gone(http: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
@@ -155,7 +160,7 @@ async def read_json(http: Request) -> Any:
 
 
 async def read_body(http: Request) -> bytes:
-    """The body. Raises ApiError if it is too large."""
+    """The body. Raises ApiError if it is too large, or has too many parts to decode them while others wait."""
     body = bytearray()
     try:
         async for chunk in http.stream():
@@ -164,7 +169,23 @@ async def read_body(http: Request) -> bytes:
                 raise ApiError(f"The body is larger than {MAX_BODY_BYTES:,} bytes: shorten the messages.", status=413)
     except ClientDisconnect:  # no failure of the server, whose log would have a traceback; nobody reads the answer
         raise ApiError("The client left before the end of its body.", status=499) from None
+    if marks(body) > MAX_MARKS:
+        raise ApiError(f"The body has more than {MAX_MARKS:,} objects, lists, fields and strings: shorten it.")
     return bytes(body)
+
+
+def marks(body: bytearray) -> int:
+    """Counts JSON's marks outside of strings, and strings. It stops soon beyond `MAX_MARKS`."""
+    count = sum(map(body.count, (b"{", b"[", b":", b'"')))
+    if count <= MAX_MARKS:
+        return count
+    count = end = 0
+    for string in STRING.finditer(body):
+        count += 1 + sum(body.count(mark, end, string.start()) for mark in (b"{", b"[", b":"))
+        end = string.end()
+        if count > MAX_MARKS:
+            return count
+    return count + sum(body.count(mark, end) for mark in (b"{", b"[", b":"))
 
 
 async def on_api_error(_: Request, error: Exception) -> Response:

@@ -8,8 +8,9 @@ that read them, in one call. A reader gets the pieces of several steps at once, 
 import asyncio
 import queue
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ class Limits:
 class Job:
     """One request. `submit` starts it in the engine thread; iterate over `batches` to receive its events."""
 
-    def __init__(self, submit: Callable[[], Generation], seconds: float) -> None:
-        self._submit = submit
+    def __init__(self, submit: Callable[[], Generation], seconds: float, rows: int) -> None:
+        self._submit, self.rows = submit, rows
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds, self._expire, seconds)
         self._items: list[list[Event] | BaseException | None] = []
@@ -102,6 +103,27 @@ class Job:
                 yield events
 
 
+class Call:
+    """A function that runs in the engine thread, between two steps. Make it in the event loop that awaits `done`."""
+
+    rows = 0
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function, self._loop = function, asyncio.get_running_loop()
+        self.done: asyncio.Future[Any] = self._loop.create_future()
+
+    def run(self) -> None:
+        try:
+            self.settle(self._function(), None)
+        except Exception as error:
+            self.settle(None, error)
+
+    def settle(self, result: Any, error: Exception | None) -> None:
+        """Sends a result or an error to the event loop."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(_settle, self.done, result, error)
+
+
 class Worker:
     """Runs requests together.
 
@@ -114,10 +136,12 @@ class Worker:
     def __init__(self, engine: Engine, metrics: ModelMetrics, limits: Limits) -> None:
         self.engine, self.metrics = engine, metrics
         self._limits = limits
-        self._inbox: queue.SimpleQueue[Job | Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Call] = queue.SimpleQueue()
+        self._calls: deque[Call] = deque()
         self._open: list[Job] = []
         # Jobs, the first counted in the event loop alone, the second in the engine thread alone.
         self._submitted = self._ended = 0
+        self._queued = self._taken = 0  # rows of jobs, counted likewise
         self._wake: Callable[[], None] | None = None
         self._stopped = False
         self._told = 0.0  # when all streams last got their pieces
@@ -132,27 +156,32 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Rows and requests that have no seat yet."""
-        return self._inbox.qsize() + len(self.engine.scheduler.waiting)
+        """Rows that have no seat yet."""
+        return self._queued - self._taken + len(self.engine.scheduler.waiting)
 
     @property
     def open(self) -> bool:
         """Whether a request is waiting or being answered."""
         return self._submitted > self._ended
 
-    def submit(self, submit: Callable[[], Generation]) -> Job:
+    def submit(self, submit: Callable[[], Generation], rows: int = 1) -> Job:
         """Queues a request. Must be called in the event loop that reads the job.
+
+        Args:
+            submit: Starts the request, in the engine thread.
+            rows: The replies that it asks for.
 
         Raises:
             ApiError: Too many rows are waiting (429), or the worker has stopped (503).
         """
         if not self.alive:
             raise stopped("the engine is not running")
-        if self.waiting >= self._limits.waiting:
-            message = f"The server is busy: {self._limits.waiting} requests are waiting already. Try again later."
+        if self.waiting and self.waiting + rows > self._limits.waiting:
+            message = f"The server is busy: {self.waiting} replies are waiting already. Try again later."
             raise ApiError(message, status=429, kind="rate_limit_error")
-        job = Job(submit, self._limits.seconds)
+        job = Job(submit, self._limits.seconds, rows)
         self._submitted += 1
+        self._queued += rows
         self._put(job)
         return job
 
@@ -160,34 +189,26 @@ class Worker:
         """Runs a function in the engine thread, between two steps; returns its result."""
         if not self.alive:
             raise stopped("the engine is not running")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
+        call = Call(function)
+        self._put(call)
+        return await call.done
 
-        def run() -> None:
-            try:
-                result = function()
-            except Exception as error:
-                loop.call_soon_threadsafe(_settle, done, None, error)
-            else:
-                loop.call_soon_threadsafe(_settle, done, result, None)
-
-        self._put(run)
-        return await done
-
-    def _put(self, item: Job | Callable[[], None]) -> None:
+    def _put(self, item: Job | Call) -> None:
         self._inbox.put(item)
         assert self._wake is not None
         self._wake()
 
     def turn(self) -> bool:
-        """Starts the requests that have arrived, and takes one step of the engine.
+        """Starts the requests that have arrived, runs one call, and takes one step of the engine.
 
         Returns:
             Whether there is more to do at once.
         """
-        if not self._open and self._inbox.empty():
+        if not self._open and not self._calls and self._inbox.empty():
             return False
         self._take_new()
+        if self._calls:
+            self._calls.popleft().run()
         if self._open:
             try:
                 self.engine.step(PREFILL_TOKENS)
@@ -199,23 +220,24 @@ class Worker:
         if not self._open:  # the rows of clients that have left would keep their seats until the next request
             self.engine.scheduler.reset()
         self.metrics.set_load(self.engine.scheduler.running, self.waiting)
-        return bool(self._open)
+        return bool(self._open or self._calls)
 
     def stop(self) -> None:
         """Ends all requests with an error, also those that come later. In the engine thread, or after its end."""
         self._stopped = True
-        left = list(self._open)
-        while not self._inbox.empty():
-            if isinstance(item := self._inbox.get(), Job):
-                left.append(item)
-        self._end([(job, stopped("the server is stopping")) for job in left])
+        error, jobs = stopped("the server is stopping"), list(self._open)
+        for item in (*self._calls, *self._arrived()):
+            if isinstance(item, Job):
+                jobs.append(item)
+            else:
+                item.settle(None, error)
+        self._end([(job, error) for job in jobs])
 
     def _take_new(self) -> None:
         """Starts the requests that have arrived."""
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if not isinstance(item, Job):
-                item()
+        for item in self._arrived():
+            if isinstance(item, Call):
+                self._calls.append(item)
                 continue
             try:
                 if item.begin():
@@ -224,6 +246,13 @@ class Worker:
                     self._end([(item, None)])
             except Exception as error:
                 self._end([(item, error)])
+
+    def _arrived(self) -> Iterator[Job | Call]:
+        """Empties the inbox."""
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            self._taken += item.rows
+            yield item
 
     def _end(self, items: list[tuple[Job, Any]]) -> None:
         """Sends jobs their last item."""

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from quern.generate.engine import Engine
 from quern.generate.sample import Sampling
@@ -104,7 +105,14 @@ def test_the_log_probabilities_of_a_prompt_are_the_models(client: openai.OpenAI,
     answer = client.completions.create(model=NAME, prompt=ids, max_tokens=0, echo=True, logprobs=1)
     told = answer.choices[0].logprobs
     assert told is not None and answer.choices[0].text == TEXT and answer.choices[0].finish_reason == "length"
-    assert told.token_logprobs == pytest.approx([token.logprob for token in engine.read(ids)], abs=1e-5)
+    tokens_BT = torch.tensor([ids])
+    with torch.no_grad():
+        logits_TV = engine.model.logits(engine.model(tokens_BT, engine.model.context(tokens_BT))[0])
+    plain = logits_TV[:-1, : TOKENIZER.vocab_size].log_softmax(-1).gather(1, tokens_BT[0, 1:, None])[:, 0].tolist()
+    assert told.token_logprobs == pytest.approx(plain, abs=1e-5)
+    parts = list(engine.read(ids, part=3))
+    assert max(map(len, parts)) == 3 and [token.id for part in parts for token in part] == ids[1:]
+    assert [token.logprob for part in parts for token in part] == pytest.approx(plain, abs=1e-5)
     assert told.tokens is not None and "".join(told.tokens) == TEXT
     whole = client.completions.create(model=NAME, prompt=[ids[0], *ids[1:4]], max_tokens=0, echo=True, logprobs=1)
     assert whole.choices[0].logprobs is not None and told.token_logprobs is not None

@@ -1,9 +1,13 @@
 """What every request of the API shares: its errors, and strict validation of its fields."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose validation ends with the first wrong item: an error for each of 100,000 takes seconds to build."""
 
 
 class ApiError(Exception):

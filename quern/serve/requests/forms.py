@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quern.generate.grammar import Grammar, GrammarError, Grammars
-from quern.serve.requests.errors import Strict, invalid
+from quern.serve.requests.errors import Items, Strict, invalid
 
 MAX_TOOLS = 64
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -35,7 +35,7 @@ class StructuredOutputs(Strict):
 
     json_: Annotated[_Schema | None, Field(alias="json")] = None
     regex: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]] | None, Field(min_length=1, max_length=1024)] = None
+    choice: Annotated[Items[Annotated[str, Field(min_length=1)]] | None, Field(min_length=1, max_length=1024)] = None
 
 
 class Function(Strict):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from quern.serve.requests.errors import Strict, invalid
+from quern.serve.requests.errors import Items, Strict, invalid
 from quern.serve.requests.forms import Tool
 from quern.text.chat import Message
 from quern.text.conversations import to_messages
@@ -40,14 +40,14 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    parts: list[ReplyPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    parts: Items[ReplyPart] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     # Fields of a response message: a client may send it back unchanged.
     refusal: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
+    annotations: Items[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
 

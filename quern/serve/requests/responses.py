@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quern.serve.requests.errors import Strict
+from quern.serve.requests.errors import Items, Strict
 from quern.serve.requests.forms import MAX_TOOLS
 from quern.serve.requests.schema import ChatRequest, parse_request
 
@@ -18,14 +18,14 @@ TEXT_TYPES = Literal["input_text", "output_text", "text"]
 class Part(Strict):
     type: TEXT_TYPES
     text: str
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-    logprobs: list[Any] | None = None
+    annotations: Items[Any] | None = Field(default=None, max_length=0)
+    logprobs: Items[Any] | None = None
 
 
 class MessageItem(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Items[Part]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -43,7 +43,7 @@ class CallItem(Strict):
 class OutputItem(Strict):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | Items[Part]
     id: str | None = None
     status: str | None = None
 
@@ -77,14 +77,14 @@ class ResponsesRequest(Strict):
     """The fields after `tool_choice` are accepted only with their default effect."""
 
     model: str
-    input: str | Annotated[list[MessageItem | CallItem | OutputItem], Field(min_length=1)]
+    input: str | Annotated[Items[MessageItem | CallItem | OutputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Items[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
 
     parallel_tool_calls: bool | None = None
@@ -92,7 +92,7 @@ class ResponsesRequest(Strict):
     store: bool | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[str] | None = Field(default=None, max_length=0)
+    include: Items[str] | None = Field(default=None, max_length=0)
     previous_response_id: None = None
     user: str | None = None
 

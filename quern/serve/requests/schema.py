@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 
 from quern.bounds import BOUNDS, Bounds
 from quern.generate.sample import Sampling
-from quern.serve.requests.errors import ApiError, Strict
+from quern.serve.requests.errors import ApiError, Items, Strict
 from quern.serve.requests.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
 from quern.serve.requests.messages import ChatMessage
 
@@ -75,8 +75,8 @@ class _Generating(_SamplingRequest):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
+    stop: _Stop | Annotated[Items[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Items[int] | None = Field(default=None, max_length=64)
     logit_bias: dict[_Id, _Bias] | None = Field(default=None, max_length=1024)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -101,11 +101,11 @@ class _Generating(_SamplingRequest):
 class ChatRequest(_Generating):
     """A chat. The fields after `tool_choice` are accepted only with their default effect."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
 
     parallel_tool_calls: bool | None = None
@@ -124,13 +124,13 @@ class ChatRequest(_Generating):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-_Ids = Annotated[list[int], Field(min_length=1)]
+_Ids = Annotated[Items[int], Field(min_length=1)]
 
 
 class CompletionRequest(_Generating):
     """A text, or its token ids, to be continued; or a list of them."""
 
-    prompt: str | _Ids | Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: str | _Ids | Annotated[Items[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     # 0 is of use with `echo` only: the prompt's own log-probabilities.
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool | None = None
@@ -151,14 +151,14 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    messages: Items[ChatMessage] | None = Field(default=None, min_length=1)
+    tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 Request = TypeVar("Request", bound=BaseModel)
