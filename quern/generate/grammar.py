@@ -21,13 +21,19 @@ from quern.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+LEXER_FUEL = 20_000
+"""What llguidance may spend on one mask: some 50 ms; a form that needs more fails, and with it the reply."""
 KEPT = 64  # compiled grammars
 CHECK_EVERY = 16  # tokens between two searches for an ending while many tokens are left
 MARGIN = 64  # "many": so many more than the last ending and the first one have together
 QUOTE, COMMA = ord('"'), ord(",")
 # Bytes that end what is open come first. In a string, that is the quote alone.
 IN_STRING = b'"'
-BETWEEN = b'}]"0,:'
+BETWEEN = b'}]",0:'
+OTHERS = bytes(sorted(range(256), key=lambda byte: (not 32 <= byte < 127, byte)))
+MOST_TRIES = 4000
+"""Bytes that one search may try, some milliseconds: all other rows wait meanwhile. No clock, so that a reply does not
+depend on the load."""
 
 
 class GrammarError(ValueError):
@@ -48,7 +54,7 @@ class Grammars:
             raise ImportError("replies in a given form need llguidance: pip install llguidance") from error
         self.tokenizer = tokenizer
         self._matcher = llguidance.LLMatcher
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer)))
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -105,11 +111,14 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer) -> None:
         self._start, self._tokenizer = matcher, tokenizer
+        self._shortest: dict[int, int | None] = {}
 
     def shortest(self, most: int) -> int | None:
         """Tokens of the shortest reply that is found, its end token included; None if it has more than `most`."""
-        ending = _ending(self._start, self._tokenizer, most)
-        return None if ending is None else len(ending) + 1
+        if most not in self._shortest:
+            ending = _ending(self._start, self._tokenizer, most)
+            self._shortest[most] = None if ending is None else len(ending) + 1
+        return self._shortest[most]
 
     def start(self, end: int) -> Constraint:
         """end: the token that ends the reply."""
@@ -197,24 +206,29 @@ def _tokens(text: bytes, tokenizer: Tokenizer) -> list[int]:
 
 
 def _greedy(matcher: LLMatcher, tokenizer: Tokenizer, most: int, spread: bool) -> bytes | None:
-    """Bytes that complete the form, each the one that closes most, otherwise (spread: always) the one used least."""
+    """Bytes that complete the form, each the one that closes most, otherwise (spread: always) another one each time."""
     found = bytearray()
-    used = [0] * 256
-    byte_of = tokenizer.single_bytes  # ids 0 to 255 are the single bytes
+    others, tries = list(OTHERS), 0
+    id_of = tokenizer.single_bytes.index  # ids 0 to 255 are the single bytes
+
+    def fits(byte: int) -> bool:  # far cheaper than the mask of the whole vocabulary
+        nonlocal tries
+        tries += 1
+        return matcher.validate_tokens([id_of(byte)]) == 1
+
     while not (matcher.is_accepting() or matcher.is_error()):
-        allowed = np.flatnonzero(_mask(matcher, tokenizer)).tolist()
-        ok = {byte_of[id] for id in allowed if id < 256}
-        if not allowed or len(found) >= most:
+        if len(found) >= most or tries > MOST_TRIES:
             return None
-        if not ok:  # where only one text can follow, its usual tokens are allowed and no others
-            found += tokenizer.decode_bytes(allowed[:1])
-            matcher.consume_token(allowed[0])
-            continue
-        order = () if spread else IN_STRING if QUOTE in ok and COMMA in ok else BETWEEN
-        byte = next((one for one in order if one in ok), -1)
-        if byte < 0:
-            byte = min(ok, key=lambda one: (used[one], one))
-        used[byte] += 1
+        order = matcher.compute_ff_bytes()[:1]  # where only one byte can follow
+        if not order and not spread:
+            order = IN_STRING if fits(QUOTE) and fits(COMMA) else BETWEEN
+        byte = next(filter(fits, order), None)
+        if byte is None:
+            byte = next(filter(fits, others), None)
+            if byte is None:
+                return None
+            others.remove(byte)
+            others.append(byte)
         found.append(byte)
-        matcher.consume_token(byte_of.index(byte))
+        matcher.consume_token(id_of(byte))
     return None if matcher.is_error() else bytes(found)

@@ -23,7 +23,7 @@ from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
 STOP_TOKENS = ("<|assistant_end|>", "<|bos|>")
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
 class Delta(NamedTuple):
@@ -51,7 +51,8 @@ class Completion:
 
     ids: all tokens of the reply, including forced tokens and the end token. text: the assistant's text, without tool
     calls and outputs; `parts` has them too. finish_reason: "stop" for an end token or a stop string, "length" for
-    max_tokens or the end of the context, "tool_calls" for a call of the caller's tools. sampled: for each token,
+    max_tokens or the end of the context, "tool_calls" for a call of the caller's tools, "error" for a form that became
+    too complex to follow. sampled: for each token,
     whether the model chose it (a tool's output is forced, and where a form must end, so is its ending). logprobs: for
     each token, the log of its probability at temperature 1; empty unless asked for. top_logprobs: for each token, the
     likeliest tokens in its place with theirs.
@@ -161,9 +162,9 @@ class Reply:
             self._tools.push(token)
             if self._constraint is not None:
                 self._constraint.push(token)
-                if self._constraint.failed:
-                    self.finish_reason = "length"
             deltas = self._add(self._decoder.decode(self._tokenizer.decode_bytes([token])))
+        if self._constraint is not None and self._constraint.failed:  # the end token, too, is then of no form
+            self.finish_reason = "error"
         if self.finish_reason is None and len(self.ids) >= self.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None:

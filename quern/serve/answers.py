@@ -82,6 +82,8 @@ class Choice:
                 self._waiting.append(value)
             return None, []
         if isinstance(value, Completion):
+            if value.finish_reason == "error":
+                raise ApiError("The form of the reply became too complex to follow: simplify its schema or expression.")
             self.completion = value
             self.parts = list(value.parts)
             # What a stop string cut off is not told; bytes that are no characters are.

@@ -6,6 +6,8 @@ texts being cut off.
 
 import json
 import re
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,8 +17,10 @@ import pytest
 
 from quern.generate import grammar as grammar_module
 from quern.generate.grammar import Grammar, GrammarError, Grammars
+from quern.generate.reply import Reply
 from quern.generate.sample import Sampling
 from quern.text.chat import render_prompt
+from quern.text.tokenizer import Tokenizer
 from tests.support.toy_engine import toy_engine, toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -152,3 +156,48 @@ def test_without_the_search_for_an_ending_texts_are_cut_off(monkeypatch: pytest.
     assert least is not None
     monkeypatch.setattr(grammar_module, "_ending", lambda *_: None)
     assert not all(walk(form, least + 7 * seed, seed)[1] for seed in range(12))
+
+
+@cache
+def large_vocabulary() -> Grammars:
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("etaoinshrdlu"), size)) for size in random.integers(2, 9, 3000)]
+    return Grammars(Tokenizer.train([" ".join(random.choice(words, 60_000)) + '{":, 0."}'], 3000))
+
+
+TEN_STRINGS = {f"p{number}": {"type": "string", "minLength": 8} for number in range(10)}
+COSTLY = {
+    "ten stars": lambda grammars: grammars.regex(".*.*.*.*.*.*.*.*.*.*=.*"),
+    "ten strings": lambda grammars: grammars.json(
+        {"type": "object", "properties": TEN_STRINGS, "required": [*TEN_STRINGS], "additionalProperties": False}
+    ),
+    "words": lambda grammars: grammars.regex(r"(\w+ ){3,20}\w+\."),
+}
+
+
+@pytest.mark.parametrize("make", COSTLY.values(), ids=COSTLY)
+def test_no_form_takes_the_engine_for_long(make: Callable[[Grammars], Grammar]) -> None:
+    """The searches of ten stars took 24 s for one reply of 200 tokens."""
+    grammars, random = large_vocabulary(), np.random.default_rng(1)
+    start = time.process_time()
+    constraint = make(grammars).start(end := grammars.tokenizer.special("<|assistant_end|>"))
+    for step in range(150):
+        token = constraint.choose(int(random.choice(np.flatnonzero(constraint.allowed()))), 150 - step)
+        if token == end:
+            break
+        constraint.push(token)
+    assert time.process_time() - start < 2
+
+
+def test_a_form_that_becomes_too_complex_ends_the_reply_with_an_error() -> None:
+    """Whether a mask or a token finds that out: no end token may hide it."""
+    grammars, letters = large_vocabulary(), "etaoinshrdlu"
+    for seed in range(3):
+        form = grammars.regex("|".join(f".*{letter}.{{40}}{letter}.*" for letter in letters))
+        reply = Reply(grammars.tokenizer, 1, 60, form=form)
+        random = np.random.default_rng(seed)
+        while reply.finish_reason is None:
+            allowed_V = reply.allowed()
+            assert allowed_V is not None
+            reply.push(reply.choose(int(random.choice(np.flatnonzero(allowed_V)))))
+        assert reply.completion().finish_reason == "error"
