@@ -63,7 +63,7 @@ def test_colours_are_the_engines_numbers(browser: Chrome) -> None:
     ids = [engine.tokenizer.bos, *engine.tokenizer.encode(text)]
     how: dict[str, Any] = {"max_tokens": 60, "seed": 7, "sampling": Sampling(), "plain": True}
     reply = sharp_engine().generate([ids], **how)[0][0].ids
-    scored = sharp_engine().read([*ids, *reply], 20)
+    scored = [token for part in sharp_engine().read([*ids, *reply], 20) for token in part]
     with running(create_app({"toy": engine})) as url:
         page = Page(browser, url, make_parrot())
         page.open()
