@@ -105,7 +105,8 @@ def train(
             told = _exchange(stop, own_seconds, horizon, state, mesh, machine)
             start, waited = clock(), mesh.waited_seconds()
             _seed_draws(state, plan)
-            result = train_on(state, batch, plan.schedule(horizon.place(state.step)), machine, plan.clip_norm)
+            multipliers = plan.schedule(horizon.place(state.step))
+            result = train_on(state, batch, multipliers, machine, plan.clip_norm)
             seconds = clock() - start
             own_seconds = seconds - mesh.waited_seconds() + waited
             _count(state, result, seconds, window, folder, None if fresh else horizon)
@@ -117,7 +118,7 @@ def train(
             if horizon.decide(state.step, int(wanted[0])):
                 folder.event("plan", step=state.step, steps=horizon.steps, seconds=round(state.seconds, 3))
             if state.step % plan.log_every == 0 or state.step == horizon.steps:
-                _log(state, result, window, plan, horizon, folder)
+                _log(state, result, window, plan, multipliers.lr, folder)
                 window = _Window(window.rate())
             stopping = any(signals) and state.step < horizon.steps
             if times and (slow := stragglers.observe(times)):
@@ -158,7 +159,7 @@ def _exchange(
     """
     if mesh.world.size == 1:
         return lambda: [[stop.requested], [], [horizon.wanted(state.step, state.seconds)]]
-    wanted = horizon.wanted(state.step, state.seconds) if mesh.main else 0
+    wanted = horizon.wanted(state.step, state.seconds)
     own = machine.send(torch.tensor([float(stop.requested), seconds, wanted], dtype=torch.float64))
     heard = own.new_empty(3 * mesh.world.size)
     mesh.world.all_gather(heard, own).wait()
@@ -231,10 +232,8 @@ def _count(
         folder.event("skip", step=state.step, loss=result.loss, grad_norm=result.grad_norm)
 
 
-def _log(
-    state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan, horizon: Horizon, folder: Records
-) -> None:
-    folder.metric(**_metrics(state, last, window, plan, plan.schedule(horizon.place(state.step - 1)).lr))
+def _log(state: TrainState, last: StepResult, window: _Window, plan: TrainingPlan, lr: float, folder: Records) -> None:
+    folder.metric(**_metrics(state, last, window, plan, lr))
     state.unlogged_nats, state.unlogged_tokens = 0.0, 0
 
 
