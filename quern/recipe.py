@@ -155,8 +155,7 @@ class OptimRecipe:
     decay_scale: float | None = None
     """Multiplies matrix_decay: sqrt(batch / 2^19) · (reference horizon / horizon)."""
     table_decay_scale: float | None = None
-    """gpt: multiplies the decay of the head and of the value embeddings, 0.01. By default 1 for a text that is read
-    once, rising to decay_scale for one that is read five times."""
+    """gpt: multiplies the decay of head and value embeddings: 1 for a text read once, decay_scale for five readings."""
     width_scale: float | None = None
     """Multiplies the embeddings' and the head's rate: sqrt(768 / width)."""
     eps: float = 1e-10
@@ -170,12 +169,13 @@ class TrainRecipe:
     """The training loop."""
 
     steps: int | None = None
-    """Optimizer steps of pretraining; by default horizon_ratio tokens for each parameter of the matrices and the head.
-    Fine-tuning has sft.steps."""
+    """Optimizer steps of pretraining (fine-tuning has sft.steps); by default they follow from horizon_ratio."""
     minutes: float | None = None
     """Train for this long instead: time in steps, without compilation, validation and saves. The steps follow."""
+    flops: float | None = None
+    """Train for so many FLOPs instead, such as 1e18. The tokens follow from the model's FLOPs for each token."""
     horizon_ratio: float = 12.0
-    """Tokens for each parameter, where neither steps nor minutes say how long."""
+    """Tokens for each parameter of the matrices and the head, where nothing else says how long."""
     batch_tokens: int | None = None
     """Tokens in one optimizer step."""
     micro_batch_tokens: int | None = None

@@ -92,9 +92,9 @@ def changes(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> list[s
 
 
 def _changeable(name: str, old: Any, new: Any) -> bool:
-    """A run that trains for minutes may get other minutes, or steps; one that trains for steps gets no minutes."""
-    of_minutes = name == "train.minutes" and (old is not None or new is None)
-    return name in CHANGEABLE or name.startswith("optim.") or of_minutes
+    """A run that trains for minutes may get other minutes, or steps; one of steps no minutes; one of FLOPs steps."""
+    length = name == "train.minutes" and old is not None or name in ("train.minutes", "train.flops") and new is None
+    return name in CHANGEABLE or name.startswith("optim.") or length
 
 
 def _shown(value: Any) -> str:
@@ -166,7 +166,7 @@ def find_saved(
 def to_resume(saved: Recipe, named: Collection[str]) -> Recipe:
     """The saved recipe without the fields that contradict those named in the command."""
     if "train.steps" in named:
-        saved = replace(saved, train=replace(saved.train, minutes=None))
+        saved = replace(saved, train=replace(saved.train, minutes=None, flops=None))
     if "sft.epochs" in named:
         saved = replace(saved, sft=replace(saved.sft, steps=None))
     return saved
@@ -196,8 +196,8 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
         at_peak: Whether the checkpoint was saved at the peak learning rate, so that no warm-up is needed.
     """
     assert saved.data_seed is not None
-    length = {"train.steps", "train.minutes", "train.horizon_ratio", "train.batch_tokens"} & set(named)
-    train = replace(saved.train, minutes=None, eval_every=None, save_every=None)
+    length = {"train.steps", "train.minutes", "train.flops", "train.horizon_ratio", "train.batch_tokens"} & set(named)
+    train = replace(saved.train, minutes=None, flops=None, eval_every=None, save_every=None)
     train = replace(train, warmup_steps=0 if at_peak else None)
     if length - {"train.batch_tokens"}:
         train = replace(train, steps=None)
