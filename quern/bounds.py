@@ -124,7 +124,6 @@ BOUNDS: Mapping[str, Bounds] = {
     "optim.muon_steps": _whole(1, 100),
     "train.steps": COUNT,
     "train.minutes": Bounds(0, 1e6, above=True),
-    "train.flops": Bounds(0, 1e30, above=True),
     "train.horizon_ratio": Bounds(0, 1e6, above=True),
     "train.batch_tokens": COUNT,
     "train.micro_batch_tokens": COUNT,

@@ -14,6 +14,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 SCHEMA = 1
+CONSTRUCTORS = frozenset(
+    "quern.model.gpt:GPT quern.model.llama:Llama quern.model.unet:UNet quern.optim.groups:table "
+    "quern.optim.schedule:warmup_stable_decay quern.recipes.llama:rules quern.recipes.llama_adamw:rules "
+    "quern.recipes.unet:rules quern.recipes.unet:schedule".split()
+)
+"""Callables that a saved recipe may name; all others come from the recipe's own file."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,8 @@ class OptimRecipe:
     decay_scale: float | None = None
     """Multiplies matrix_decay: sqrt(batch / 2^19) · (reference horizon / horizon)."""
     table_decay_scale: float | None = None
-    """gpt: multiplies the decay of head and value embeddings: 1 for a text read once, decay_scale for five readings."""
+    """gpt: multiplies the decay of the head and of the value embeddings, 0.01. By default 1 for a text that is read
+    once, rising to decay_scale for one that is read five times."""
     width_scale: float | None = None
     """Multiplies the embeddings' and the head's rate: sqrt(768 / width)."""
     eps: float = 1e-10
@@ -169,13 +176,12 @@ class TrainRecipe:
     """The training loop."""
 
     steps: int | None = None
-    """Optimizer steps of pretraining (fine-tuning has sft.steps); by default they follow from horizon_ratio."""
+    """Optimizer steps of pretraining; by default horizon_ratio tokens for each parameter of the matrices and the head.
+    Fine-tuning has sft.steps."""
     minutes: float | None = None
     """Train for this long instead: time in steps, without compilation, validation and saves. The steps follow."""
-    flops: float | None = None
-    """Train for so many FLOPs instead, such as 1e18. The tokens follow from the model's FLOPs for each token."""
     horizon_ratio: float = 12.0
-    """Tokens for each parameter of the matrices and the head, where nothing else says how long."""
+    """Tokens for each parameter, where neither steps nor minutes say how long."""
     batch_tokens: int | None = None
     """Tokens in one optimizer step."""
     micro_batch_tokens: int | None = None
@@ -386,15 +392,9 @@ class Recipe:
                 body["conversations"] = tuple(ConversationSource(**one) for one in body["conversations"])
             for name, value in body.items():
                 if name.startswith("make_") and isinstance(value, str):
-                    if callables and name not in callables and not value.startswith("quern."):
-                        raise ValueError(f"the recipe was saved with {name} = {value}, which its file lacks now")
-                    body[name] = callables.get(name) or _import(value)
+                    if name not in callables and value not in CONSTRUCTORS:
+                        raise ValueError(f"'{value}' lives outside quern: hand over the recipe's Python file as well")
+                    body[name] = callables.get(name) or pkgutil.resolve_name(value)
             return Recipe(**body)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a recipe this version can read: {error}") from error
-
-
-def _import(name: str) -> Callable[..., Any]:
-    if not name.startswith("quern."):
-        raise ValueError(f"'{name}' lives outside quern: hand over the recipe's Python file as well")
-    return pkgutil.resolve_name(name)

@@ -112,21 +112,6 @@ def fine_tuning_rates(recipe: Recipe, share: float, batch_tokens: int) -> Recipe
     return replace(recipe, optim=replace(recipe.optim, lr_scale=scale, matrix_decay=0.0, **no_decay))
 
 
-def fit_flops(recipe: Recipe, asked: Recipe, flops_per_token: int, replicas: int) -> dict[str, int]:
-    """Returns the fields steps and batch_tokens of `train` that take `train.flops`.
-
-    Args:
-        recipe: Resolved.
-        asked: As the user gave it.
-        flops_per_token: FLOPs of the model for each token that is trained on.
-        replicas: Replicas of the model, each of which reads a row of every batch.
-    """
-    assert recipe.train.flops is not None and recipe.model.context is not None
-    tokens = recipe.train.flops / flops_per_token
-    batch_tokens = asked.train.batch_tokens or batch_rule(tokens, recipe.model.context, replicas)
-    return {"steps": max(1, round(tokens / batch_tokens)), "batch_tokens": batch_tokens}
-
-
 def _resolve_train(train: TrainRecipe, model: ModelRecipe, replicas: int) -> TrainRecipe:
     assert model.depth and model.width and model.vocab_size and model.context
     parameters = 12 * model.depth * model.width**2 + model.vocab_size * model.width

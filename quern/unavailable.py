@@ -71,8 +71,7 @@ RULES = (
     Rule(_TRIALS, FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
     Rule(
         _TRIALS,
-        "train.minutes train.flops train.save_every train.keep train.save_in_background train.log_every "
-        "train.eval_every data_seed",
+        "train.minutes train.save_every train.keep train.save_in_background train.log_every train.eval_every data_seed",
         "does nothing in a study: its trials run for --train.steps, leave no checkpoints, and have the study's seeds",
     ),
     Rule(_TRAIN + ",lab plan", "model.depth", "follows from --depth"),
@@ -94,7 +93,7 @@ RULES = (
         but=" ".join((*FOR_RL, *IN_FINE_TUNING)),
     ),
     Rule("grug train", FINE_TUNING, "is for fine-tuning: export the model, and give it to `quern sft`"),
-    Rule("grug train", "train.minutes train.flops", "is for `quern pretrain`: the JAX twin trains for --train.steps"),
+    Rule("grug train", "train.minutes", "is for `quern pretrain`: the JAX twin trains for --train.steps"),
     Rule("grug train", "train.fp8", "is for `quern pretrain`: the JAX twin has no FP8"),
     Rule("grug train", "train.recompute", "is for `quern pretrain`: the JAX twin keeps all activations"),
     Rule(
@@ -159,17 +158,10 @@ RULES = (
     ),
     Rule(
         ALL,
-        "train.flops",
-        "contradicts --train.steps and --train.minutes: give one of them",
-        when=lambda recipe, tokens: (recipe.train.steps, recipe.train.minutes) != (None, None),
-    ),
-    Rule(
-        ALL,
         "train.horizon_ratio",
         "does nothing where the length of the run is given: leave it out",
         when=lambda recipe, tokens: (
-            (recipe.train.minutes, recipe.train.flops) != (None, None)
-            or None not in (recipe.train.steps, recipe.train.batch_tokens)
+            recipe.train.minutes is not None or None not in (recipe.train.steps, recipe.train.batch_tokens)
         ),
     ),
     Rule(

@@ -225,7 +225,6 @@ OPEN = {
     "model.norm_eps",
     "model.dropout",
     "train.minutes",
-    "train.flops",
     "train.clip_norm",
     "sft.steps",
     "sft.tests",

@@ -20,6 +20,7 @@ with exit_on_interrupt():  # importing PyTorch takes seconds
     from quern.cli.options import log
     from quern.cli.summaries import usage
     from quern.cli.verbs import VERBS
+    from quern.runs.trust import read_flag
     from quern.waits.signals import prompt_signals
 
 
@@ -66,7 +67,7 @@ def run_verb(arguments: list[str]) -> int:
         print(f"quern: there is no '{verb}': use one of {', '.join(VERBS)}", file=sys.stderr)
         return 2
     try:
-        return VERBS[verb](verb, rest) or 0
+        return VERBS[verb](verb, read_flag(rest, log)) or 0
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, BrokenPipeError) and discard_unread():
             return EXIT_UNREAD

@@ -51,7 +51,8 @@ def usage() -> str:
             "usage: quern VERB [RECIPE] [FLAGS]\n",
             *(f"  {verb:10} {summary}" for verb, summary in SUMMARIES.items()),
             f"\nrecipes: {', '.join(recipe_names())}, or the path of a Python file that ends in RECIPE = …",
-            "flags and their defaults: quern VERB --help\n",
+            "flags and their defaults: quern VERB --help",
+            "--trust-code, with any verb: runs the Python files that its runs keep, also if they come from elsewhere\n",
             "examples:",
             *(f"  {example}" for example in EXAMPLES.values()),
         ]

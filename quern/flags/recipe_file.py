@@ -11,7 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar
 
 from quern.recipe import Recipe
@@ -53,7 +55,7 @@ def read_object(path: Path, constant: str, kind: type[T], name: str | None = Non
         ValueError: The file fails (the message names the line), or does not define the constant.
     """
     name = name or path.stem
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -65,6 +67,13 @@ def read_object(path: Path, constant: str, kind: type[T], name: str | None = Non
     if not isinstance(found, kind):
         raise ValueError(f"{path} does not end in {constant} = … (a {kind.__module__}.{kind.__name__})")
     return found, path.read_text(encoding="utf-8")
+
+
+class _SourceLoader(SourceFileLoader):
+    """Compiles the file's text, never bytecode beside it (__pycache__), which can be that of another program."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _place(path: Path, error: Exception) -> str:

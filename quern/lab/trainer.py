@@ -158,7 +158,7 @@ class Trainer:
         Raises:
             ValueError: The recipe trains for minutes, or a value is refused.
         """
-        if recipe.train.minutes is not None or recipe.train.flops is not None:
+        if recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
         _reset_peak_bytes(self.machine)
         prepared = self._data(recipe)

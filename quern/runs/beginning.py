@@ -56,8 +56,7 @@ class Beginning:
         """The recipe file to keep with the stage: the one named, else that of the model that it starts from."""
         if named is not None or self.start is None:
             return named
-        kept = self.start.run_dir.stage(self.start.stage) / "recipe_source.py"
-        return kept.read_text(encoding="utf-8") if kept.exists() else None
+        return self.start.run_dir.kept_source(self.start.stage)
 
 
 def read_beginning(

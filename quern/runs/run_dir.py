@@ -1,6 +1,6 @@
 """The paths of a run. All of them are inside one output folder: `out/`, or the one that `--out` names.
 
-out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/
+out/tokenizers/<name>-<fingerprint>.json     out/data/<name>-<fingerprint>/     out/downloads/<data set>/  out/trusted/
 out/runs/<run>/  run.json  tokenizer.json  .lock  evaluate.jsonl  samples.jsonl  report.md  report.html  chat_history
 out/runs/<run>/{pretrain,sft,rl}/  recipe.json  origin.json  metrics.jsonl  events.jsonl  checkpoints/
 """
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from quern.flags.recipe_file import read_recipe_file
-from quern.recipe import Recipe
+from quern.recipe import CONSTRUCTORS, Recipe
+from quern.runs.trust import require_trusted
 from quern.temporaries import NAMES, write_whole
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
@@ -166,10 +167,10 @@ class RunDir:
             callables: The recipe's code, where the user named its file.
 
         Raises:
-            ValueError: The recipe's code is missing or has changed.
+            ValueError: The recipe's code is missing, has changed, or is not trusted.
         """
         names = [value for name, value in body.items() if name.startswith("make_") and isinstance(value, str)]
-        foreign = [name for name in names if not name.startswith("quern.")]
+        foreign = [name for name in names if name not in CONSTRUCTORS]
         if foreign and not callables:
             kept = self.stage(stage) / "recipe_source.py"
             found = hashlib.sha256(kept.read_bytes()).hexdigest() if kept.exists() else None
@@ -179,6 +180,7 @@ class RunDir:
                     f"run '{self.run}' has a recipe of its own ({', '.join(foreign)}), whose file {state}: put back "
                     f"the file that the run was trained with as {kept}"
                 )
+            require_trusted(self.out, kept)
             try:
                 callables = read_recipe_file(kept, foreign[0].partition(":")[0])[0].callables()
             except ValueError as error:  # such as a module beside the file, which is not kept
@@ -186,6 +188,17 @@ class RunDir:
                     f"{error}. A run keeps its recipe's file alone: make the modules it imports importable (PYTHONPATH)"
                 ) from error
         return Recipe.from_json(body, **(callables or {}))
+
+    def kept_source(self, stage: str, named: str | None = None) -> str | None:
+        """The text of the recipe's file that a stage keeps; None if it keeps none.
+
+        Raises ValueError for a file that is not trusted, unless it has the text of the file that the user `named`.
+        """
+        kept = self.stage(stage) / "recipe_source.py"
+        source = kept.read_text(encoding="utf-8") if kept.exists() else None
+        if source not in (None, named):
+            require_trusted(self.out, kept)
+        return source
 
     def no_good_checkpoint(self, stage: str) -> str:
         """The message for a stage whose checkpoints are all damaged."""

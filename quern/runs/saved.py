@@ -92,9 +92,9 @@ def changes(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> list[s
 
 
 def _changeable(name: str, old: Any, new: Any) -> bool:
-    """A run that trains for minutes may get other minutes, or steps; one of steps no minutes; one of FLOPs steps."""
-    length = name == "train.minutes" and old is not None or name in ("train.minutes", "train.flops") and new is None
-    return name in CHANGEABLE or name.startswith("optim.") or length
+    """A run that trains for minutes may get other minutes, or steps; one that trains for steps gets no minutes."""
+    of_minutes = name == "train.minutes" and (old is not None or new is None)
+    return name in CHANGEABLE or name.startswith("optim.") or of_minutes
 
 
 def _shown(value: Any) -> str:
@@ -152,8 +152,7 @@ def find_saved(
         others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
         instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
         raise ValueError(f"run '{run_dir.run}' has no stage {stage} to continue with: {instead}")
-    kept = run_dir.stage(stage) / "recipe_source.py"
-    code = kept.read_text(encoding="utf-8") if kept.exists() else None
+    code = run_dir.kept_source(stage, source)
     if chosen and (source != code or (source is None and recipe.name != body.name)):
         return None
     if not begins_with:
@@ -166,7 +165,7 @@ def find_saved(
 def to_resume(saved: Recipe, named: Collection[str]) -> Recipe:
     """The saved recipe without the fields that contradict those named in the command."""
     if "train.steps" in named:
-        saved = replace(saved, train=replace(saved.train, minutes=None, flops=None))
+        saved = replace(saved, train=replace(saved.train, minutes=None))
     if "sft.epochs" in named:
         saved = replace(saved, sft=replace(saved.sft, steps=None))
     return saved
@@ -196,8 +195,8 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
         at_peak: Whether the checkpoint was saved at the peak learning rate, so that no warm-up is needed.
     """
     assert saved.data_seed is not None
-    length = {"train.steps", "train.minutes", "train.flops", "train.horizon_ratio", "train.batch_tokens"} & set(named)
-    train = replace(saved.train, minutes=None, flops=None, eval_every=None, save_every=None)
+    length = {"train.steps", "train.minutes", "train.horizon_ratio", "train.batch_tokens"} & set(named)
+    train = replace(saved.train, minutes=None, eval_every=None, save_every=None)
     train = replace(train, warmup_steps=0 if at_peak else None)
     if length - {"train.batch_tokens"}:
         train = replace(train, steps=None)

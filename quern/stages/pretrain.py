@@ -24,7 +24,7 @@ from quern.model.count import count
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
-from quern.resolve import batch_rule, fit_flops, resolve, table_decay_rule
+from quern.resolve import batch_rule, resolve, table_decay_rule
 from quern.runs.origin import (
     read_origin,
     refuse_other_order,
@@ -120,14 +120,10 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
     counts = count(model)
     shard_model(model, mesh)
     precision = set_up_training(recipe, model, prepared.tokenizer, machine, log)
-    if recipe.train.minutes is not None or recipe.train.flops is not None:
-        if recipe.train.minutes is not None:
-            length = fit_minutes(recipe, asked, session, model, prepared.train)
-            model.initialize(recipe.seed)
-        else:
-            length = fit_flops(recipe, asked, counts.flops_per_token, mesh.dp)
-        recipe = resolve(replace(asked, train=replace(asked.train, **length)), mesh.dp)
-        recipe = fit_to_text(recipe, prepared, group_size)
+    if recipe.train.minutes is not None:
+        steps = fit_minutes(recipe, asked, session, model, prepared.train)
+        recipe = fit_to_text(resolve(replace(asked, train=replace(asked.train, **steps))), prepared, group_size)
+        model.initialize(recipe.seed)
     changed = changes(recipe, session.folder, besides=(*FOR_FINE_TUNING, *FOR_RL)) if session.resume else []
     _refuse_other_length(recipe, changed, run_dir.run)
     batches = make_batches(recipe, prepared.train, group_size=group_size)

@@ -28,8 +28,10 @@ from quern.rl.rollouts import Rollouts, Tally, divergence
 from quern.runs.beginning import read_beginning
 from quern.runs.origin import Origin
 from quern.runs.saved import Start, changes, open_checkpoint
+from quern.runs.trust import require_trusted, trust
 from quern.stages.session import Session, lower_precision
 from quern.stages.sft import rates_fall
+from quern.temporaries import sha256_of
 from quern.terminal import counted
 from quern.train import checkpoint, loop
 from quern.train.state import TrainState, build_model, build_state, weights_of
@@ -73,6 +75,10 @@ def _run(asked: Recipe, session: Session) -> int:
     first = read_beginning(run_dir, "rl", ("sft",), session.start, log, asked.callables() if session.source else None)
     recipe = rl_recipe(asked, first.recipe)
     folder = Path(recipe.rl.data) if recipe.rl.data else None
+    for path in (Path(name) for name in recipe.rl.rewards if name.endswith(".py") and Path(name).is_file()):
+        if "rl.rewards" in session.named or (first.start is not None and not (session.folder / "recipe.json").exists()):
+            trust(run_dir.out, sha256_of(path))  # the user named it just now
+        require_trusted(run_dir.out, path)
     environments = [load_environment(name, folder) for name in recipe.rl.rewards]
     for environment in environments:
         for note in environment.notes:

@@ -27,10 +27,11 @@ from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 from quern.records import MakeTracker, Nowhere, Records, StageFolder, git_hash, read_events
-from quern.runs.origin import FILE, Origin, require_same
+from quern.runs.origin import FILE, Origin, require_same, source_digest
 from quern.runs.run_dir import STAGES, RunDir, refuse_unwritable
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import Start
+from quern.runs.trust import trust
 from quern.stages.prepare import Division
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
@@ -363,6 +364,7 @@ def open_folder(
         if origin is not None:
             write_whole(path / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), source)
+        trust(path.parents[2], source_digest(source))
         yield folder
 
 

@@ -1,4 +1,4 @@
-"""`--train.minutes`, `--train.flops`: the steps follow from the speed or the model, and nothing else changes."""
+"""`--train.minutes`: the steps follow from the measured speed, and what was asked for stays as it was asked."""
 
 import json
 import shutil
@@ -27,25 +27,6 @@ def test_minutes_become_steps_and_nothing_else(tmp_path: Path) -> None:
     readings = train["steps"] * train["batch_tokens"] / text
     expected = max(1, recipe["optim"]["decay_scale"] * min(1, (readings - 1) / 4))
     assert recipe["optim"]["table_decay_scale"] == pytest.approx(expected)
-
-
-def test_flops_become_steps_and_stay_the_same_when_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    at = ARGUMENTS.index("--train.minutes")
-    ask = [*ARGUMENTS[:at], "--train.flops", "2e9", *ARGUMENTS[at + 2 :], "--out", str(tmp_path)]
-    assert main.main(ask) == 0
-    folder = tmp_path / "runs" / "timed"
-    train = json.loads((folder / "pretrain" / "recipe.json").read_text(encoding="utf-8"))["train"]
-    for_each = json.loads((folder / "run.json").read_text(encoding="utf-8"))["model"]["flops_per_token"]
-    spent = train["steps"] * train["batch_tokens"] * for_each
-    assert train["steps"] > 2 and spent == pytest.approx(2e9, abs=train["batch_tokens"] * for_each / 2)
-    assert read_metrics(folder / "pretrain")[-1]["step"] == train["steps"]
-    plain = ["pretrain", "--resume", "--run", "timed", "--out", str(tmp_path)]
-    assert main.main(plain) == 0
-    assert "finished already" in capsys.readouterr().out
-    assert main.main([*ask, "--train.minutes", "1"]) == 1
-    assert "--train.flops contradicts --train.steps and --train.minutes" in capsys.readouterr().err
-    more = [*plain, "--train.steps", str(train["steps"] + 1), "--no-compile", "--dtype", "fp32", "--threads", "1"]
-    assert main.main(more) == 0, capsys.readouterr().err
 
 
 def test_what_died_before_its_first_checkpoint_keeps_its_steps(tmp_path: Path) -> None:

@@ -116,9 +116,8 @@ def run(
     check_name(options.study)
     if options.plan and options.fit:
         raise ValueError("--plan and --fit exclude each other: --plan fits nothing")
-    train = options.recipe.train
-    if (train.steps, train.minutes, train.flops) != (None, None, None):
-        raise ValueError("the budget decides how long a run trains: leave out train.steps, train.minutes, train.flops")
+    if options.recipe.train.steps is not None or options.recipe.train.minutes is not None:
+        raise ValueError("the budget decides how long a run trains: leave out train.steps and train.minutes")
     if len(set(options.sizes)) < FEWEST_CELLS:
         raise ValueError(f"--sizes needs at least {FEWEST_CELLS} sizes: fewer do not determine a minimum")
     seeds = range(options.seeds)

@@ -40,7 +40,6 @@ REFUSED = {
     **dict.fromkeys(sorted(OPERATIONAL), "does not change what is learned"),
     **dict.fromkeys(FILLED_IN, "follows from the depth and the tokenizer"),
     "train.minutes": "would train for a time, which differs between runs: use train.steps or train.horizon-ratio",
-    "train.flops": "is for a whole run: use train.steps or train.horizon-ratio",
 }
 WORDS = {"true": True, "false": False, "none": None}
 EDGE_SHARE = 0.05

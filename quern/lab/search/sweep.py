@@ -177,7 +177,7 @@ def run(
 
 
 def _check(options: SweepOptions, space: Space) -> None:
-    if options.recipe.train.minutes is not None or options.recipe.train.flops is not None:
+    if options.recipe.train.minutes is not None:
         raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
     check_name(options.name)
     without = [one for one in space.dimensions if not one.values()]

@@ -37,6 +37,7 @@ from quern.runs.public_data import with_shards
 from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.runs.saved import changes
+from quern.runs.trust import trust
 from quern.stages.open_data import data_of_run, make_origin, open_data
 from quern.stages.prepare import Prepared, prepare
 from quern.stages.pretrain import fit_to_text, make_batches
@@ -134,6 +135,7 @@ def run(
             origin = replace(origin, source=source_digest(source))
         write_whole(records / FILE, json.dumps(origin.to_json(), indent=2) + "\n")
         folder.write_recipe(recipe.to_json(), source)
+        trust(run_dir.out, source_digest(source))
         for line in changed:
             log(line)
         plan = _plan(recipe, prepared, step_config(recipe, dtype, core), mesh)

@@ -1,0 +1,150 @@
+"""A run folder from elsewhere is code: no command executes it unasked, wherever the folder comes from."""
+
+import json
+import py_compile
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quern.cli import main
+from quern.flags.recipe_file import read_recipe_file
+from quern.recipe import CONSTRUCTORS, Recipe
+from quern.recipes import load_recipe, recipe_names
+from quern.runs.origin import Origin, source_digest
+from quern.runs.run_dir import RunDir
+from quern.runs.trust import require_trusted, trust
+from quern.text.tokenizer import Tokenizer
+from tests.support.llama_run import llama_recipe, write_run
+
+SOURCE = """
+from dataclasses import replace
+from pathlib import Path
+from quern.model.llama import Llama
+from quern.recipes.llama import RECIPE as BASE
+
+Path({ran!r}).touch()
+
+class Own(Llama):
+    pass
+
+RECIPE = replace(BASE, name="own", make_model=Own)
+"""
+PLAIN = "--device cpu --dtype fp32 --threads 1 --no-compile".split()
+VERBS = {
+    "chat": ["-p", "Hi", "--max-tokens", "2", *PLAIN],
+    "complete": ["-p", "Hi", "--max-tokens", "2", *PLAIN],
+    "serve": ["--port", "0", *PLAIN],
+    "evaluate": ["--questions", "1", *PLAIN],
+    "export --to hf": ["--dir", "exported"],
+    "export --to gguf": ["--dir", "exported.gguf"],
+    "pretrain --resume": PLAIN,
+    "pretrain --from first": ["--run", "next", *PLAIN],
+    "run": PLAIN,
+    "sft": PLAIN,
+    "sft --from first": ["--run", "next", *PLAIN],
+}
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> tuple[Path, Path]:
+    """An output folder that another user trained in and copied here whole, and the file that its code creates."""
+    made, here, ran = tmp_path / "made", tmp_path / "here", tmp_path / "ran"
+    path = tmp_path / "own.py"
+    path.write_text(SOURCE.format(ran=str(ran)), encoding="utf-8")
+    recipe, source = read_recipe_file(path)
+    stage = write_run(made, replace(llama_recipe(), make_model=recipe.make_model)).stage("pretrain")
+    own = replace(llama_recipe(), make_model=recipe.make_model).to_json()
+    origin = Origin(Tokenizer.load(stage.parent / "tokenizer.json").fingerprint, source=source_digest(source))
+    for name, text in {"recipe.json": own, "origin.json": origin.to_json()}.items():
+        (stage / name).write_text(json.dumps(text), encoding="utf-8")
+    (stage / "recipe_source.py").write_text(source, encoding="utf-8")
+    trust(made, source_digest(source))
+    require_trusted(made, stage / "recipe_source.py")
+    shutil.copytree(made, here)
+    ran.unlink()
+    return here, ran
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_executes_the_code_of_a_run_from_elsewhere(
+    theirs: tuple[Path, Path], verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran = theirs
+    monkeypatch.chdir(out)
+    assert main.main([*verb.split(), *VERBS[verb], "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "recipe_source.py is Python code that was not run under" in said and "--trust-code" in said, said
+    assert not ran.exists()
+
+
+def test_a_run_whose_code_is_allowed_once_goes_on(
+    theirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, ran = theirs
+    chat = ["chat", *VERBS["chat"], "--out", str(out)]
+    assert main.main([*chat, "--trust-code"]) == 0 and ran.exists()
+    assert main.main(chat) == 0
+    capsys.readouterr()
+    kept = out / "runs/first/pretrain/recipe_source.py"
+    kept.write_text(kept.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+    assert main.main(chat) == 1 and "was changed after training" in capsys.readouterr().err
+
+
+def test_a_file_that_no_callable_needs_is_not_carried_on_unread(
+    theirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Preparation in a child process executes the recipe's file also where the recipe names quern's own functions."""
+    out, ran = theirs
+    stage = out / "runs/first/pretrain"
+    (stage / "recipe.json").write_text(json.dumps(llama_recipe().to_json()), encoding="utf-8")
+    assert main.main(["pretrain", "--resume", *PLAIN, "--out", str(out)]) == 1
+    assert "--trust-code" in capsys.readouterr().err and not ran.exists()
+
+
+def test_bytecode_beside_the_file_is_not_executed(theirs: tuple[Path, Path]) -> None:
+    out, ran = theirs
+    kept, other = out / "runs/first/pretrain/recipe_source.py", out / "other.py"
+    other.write_text(
+        f"open({str(out / 'stolen')!r}, 'w').close()\n" + kept.read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    cached = kept.parent / "__pycache__" / Path(py_compile.compile(str(other)) or "").name.replace("other", kept.stem)
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(other), str(cached), invalidation_mode=mode)
+    trust(out, source_digest(kept.read_text(encoding="utf-8")))
+    assert main.main(["chat", *VERBS["chat"], "--out", str(out)]) == 0
+    assert ran.exists() and not (out / "stolen").exists()
+
+
+def test_rewards_that_a_saved_recipe_names_are_code_too(
+    theirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, ran = theirs
+    evil = out / "rewards.py"
+    evil.write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
+    for stage in ("sft", "rl"):
+        shutil.copytree(out / "runs/first/pretrain", out / "runs/first" / stage)
+        (out / "runs/first" / stage / "recipe_source.py").unlink()
+        body = llama_recipe().to_json()
+        body["rl"]["rewards"] = [str(evil)]
+        (out / "runs/first" / stage / "recipe.json").write_text(json.dumps(body), encoding="utf-8")
+    rl = ["rl", "--resume", *PLAIN, "--out", str(out)]
+    assert main.main(rl) == 1 and "rewards.py is Python code that was not run" in capsys.readouterr().err
+    assert not ran.exists()
+    assert main.main([*rl, "--trust-code"]) == 1  # the file ends in no ENVIRONMENT
+    assert "does not end in ENVIRONMENT" in capsys.readouterr().err and ran.exists()
+
+
+@pytest.mark.parametrize("name", ["quern.cli.main:os.system", "quern.cli.main:main", "quern.temporaries:sha256_of"])
+def test_a_saved_recipe_names_only_what_recipes_are_made_of(tmp_path: Path, name: str) -> None:
+    run_dir = RunDir(tmp_path / "out", "first")
+    with pytest.raises(ValueError, match="has a recipe of its own"):
+        run_dir.read_recipe(llama_recipe().to_json() | {"make_model": name}, "pretrain")
+    with pytest.raises(ValueError, match="lives outside quern"):
+        Recipe.from_json(llama_recipe().to_json() | {"make_model": name})
+
+
+def test_every_callable_of_a_built_in_recipe_may_be_named() -> None:
+    named = [value for name in recipe_names() for value in load_recipe(name)[0].to_json().values()]
+    assert {value for value in named if isinstance(value, str) and ":" in value} == CONSTRUCTORS
