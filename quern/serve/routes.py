@@ -32,9 +32,9 @@ from quern.serve.requests.schema import (
 from quern.serve.responses import Responses
 
 MAX_BODY_BYTES = 1 << 20
-MAX_MARKS = 1 << 14
+MAX_MARKS = 1 << 13
 """JSON's marks in a body: objects, lists, fields and strings. The numbers of a list do not count. Decoding and
-validating so many takes less than 0.1 s, in which no other client is served."""
+validating so many takes some 50 ms, in which no other client is served."""
 STRING = re.compile(rb'"(?:[^"\\]+|\\.?)*"?', re.DOTALL)  # the last one may be cut off
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
