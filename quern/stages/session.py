@@ -225,6 +225,8 @@ class Session:
         resumed = self._resume(state, plan, origin, words[1], changed)
         end = state.plans[-1][1] if state.plans else plan.steps
         if resumed and state.step == end and not changed and self._has_finished():
+            with open_folder(self.folder, recipe, source, mesh=self.mesh, origin=origin):
+                pass  # the files of the folder that were lost are written again
             self.log(f"{words[0]}: finished already, after {counted(end, 'step')}")
             return EXIT_DONE
         if self.mesh.main and facts and not resumed:

@@ -17,13 +17,12 @@ from quern.grug.mesh import BATCH, place
 from quern.grug.state import Grug, StepConfig, init_state, step_config, train_step
 from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
-from quern.recipes import load_recipe
 from quern.stages.jax.train import core_of
-from tests.grug.parity import EXPERIMENTS, recipes_of
+from tests.grug.parity import recipe_in, recipes_of
 
 
 def core_in(name: str) -> type[Grug]:
-    return core_of(load_recipe(str(EXPERIMENTS / "grug" / f"{name}.py"))[0])
+    return core_of(recipe_in(f"grug/{name}.py"))
 
 
 def checks(name: str) -> dict[str, Any]:
@@ -187,4 +186,4 @@ def refused() -> dict[str, str]:
 
 
 def load(name: str) -> Recipe:
-    return load_recipe(str(EXPERIMENTS / name))[0]
+    return recipe_in(name)

@@ -5,7 +5,7 @@ Every function returns relative deviations: the norm of the difference over the 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +90,19 @@ def recipe_of(depth: int = 2, train: dict[str, Any] | None = None, **model: Any)
     return resolve(replace(toy, depth=depth))
 
 
+@cache
+def recipe_in(file: str) -> Recipe:
+    """The recipe of a file of experiments/. A process loads it once: a second load makes classes of its own, and JAX
+    mixes those that it has traced."""
+    return load_recipe(str(EXPERIMENTS / file))[0]
+
+
 def recipes_of(files: Sequence[str], **changes: Any) -> tuple[Recipe, Recipe]:
     """PyTorch's recipe and JAX's at toy sizes; by default the `gpt` recipe for both."""
     toy = recipe_of(bos=0, **changes)
     if not files:
         return toy, toy
-    given = (load_recipe(str(EXPERIMENTS / file))[0] for file in files)
+    given = (recipe_in(file) for file in files)
     torch_recipe, twin = (
         resolve(replace(one, depth=toy.depth, text=toy.text, train=toy.train, model=replace(toy.model, depth=None)))
         for one in given

@@ -17,10 +17,22 @@ from typing import Any
 
 import pytest
 
-from tests.serve.test_load import CHAT, NO_END, RESPONSES, TEXT
+from tests.serve.test_load import (
+    CHAT,
+    LONG_TOKENS,
+    NO_END,
+    RESPONSES,
+    TEXT,
+    Offline,
+    cases,
+    growth,
+    malformed,
+    under_load,
+)
 from tests.serve.test_server import full
-from tests.support.load_clients import Connection, post, receive
+from tests.support.load_clients import Connection, Load, post, receive
 from tests.support.serve_process import MODEL, Served, serving
+from tests.support.toy_engine import SENTENCES
 
 pytestmark = [
     pytest.mark.campaign,
@@ -141,3 +153,28 @@ def test_stalled_connections_shut_nobody_out(served: Served, tmp_path: Path) -> 
     attacked = asyncio.run(run())
     print(f"300 half headers: gap {attacked:.3f} s, without {ordinary:.3f} s")
     assert attacked <= ordinary + MOST_LONGER
+
+
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_load_beside_an_attacker_of_each_kind(served: Served, seconds: float = 600) -> None:
+    """64 clients: no answer is wrong, and no stream is cut off."""
+    offline = Offline()
+    slow = offline.text(SENTENCES[3], 40, {"temperature": 0})
+    long = offline.text("?", LONG_TOKENS, {"temperature": 0})
+    load = Load(served.port, cases(offline), slow, long, malformed())
+
+    async def run() -> tuple[list[tuple[float, int]], list[int]]:
+        sent: list[int] = []
+        stop = asyncio.Event()
+        every = [wire for wires in ATTACKS.values() for wire in wires[:1]]
+        attack = asyncio.create_task(attacker(served.port, every, sent, stop))
+        memory = await under_load(load, served, seconds)
+        stop.set()
+        await attack
+        return memory, sent
+
+    memory, sent = asyncio.run(run())
+    grown = growth(memory, seconds / 10)
+    print(f"{dict(load.totals.counts)} in {seconds:g} s, {len(sent)} attacks, memory {grown:+.1%}")
+    assert not load.totals.wrong, load.totals.wrong[:3]
+    assert load.totals.counts["answered"] > 0 and len(sent) >= len(ATTACKS) and abs(grown) <= 0.05

@@ -57,7 +57,7 @@ def test_one_bit_of_one_parameter_is_refused(faulty_server: FaultyRanks, name: s
 
 def test_equal_replicas_train_and_state_that_differs_after_a_resume_is_refused(faulty_server: FaultyRanks) -> None:
     assert pretrain(faulty_server, "resumed")["result"] == 0
-    found = pretrain(faulty_server, "resumed", "state", flags=("--resume",))
+    found = pretrain(faulty_server, "resumed", "state", flags=("--resume", "--train.steps", "99"))
     assert found["exits"] == [[0, 0]] and found["result"] == 1, found["said"]
     assert f"{REFUSAL}m of " in found["said"], found["said"]
 
