@@ -17,12 +17,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import quern
-
-if TYPE_CHECKING:
-    from quern.machine import Machine
 
 LAST_LINES = 5
 
@@ -149,9 +146,3 @@ def serve(answers: Callable[[dict[str, Any], Iterator[Any]], Iterator[dict[str, 
     with replying() as reply:
         for answer in answers(*orders()):
             reply(answer)
-
-
-def machine_flags(machine: Machine) -> dict[str, Any]:
-    """Returns the arguments with which `quern.machine.detect` finds the same machine in a child."""
-    dtype = {"bfloat16": "bf16", "float32": "fp32"}[str(machine.dtype).removeprefix("torch.")]
-    return {"device": machine.device.type, "dtype": dtype, "compile": machine.compile, "threads": machine.threads}

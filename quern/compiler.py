@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,31 +20,46 @@ from quern.waits.waiting import waiting
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_eager = False
+_lock = threading.Lock()
+_eager: dict[int | None, bool] = {None: False}
+"""Whether code runs as it is written, by thread inside `eager`; None: in all other threads."""
 
 
 def is_eager() -> bool:
-    """Whether functions run as they are written."""
-    return _eager
+    """Whether functions run as they are written, in this thread."""
+    return _eager.get(threading.get_ident(), _eager[None])
 
 
 def set_eager(eager: bool) -> None:
-    """Whether everything runs without the compiler from now on."""
-    global _eager
-    _eager = eager
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
-        torch.compiler.set_stance("force_eager" if eager else "default")
+    """Whether everything runs without the compiler from now on, outside `eager`."""
+    _set(None, eager)
 
 
 @contextmanager
 def eager(on: bool = True) -> Iterator[None]:
-    """Runs what is inside as it is written, even what has been compiled; on=False: compiled again."""
-    before = _eager
-    set_eager(on)
+    """Runs what this thread does inside as it is written, even what has been compiled; on=False: compiled again.
+
+    PyTorch has one stance for all threads. While one thread is inside, another one runs compiled modules as they are
+    written too: slower, with the same results.
+    """
+    thread = threading.get_ident()
+    before = _eager.get(thread)
+    _set(thread, on)
     try:
         yield
     finally:
-        set_eager(before)
+        _set(thread, before)
+
+
+def _set(thread: int | None, eager: bool | None) -> None:
+    with _lock:
+        if eager is None:
+            del _eager[thread]
+        else:
+            _eager[thread] = eager
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
+            inside = [own for key, own in _eager.items() if key is not None]
+            torch.compiler.set_stance("force_eager" if any(inside or [_eager[None]]) else "default")
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -55,7 +71,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _eager or torch.compiler.is_compiling():  # inside another compiled function this one is a part of it
+        if torch.compiler.is_compiling() or is_eager():  # inside another compiled function this one is a part of it
             return function(*args, **kwargs)
         return built()(*args, **kwargs)
 

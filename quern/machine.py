@@ -27,6 +27,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import torch  # noqa: E402
 
 from quern import compiler  # noqa: E402
+from quern.waits.memory import peak_resident, reset_peak_resident  # noqa: E402
 
 
 class Attention(Protocol):
@@ -225,6 +226,19 @@ def keep_freed_memory() -> None:
             libc.free(block)  # the heap keeps the addresses
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Begins `peak_memory` again; on a CPU without Linux it counts from the start of the process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak_resident()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the most bytes held: on CUDA of device memory, else of physical memory by this process."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident()
+
+
 def processor_name(device: torch.device) -> str:
     """Returns the processor's name, as the system reports it."""
     if device.type == "cuda":
@@ -234,6 +248,12 @@ def processor_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
     return platform.processor() or platform.machine()
+
+
+def machine_flags(machine: Machine) -> dict[str, Any]:
+    """Returns the arguments with which `detect` finds the same machine in a child."""
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}[str(machine.dtype).removeprefix("torch.")]
+    return {"device": machine.device.type, "dtype": dtype, "compile": machine.compile, "threads": machine.threads}
 
 
 def worker_variables(machine: Machine) -> Callable[[int], dict[str, str]]:

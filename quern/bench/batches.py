@@ -16,6 +16,7 @@ from quern.data.loader import Loader
 from quern.data.shards import Corpus
 from quern.data.token_file import HEADER_BYTES, HEADER_INTS, MAGIC, VERSIONS, describe, write_manifest
 from quern.recipe import Recipe
+from quern.waits.memory import resident
 
 SHARD_TOKENS = 100_000_000
 
@@ -79,11 +80,8 @@ def _child(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str,
 
 def _memory() -> dict[str, float]:
     """Most bytes of this process's memory, and those of its own that it shares with no other process; from Linux."""
-    status = Path("/proc/self/status")
-    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
-    fields = dict(line.split(":", 1) for line in lines)
-    names = {"peak_bytes": "VmHWM", "own_bytes": "RssAnon"}
-    return {name: 1024 * int(fields[field].split()[0]) for name, field in names.items() if field in fields}
+    found = {"peak_bytes": resident("VmHWM"), "own_bytes": resident("RssAnon")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from quern.bench.measure import Bench, Figure, Job, figure, peak_bytes
-from quern.child import machine_flags, serve, start
+from quern.child import serve, start
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.softcap import Cap, TanhCap
-from quern.machine import detect
+from quern.machine import detect, machine_flags
 
 if TYPE_CHECKING:
     from quern.bench.options import Setup  # with packages that `quern bench gpu` does without

@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ import quern
 from quern.machine import Machine
 from quern.records import git_hash
 from quern.temporaries import write_whole
+from quern.waits.memory import peak_resident, reset_peak_resident, resident
 
 PACKAGES = ("torch", "numpy", "tiktoken", "rustbpe")
 WARM_UP_MS, MEASURED_MS = 5, 20
@@ -157,28 +157,13 @@ def peak_bytes(job: Job, machine: Machine) -> int | None:
         before = torch.cuda.memory_allocated()
         job()
         return torch.cuda.max_memory_allocated() - before
-    try:
-        with suppress(AttributeError):  # no glibc
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM to VmRSS
-        before = _resident("VmRSS")
-        job()
-        return _resident("VmHWM") - before
-    except OSError:
+    with suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = resident()
+    if before is None or not reset_peak_resident():
         return None
-
-
-def peak_memory(machine: Machine) -> int | None:
-    """Returns the most bytes that this process has held: on CUDA of device memory, else of physical memory."""
-    if machine.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    with suppress(OSError):
-        return _resident("VmHWM")  # on Linux getrusage never reports less than the parent held at the start
-    if sys.platform == "darwin":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None
+    job()
+    return peak_resident() - before
 
 
 def children_peak_bytes() -> int:
@@ -187,7 +172,7 @@ def children_peak_bytes() -> int:
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, StopIteration):  # the process has ended
             if int(path.joinpath("stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]) == os.getpid():
-                found += _resident("VmHWM", path.name)
+                found += resident("VmHWM", path.name) or 0
     return found
 
 
@@ -195,12 +180,6 @@ def processor_seconds() -> float:
     """Returns the processor time of this process and of its children that have ended."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
-
-
-def _resident(name: str, process: str = "self") -> int:
-    """Returns a field of /proc/<process>/status in bytes."""
-    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 # Figures and records -------------------------------------------------------------------------------------------------

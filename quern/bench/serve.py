@@ -30,7 +30,7 @@ from quern.bench.options import Setup
 from quern.generate.engine import Engine
 from quern.generate.sample import Sampling
 from quern.kernels.attention.autotune import select_attention
-from quern.machine import detect
+from quern.machine import detect, machine_flags
 from quern.serve import server
 from quern.serve.load import Load, Sent
 
@@ -56,7 +56,7 @@ def serve(setup: Setup) -> Iterator[Figure]:
     tokenizer = pair_tokenizer(recipe.model.vocab_size)
     context = int(recipe.model.context or 0)
     ordinary = tokenizer.vocab_size - len(tokenizer.special_ids)
-    order = {"machine": child.machine_flags(setup.machine), "quick": setup.quick, "seed": setup.seed}
+    order = {"machine": machine_flags(setup.machine), "quick": setup.quick, "seed": setup.seed}
     with child.start("quern.bench.serve", "server", order) as process:
         ready = process.answer()
         port = ready["port"]

@@ -29,12 +29,12 @@ from torch.profiler import record_function
 
 from quern.bench.batches import random_batch
 from quern.bench.material import left_to_itself, reference, sizes_of, take_step, training_state
-from quern.bench.measure import Bench, Figure, alternate, figure, peak_memory
+from quern.bench.measure import Bench, Figure, alternate, figure
 from quern.bench.options import Setup
-from quern.child import Child, machine_flags, serve, start
+from quern.child import Child, serve, start
 from quern.data.batch import Batch
 from quern.kernels.attention.autotune import select_attention
-from quern.machine import detect, measure_peak_flops
+from quern.machine import detect, machine_flags, measure_peak_flops, peak_memory
 from quern.mesh import connect, disconnect
 from quern.model.count import flops_per_token
 from quern.optim.groups import make_groups
@@ -251,7 +251,7 @@ def answers(order: dict[str, Any], requests: Iterator[Any]) -> Iterator[dict[str
                 whole = random_batch(recipe, state.step)
                 batch = Batch(*(array[rows] for array in (whole.tokens, whole.targets, whole.mask)))
                 take_step(state, recipe, machine, batch)
-        yield {"waited_seconds": optimizer.waited, "peak_memory_bytes": peak_memory(machine)}
+        yield {"waited_seconds": optimizer.waited, "peak_memory_bytes": peak_memory(machine.device)}
     disconnect(mesh)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quern.data import packing, pieces
+from quern.data import batch, index, packing, pieces
 from quern.data.batch import GROUP_SIZE, Batch, Batches, BatchSource
 from quern.data.packing import Packer, Packing, pack, packer
 from quern.data.pieces import TOO_LONG, Pieces, cut, make_pieces, narrow
@@ -235,7 +235,7 @@ class Loader(Batches):
         """Where row counts are kept: under a name that changes with all that they depend on, the code included."""
         if self.corpus.cache is None or self.corpus.fingerprint is None or not isinstance(self.packing, str):
             return None
-        code = [inspect.getsource(module) for module in (sys.modules[__name__], pieces, packing)]
+        code = [inspect.getsource(module) for module in (sys.modules[__name__], batch, index, packing, pieces)]
         marks = [self.packing, self.too_long, self.seed, self.context, self.buffer, self.chunk_documents]
         marks += [self.group_size, self.corpus.fingerprint, np.__version__, *code]
         return self.corpus.cache / f"{fingerprint(*map(str, marks))[:32]}.rows"

@@ -15,7 +15,7 @@ from typing import Any
 
 from quern.eval.core.prompts import Example, fit
 from quern.eval.core.scoring import score_examples
-from quern.eval.score import Score
+from quern.eval.score import CONFIDENT, Score
 from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY, Sampling
 from quern.machine import Machine, detect
@@ -36,8 +36,6 @@ Pair = tuple[Any, list[int], list[int]]
 """A request as lm-eval encodes it: its texts or None, the ids of the context, the ids of the continuation."""
 MAX_TOKENS = 256
 """Of a generated answer whose task names no number; lm-eval's default."""
-CONFIDENT = 1.96
-"""Standard errors on each side of a score."""
 
 
 class LM(TemplateLM):

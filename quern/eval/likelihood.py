@@ -42,11 +42,6 @@ def whole(text: str, ids: Sequence[int]) -> float:
     return 1.0
 
 
-def per_token(text: str, ids: Sequence[int]) -> float:
-    """The mean loss per token."""
-    return float(len(ids))
-
-
 def per_byte(text: str, ids: Sequence[int]) -> float:
     """The loss per UTF-8 byte, which does not depend on how the tokenizer splits the phrase."""
     return float(len(text.encode("utf-8")))
@@ -122,7 +117,6 @@ def multiple_choice(
     context: int,
     length: Callable[[str, Sequence[int]], float] = whole,
     batch_rows: int = 32,
-    shots: int = 0,
     group: ProcessGroup | None = None,
 ) -> tuple[Score, list[int]]:
     """The accuracy, and the index picked for each question (the first of equal ones)."""
@@ -143,7 +137,6 @@ def multiple_choice(
         [1 / len(item.choices) for item in questions],
         [[*prompt, *ids] for prompt, ids in pairs],
         bos=bos,
-        shots=shots,
         cropped=sum(len(prompt) + len(ids) > context + 1 for prompt, ids in pairs),
     )
     return score, picks

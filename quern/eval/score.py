@@ -18,6 +18,9 @@ import numpy as np
 
 from quern.terminal import counted
 
+CONFIDENT = 1.96
+"""Standard errors on each side of a value: an interval of 95%."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -57,13 +60,13 @@ class Score:
         return f"{self.metric} {self.value:.3f}{interval}{chance}{left_out}"
 
 
-def wilson(correct: int, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The Wilson interval (low, high) of the share `correct` / `count`; (0, 1) if count is 0."""
+def wilson(correct: int, count: int) -> tuple[float, float]:
+    """The 95% Wilson interval (low, high) of the share `correct` / `count`; (0, 1) if count is 0."""
     if not 0 <= correct <= count:
         raise ValueError(f"correct must lie between 0 and count, got {correct} of {count}")
     if count == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.975)
     share = correct / count
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from quern.grug.mesh import place
@@ -92,13 +91,3 @@ def write_weights(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str
         sync_path(path.parent)
     finally:
         temporary.remove()
-
-
-def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Reads tensors and facts that `write_weights` wrote. Raises ValueError for any other safetensors file."""
-    with safe_open(path, framework="numpy") as file:
-        facts = (file.metadata() or {}).get("quern")
-        if facts is None:
-            raise ValueError(f"{path} does not say which recipe it belongs to: `quern grug export` writes such files")
-        names = list(file.keys())
-        return {name: file.get_tensor(name) for name in names}, json.loads(facts)

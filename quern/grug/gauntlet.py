@@ -11,9 +11,7 @@ memory. The gauntlet does not measure a model's quality.
 from __future__ import annotations
 
 import json
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,6 +41,7 @@ from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, train_
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, OptimRecipe
 from quern.temporaries import write_whole
+from quern.waits.memory import peak_resident
 
 TOLERANCE = 1e-5  # of fp32, relative
 ROWS = 8
@@ -316,5 +315,4 @@ def _peak_bytes(mesh: Mesh) -> float:
     stats = mesh.devices.flat[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
-    unit = 1 if sys.platform == "darwin" else 1024  # kilobytes on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident()

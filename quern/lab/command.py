@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 import tyro
 
 from quern import machine as machines
-from quern.child import machine_flags
 from quern.cluster.connect import connect
 from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_flags import named, parse
@@ -23,6 +22,7 @@ from quern.lab.names import check_name, locked, start_facts
 from quern.lab.power import detectable_effect
 from quern.lab.results import HEAD
 from quern.lab.study import AXES, Registration, Study, register
+from quern.machine import machine_flags
 from quern.recipe import Recipe, TrainRecipe
 from quern.recipes import load_recipe
 from quern.resolve import resolve

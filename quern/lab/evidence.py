@@ -28,7 +28,7 @@ VERDICTS: tuple[Verdict, ...] = ("undecided", "better", "worse", "no difference"
 TAU2 = 1.0
 """Variance of the effect under the alternative: about a third of the effects exceed 1 SD of the differences."""
 WORST = 8.0
-"""Score of a diverged run: 8 bits per byte, what a uniform guess scores."""
+"""Score of a diverged run: 8 bits per byte, what a uniform guess scores. It does not depend on the other runs."""
 OUTLYING = 3.5
 """Modified z-score above which a difference is flagged (Iglewicz & Hoaglin 1993)."""
 FEWEST_FOR_OUTLIERS = 5
@@ -95,17 +95,10 @@ def interval(
     return np.asarray(mean, float) - half, np.asarray(mean, float) + half
 
 
-def anytime_interval(differences: ArrayLike, alpha: float, tau2: float = TAU2) -> tuple[float, float]:
-    """The confidence sequence after the last difference; unbounded while there are too few to exclude anything."""
+def e_value(differences: ArrayLike, tau2: float = TAU2) -> float:
+    """Evidence against "the true mean is 0": at most 1 on average if it is, at any stopping time."""
     n, mean, sd = moments(differences)
-    low, high = interval(n[-1], mean[-1], sd[-1], alpha, tau2)
-    return float(low), float(high)
-
-
-def e_value(differences: ArrayLike, tau2: float = TAU2, mean: float = 0.0) -> float:
-    """Evidence against "the true mean is `mean`": at most 1 on average if it is, at any stopping time."""
-    n, found, sd = moments(differences)
-    t = t_statistic(n[-1], found[-1] - mean, sd[-1])
+    t = t_statistic(n[-1], mean[-1], sd[-1])
     return math.exp(min(float(log_bayes_factor(t, n[-1], tau2)), MOST_EXPONENT))
 
 
@@ -141,22 +134,20 @@ def compare_pairs(
     idea: Sequence[float | None],
     alpha: float,
     tau2: float = TAU2,
-    worst: float = WORST,
 ) -> Paired:
     """Compares runs of the baseline and of an idea.
 
     Args:
-        base: Score of each run; None, a number that is not finite, or one above `worst` means that the run diverged.
+        base: Score of each run; None, a number that is not finite, or one above `WORST` means that the run diverged.
         idea: The scores of the runs with the same seeds, in the same order.
         alpha: Share of studies that may be wrong.
-        worst: The score that a diverged run gets. It is fixed in advance, so it does not depend on the other runs.
 
     Raises:
         ValueError: There are no pairs, or the arms differ in length.
     """
     if len(base) != len(idea) or not base:
         raise ValueError(f"{len(base)} runs of the baseline and {len(idea)} of the idea: give one or more whole pairs")
-    (base_scores, base_diverged), (idea_scores, idea_diverged) = _scores(base, worst), _scores(idea, worst)
+    (base_scores, base_diverged), (idea_scores, idea_diverged) = _scores(base), _scores(idea)
     differences = idea_scores - base_scores
     n, mean, sd = (float(values[-1]) for values in moments(differences))
     low, high = interval(n, mean, sd, alpha, tau2)
@@ -178,11 +169,11 @@ def compare_pairs(
     )
 
 
-def _scores(runs: Sequence[float | None], worst: float) -> tuple[Floats, int]:
-    """The scores of an arm with `worst` for diverged runs, and the number of those."""
+def _scores(runs: Sequence[float | None]) -> tuple[Floats, int]:
+    """The scores of an arm with `WORST` for diverged runs, and the number of those."""
     scores = np.array([math.nan if score is None else score for score in runs], float)
-    diverged = ~(np.isfinite(scores) & (scores <= worst))
-    return np.where(diverged, worst, scores), int(diverged.sum())
+    diverged = ~(np.isfinite(scores) & (scores <= WORST))
+    return np.where(diverged, WORST, scores), int(diverged.sum())
 
 
 def _correlation(base: Floats, idea: Floats) -> float:
@@ -220,23 +211,13 @@ def outliers(differences: ArrayLike) -> tuple[int, ...]:
 
 
 def _rejected(e_values_K: Floats, alpha: float) -> NDArray[np.bool_]:
-    """e-BH along the last axis: reject the j largest e-values, for the largest j whose j-th is at least K/(alpha j)."""
+    """e-BH along the last axis (Wang & Ramdas 2022, "False discovery rate control with e-values"), for e-values that
+    may depend on each other in any way: reject the j largest, for the largest j whose j-th is at least K/(alpha j)."""
     ranked = -np.sort(-e_values_K, -1)
     ranks = np.arange(1, ranked.shape[-1] + 1)
     count = (ranks * (ranked * ranks * alpha >= len(ranks))).max(-1, keepdims=True)
     least = np.take_along_axis(ranked, np.maximum(count - 1, 0), -1)
     return (count > 0) & (e_values_K >= least)
-
-
-def e_bh(e_values: Sequence[float], alpha: float) -> set[int]:
-    """Positions of the hypotheses that e-BH rejects: at most a share alpha of them is expected to be true.
-
-    The e-values may depend on each other in any way, and each may have been stopped at any time (Wang & Ramdas 2022,
-    "False discovery rate control with e-values"). An idea whose runs have stopped keeps the e-value it stopped with.
-    """
-    if not len(e_values):
-        return set()
-    return {int(position) for position in np.flatnonzero(_rejected(np.asarray(e_values, float), alpha))}
 
 
 def decide(

@@ -61,13 +61,6 @@ def price(effect: float, most_pairs: int, alpha: float, delta: float = 0.0, tau2
     return Price(effect, shares, float(pairs.mean()))
 
 
-def expected_pairs(
-    effects: Sequence[float], most_pairs: int, alpha: float, delta: float = 0.0, tau2: float = TAU2
-) -> list[Price]:
-    """Power and mean number of pairs for each size of an effect, given as an improvement in SDs (above 0)."""
-    return [price(-effect, most_pairs, alpha, delta, tau2) for effect in effects]
-
-
 def detectable_effect(most_pairs: int, alpha: float, power: float = 0.8, tau2: float = TAU2) -> float:
     """Smallest effect, in SDs of the differences, that a share `power` of the studies finds by `most_pairs` pairs.
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from quern.machine import Machine
+from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
 from quern.model.count import Counts, count
 from quern.recipe import Recipe
@@ -31,8 +28,6 @@ from quern.train import loop
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE
 from quern.train.state import TrainState, build_model, build_state
 
-LINUX_RESET = Path("/proc/self/clear_refs")
-
 
 class Progress(Protocol):
     """The counters of a run: steps, targets trained on, seconds in the timed steps."""
@@ -44,10 +39,6 @@ class Progress(Protocol):
 
 Note = Callable[[Progress, int, dict[str, Any]], dict[str, Any]]
 """(counters, FLOPs of a token, a validation) → the validation, after it has been noted."""
-
-
-class Pruned(Exception):
-    """Raised by a callback of `Trainer.train` to end a trial early."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +97,6 @@ class Trial:
         return Trial(**values)
 
 
-class _Lines(Nowhere):
-    """Keeps the last line of metrics; writes nothing."""
-
-    last: dict[str, Any]
-
-    def metric(self, **fields: Any) -> None:
-        if "tokens_per_second" in fields:
-            self.last = fields
-
-
 class Trainer:
     """Trains recipes one after another. The last model is kept, compiled, for recipes with the same shape.
 
@@ -160,7 +141,7 @@ class Trainer:
         """
         if recipe.train.minutes is not None:
             raise ValueError("a trial trains for steps, so that trials are comparable: give --train.steps")
-        _reset_peak_bytes(self.machine)
+        reset_peak_memory(self.machine.device)
         prepared = self._data(recipe)
         recipe = fit_to_text(resolve(recipe), prepared)
         recipe = replace(recipe, seed=seed, data_seed=data_seed)
@@ -188,7 +169,7 @@ class Trainer:
             seconds=_all_steps(state.seconds, state.step),
             bpb=curve[-1].bpb if code == EXIT_DONE else None,
             tokens_per_second=_rate(state),
-            peak_bytes=_peak_bytes(self.machine),
+            peak_bytes=peak_memory(self.machine.device),
             parameters=asdict(counts.parameters),
             curve=tuple(curve),
         )
@@ -211,7 +192,7 @@ class Trainer:
         plan = _plan(recipe, counts, evaluate, every)
         try:
             batches = make_batches(recipe, prepared.train)
-            return loop.train(state, batches, plan, self.machine, _Lines(self.out), self.log, advance), state, counts
+            return loop.train(state, batches, plan, self.machine, Nowhere(self.out), self.log, advance), state, counts
         finally:
             state.optimizer.close()
 
@@ -260,20 +241,3 @@ def _all_steps(seconds: float, steps: int) -> float:
 def _rate(state: Progress) -> float:
     seconds = _all_steps(state.seconds, state.step)
     return state.tokens / seconds if seconds else 0.0
-
-
-def _reset_peak_bytes(machine: Machine) -> None:
-    if machine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    elif LINUX_RESET.exists():
-        LINUX_RESET.write_text("5", encoding="ascii")  # the peak of this process begins again (man 5 proc)
-
-
-def _peak_bytes(machine: Machine) -> int:
-    """Since `_reset_peak_bytes`; on a CPU without Linux, since the process began."""
-    if machine.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    if LINUX_RESET.exists():
-        lines = LINUX_RESET.with_name("status").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

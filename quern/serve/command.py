@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from fastapi import FastAPI
 
-from quern.child import machine_flags
 from quern.generate.engine import Engine
-from quern.machine import Machine, worker_variables
+from quern.machine import Machine, machine_flags, worker_variables
 from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.engine_thread import in_new_thread

@@ -24,7 +24,8 @@ from quern.train.guard import Guard
 
 @dataclass
 class TrainState:
-    """step: updates done or skipped; tokens: targets trained on; seconds: time spent in steps.
+    """step: updates done, skipped or empty; empty_steps: those without a target; tokens: targets trained on; seconds:
+    time spent in steps.
 
     unlogged_nats, unlogged_tokens: loss since the last logging line, kept here so that a resumed run logs what the
     uninterrupted one would.
@@ -36,12 +37,18 @@ class TrainState:
     optimizer: Zero2
     guard: Guard
     step: int = 0
+    empty_steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0
     earlier_updates: int = 0
     plans: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def updates(self) -> int:
+        """The optimizer's updates so far, of earlier stages too."""
+        return _updates(self.meta())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By logical name; views of live memory. On one process only."""
@@ -54,6 +61,7 @@ class TrainState:
     def meta(self) -> dict[str, Any]:
         return {
             "step": self.step,
+            "empty_steps": self.empty_steps,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "unlogged_nats": self.unlogged_nats,
@@ -68,6 +76,7 @@ class TrainState:
         self.optimizer.load_state_tensors(tensors)
         self.guard.load_state(meta["guard"])
         self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
+        self.empty_steps = meta.get("empty_steps", 0)
         self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
         self.earlier_updates = meta.get("earlier_updates", 0)
         self.plans = [(step, steps) for step, steps in meta.get("plans", [])]
@@ -90,8 +99,14 @@ class TrainState:
             weights = {name: tensor for name, tensor in tensors.items() if name.startswith("master.")}
             self.optimizer.load_state_tensors(self.tensors() | weights)
             return False
-        self.earlier_updates = meta.get("earlier_updates", 0) + meta["step"] - meta["guard"]["skips"]
+        self.earlier_updates = _updates(meta)
         return True
+
+
+def _updates(meta: dict[str, Any]) -> int:
+    """The optimizer's updates up to a checkpoint, of earlier stages too."""
+    idle = meta["guard"]["skips"] + meta.get("empty_steps", 0)
+    return meta.get("earlier_updates", 0) + meta["step"] - idle
 
 
 def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:

@@ -90,6 +90,7 @@ def train_on(
     if targets == 0:
         if not batch.weighted:
             raise ValueError("a batch without a single target cannot train: check the data's masks")
+        state.empty_steps += 1
         state.step += 1  # no reply of these rollouts was better than another of its question
         return StepResult(0.0, 0.0, 0, positions, "empty")
     part = accumulate(state, batch, machine, multipliers.progress)
@@ -100,7 +101,7 @@ def train_on(
     if verdict == "step":
         if clip_norm is not None:
             state.optimizer.clip_grads(clip_norm, norm)
-        state.optimizer.step(state.earlier_updates + state.step - state.guard.skips, multipliers)
+        state.optimizer.step(state.updates, multipliers)
     state.step += 1
     state.tokens += targets
     return StepResult(loss, norm_value, targets, positions, verdict)

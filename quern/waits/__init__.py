@@ -1,1 +1,1 @@
-"""Waits: they say for whom and until when, and end soon after a signal."""
+"""The process: its waits, which say for whom and until when, its end soon after a signal, and its memory."""

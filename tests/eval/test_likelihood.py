@@ -1,5 +1,7 @@
 """Multiple choice: losses against a plain computation, lengths, cropping, and the choice itself."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,6 @@ from quern.eval.likelihood import (
     letter_nats,
     multiple_choice,
     per_byte,
-    per_token,
     whole,
 )
 from quern.model.context import CausalContext
@@ -78,6 +79,10 @@ def test_what_cannot_be_scored_is_refused(model):
     for pair in (([], [1]), ([BOS], [])):
         with pytest.raises(ValueError, match="at least one token"):
             continuation_nats(model, [pair], CPU, context=CONTEXT)
+
+
+def per_token(text: str, ids: Sequence[int]) -> float:
+    return float(len(ids))
 
 
 def test_choice_interval_chance_and_lengths(model):

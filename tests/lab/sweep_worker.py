@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
 from quern.lab.search.queue import Patience
@@ -54,13 +54,19 @@ class FakeRun:
         return asdict(self)
 
 
-class FakeTrainer:
+if TYPE_CHECKING:
+    from quern.lab.trainer import Trainer as Base
+else:
+    Base = object
+
+
+class FakeTrainer(Base):
     """Appends a line for each finished run to `ran`."""
 
     def __init__(self, ran: Path | None = None) -> None:
         self.ran = ran
 
-    def train(
+    def train(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         recipe: Recipe,
         *,

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -47,13 +47,19 @@ def counted(depth: int, model: ModelRecipe) -> Counts:
     return count(weightless(resolve(replace(RECIPE, depth=depth, model=model))))
 
 
-class FakeTrainer:
+if TYPE_CHECKING:
+    from quern.lab.trainer import Trainer as Base
+else:
+    Base = object
+
+
+class FakeTrainer(Base):
     """Bits per byte follow from the size, the tokens and the seeds. `before` may raise or change them."""
 
     def __init__(self, before: Callable[[int, Recipe], float | None] = lambda number, recipe: 1.0) -> None:
         self.before, self.trained = before, 0
 
-    def train(
+    def train(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, recipe: Recipe, *, name: str, seed: int, data_seed: int, on_step: Callable[[int, float], None]
     ) -> Trial:
         resolved = resolve(recipe)

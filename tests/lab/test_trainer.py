@@ -12,7 +12,7 @@ from torch import Tensor
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
 from quern.lab.study import read_study
-from quern.lab.trainer import Pruned, Trainer, Trial
+from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -107,9 +107,9 @@ def test_a_trial_ends_early_and_a_diverged_one_has_no_score(text: Path, tmp_path
     trainer = Trainer(tmp_path / "out", CPU)
 
     def prune(point: object) -> None:
-        raise Pruned
+        raise StopAsyncIteration
 
-    with pytest.raises(Pruned):
+    with pytest.raises(StopAsyncIteration):
         trainer.train(toy(text), name="toy", seed=0, data_seed=0, evaluations=3, on_eval=prune)
     lost = replace(toy(text, max_skips=2), make_model=Lost)
     assert trainer.train(lost, name="lost", seed=0, data_seed=0).bpb is None

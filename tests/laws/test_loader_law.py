@@ -5,16 +5,19 @@ whole, and for one that is shuffled in groups.
 Each check is shown to catch a loader that breaks it (`Broken…`).
 """
 
+import inspect
 import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from quern.data import batch, index, packing, pieces
 from quern.data.batch import DOCUMENT_SIZE, Batches
 from quern.data.loader import Batch, Loader
 from quern.data.packing import METHODS
@@ -203,6 +206,15 @@ def test_row_counts_of_other_batches_are_not_used(tmp_path: Path):
         loader = Loader(Corpus.open(folder, "train"), **chosen)
         assert all(loader.token_hash(step) == expected.token_hash(step) for step in range(20)), other
     assert len(list((folder / "train-rows").iterdir())) == 1 + len(others)
+
+
+@pytest.mark.parametrize("module", [batch, index, packing, pieces])
+def test_row_counts_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType):
+    folder, source = write(tmp_path, documents()), inspect.getsource
+    for change in ("", "# a change"):
+        monkeypatch.setattr(inspect, "getsource", lambda one, more=change: source(one) + more * (one is module))
+        Loader(Corpus.open(folder, "train"), CONTEXT, BATCH_ROWS, SEED, chunk_documents=4, buffer=20).batch(STEPS)
+    assert len(list((folder / "train-rows").iterdir())) == 2
 
 
 def test_the_first_steps_need_the_first_shards_only(tmp_path: Path):

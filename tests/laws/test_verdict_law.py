@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from quern.lab.evidence import VERDICTS, WORST, compare_pairs, decide, interval, moments, verdicts
-from quern.lab.power import expected_pairs, first_decision
+from quern.lab.power import first_decision, price
 from quern.lab.trainer import Trainer
 from quern.recipe import ModelRecipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -111,7 +111,7 @@ def test_planted_effects_are_found_as_promised(noise: str, alpha: float, pairs: 
     found -= 2 * found.std()
     n, mean, sd = moments(found[:, :pairs])
     final, _ = first_decision(decide(n[:, None], mean[..., None], sd[..., None], 0.0, alpha)[..., 0])
-    promised = expected_pairs([2.0], pairs, alpha)[0].shares["better"]
+    promised = price(-2.0, pairs, alpha).shares["better"]
     missing = 1 - float((final == BETTER).mean()) / promised
     law("effects of 2 SD: share of the promised power that is missing", missing, "≤ 2e-1")
     assert missing <= 0.2

@@ -19,6 +19,7 @@ from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
 from quern.train.state import build_model, build_state, compile_model
 from quern.train.step import train_step
+from quern.waits.memory import peak_resident, reset_peak_resident, resident
 
 RECIPES = {"gpt": gpt.RECIPE, "llama": llama.RECIPE, "unet": unet.RECIPE}
 
@@ -48,11 +49,10 @@ def peak(mesh: Mesh, architecture: str, dtype: str, compiled: bool = False, **si
     machine = Machine(torch.device("cpu"), DTYPES[dtype], compiled, 1)
     _steps(recipe(architecture, 128, 2 * mesh.dp, 1, depth=2, vocabulary=512), machine, mesh)
     gc.collect()
-    before = _resident("VmRSS")
-    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
-        file.write("5")  # the high-water mark begins anew
+    before = resident()
+    assert reset_peak_resident() and before
     _steps(recipe(architecture, **sizes), machine, mesh)
-    return _resident("VmHWM") - before
+    return peak_resident() - before
 
 
 def return_freed_memory() -> None:
@@ -74,8 +74,3 @@ def _steps(made: Recipe, machine: Machine, mesh: Mesh) -> None:
         tokens, targets = numbers.integers(1, made.model.vocab_size, (2, rows, made.model.context), dtype=np.int32)
         batch = Batch(tokens, targets, targets > 0)
         train_step(state, batch, Multipliers(), machine, micro_batch_rows=made.micro_batch_rows)
-
-
-def _resident(which: str) -> int:
-    with open("/proc/self/status", encoding="utf-8") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(which + ":"))

@@ -63,13 +63,19 @@ def test_questions_without_a_difference_are_counted_replaced_and_left_out() -> N
     assert (np.abs(batch.weight).sum(axis=1) > 0).any()
 
 
-def test_a_round_without_any_difference_changes_nothing() -> None:
+def test_a_round_without_any_difference_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     state = rl_state(alone())
     before = [parameter.clone() for parameter in state.model.parameters()]
     rollouts = rollouts_of(state, SETTINGS, NEVER)
     assert not rollouts.batch(0).mask.any()
     result = advanced(state, rollouts, alone(), 3, steps=2)
     assert result.verdict == "empty" and state.step == 2
+    again = rl_state(alone())
+    again.restore(state.tensors(), state.meta())
+    assert again.go_on(state.tensors(), state.meta()) and (again.earlier_updates, again.empty_steps) == (0, 2)
+    monkeypatch.setattr(again.optimizer, "step", lambda updates, multipliers: counts.append(updates))
+    counts: list[int] = []
+    assert advanced(again, rollouts_of(again), alone(), 3, steps=2).verdict == "step" and counts == [0, 1]
     assert all((old == new).all() for old, new in zip(before, state.model.parameters(), strict=True))
     assert rollouts.tally.means()["dropped"] == 1
 

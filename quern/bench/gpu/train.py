@@ -24,6 +24,7 @@ from quern.bench.batches import random_batch
 from quern.bench.gpu.setup import GpuBench
 from quern.bench.material import take_step
 from quern.bench.measure import Figure, figure, seconds_of
+from quern.machine import peak_memory, reset_peak_memory
 from quern.model.count import flops_per_token
 from quern.model.fp8 import use_fp8
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
@@ -68,8 +69,7 @@ def training(bench: GpuBench, fp8: bool) -> Iterator[Figure]:
     for _ in range(3):
         step()
     graphs = compiled_graphs()
-    if bench.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak_memory(machine.device)
     seconds, losses = np.array([step() for _ in range(2 if bench.quick else STEPS)]).T
     batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe)
     assert batch_tokens
@@ -78,7 +78,7 @@ def training(bench: GpuBench, fp8: bool) -> Iterator[Figure]:
         if peak is not None:
             yield figure(f"MFU: of {place}", "%", 100 * batch_tokens * flops / peak / seconds)
     if bench.on_gpu:
-        yield figure("memory: at most", "GB", torch.cuda.max_memory_allocated() / 1e9)
+        yield figure("memory: at most", "GB", peak_memory(machine.device) / 1e9)
     yield figure("loss: last of those steps", "nats", losses[-1], "random tokens, four batches over and over")
     yield from kernel_times(step, bench, float(np.median(seconds)))
     yield figure("graphs: compiled after the fourth step", "graphs", compiled_graphs() - graphs)

@@ -12,7 +12,7 @@ import numpy as np
 
 from quern.eval.chat.files import ProgramItem
 from quern.eval.on_ranks import batched, is_main, on_ranks
-from quern.eval.score import Score, prompt_hash
+from quern.eval.score import CONFIDENT, Score, prompt_hash
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.sample import Sampling
@@ -30,7 +30,6 @@ BASE_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 """Of pass@k, as in the paper for many samples."""
 K = (1, 10, 100)
-CONFIDENT = 1.96
 
 
 def program_of(item: Item, reply: str) -> Program:

@@ -21,7 +21,7 @@ from quern.eval.chat.files import find_file, read_items
 from quern.eval.chat.humaneval import BASE_STOP, RunPrograms, passed, sampled_scores
 from quern.eval.on_ranks import is_main
 from quern.eval.run_task import prompt_ids, run_task
-from quern.eval.score import Score
+from quern.eval.score import CONFIDENT, Score
 from quern.eval.task import Item, Task
 from quern.eval.tasks import tinyworld
 from quern.generate.engine import Engine
@@ -35,7 +35,6 @@ CHAT = "chat"
 GENERATED = 256
 """Questions of spelling and of counting, without a limit."""
 ORDER_SEED = 1337
-CONFIDENT = 1.96
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from quern.eval.core.prompts import Example, make_example, shuffled
 from quern.eval.core.scoring import Answer, score_examples
 from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, CoreTask, read_rows
 from quern.eval.on_ranks import is_main
-from quern.eval.score import Score, accuracy, prompt_hash
+from quern.eval.score import CONFIDENT, Score, accuracy, prompt_hash
 from quern.machine import Machine
 from quern.mesh import ProcessGroup
 from quern.model.base import LanguageModel
@@ -32,8 +32,6 @@ CHUNK = 256
 """Items whose prompts are in memory at a time."""
 FORMAT = 2
 """Of the answers. Higher numbers for other prompts or spans: answers of an old format are not reused."""
-CONFIDENT = 1.96
-"""Standard errors on each side of a mean."""
 
 
 @dataclass(frozen=True)

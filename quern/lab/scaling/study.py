@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
@@ -28,6 +28,9 @@ from quern.recipe import OPERATIONAL, Recipe
 from quern.records import append_synced, drop_torn_end, read_lines, strict
 from quern.temporaries import write_whole
 from quern.terminal import Meter, duration
+
+if TYPE_CHECKING:
+    from quern.lab.trainer import Trainer
 
 CELLS, FITS, PLAN = "cells.jsonl", "fits.json", "plan.json"
 AHEAD = 10
@@ -70,29 +73,9 @@ class ScalingOptions:
         return self.out / "lab" / self.study
 
 
-class Finished(Protocol):
-    """What the study reads of a finished run: see `quern.lab.trainer`."""
-
-    @property
-    def bpb(self) -> float | None: ...
-    @property
-    def flops(self) -> float: ...
-    @property
-    def tokens_per_second(self) -> float: ...
-    def to_json(self) -> dict[str, Any]: ...
-
-
-class Trains(Protocol):
-    """A trainer of runs: see `quern.lab.trainer`."""
-
-    def train(
-        self, recipe: Recipe, *, name: str, seed: int, data_seed: int, on_step: Callable[[int, float], None]
-    ) -> Finished: ...
-
-
 def run(
     options: ScalingOptions,
-    trainer: Trains,
+    trainer: Trainer,
     log: Callable[[str], None],
     source: str | None = None,
     facts: dict[str, Any] | None = None,
@@ -202,7 +185,7 @@ def _key(line: dict[str, Any]) -> tuple[float, str, int]:
     return line["budget"], line["size"], line["seed"]
 
 
-def _train(options: ScalingOptions, plan: Plan, trainer: Trains, log: Callable[[str], None]) -> list[Cell]:
+def _train(options: ScalingOptions, plan: Plan, trainer: Trainer, log: Callable[[str], None]) -> list[Cell]:
     """Trains the cells that have no line yet. Returns those that failed."""
     path = options.folder / CELLS
     finished = {_key(line) for line in read_lines(path)}

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.exceptions import OptunaError, TrialPruned, UpdateFinishedTrialError
@@ -19,34 +19,13 @@ from quern.recipe import Recipe
 from quern.records import strict
 from quern.resolve import resolve
 
+if TYPE_CHECKING:
+    from quern.lab.trainer import Trainer
+
 SHOWN_FIELDS = 5
 SHOWN_REASON = 100
 MOST_FAILURES = 2
 """A trial that errors have ended so often is not tried again."""
-
-
-class Run(Protocol):
-    """A finished training run (`trainer.Trial`). bpb: final bits per byte, None if it diverged."""
-
-    @property
-    def bpb(self) -> float | None: ...
-
-    def to_json(self) -> dict[str, Any]: ...
-
-
-class RunTrainer(Protocol):
-    """Trains recipes (`trainer.Trainer`); an exception of a callback ends the run and is passed on."""
-
-    def train(
-        self,
-        recipe: Recipe,
-        *,
-        name: str,
-        seed: int,
-        data_seed: int,
-        evaluations: int = ...,
-        on_eval: Callable[[Any], None] = ...,
-    ) -> Run: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +57,7 @@ def run_trial(
     plan: Plan,
     space: Space,
     recipe: Recipe,
-    trainer: RunTrainer,
+    trainer: Trainer,
     log: Callable[[str], None],
 ) -> str:
     """Trains a trial and writes its value. Returns a line about it.
@@ -126,7 +105,7 @@ def _failed_before(trial: optuna.Trial, error: Exception) -> bool:
     return failures >= MOST_FAILURES
 
 
-def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: RunTrainer) -> tuple[str, float]:
+def _measure(trial: optuna.Trial, plan: Plan, recipe: Recipe, trainer: Trainer) -> tuple[str, float]:
     """Trains the runs that the trial still lacks. Returns the outcome and the mean of the bits per byte."""
     scores: list[float] = []
 

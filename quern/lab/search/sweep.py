@@ -33,8 +33,9 @@ from quern.validate import install
 if TYPE_CHECKING:
     import optuna
 
-    from quern.lab.search.measure import Plan, RunTrainer
+    from quern.lab.search.measure import Plan
     from quern.lab.search.queue import Patience
+    from quern.lab.trainer import Trainer
 
 FEWEST_SEEDS_TO_PRUNE = 5
 """Wilcoxon's test on four pairs or fewer hardly reaches the threshold."""
@@ -87,7 +88,7 @@ class SweepOptions:
 def run(
     options: SweepOptions,
     log: Callable[[str], None],
-    trainer: RunTrainer,
+    trainer: Trainer,
     command: Sequence[str] = (),
     variables: Callable[[int], Mapping[str, str]] = lambda worker: {},
     patience: Patience | None = None,
