@@ -175,7 +175,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "timeout": Bounds(0, 1e6, above=True),
     "temperature": Bounds(0, 100),
     "top_k": _whole(0, 2**24),
-    "top_p": Bounds(0, 1, above=True),
+    "top_p": SHARE,
     "min_p": SHARE,
     "presence_penalty": Bounds(-2, 2),
     "frequency_penalty": Bounds(-2, 2),

@@ -6,7 +6,7 @@ wrote one. Stop strings are searched in text, not in tool calls; the reply ends 
 
 A reply in the chat format may call tools, and STOP_TOKENS end it. A plain reply continues a text: any special token
 ends it, and no tool is called. A reply can be bound to a form (grammar.py), and so can the calls in it, which are then
-tools of the caller: the first call ends the reply.
+tools of the caller: the first call ends the reply. With both, the reply is a text of the form or a call.
 """
 
 import codecs
@@ -118,7 +118,8 @@ class Reply:
         self._tools = NoTools() if plain else CallerTools(tokenizer) if calls else ToolState(tokenizer, max_calls)
         self._calls = calls
         self._constraint = form.start(tokenizer.bos if plain else tokenizer.special(STOP_TOKENS[0])) if form else None
-        self._forced: deque[int] = deque([tokenizer.special("<|tool_start|>")] if must_call else [])
+        self._tool_start = -1 if plain else tokenizer.special("<|tool_start|>")
+        self._forced: deque[int] = deque([self._tool_start] if must_call else [])
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         self._withheld = ""
         self._characters = 0  # of the assistant's text, withheld ones included
@@ -126,7 +127,12 @@ class Reply:
 
     def allowed(self) -> np.ndarray | None:
         """Which tokens may be sampled next, bool (vocabulary,); None for all."""
-        return None if self._forced or self._constraint is None else self._constraint.allowed()
+        if self._forced or self._constraint is None:
+            return None
+        allowed_V = self._constraint.allowed()
+        if self._may_call:
+            allowed_V[self._tool_start] = True
+        return allowed_V
 
     def choose(self, sampled: int) -> int:
         """The row's next token: the next token of a tool's answer, the sampled one, or one that ends the form."""
@@ -135,7 +141,7 @@ class Reply:
             self.sampled.append(False)
             return token
         token = sampled
-        if self._constraint is not None:
+        if self._constraint is not None and not (self._may_call and sampled == self._tool_start):
             token = self._constraint.choose(sampled, self.max_tokens - len(self.ids))
         self.sampled.append(token == sampled)
         return token
@@ -171,6 +177,11 @@ class Reply:
             deltas = [*deltas, *self._release()]
         self._pieces.extend(deltas)
         return deltas
+
+    @property
+    def _may_call(self) -> bool:
+        """Whether a call may take the place of a text of the form: at its begin, if a call fits."""
+        return not self.ids and self._calls is not None and self._calls.shortest(self.max_tokens - 1) is not None
 
     def completion(self) -> Completion:
         """The finished reply."""

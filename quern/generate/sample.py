@@ -41,7 +41,7 @@ class Sampling:
     top_k: int = 0
     """Choose among this many of the most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Choose among the most likely tokens that together have this probability; 1 for all."""
+    """Choose among the most likely tokens that together have this probability; 1 for all, 0 for the most likely one."""
     min_p: float = 0.0
     """Choose among the tokens with at least this share of the most likely token's probability; 0 for all."""
     presence_penalty: float = 0.0

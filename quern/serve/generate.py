@@ -63,7 +63,8 @@ async def texts(model: Model, request: CompletionRequest) -> Text:
     shared = await asyncio.to_thread(_options, engine, request, max(prompts, key=len), wanted)
     options = shared | {"max_tokens": min(wanted, engine.context), "plain": True}
     logprobs = False if request.logprobs is None else request.logprobs
-    echo = [await _echo(model, prompt, logprobs) for prompt in prompts] if request.echo else None
+    sent = zip(prompts, request.prompts(), strict=True)
+    echo = [await _echo(model, ids, logprobs, own != ids) for ids, own in sent] if request.echo else None
 
     def begin() -> Generation:
         if wanted:
@@ -78,19 +79,20 @@ async def texts(model: Model, request: CompletionRequest) -> Text:
     return Text(job, model.tokenizer, model.name, prompts, request.n or 1, logprobs is not False, echo=echo)
 
 
-async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int) -> tuple[str, list[Token]]:
-    """The text of a prompt and, if they are asked for, its tokens' log-probabilities; BOS is no text.
+async def _echo(model: Model, prompt: Sequence[int], logprobs: bool | int, from_text: bool) -> tuple[str, list[Token]]:
+    """The text of a prompt and, if they are asked for, its tokens' log-probabilities.
 
-    A part of the prompt is read between two tokens of the replies that are running.
+    The BOS in front of a text is no part of it; ids are echoed as they were sent. A part of the prompt is read between
+    two tokens of the replies that are running.
     """
     tokenizer = model.tokenizer
-    own = prompt[1:] if prompt[0] == tokenizer.bos else prompt
+    own = prompt[1:] if from_text else prompt
     scored: list[Token] = []
     if logprobs is not False:
         parts = model.engine.read(prompt, logprobs)
         while (part := await model.worker.call(lambda: next(parts, None))) is not None:
             scored += part
-    if own is prompt and logprobs is not False:  # nothing stands before its first token
+    if not from_text and logprobs is not False:  # nothing stands before its first token
         scored.insert(0, Token(prompt[0], UNKNOWN, [], 0))
     text, decoder, placed = "", codecs.getincrementaldecoder("utf-8")("replace"), []
     for token in scored:
@@ -126,8 +128,8 @@ def _options(
     tokenizer = engine.tokenizer
     form = None
     if bound(request) and wanted:
-        form = form_of(engine.grammars, request.response_format, request.structured_outputs)
-        _require_ending(form, min(wanted, engine.context - len(longest)), "response_format")
+        form, param = form_of(engine.grammars, request.response_format, request.structured_outputs)
+        _require_ending(form, min(wanted, engine.context - len(longest)), param)
     bias = request.bias()
     require_tokens(tokenizer, list(bias), "logit_bias")
     require_tokens(tokenizer, request.stop_token_ids or [], "stop_token_ids")
@@ -168,8 +170,7 @@ def _text_tokens(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> li
 def _require_room(prompt: Sequence[int], context: int, param: str) -> None:
     if len(prompt) >= context:
         raise ApiError(
-            f"This model's context holds {context} tokens; the {param} already take {len(prompt)}. "
-            f"Please shorten the {param}.",
+            f"This model's context holds {context} tokens; '{param}' already takes {len(prompt)}: shorten it.",
             param=param,
             code="context_length_exceeded",
             extra={"n_prompt_tokens": len(prompt), "n_ctx": context},

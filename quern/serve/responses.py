@@ -26,7 +26,7 @@ class Responses:
         return self._body(self._finished())
 
     async def stream(self) -> AsyncIterator[str]:
-        """The events of a stream; the last one is response.completed, response.incomplete or error."""
+        """The events of a stream; the last one is response.completed, response.incomplete or response.failed."""
         number = -1
 
         def event(kind: str, **content: Any) -> str:
@@ -70,8 +70,8 @@ class Responses:
             body = self._body(items)
             yield event(f"response.{body['status']}", response=body)
         except Exception as error:
-            told = as_api_error(error).body["error"]
-            yield event("error", message=told["message"], code=told["code"], param=told["param"])
+            failed = {"code": "server_error", "message": as_api_error(error).body["error"]["message"]}
+            yield event("response.failed", response=self._body([], "failed") | {"error": failed})
 
     def _finished(self) -> list[dict[str, Any]]:
         choice = self._answer.choices[0]

@@ -101,7 +101,10 @@ async def completions(http: Request, request: CompletionRequest, model: Model) -
 
 
 async def responses(http: Request, request: ResponsesRequest, model: Model) -> Response:
-    answer = Responses(request, await generate.chat(model, request.chat()))
+    try:
+        answer = Responses(request, await generate.chat(model, request.chat()))
+    except ApiError as error:
+        raise error.renamed(request.name_of) from None
     return EventStream(answer.job, answer.stream()) if request.stream else await whole(http, answer)
 
 

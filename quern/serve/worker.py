@@ -172,10 +172,14 @@ class Worker:
             rows: The replies that it asks for.
 
         Raises:
-            ApiError: Too many rows are waiting (429), or the worker has stopped (503).
+            ApiError: Too many rows are waiting (429) or more than can wait (400), or the worker has stopped (503).
         """
         if not self.alive:
             raise stopped("the engine is not running")
+        most = self.engine.scheduler.max_rows + self._limits.waiting
+        if rows > most:
+            message = f"The request asks for {rows} replies, prompts times 'n'; this server takes up to {most} at once."
+            raise ApiError(message, param="n", code="invalid_value")
         if self.waiting and self.waiting + rows > self._limits.waiting:
             message = f"The server is busy: {self.waiting} replies are waiting already. Try again later."
             raise ApiError(message, status=429, kind="rate_limit_error")

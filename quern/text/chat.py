@@ -118,16 +118,14 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarra
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """Encodes a conversation up to where the model continues: <|assistant_start|> after a user message at its end.
 
-    A conversation may also end with a tool's output; the assistant's turn goes on behind it.
+    A conversation may also end with an assistant's text or a tool's output; the assistant's turn goes on behind it.
     """
-    validate(messages)
-    last = parts(messages[-1])
-    if messages[-1]["role"] == "assistant" and last and last[-1]["type"] == "output":
-        return render(tokenizer, messages)[0][:-1].tolist()
-    if messages[-1]["role"] != "user":
-        raise ValueError("the last message must be the user's: the assistant answers it")
-    ids, _ = render(tokenizer, messages)
-    return [*ids.tolist(), tokenizer.special("<|assistant_start|>")]
+    ids = render(tokenizer, messages)[0].tolist()
+    if messages[-1]["role"] == "user":
+        return [*ids, tokenizer.special("<|assistant_start|>")]
+    if any(part["type"] == "tool" for part in parts(messages[-1])[-1:]):
+        raise ValueError("the last message ends with a tool call: add its output")
+    return ids[:-1]
 
 
 def render_text(tokenizer: Tokenizer, text: str) -> list[int]:

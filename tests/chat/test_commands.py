@@ -146,7 +146,7 @@ def test_settings_are_used_and_have_the_bounds_of_the_flags(chat: Chat) -> None:
         ("temperature", "200", 200),
         ("top_k", "2.5", 2.5),
         ("seed", "x", "x"),
-        ("top_p", "0", 0),
+        ("top_p", "2", 2),
     ):
         with pytest.raises(ValueError) as refused:
             refuse_outside(name, value, name)

@@ -28,7 +28,7 @@ def expected(sampling: Sampling) -> np.ndarray:
     ranked = ranked[: sampling.top_k or V]
     total, held, kept = sum(weights[token] for token in ranked), 0.0, []
     for token in ranked:
-        if held >= sampling.top_p * total:
+        if kept and held >= sampling.top_p * total:
             break
         kept.append(token)
         held += weights[token]
@@ -48,6 +48,7 @@ def expected(sampling: Sampling) -> np.ndarray:
         Sampling(top_k=1000),
         Sampling(top_p=0.8),
         Sampling(top_p=1e-9),
+        Sampling(top_p=0),
         Sampling(temperature=2.0, top_k=6, top_p=0.7),
         Sampling(min_p=0.05),
         Sampling(min_p=1.0),
@@ -129,7 +130,7 @@ def test_a_rows_numbers_are_its_own(seed: int, prompt: list[int], index: int) ->
         ({"temperature": 1e6}, "temperature must be"),
         ({"top_k": -1}, "top_k must be a whole number between 0 and"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
-        ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, not 0.0"),
+        ({"top_p": -0.1}, "top_p must be a number between 0 and 1, not -0.1"),
         ({"top_p": 1.1}, "top_p must be"),
         ({"top_p": float("nan")}, "top_p must be"),
         ({"min_p": -0.1}, "min_p must be a number between 0 and 1, not -0.1"),

@@ -134,7 +134,8 @@ def engine() -> Engine:
 
 def trained(engine: Engine, path: Path, out: Path) -> list[tuple[list[int], np.ndarray]]:
     """The ids and the mask of each row of a file, as fine-tuning prepares them."""
-    recipe = replace(RECIPE, conversations=str(path), data="texts/")
+    model = replace(RECIPE.model, context=engine.context)
+    recipe = replace(RECIPE, conversations=str(path), data="texts/", model=model)
     mixture = prepare_mixture(recipe, engine.tokenizer, out, lambda asked: pytest.fail("fetched"), lambda line: None)
     found = []
     for corpus in (mixture.val, mixture.train):

@@ -64,7 +64,7 @@ def test_completions(client: openai.OpenAI, engine: Engine, form: str, echo: int
     answer = client.completions.create(**body)
     options: dict[str, Any] = {"samples": n, "max_tokens": 12, "seed": 3, "sampling": Sampling(0.8), "plain": True}
     expected = engine.generate(prompts, **options, logprobs=0)
-    front = [TOKENIZER.decode(ids[1:] if ids[0] == TOKENIZER.bos else ids) if echo else "" for ids in prompts]
+    front = [TOKENIZER.decode(ids[1:] if "text" in form else ids) if echo else "" for ids in prompts]
     wanted = [(front[p] + reply.text, reply.finish_reason) for p, replies in enumerate(expected) for reply in replies]
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
     assert [(choice.text, choice.finish_reason) for choice in answer.choices] == wanted
@@ -104,19 +104,27 @@ def test_the_log_probabilities_of_a_prompt_are_the_models(client: openai.OpenAI,
     [ids] = ids_of(TEXT)
     answer = client.completions.create(model=NAME, prompt=ids, max_tokens=0, echo=True, logprobs=1)
     told = answer.choices[0].logprobs
-    assert told is not None and answer.choices[0].text == TEXT and answer.choices[0].finish_reason == "length"
+    assert (
+        told is not None
+        and told.tokens is not None
+        and answer.choices[0].text == "<|bos|>" + TEXT
+        and answer.choices[0].finish_reason == "length"
+    )
     tokens_BT = torch.tensor([ids])
     with torch.no_grad():
         logits_TV = engine.model.logits(engine.model(tokens_BT, engine.model.context(tokens_BT))[0])
     plain = logits_TV[:-1, : TOKENIZER.vocab_size].log_softmax(-1).gather(1, tokens_BT[0, 1:, None])[:, 0].tolist()
-    assert told.token_logprobs == pytest.approx(plain, abs=1e-5)
+    assert len(told.tokens) == len(ids) and told.token_logprobs is not None and told.token_logprobs[0] is None
+    assert told.token_logprobs[1:] == pytest.approx(plain, abs=1e-5)
     parts = list(engine.read(ids, part=3))
     assert max(map(len, parts)) == 3 and [token.id for part in parts for token in part] == ids[1:]
     assert [token.logprob for part in parts for token in part] == pytest.approx(plain, abs=1e-5)
-    assert told.tokens is not None and "".join(told.tokens) == TEXT
+    assert "".join(told.tokens) == "<|bos|>" + TEXT
+    as_text = client.completions.create(model=NAME, prompt=TEXT, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert as_text.text == TEXT and as_text.logprobs is not None and as_text.logprobs.tokens == told.tokens[1:]
     whole = client.completions.create(model=NAME, prompt=[ids[0], *ids[1:4]], max_tokens=0, echo=True, logprobs=1)
     assert whole.choices[0].logprobs is not None and told.token_logprobs is not None
-    assert whole.choices[0].logprobs.token_logprobs == pytest.approx(told.token_logprobs[:3], abs=1e-5)
+    assert whole.choices[0].logprobs.token_logprobs == pytest.approx(told.token_logprobs[:4], abs=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -98,7 +98,7 @@ def test_stream_equals_non_stream(client: openai.OpenAI, more: dict[str, Any]) -
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"model": "gpt-4"}, "model"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "messages[0].tool_call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input[0].call_id"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(url: str, change: dict[str, Any], param: str) -> None:
@@ -106,11 +106,13 @@ def test_what_cannot_be_done_is_refused_by_name(url: str, change: dict[str, Any]
     assert response.status_code in (400, 404) and response.json()["error"]["param"] == param, response.text
 
 
-def test_a_failing_engine_ends_a_stream_with_an_error(engine: Engine) -> None:
+def test_a_failing_engine_ends_a_stream_with_response_failed(engine: Engine) -> None:
     class Failing(Engine):
         def step(self, prefill_tokens: int | None = None) -> None:
             raise RuntimeError("secret detail")
 
     with running(create_app({NAME: Failing(engine.model, engine.tokenizer, engine.machine)})) as base:
-        text = httpx.post(f"{base}/v1/responses", json={"model": NAME, "input": "Hello?", "stream": True}).text
-        assert text.split("\n\n")[-2].startswith("event: error") and "secret" not in text
+        with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
+            *_, last = client.responses.create(model=NAME, input="Hello?", stream=True)
+        assert last.type == "response.failed" and last.response.status == "failed" and last.response.error
+        assert last.response.error.message == "The server failed on this request."

@@ -80,8 +80,10 @@ def test_the_prompt_is_the_start_of_the_rendering(tokenizer: Tokenizer) -> None:
         assert prompt == ids[: len(prompt)].tolist()
         assert prompt[-1] == tokenizer.special("<|assistant_start|>") and mask[len(prompt)]
         assert all(isinstance(token, int) for token in prompt)
-    with pytest.raises(ValueError, match="last message must be the user's"):
-        render_prompt(tokenizer, CONVERSATION[:3])
+    assert render_prompt(tokenizer, CONVERSATION[:5]) == render(tokenizer, CONVERSATION[:5])[0][:-1].tolist()
+    open_call: Any = {"role": "assistant", "content": [{"type": "tool", "text": "1+1"}]}
+    with pytest.raises(ValueError, match="add its output"):
+        render_prompt(tokenizer, [*CONVERSATION[:2], open_call])
 
 
 def test_empty_contents_are_rendered(tokenizer: Tokenizer) -> None:

@@ -1,7 +1,7 @@
 """What every request of the API shares: its errors, and strict validation of its fields."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +29,14 @@ class ApiError(Exception):
         self.status, self.retry_after = status, retry_after
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code, **(extra or {})}}
 
+    def renamed(self, rename: Callable[[str], str]) -> "ApiError":
+        """The error with another name for its parameter."""
+        told, param = self.body["error"], self.body["error"]["param"]
+        if param is not None:
+            told["param"] = rename(param)
+            told["message"] = told["message"].replace(f"'{param}'", f"'{told['param']}'")
+        return self
+
 
 def invalid(param: str, why: object) -> ApiError:
     """The error for a parameter with a wrong value."""
@@ -39,3 +47,5 @@ class Strict(BaseModel):
     """A part of a request: unknown fields are refused, and no value is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    instead: ClassVar[Mapping[str, str]] = {}
+    """The correct usage of a parameter, where pydantic's message does not name it."""

@@ -13,13 +13,13 @@ from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.serve.requests.errors import Items, Strict, invalid
 
 MAX_TOOLS = 64
-_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _Schema = dict[str, Any]
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class JsonSchema(Strict):
-    name: _Name
+    name: Name
     schema_: Annotated[_Schema, Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None
@@ -39,7 +39,7 @@ class StructuredOutputs(Strict):
 
 
 class Function(Strict):
-    name: _Name
+    name: Name
     description: str | None = None
     parameters: _Schema | None = None
     strict: bool | None = None
@@ -64,8 +64,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 def form_of(
     grammars: Grammars, response_format: ResponseFormat | None, structured: StructuredOutputs | None
-) -> Grammar:
-    """The form of the reply's text, if one of them demands one.
+) -> tuple[Grammar, str]:
+    """The form of the reply's text, and the field that demands it.
 
     Raises:
         ApiError: A schema or an expression cannot be followed.
@@ -76,14 +76,14 @@ def form_of(
             raise invalid("structured_outputs", "give exactly one of json, regex and choice, and no response_format")
         param = f"structured_outputs.{('json', 'regex', 'choice')[given.index(True)]}"
     else:
-        param = "response_format.json_schema.schema"
+        own = None if response_format is None else response_format.json_schema
+        param = "response_format" if own is None else "response_format.json_schema.schema"
+        structured = StructuredOutputs.model_validate({"json": {"type": "object"} if own is None else own.schema_})
     try:
-        if structured is None:
-            own = None if response_format is None else response_format.json_schema
-            return grammars.json({"type": "object"} if own is None else own.schema_)
         if structured.json_ is not None:
-            return grammars.json(structured.json_)
-        return grammars.regex(structured.regex) if structured.regex else grammars.choice(structured.choice or [])
+            return grammars.json(structured.json_), param
+        form = grammars.regex(structured.regex) if structured.regex else grammars.choice(structured.choice or [])
+        return form, param
     except GrammarError as error:
         raise invalid(param, error) from None
 

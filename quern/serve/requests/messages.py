@@ -1,7 +1,8 @@
 """The messages of a chat, from OpenAI's shape to the chat format of quern/text/chat.py.
 
 The conversion is that of fine-tuning, text/conversations.py, so that a model reads what it was trained on. Here a
-message that lacks something is refused by name. A chat that ends with a tool's output is continued in the same turn.
+message that lacks something is refused by name, and any order of roles becomes one that is trained. A chat that ends
+with the assistant's text or a tool's output is continued in the same turn.
 """
 
 import json
@@ -64,11 +65,11 @@ def turns(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[M
         where = f"messages[{number}]"
         if message.role == "tool":
             if message.tool_call_id not in open_calls:
-                raise invalid(f"{where}.tool_call_id", "it must be the id of a call of the assistant message before")
+                raise invalid(f"{where}.tool_call_id", "it must be the id of a call before it, without an output yet")
             open_calls.remove(message.tool_call_id)
             continue
         if open_calls:
-            raise invalid(where, f"the call '{min(open_calls)}' has no tool message with its output yet")
+            raise invalid(where, f"the call '{min(open_calls)}' has no output yet")
         if message.tool_call_id is not None:
             raise invalid(f"{where}.tool_call_id", "only a tool message has one")
         if message.role == "assistant":
@@ -78,11 +79,40 @@ def turns(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[M
         elif message.content is None or message.tool_calls is not None:
             raise invalid(where, f"a {message.role} message has 'content' and no 'tool_calls'")
     if open_calls:
-        raise invalid("messages", f"the call '{min(open_calls)}' has no tool message with its output yet")
-    record = [message.model_dump() for message in messages]
-    for message in record:
-        message["content"] = message["parts"] or message["content"] or ""
+        raise invalid("messages", f"the call '{min(open_calls)}' has no output yet")
+    record = _in_turns([message.model_dump() for message in messages])
     return to_messages({"messages": record, "tools": [tool.model_dump() for tool in tools]})
+
+
+def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages in the order that models are trained on: a system message, then the user and the assistant in turn.
+
+    Every system message joins the first one, and a message joins the one before it of the same role, each as a
+    paragraph. An empty message of the user begins a chat in which the user says nothing first.
+    """
+    system: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        message["content"] = message["parts"] or message["content"] or ""
+        if isinstance(message["content"], list) and not message["parts"]:
+            message["content"] = "".join(part["text"] for part in message["content"])
+        into = system if message["role"] in ("system", "developer") else turns
+        before = into[-1] if into else None
+        if before is None or (into is turns and (before["role"] != message["role"] or message["role"] == "tool")):
+            into.append(message)
+        else:
+            before["content"] = _joined(before["content"], message["content"])
+            before["tool_calls"] = message["tool_calls"]  # the one before has none: they would lack their outputs
+    silent = [] if turns and turns[0]["role"] == "user" else [{"role": "user", "content": ""}]
+    return [*system, *silent, *turns]
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Two contents as paragraphs of one, each a text or a list of parts."""
+    if isinstance(one, str) and isinstance(other, str):
+        return "\n\n".join(filter(None, (one, other)))
+    both = [[{"type": "text", "text": own}] if isinstance(own, str) else own for own in (one, other)]
+    return [*both[0], {"type": "text", "text": "\n\n"}, *both[1]]
 
 
 def _calls(message: ChatMessage, where: str) -> set[str]:

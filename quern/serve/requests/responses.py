@@ -3,15 +3,24 @@
 Source: https://platform.openai.com/docs/api-reference/responses
 """
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from quern.serve.requests.errors import Items, Strict
-from quern.serve.requests.forms import MAX_TOOLS
+from quern.serve.requests.forms import MAX_TOOLS, Name
 from quern.serve.requests.schema import ChatRequest, parse_request
 
+NAMES = {
+    r"^messages$": "input",
+    r"^max_(completion_)?tokens$": "max_output_tokens",
+    r"^response_format(\.json_schema)?": "text.format",
+    r"\.function\b": "",
+    r"\.(tool_call_)?id$": ".call_id",
+}
+"""Fields of a chat, and what they are called here."""
 TEXT_TYPES = Literal["input_text", "output_text", "text"]
 
 
@@ -48,21 +57,25 @@ class OutputItem(Strict):
     status: str | None = None
 
 
-class Format(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    name: Name
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None
 
 
 class TextOptions(Strict):
-    format: Format | None = None
+    format: PlainFormat | SchemaFormat | None = None
 
 
 class FunctionTool(Strict):
     type: Literal["function"]
-    name: str
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -70,7 +83,7 @@ class FunctionTool(Strict):
 
 class NamedChoice(Strict):
     type: Literal["function"]
-    name: str
+    name: Name
 
 
 class ResponsesRequest(Strict):
@@ -98,13 +111,14 @@ class ResponsesRequest(Strict):
 
     def chat(self) -> ChatRequest:
         """The chat that this asks for. Raises ApiError for a value that a chat cannot have."""
-        body: dict[str, Any] = {"model": self.model, "messages": self._messages()}
+        body: dict[str, Any] = {"model": self.model, "messages": self._messages()[0]}
         body |= {"temperature": self.temperature, "top_p": self.top_p, "stream": self.stream}
         body["max_completion_tokens"] = self.max_output_tokens
         form = None if self.text is None else self.text.format
         if form is not None:
-            own = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
-            body["response_format"] = {"type": form.type, **own}
+            body["response_format"] = {"type": form.type}
+            if isinstance(form, SchemaFormat):
+                body["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
         if self.tools:
             functions = [tool.model_dump(exclude={"type"}) for tool in self.tools]
             body["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -114,24 +128,39 @@ class ResponsesRequest(Strict):
             body["tool_choice"] = self.tool_choice
         return parse_request(ChatRequest, body)
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def name_of(self, param: str) -> str:
+        """This request's name of a parameter of its chat."""
+        sources = self._messages()[1]
+        place = max((one for one in sources if param.startswith(one)), key=len, default="")
+        param = sources.get(place, "") + param[len(place) :]
+        for theirs, own in NAMES.items():
+            param = re.sub(theirs, own, param)
+        return param
+
+    def _messages(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The messages of the chat, and what each of them and each of their calls comes from."""
         found: list[dict[str, Any]] = []
+        sources: dict[str, str] = {}
         if self.instructions is not None:
             found.append({"role": "system", "content": self.instructions})
+            sources["messages[0]"] = "instructions"
         if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
-        for item in self.input:
+            return [*found, {"role": "user", "content": self.input}], sources | {f"messages[{len(found)}]": "input"}
+        for number, item in enumerate(self.input):
             if isinstance(item, CallItem):
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 if not found or found[-1]["role"] != "assistant":
                     found.append({"role": "assistant", "content": None})
-                found[-1].setdefault("tool_calls", []).append(call)
+                calls = found[-1].setdefault("tool_calls", [])
+                sources[f"messages[{len(found) - 1}].tool_calls[{len(calls)}]"] = f"input[{number}]"
+                calls.append(call)
             elif isinstance(item, OutputItem):
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             else:
                 found.append({"role": item.role, "content": _text(item.content)})
-        return found
+            sources.setdefault(f"messages[{len(found) - 1}]", f"input[{number}]")
+        return found, sources
 
 
 def _text(content: str | Sequence[Part]) -> str:

@@ -10,10 +10,11 @@ https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additio
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 
 from quern.bounds import BOUNDS, Bounds
 from quern.generate.sample import Sampling
@@ -21,12 +22,11 @@ from quern.serve.requests.errors import ApiError, Items, Strict
 from quern.serve.requests.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
 from quern.serve.requests.messages import ChatMessage
 
-MAX_CHOICES = 8
+MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 200
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 32
-# The correct usage of a parameter, where pydantic's message does not name it.
 INSTEAD = {
     "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
     "stop": f"give a text or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_CHARACTERS} characters",
@@ -69,6 +69,7 @@ _SamplingRequest = create_model("_SamplingRequest", __base__=Strict, **_SAMPLING
 class _Generating(_SamplingRequest):
     """What requests for a reply have in common."""
 
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -149,6 +150,7 @@ class CompletionRequest(_Generating):
 class TokenizeRequest(Strict):
     """A text, or a chat as the model reads it."""
 
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
     model: str | None = None
     prompt: str | None = None
     messages: Items[ChatMessage] | None = Field(default=None, min_length=1)
@@ -161,7 +163,7 @@ class DetokenizeRequest(Strict):
     tokens: Items[int]
 
 
-Request = TypeVar("Request", bound=BaseModel)
+Request = TypeVar("Request", bound=Strict)
 
 
 def parse_request(kind: type[Request], body: Any) -> Request:
@@ -172,7 +174,7 @@ def parse_request(kind: type[Request], body: Any) -> Request:
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, kind, body) from None
     if isinstance(request, _Generating) and request.stream_options is not None and not request.stream:
         raise _only_with("stream_options", "stream")
     if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
@@ -184,12 +186,6 @@ def parse_request(kind: type[Request], body: Any) -> Request:
         raise ApiError(
             "'response_format.json_schema' belongs to the type 'json_schema', which needs it.",
             param="response_format.json_schema",
-            code="invalid_value",
-        )
-    if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none" and bound(request):
-        raise ApiError(
-            "A reply that may call tools cannot have a given form as well: leave out 'tools' or 'response_format'.",
-            param="response_format",
             code="invalid_value",
         )
     return request
@@ -205,15 +201,15 @@ def _only_with(name: str, other: str) -> ApiError:
     return ApiError(f"'{name}' is only allowed when '{other}' is true.", param=name, code="invalid_value")
 
 
-def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ""
-    for place in first["loc"]:
-        if isinstance(place, int):
-            param += f"[{place}]"
-        elif (place.isidentifier() and place != "str" and not place[0].isupper()) or not param:
-            # Skip the names of a union's branches: they are not part of the path.
-            param += f".{place}" if param else place
+def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
+    """The deepest error: pydantic tells those of each branch of a union, and that branch is the one that was meant."""
+    errors = error.errors(include_url=False, include_context=False)
+    literals = [one["loc"] for one in errors if one["type"] == "literal_error"]
+    others = {loc[:-1] for loc in literals if loc[-1] == "type"}  # branches for another `type`
+    paths = [_path(body, one["loc"]) + [*one["loc"][-1:]] * (one["type"] == "missing") for one in errors]
+    at = max(range(len(errors)), key=lambda at: (len(paths[at]), errors[at]["loc"][:-1] not in others))
+    first = errors[at]
+    param = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in paths[at]).removeprefix(".")
     if first["type"] == "extra_forbidden":
         return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
@@ -221,5 +217,17 @@ def _refusal(error: ValidationError) -> ApiError:
     where = f"for '{param}'" if param else "in the body"
     # Inside messages, pydantic's message is specific enough.
     name = param if param.startswith("messages") else re.split(r"[.\[]", param)[0]
-    why = INSTEAD.get(name, first["msg"])
+    why = kind.instead.get(name, first["msg"])
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        why = f"'{first['input'][:40]}' is not supported, {why.replace('Input should be', 'use')}"
     return ApiError(f"Invalid value {where}: {why}.", param=param or None, code="invalid_value")
+
+
+def _path(body: Any, loc: tuple[int | str, ...]) -> list[int | str]:
+    """The keys and indices of an error's place, without the names of a union's branches, which the body lacks."""
+    path: list[int | str] = []
+    for place in loc:
+        if (isinstance(body, dict) and place in body) or (isinstance(body, list) and isinstance(place, int)):
+            body = body[place]
+            path.append(place)
+    return path

@@ -31,10 +31,7 @@ const page = {
   tokens: async (node) => tokensKnown.get(node.id) ?? store.loadTokens(current.id, node.id),
   promptTokens: async (node) => {
     const ids = await promptIds(current, node);
-    const scored = await api.scorePrompt(byId("model").value, ids, Math.max(settingsOf.settings.alternatives, 5));
-    // The first token of a text begins it: nothing stands before it, and the server does not score it.
-    const first = { text: "<|bos|>", id: ids[0], logprob: null, bytes: [], part: 0, top: [] };
-    return scored.length < ids.length ? [first, ...scored] : scored;
+    return api.scorePrompt(byId("model").value, ids, Math.max(settingsOf.settings.alternatives, 5));
   },
   // A chat's prompt is made of several messages, which have their own editors; a text's can go on from any token.
   promptBranch: (node, tokens) =>

@@ -11,7 +11,7 @@ const NUMBERS = [
   ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }, 0.8, "0 always takes the likeliest token"],
   ["max_tokens", "Longest reply", { min: 1, step: 1 }, 256, "in tokens"],
   ["top_k", "Top k", { min: 0, step: 1 }, null, "choose among so many tokens; 0 for all"],
-  ["top_p", "Top p", { min: 0.01, max: 1, step: 0.01 }, null, "choose among the likeliest with this share"],
+  ["top_p", "Top p", { min: 0, max: 1, step: 0.01 }, null, "choose among the likeliest with this share"],
   ["min_p", "Min p", { min: 0, max: 1, step: 0.01 }, null, "leave out below this share of the likeliest"],
   ["repetition_penalty", "Repetition penalty", { min: 0.1, max: 100, step: 0.05 }, null, "1 is none"],
   ["presence_penalty", "Presence penalty", { min: -2, max: 2, step: 0.1 }, null, "for tokens that were written"],
