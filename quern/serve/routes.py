@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -20,7 +19,7 @@ from quern import __version__
 from quern.serve import generate
 from quern.serve.answers import JSON, Answer, EventStream, as_api_error, error_response
 from quern.serve.models import Model, Models
-from quern.serve.requests.errors import ApiError
+from quern.serve.requests.errors import ApiError, Strict
 from quern.serve.requests.responses import ResponsesRequest
 from quern.serve.requests.schema import (
     ChatRequest,
@@ -36,7 +35,7 @@ MAX_MARKS = 1 << 13
 """JSON's marks in a body: objects, lists, fields and strings. The numbers of a list do not count. Decoding and
 validating so many takes some 50 ms, in which no other client is served."""
 STRING = re.compile(rb'"(?:[^"\\]+|\\.?)*"?', re.DOTALL)  # the last one may be cut off
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Strict)
 Result = TypeVar("Result")
 
 

@@ -116,9 +116,9 @@ class ResponsesRequest(Strict):
         body["max_completion_tokens"] = self.max_output_tokens
         form = None if self.text is None else self.text.format
         if form is not None:
-            body["response_format"] = {"type": form.type}
-            if isinstance(form, SchemaFormat):
-                body["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
+            named = isinstance(form, SchemaFormat)
+            own = {"json_schema": {"name": form.name, "schema": form.schema_}} if named else {}
+            body["response_format"] = {"type": form.type, **own}
         if self.tools:
             functions = [tool.model_dump(exclude={"type"}) for tool in self.tools]
             body["tools"] = [{"type": "function", "function": function} for function in functions]

@@ -12,7 +12,7 @@ https://docs.vllm.ai/en/stable/serving/openai_compatible_server/ for the additio
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError, create_model
 
@@ -227,7 +227,8 @@ def _path(body: Any, loc: tuple[int | str, ...]) -> list[int | str]:
     """The keys and indices of an error's place, without the names of a union's branches, which the body lacks."""
     path: list[int | str] = []
     for place in loc:
-        if (isinstance(body, dict) and place in body) or (isinstance(body, list) and isinstance(place, int)):
-            body = body[place]
+        inside = place in body if isinstance(body, dict) else isinstance(body, list) and isinstance(place, int)
+        if inside:
+            body = cast(Any, body)[place]
             path.append(place)
     return path
