@@ -14,6 +14,7 @@ import platform
 import shlex
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ class TemporaryFolder:
     def __init__(self, final: Path) -> None:
         while True:
             self.path = _temporary_name(final)
-            self.path.mkdir()
+            self.path.mkdir(0o700)
             try:
                 self._lock = _locked(self.path / LOCK)
                 return
@@ -48,6 +49,18 @@ class TemporaryFolder:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder in the system's temporary folder for the body. Removes those of this user's killed processes."""
+    parent = Path(tempfile.gettempdir())
+    remove_abandoned(parent, "quern")
+    folder = TemporaryFolder(parent / "quern")
+    try:
+        yield folder.path
+    finally:
+        folder.remove()
 
 
 @contextmanager
@@ -129,6 +142,8 @@ def remove_abandoned(folder: Path, name: str = "*") -> None:
     """
     for path in folder.glob(f".{name}.tmp-*"):
         try:
+            if path.lstat().st_uid != os.getuid():
+                continue
             with open(path / LOCK if path.is_dir() else path, "a", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if path.is_dir():
@@ -154,7 +169,7 @@ def sha256_of(path: Path) -> str:
 
 
 def _temporary_name(final: Path) -> Path:
-    return final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
+    return final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex[:12]}")  # sockets have short paths
 
 
 def _locked(path: Path) -> TextIO:

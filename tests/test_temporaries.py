@@ -1,12 +1,14 @@
 """Temporaries: a killed writer's are removed, a living one's are kept, and files appear whole or not at all."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from quern.temporaries import alone_in, remove_abandoned, whole_file, write_whole
+from quern.temporaries import alone_in, remove_abandoned, scratch_folder, whole_file, write_whole
 
 WRITE_AND_WAIT = """
 import os, sys, time
@@ -71,3 +73,35 @@ def test_one_process_at_a_time_is_in_the_body_and_a_killed_one_lets_the_next_in(
             process.kill()
     with alone_in(folder, waited.append):
         assert len(waited) == 1
+
+
+SCRATCH_AND_WAIT = """
+import time
+from quern.temporaries import scratch_folder
+with scratch_folder() as folder:
+    (folder / "model.sock").touch()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_no_scratch_folder_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", SCRATCH_AND_WAIT], stdout=subprocess.PIPE, env=env) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == b"ready\n"
+            with scratch_folder() as own:
+                assert len(list(tmp_path.iterdir())) == 2 and own.stat().st_mode & 0o777 == 0o700
+        finally:
+            process.kill()
+    assert len(list(tmp_path.iterdir())) == 1
+    with scratch_folder() as own:
+        assert list(tmp_path.iterdir()) == [own]
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_file_makes_temporary_folders_that_a_kill_leaves_behind() -> None:
+    names = ("mkdtemp", "TemporaryDirectory", "NamedTemporaryFile", "mkstemp")
+    sources = {path: path.read_text(encoding="utf-8") for path in Path("quern").rglob("*.py")}
+    assert sources and not [path for path, text in sources.items() if any(name in text for name in names)]

@@ -8,13 +8,11 @@ many documents run in processes of their own, without torch, so that their memor
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +32,7 @@ from quern.data.loader import Loader, prefetch
 from quern.data.packing import METHODS, pack
 from quern.data.shard_writer import ShardWriter
 from quern.data.shards import Corpus
+from quern.temporaries import scratch_folder
 from quern.text.documents import read
 from quern.text.encode.write import write_shards
 from quern.text.tokenizer import Tokenizer
@@ -93,9 +92,9 @@ def prepare(setup: Setup) -> Iterator[Figure]:
 
     def write(workers: int) -> None:
         before = processor_seconds()
-        with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
+        with scratch_folder() as folder:
             how = {"workers": workers, "megabytes": megabytes}
-            write_shards(documents(workers), tokenizer, Path(folder), "train", "bench", lambda line: None, **how)
+            write_shards(documents(workers), tokenizer, folder, "train", "bench", lambda line: None, **how)
         processor[workers].append(processor_seconds() - before)
 
     jobs = {workers: partial(write, workers) for workers in processor}
@@ -153,8 +152,8 @@ def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
     Start: from opening the shards to the first batch. Resume: the same, to the batch in the middle of the epoch, first
     without row counts, then with those that this left behind, as a run does.
     """
-    with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
-        write_empty_shards(Path(folder), documents, MANY_MEAN_TOKENS, setup.seed)
+    with scratch_folder() as folder:
+        write_empty_shards(folder, documents, MANY_MEAN_TOKENS, setup.seed)
         middle = documents * MANY_MEAN_TOKENS // 2 // ((MANY_CONTEXT + 1) * BATCH_ROWS)
         order = {"folder": folder, "context": MANY_CONTEXT, "batch_rows": BATCH_ROWS, "seed": setup.seed}
 
@@ -206,11 +205,11 @@ def _web_like(seed: int, tokens: int) -> list[np.ndarray]:
 @contextmanager
 def shards(documents: list[np.ndarray]) -> Iterator[Corpus]:
     """Stores the documents as shards in a temporary folder, for the length of the block."""
-    with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
-        with ShardWriter(Path(folder), "train", vocab_size=8192, bos=0, fingerprint="bench") as writer:
+    with scratch_folder() as folder:
+        with ShardWriter(folder, "train", vocab_size=8192, bos=0, fingerprint="bench") as writer:
             for ids in documents:
                 writer.add(ids)
-        yield Corpus.open(Path(folder), "train", fingerprint="bench")
+        yield Corpus.open(folder, "train", fingerprint="bench")
 
 
 def _loader(corpus: Corpus, seed: int) -> Loader:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -40,6 +39,7 @@ from quern.model.count import flops_per_token
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.parallel.zero2 import Zero2
+from quern.temporaries import scratch_folder
 from quern.train.guard import Guard
 from quern.train.state import TrainState, build_model, compile_model
 from quern.train.timeline import NamedGroup, communication, merge, recorded
@@ -96,9 +96,9 @@ def _starts(setup: Setup) -> Iterator[Figure]:
     kinds, memory = ("cold", "warm") if setup.machine.compile else ("eager",), None
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(1 if setup.quick else STARTS):
-        with tempfile.TemporaryDirectory(prefix="quern-bench-") as cache:
+        with scratch_folder() as cache:
             for kind in kinds:
-                taken, memory = first_step(setup, setup.options.batch_tokens, cache)
+                taken, memory = first_step(setup, setup.options.batch_tokens, str(cache))
                 seconds[kind].append(taken)
     yield from (figure(f"start to first step, {kind}", "s", seconds[kind], START_NOTES[kind]) for kind in kinds)
     if memory is not None:
@@ -158,8 +158,8 @@ def ranks(setup: Setup) -> Iterator[Figure]:
 
 def _trace(path: Path, crew: list[Child], setup: Setup) -> Iterator[Figure]:
     """Writes the timeline of a few steps of all ranks, and yields its figures, with a value for each rank."""
-    with tempfile.TemporaryDirectory(prefix="quern-bench-") as folder:
-        files = [Path(folder) / f"{rank}.json" for rank in range(len(crew))]
+    with scratch_folder() as folder:
+        files = [folder / f"{rank}.json" for rank in range(len(crew))]
         for child, file in zip(crew, files, strict=True):
             child.send({"steps": TRACED_STEPS, "overlap": True, "trace": str(file)})
         for child in crew:

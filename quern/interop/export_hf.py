@@ -7,10 +7,9 @@ Llama, which `quern import` reads too. `gpt` and `unet` bring their Python files
 
 from __future__ import annotations
 
+import glob
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from quern.machine import detect
 from quern.model.llama import Llama
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
-from quern.temporaries import sync_path
+from quern.temporaries import TemporaryFolder, remove_abandoned, sync_path
 from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from quern.text.tokenizer import Tokenizer
 
@@ -46,20 +45,22 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
     weights = {name: tensor.to(dtype) for name, tensor in _weights(loaded).items()}
     texts = _texts(loaded, dtype, log)
     texts["README.md"] = model_card(loaded, run_dir, weights, has_tokenizer="tokenizer.json" in texts)
-    temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex}")
-    temporary.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder.parent, glob.escape(folder.name))
+    temporary = TemporaryFolder(folder)
     try:
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        whole = temporary.path / folder.name
+        whole.mkdir()
+        save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
         for name, text in texts.items():
-            (temporary / name).write_text(text, encoding="utf-8")
+            (whole / name).write_text(text, encoding="utf-8")
         # safetensors makes its file readable by the owner only; the other files follow the umask.
-        (temporary / "model.safetensors").chmod((temporary / "config.json").stat().st_mode)
-        for path in (*temporary.iterdir(), temporary):
+        (whole / "model.safetensors").chmod((whole / "config.json").stat().st_mode)
+        for path in (*whole.iterdir(), whole):
             sync_path(path)
-        os.rename(temporary, folder)  # replaces an empty folder
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        os.rename(whole, folder)  # replaces an empty folder
+    finally:
+        temporary.remove()
     sync_path(folder.absolute().parent)
     size = (folder / "model.safetensors").stat().st_size
     log(f"step {loaded.step:,} of {loaded.stage}, {size / 1e6:,.1f} MB of weights → {folder}")
@@ -105,6 +106,7 @@ def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "bos_token_id": tokenizer.bos,
         "eos_token_id": [tokenizer.special("<|assistant_end|>"), tokenizer.bos],
+        "pad_token_id": tokenizer.bos,  # not in config.json: transformers would not train that row of the embedding
         "do_sample": True,
         "temperature": 0.7,
         "top_k": 50,

@@ -8,6 +8,7 @@ Source: the GGUF specification and llama.cpp's loader (ggml-org/llama.cpp).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,7 +119,8 @@ def metadata(shape: ModelRecipe, tokenizer: Tokenizer, name: str) -> dict[str, A
         "tokenizer.ggml.eom_token_id": tokenizer.bos,
         "tokenizer.ggml.add_bos_token": True,
         "tokenizer.ggml.add_eos_token": False,
-        "tokenizer.chat_template": CHAT_TEMPLATE,
+        "tokenizer.ggml.padding_token_id": tokenizer.bos,
+        "tokenizer.chat_template": re.sub(r"\{%- (end)?generation -%\}", "", CHAT_TEMPLATE),  # tags of transformers
     }
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from quern.lab.arms import Arm, Arms, Order
 from quern.lab.trainer import Trial
 from quern.recipe import Recipe
 from quern.runs.origin import with_absolute_paths
+from quern.temporaries import scratch_folder
 
 SECONDS_TO_CLOSE = 10
 
@@ -91,12 +91,13 @@ class _Host:
     """The actor: writes the recipes' files to a folder of its own, and trains arms in processes."""
 
     def __init__(self, bodies: dict[str, Any], out: str, machine: dict[str, Any]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="quern-arms-")
+        self._stack = ExitStack()
+        folder = self._stack.enter_context(scratch_folder())
         arms = {}
         for name, body in bodies.items():
             path, callables = None, {}
             if body["source"] is not None:
-                path = Path(self._folder.name) / f"{name}.py"
+                path = folder / f"{name}.py"
                 path.write_text(body["source"], encoding="utf-8")
                 callables = read_recipe_file(path)[0].callables()
             arms[name] = Arm(name, Recipe.from_json(body["recipe"], **callables), path, body["source"])
@@ -107,7 +108,7 @@ class _Host:
 
     def close(self) -> None:
         self._arms.end()
-        self._folder.cleanup()
+        self._stack.close()
 
     def train(self, orders: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for _, trial in self._arms.train([Order(**order) for order in orders]):

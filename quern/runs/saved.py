@@ -150,6 +150,8 @@ def find_saved(
         if not run_dir.folder.exists():
             raise FileNotFoundError(run_dir.has_no("model"))
         others = [f"`quern {name} --resume {run_dir.flags}`" for name in STAGES if run_dir.has_trained(name)]
+        if verb in ("sft", "rl") and others:
+            return None  # killed before it wrote its recipe: a supervisor repeats the command
         instead = f"it has {' and '.join(others)}" if others else "name what to train, or another run"
         raise ValueError(f"run '{run_dir.run}' has no stage {stage} to continue with: {instead}")
     code = run_dir.kept_source(stage, source)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from quern.serve.replicas.processes import Processes, Replica
 from quern.serve.replicas.router import create_router
 from quern.serve.server import WARM_ROWS, create_app, listen, serve
 from quern.serve.worker import Limits
+from quern.temporaries import scratch_folder
 from quern.train import checkpoint
 
 
@@ -165,8 +165,8 @@ def started(
         shared = {"sources": names, "request_seconds": limits.seconds, "watch_seconds": watch_seconds}
         return {"machine": flags, "path": str(replica.path), **shared}
 
-    with tempfile.TemporaryDirectory(prefix="quern-") as folder:
-        replicas = [Replica(number, Path(folder) / f"{number}.sock") for number in range(count)]
+    with scratch_folder() as folder:
+        replicas = [Replica(number, folder / f"{number}.sock") for number in range(count)]
         processes = Processes(replicas, order, worker_variables(machine), log)
         try:
             processes.start()

@@ -11,7 +11,6 @@ import io
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from quern.data.shards import Corpus, GrowingCorpus, prepared_in_part
 from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import Recipe
 from quern.stages.prepare import Division, open_source, write_splits
+from quern.temporaries import scratch_folder
 from quern.text.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.5
@@ -97,7 +97,7 @@ class EarlyStart:
         return GrowingCorpus(folder, "train", mark, self._missing)
 
     def _start(self, recipe: Recipe, out: Path, folder: Path, mark: str, tokenizer: Tokenizer) -> None:
-        own = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="quern-")))
+        own = self._stack.enter_context(scratch_folder())
         path = None if self._source is None else own / "own_recipe.py"
         if path is not None and self._source is not None:
             path.write_text(self._source, encoding="utf-8")

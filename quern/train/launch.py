@@ -19,10 +19,8 @@ import json
 import logging
 import os
 import queue
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -36,7 +34,7 @@ import torch
 
 from quern.machine import Machine, environment, set_child_env
 from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
-from quern.temporaries import write_whole
+from quern.temporaries import scratch_folder, write_whole
 from quern.train.checkpoint import CheckpointError
 from quern.train.guard import heeded
 from quern.train.heartbeat import Heartbeat, exit_now
@@ -108,18 +106,17 @@ def launch(
     Returns:
         The command's exit code; 128 + the signal's number where a signal came before training began.
     """
-    folder = Path(tempfile.mkdtemp(prefix="quern-"))
-    result = folder / "result.json"
-    set_child_env(
-        {
-            RESULT: str(result),
-            PARENT: str(os.getpid()),
-            "OMP_NUM_THREADS": "1",
-            "LOGLEVEL": "CRITICAL",  # of the agent: the ranks report failures in more detail
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # `_forwarding` handles the others
-        }
-    )
-    try:
+    with scratch_folder() as folder:
+        result = folder / "result.json"
+        set_child_env(
+            {
+                RESULT: str(result),
+                PARENT: str(os.getpid()),
+                "OMP_NUM_THREADS": "1",
+                "LOGLEVEL": "CRITICAL",  # of the agent: the ranks report failures in more detail
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # `_forwarding` handles the others
+            }
+        )
         agent = _agent(arguments, ranks, restarts, folder, nodes, rendezvous if nodes > 1 else "localhost:0")
         with _forwarding(agent) as received:
             failure = _supervise(agent, restarts, nodes)
@@ -129,8 +126,6 @@ def launch(
             failure = f"stopped by {received[0].name} {stopped}"
         _log(f"quern {arguments[0]}: {failure}")
         return 128 + received[0] if received else 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _agent(arguments: Sequence[str], ranks: int, restarts: int, folder: Path, nodes: int, rendezvous: str) -> Any:

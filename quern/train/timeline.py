@@ -8,7 +8,6 @@ trace event format. Times are in microseconds after the file's `baseTimeNanoseco
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from quern.mesh import ProcessGroup
-from quern.temporaries import write_whole
+from quern.temporaries import scratch_folder, write_whole
 
 Span = tuple[float, float]
 """Begin and end in microseconds."""
@@ -45,8 +44,8 @@ def recorded(path: Path) -> Iterator[None]:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=kinds) as profiler:
         yield
-    with tempfile.TemporaryDirectory(prefix="quern-") as folder:
-        file = Path(folder) / "trace.json"
+    with scratch_folder() as folder:
+        file = folder / "trace.json"
         profiler.export_chrome_trace(str(file))
         write_whole(path, file.read_text(encoding="utf-8"))
 

@@ -133,6 +133,13 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def test_the_next_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    run_dir, left = write_run(tmp_path / "out", llama_recipe()), tmp_path / ".hf.tmp-0123"
+    (left / "hf").mkdir(parents=True)
+    export_hf.run(run_dir, tmp_path / "hf", stage=None, dtype=torch.float32, log=quiet)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")

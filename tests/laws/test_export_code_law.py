@@ -1,7 +1,8 @@
 """Exported `gpt` and `unet` = native: the Python files in the exported folder compute what quern computes.
 
-transformers loads the files (`trust_remote_code=True`); they share no code with quern. Logits within 1e-5 in fp32,
-greedy tokens equal to the engine's. Some tests break the exported files and require the same comparison to notice.
+transformers loads the files (`trust_remote_code=True`); they share no code with quern. Logits within four roundings of
+their sums, greedy tokens equal to the engine's. Some tests break the exported files and require the same comparison to
+notice.
 """
 
 import json
@@ -19,10 +20,11 @@ from quern.generate.engine import Engine
 from quern.generate.sample import GREEDY
 from quern.model.base import LanguageModel
 from tests.support.exported_code import exported, load_exported, model_of, modules_in, toy_recipe
-from tests.support.llama_run import FP32
+from tests.support.llama_run import FP32, relative, rounding
 from tests.support.toy_engine import toy_tokenizer
 
-BAR = 1e-5
+BAR = 4
+"""Standard deviations of rounding, of the largest logit."""
 LENGTHS = {"gpt": (1, 7, 8, 9, 31, 32, 50), "unet": (1, 40, 127, 128, 129, 200, 300)}
 """Shorter and longer than the short window, and longer than the context."""
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,13 +70,13 @@ def native(model: LanguageModel, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def deviation(theirs: Any, ours: LanguageModel, lengths: tuple[int, ...]) -> float:
-    """Largest difference of a logit between the two models."""
+    """Largest difference of a logit between the two models, relative, in roundings (`rounding`)."""
     worst = 0.0
     for T in lengths:
         ids = tokens(T)
         logits = native(ours, ids)
         assert logits.std() > 0.5, "logits this flat prove nothing"
-        worst = max(worst, float((theirs(ids).logits - logits).abs().max()))
+        worst = max(worst, relative(theirs(ids).logits, logits) / rounding(ours))
     return worst
 
 
@@ -85,7 +87,11 @@ def test_logits_are_native(name: str, tmp_path: Path, law: Callable[..., None]) 
     theirs = load_exported(exported(tmp_path, recipe))
     assert theirs.dtype == torch.float32
     found = deviation(theirs, model_of(recipe), LENGTHS[kind])
-    law(f"exported {kind} = native: logits, fp32, window patterns, longer than window and context", found, "≤ 1e-5")
+    law(
+        f"exported {kind} = native: logits, fp32, window patterns, longer than window and context, in roundings",
+        found,
+        "≤ 1",
+    )
     assert found <= BAR
 
 
@@ -152,7 +158,7 @@ def test_cached_and_padded_is_whole(kind: str, tmp_path: Path, law: Callable[...
         found = theirs(F.pad(ids, **padding), attention_mask=F.pad(torch.ones_like(ids), **padding)).logits
         worst = max(worst, float((found[:, left : left + T] - whole).abs().max()))
     law(f"exported {kind}, in pieces with its cache, padded = whole: logits, fp32", worst, "≤ 1e-5")
-    assert worst <= BAR
+    assert worst <= 1e-5
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
@@ -212,7 +218,7 @@ def test_the_law_can_fail(name: str, tmp_path: Path) -> None:
         with (folder / "configuration_quern.py").open("a", encoding="utf-8") as configuration:
             configuration.write(f"# {name}\n")
         theirs = load_exported(folder)
-        assert deviation(theirs, model_of(recipe), LENGTHS[kind][-2:]) > 10 * BAR
+        assert deviation(theirs, model_of(recipe), LENGTHS[kind][-2:]) > 2 * BAR
 
 
 @pytest.mark.parametrize("field", ["windows", "rope_base", "softcap"])
@@ -224,4 +230,4 @@ def test_the_configuration_matters(kind: str, field: str, tmp_path: Path) -> Non
     config = json.loads(path.read_text(encoding="utf-8"))
     config[field] = [None] * 4 if field == "windows" else config[field] * 2
     path.write_text(json.dumps(config), encoding="utf-8")
-    assert deviation(load_exported(folder), model_of(recipe), LENGTHS[kind][-2:]) > 10 * BAR
+    assert deviation(load_exported(folder), model_of(recipe), LENGTHS[kind][-2:]) > 2 * BAR

@@ -24,7 +24,7 @@ from quern.serve.requests.forms import Tool, calls_of
 from quern.serve.requests.responses import ResponsesRequest
 from quern.serve.requests.schema import ChatRequest, TokenizeRequest, parse_request
 from quern.text import conversations
-from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_json
+from quern.text.hugging_face import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from tests.support.toy_engine import toy_engine
 
 Law = Callable[[str, float | int | str, str], None]
@@ -97,6 +97,15 @@ TALKS: dict[str, Row] = {
             said("assistant", "It is 42, again."),
         ],
         "tools": [{"type": "function", "function": {"name": "calculator", "parameters": EXPRESSION}}],
+    },
+    "ends in a letter of several tokens": {
+        "messages": [
+            said("user", "Hi"),
+            calling(("n", "now", ""), content="好 ☀ 好"),
+            output("n", "好"),
+            said("assistant", "好"),
+        ],
+        "tools": TOOLS,
     },
     "tools, and no call": {"messages": [said("user", "Hi"), said("assistant", "Hello.")], "tools": TOOLS},
     "system and a call": {
@@ -227,11 +236,17 @@ def test_the_served_prompt_is_the_trained_one(tmp_path: Path, engine: Engine, la
     assert wrong == 0
 
 
-def test_the_exported_chat_template_gives_the_served_prompt(engine: Engine, law: Law) -> None:
+def test_the_exported_chat_template_gives_the_served_prompt_and_the_trained_mask(
+    tmp_path: Path, engine: Engine, law: Law
+) -> None:
     transformers = pytest.importorskip("transformers")
     made = pytest.importorskip("tokenizers").Tokenizer.from_str(json.dumps(tokenizer_json(engine.tokenizer)))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT_TEMPLATE)
-    wrong = 0
+    settings = {**tokenizer_config(engine.tokenizer, 2048), "chat_template": CHAT_TEMPLATE}
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **settings)
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TALKS.values()), encoding="utf-8")
+    learned = dict(zip(TALKS, trained(engine, path, tmp_path / "out"), strict=True))
+    wrong = masks = 0
     for name, row in TALKS.items():
         if name == "calculator without tools":  # quern's own, which other programs cannot compute
             continue
@@ -245,6 +260,16 @@ def test_the_exported_chat_template_gives_the_served_prompt(engine: Engine, law:
             prompt = served(engine, row["messages"][:at], row.get("tools", []))["chat"]
             how = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
             wrong += theirs.apply_chat_template(messages[:at], **how) != prompt
+        whole = {"tools": tools, "return_dict": True, "return_assistant_tokens_mask": True}
+        found, (ids, mask) = theirs.apply_chat_template(messages, **whole), learned[name]
+        masks += found["input_ids"] != ids or found["assistant_masks"] != mask.astype(int).tolist()
+        assert not mask[np.array(ids) == theirs.pad_token_id].any()
+    law(
+        "mask of fine-tuning = exported chat template's in transformers (conversations that differ)",
+        masks,
+        "0",
+    )
+    assert masks == 0
     law("served prompt = exported chat template in transformers: ids, with tools (prompts that differ)", wrong, "0")
     assert wrong == 0
 

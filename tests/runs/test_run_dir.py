@@ -17,6 +17,7 @@ from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
 from quern.runs.load import load
 from quern.runs.run_dir import RunDir, naming, plainly, refuse_unwritable
+from quern.runs.saved import find_saved
 from quern.stages import sft
 from quern.stages.session import Session
 from quern.text.tokenizer import Tokenizer
@@ -136,6 +137,15 @@ def test_a_run_with_a_recipe_of_its_own_needs_the_kept_file(run_dir: RunDir, use
         match=r"whose file is not kept with it: put back the file that the run was trained with as .*recipe_source.py$",
     ):
         use(run_dir)
+
+
+@pytest.mark.parametrize("verb", ["sft", "rl"])
+def test_a_stage_that_was_killed_before_it_wrote_anything_begins_again(run_dir: RunDir, verb: str) -> None:
+    save(run_dir, resolve(RECIPE).to_json())
+    command = ["--resume", "--run", "r", "--out", str(run_dir.out)]
+    assert find_saved(verb, command, RECIPE, None, False) is None
+    with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
+        find_saved(verb, [*command, "--run", "other"], RECIPE, None, False)
 
 
 def test_nothing_can_be_written_where_the_system_refuses(tmp_path: Path) -> None:

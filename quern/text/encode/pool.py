@@ -8,19 +8,18 @@ for any number of workers, and at most `AHEAD` units for each worker are in memo
 from __future__ import annotations
 
 import socket
-import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain, islice
-from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
 from quern.child import Child, start
+from quern.temporaries import scratch_folder
 from quern.text.encode.worker import encode_documents, receive, send
 from quern.text.tokenizer import Tokenizer, well_formed
 
@@ -80,7 +79,7 @@ def on_processes(tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterato
         return Encoded(np.frombuffer(answer[1], dtype=dtype), answer[0], len(payload))
 
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quern-")))
+        folder = stack.enter_context(scratch_folder())
         order = {"tokenizer": str(tokenizer.save(folder / "tokenizer.json")), "dtype": dtype.str}
         for _ in range(workers):
             here, there = socket.socketpair()
