@@ -177,17 +177,17 @@ class ProcessGroup:
         leaving = len(whole) - (len(whole) // self.size if sent is None else sent[self.rank])
         return self.start("all_to_all", whole[:leaving].nbytes, dist.all_to_all_single, out, whole, received, sent)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """Broadcasts in place from the group's rank `source`."""
-        return self.start("broadcast", self._ring(tensor.nbytes), dist.broadcast, tensor, group_src=source)
+    def broadcast(self, tensor: Tensor) -> Pending:
+        """Broadcasts in place from the group's first rank."""
+        return self.start("broadcast", self._ring(tensor.nbytes), dist.broadcast, tensor, group_src=0)
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Returns the value of the group's rank `source`, a small JSON-like object, on every rank."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns the value of the group's first rank, a small JSON-like object, on every rank."""
         if self.size == 1:
             return value
         box = [value]
         with self.blocking_call("broadcast of a value"):
-            dist.broadcast_object_list(box, group=self.group, group_src=source)
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:

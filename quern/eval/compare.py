@@ -69,10 +69,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * float(binom.cdf(min(only_first, only_second), count, 0.5)))
 
 
-def paired_bootstrap(
-    differences: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0, confidence: float = 0.95
-) -> tuple[float, float]:
-    """The percentile interval of the mean of `differences`, one per item, under drawing items with replacement.
+def paired_bootstrap(differences: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """The 95% percentile interval of the mean of `differences`, one per item, under drawing items with replacement.
 
     Raises:
         ValueError: There are no differences.
@@ -80,13 +78,13 @@ def paired_bootstrap(
     values = np.asarray(differences, dtype=np.float64)
     if not values.size:
         raise ValueError("there are no items to compare: evaluate at least one")
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     at_once = max(1, CELLS // values.size)
     means = [
-        values[draw.integers(0, values.size, (min(at_once, resamples - first), values.size))].mean(axis=1)
-        for first in range(0, resamples, at_once)
+        values[draw.integers(0, values.size, (min(at_once, RESAMPLES - first), values.size))].mean(axis=1)
+        for first in range(0, RESAMPLES, at_once)
     ]
-    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)
 
 
