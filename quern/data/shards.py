@@ -212,7 +212,7 @@ class Corpus:
         self.files.copy("tokens", out, at, source, length)
 
     def copy_mask(self, out: np.ndarray, at: np.ndarray, source: np.ndarray, length: np.ndarray) -> None:
-        """As `copy`, of the mask: True where a token is to be learned. out: flat bool; the corpus has masks."""
+        """Copies the mask, like `copy`: True where a token is learned. out: flat bool; the corpus has masks."""
         self.files.copy("mask", out, at, source, length)
 
     def release(self) -> None:

@@ -130,7 +130,7 @@ class KVCache:
         return torch.cat([self.recent_BN, tokens_BT], dim=1)[:, lookback - n : lookback - n + T]
 
     def remembered(self, name: str) -> Tensor:
-        """What `previous` was given for the last token, (B, D)."""
+        """The value that `previous` received for the last token, (B, D)."""
         if name not in self.last:
             raise ValueError(f"the model asks for the previous '{name}' and does not declare it: set its `remembered`")
         return self.last[name]

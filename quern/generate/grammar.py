@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LEXER_FUEL = 20_000
-"""What llguidance may spend on one mask: some 50 ms; a form that needs more fails, and with it the reply."""
+"""The limit of llguidance's work on one mask, about 50 ms. A form that needs more fails, and so does the reply."""
 KEPT = 64  # compiled grammars
 CHECK_EVERY = 16  # tokens between two searches for an ending while many tokens are left
 MARGIN = 64  # "many": so many more than the last ending and the first one have together

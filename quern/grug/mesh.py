@@ -31,7 +31,7 @@ from quern.waits.waiting import waiting
 
 TEXT_BYTES = 4096
 START_SECONDS = 300
-"""How long a process waits for the others to start."""
+"""Seconds for which a process waits for the others to start."""
 AnyMesh = Mesh | AbstractMesh
 """A mesh of devices; while tracing, a mesh of axes without devices."""
 AXES = ("replica_dcn", "replica", "data", "model")

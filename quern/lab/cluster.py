@@ -47,7 +47,7 @@ class RayArms:
         self.end()
 
     def train(self, trials: Sequence[Order]) -> Iterator[tuple[Order, Trial]]:
-        """As `arms.Arms.train`. Raises RuntimeError also if the actor's machine is lost."""
+        """Trains as `arms.Arms.train` does. Raises RuntimeError also if the actor's machine is lost."""
         ray = ray_module()
         self._start()
         by_arm = {order.arm: order for order in trials}

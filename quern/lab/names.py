@@ -1,4 +1,4 @@
-"""What every study has beside its plan: its name, its lock, and the facts of its first start."""
+"""The name of a study, its lock, and the facts of its first start."""
 
 from __future__ import annotations
 

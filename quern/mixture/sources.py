@@ -30,7 +30,7 @@ from quern.text.tinyworld.prose import Pen
 HELD_OUT_EVERY = 50
 """One conversation in so many is held out for validation."""
 FEWEST_HELD_OUT = 8
-"""Of a built-in source, whose held-out conversations are extra ones."""
+"""The least number of held-out conversations of a built-in source, which are extra ones."""
 ALL = "all"
 """The split of a source that has no splits of its own."""
 

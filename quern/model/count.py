@@ -1,4 +1,4 @@
-"""What a model costs: parameters in three conventions, FLOPs per token, size of the key-value cache.
+"""The costs of a model: parameters in three conventions, FLOPs per token, size of the key-value cache.
 
 The model itself is counted, on any device: it says what its groups of parameters are (`base.KINDS`), which layers
 attend and how far they see. `weightless` builds a recipe's model without memory.

@@ -192,7 +192,7 @@ class GPT(LanguageModel):
         return rotary_table(positions, self.head_dim, self.shape.rope_base)
 
     def value_embedding(self, layer: int, tokens_BT: Tensor) -> Tensor | None:
-        """What a layer adds to its values: (B, T, K·E), or None."""
+        """The values that are added to a layer's own: (B, T, K·E), or None."""
         key = str(layer)
         if key not in self.value_embeddings:
             return None

@@ -14,7 +14,7 @@ from quern.recipe import TrainRecipe
 
 
 class Multipliers(NamedTuple):
-    """What the schedule gives to one step."""
+    """The factors that the schedule gives to one step."""
 
     lr: float = 1.0
     """Multiplies every group's peak rate."""

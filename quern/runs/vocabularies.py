@@ -50,7 +50,7 @@ def published(name: str) -> Tokenizer:
 
 
 def for_comparison() -> dict[str, Tokenizer]:
-    """Those of GPT-2 and GPT-4 that are there, by a name for the user."""
+    """The vocabularies of GPT-2 and GPT-4 whose files exist, by a name for the user."""
     found = {}
     for name in ("gpt2", "gpt4"):
         with suppress(FileNotFoundError):

@@ -84,7 +84,7 @@ class Job:
         return not self._cancelled
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """What became final since the last time, until the end. Raises what ended the request early."""
+        """Yields what became final since the previous call, until the end. Raises what ended the request early."""
         ended = False
         while not ended:
             if not self._items:

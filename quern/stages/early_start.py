@@ -31,7 +31,7 @@ POLL_SECONDS = 0.5
 REPORT_SECONDS = 60.0
 """Between two lines on the child's progress."""
 END_SECONDS = 2.0
-"""How long the child may take to end, after which it is killed."""
+"""Seconds in which the child may end; then it is killed."""
 NICE = 10
 """The child yields the processor to training."""
 

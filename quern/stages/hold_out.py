@@ -14,9 +14,9 @@ from dataclasses import dataclass
 EVERY = 20
 ENOUGH_BYTES = 1 << 16
 LEAST_SHARE, MOST_SHARE = 1 / 40, 1 / 5
-"""Of the text, that every twentieth document may make up."""
+"""The largest share of the text that a held-out twentieth of the documents may take."""
 TAIL_SHARE, MOST_TAIL_SHARE = 1 / 10, 1 / 3
-"""Of the text, that its end makes up, and that it makes up at most to reach LEAST_BYTES."""
+"""The share of the text that its held-out end takes, and the largest share, to reach LEAST_BYTES."""
 LEAST_BYTES = 512
 SMALL_VALIDATION_BYTES = 4000
 """About a thousand tokens."""

@@ -187,7 +187,7 @@ def _of_files(recipe: Recipe, out: Path, log: Callable[[str], None]) -> Source:
 
 
 def _reader(path: Path) -> str:
-    """What reads a file: the same bytes are another text to another reader."""
+    """Name of the reader of a file: another reader finds another text in the same bytes."""
     return format_of(path).replace(".md", ".txt")
 
 

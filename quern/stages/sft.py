@@ -180,9 +180,9 @@ def _lost(report: dict[str, float], recipe: Recipe) -> str:
     lost, long = int(report["documents_without_target"]), int(report["documents_too_long"])
     if not lost:
         return ""
-    reason = "have no reply within" if recipe.sft.too_long == "crop" else "are longer than, or have no reply within,"
+    reason = "no reply within" if recipe.sft.too_long == "crop" else "more tokens than, or no reply within,"
     context = f"the context of {recipe.model.context:,} tokens"
-    return f", {lost:,} of them lost: they {reason} {context} ({long:,} are longer)"
+    return f", {lost:,} of them lost, with {reason} {context} ({long:,} longer)"
 
 
 def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], None]) -> None:

@@ -102,13 +102,13 @@ def _turn(turn: Any, index: int) -> Any:
         if role not in SHAREGPT:
             raise ValueError(f"message {index + 1} is from {role!r}: use one of {', '.join(SHAREGPT)}")
         if role == "function_call":
-            calls = json.loads(turn["content"])
+            calls = _loaded(turn["content"])
             turn["tool_calls"] = [{"function": call} for call in (calls if isinstance(calls, list) else [calls])]
             role, turn["content"] = "assistant", None
     elif turn.get("function_call"):
         turn["tool_calls"] = [{"function": turn["function_call"]}]
     if role is not None:
-        turn["role"] = ROLES.get(role, role)
+        turn["role"] = ROLES.get(str(role), role)
     weight = next((turn[key] for key in WEIGHTS if turn.get(key) is not None), 1)
     if weight not in (0, 1):
         raise ValueError(f"message {index + 1} has the weight {weight!r}: use 1, or 0 for a reply that is not learned")
@@ -147,7 +147,10 @@ def _describe(functions: list[dict[str, Any]]) -> str:
 
 
 def _loaded(value: Any) -> Any:
-    return json.loads(value or "null") if isinstance(value, str) else value
+    try:
+        return json.loads(value or "null") if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"tools and calls that are text must be JSON ({error})") from error
 
 
 def _without_nulls(value: Any) -> Any:

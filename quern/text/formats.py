@@ -135,7 +135,7 @@ def records(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any
 
 
 def _read(path: Path, first: int, wanted: Sequence[str], separator: str | None = None) -> Iterator[tuple[Any, int]]:
-    """As `records`, with `Malformed` in the place of a record."""
+    """Reads like `records`, but yields `Malformed` in the place of a malformed record."""
     readers: dict[str, Callable[[Path, int, Sequence[str]], Iterator[tuple[Any, int]]]] = {
         ".txt": _text_pieces,
         ".md": _text_pieces,

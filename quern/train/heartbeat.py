@@ -34,7 +34,7 @@ BEAT_SECONDS = 1.0
 STALE_BEATS = 4
 """A rank whose beat does not change for this many beats has stopped."""
 GRACE_SECONDS = 10.0
-"""How long this rank may take to notice the failure of a peer by itself."""
+"""Seconds in which this rank may notice the failure of a peer by itself."""
 STORE_TIMEOUT = timedelta(seconds=10)
 
 

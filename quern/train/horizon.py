@@ -1,9 +1,9 @@
 """`Horizon`: the number of steps of a run, planned again while it trains if it trains for a time (`train.minutes`).
 
-A plan is (the step from which it holds, the steps of the whole run). From there on the rest of the schedule is spread
-evenly over the steps that are left, so what a step is told follows from the step and the plans before it alone. The
-plans are part of every checkpoint, and events of the stage: a resumed run repeats those that it recorded after its
-checkpoint at the same steps. Seconds are time in steps (`TrainState.seconds`).
+A plan is (the step from which it holds, the steps of the whole run). From that step on, the rest of the
+schedule is spread evenly over the remaining steps, so the rates of a step follow from the step and the earlier plans
+alone. The plans are part of every checkpoint, and events of the stage: a resumed run repeats those that it recorded
+after its checkpoint at the same steps. Seconds are time in steps (`TrainState.seconds`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHECK_SHARE = 0.05
 TOLERANCE = 0.01
 """A plan holds while it is expected to miss the time by less than this share of it."""
 TIMED_SHARE = 0.05
-"""The speed is that of the last steps, of this share of the run."""
+"""The speed is measured over the last steps: this share of the run."""
 
 
 class Horizon:

@@ -47,11 +47,11 @@ RESULT, PARENT = "QUERN_RESULT", "QUERN_PARENT"
 TOGETHER_SECONDS = 1.0
 """Signals to the parent within this time count as one: the scheduler, the shell and a script may each send it."""
 EXIT_SECONDS = 10.0
-"""How long a machine whose ranks have ended waits for the other machines."""
+"""Seconds for which a machine whose ranks have ended waits for the other machines."""
 MEET_SECONDS = 900
-"""How long a machine waits for the others to start."""
+"""Seconds for which a machine waits for the others to start."""
 CONNECT_SECONDS = 60.0
-"""How long the ranks may take to connect, once all of them have arrived."""
+"""Seconds in which the ranks may connect, once all of them have arrived."""
 USERS = (ValueError, OSError, ImportError, CheckpointError)
 """Before training, these errors are for the user to correct: one rank reports them, and nothing restarts."""
 EXPECTED = (*USERS, RuntimeError)

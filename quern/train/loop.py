@@ -37,10 +37,10 @@ Evaluator = Callable[[TrainState], dict[str, Any]]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What one stage trains for. flops_per_token and peak_flops (of the machine, per second) feed the MFU."""
+    """The plan of one stage. flops_per_token and peak_flops (of the machine, per second) feed the MFU."""
 
     steps: int
-    """Of the first plan, where there is a budget."""
+    """Steps of the first plan, where there is a budget."""
     schedule: Callable[[float], Multipliers]
     micro_batch_rows: int
     """Rows in one forward pass."""
@@ -207,7 +207,7 @@ def _batches(
 
 
 def _seed_draws(state: TrainState, plan: TrainingPlan) -> None:
-    """What a model draws in a step (dropout) follows from seed, step and replica, so a resumed run draws the same."""
+    """Seeds a model's draws in a step (dropout) from seed, step and replica, so a resumed run draws the same."""
     facts = plan.meta.get("seed", 0), state.step, state.optimizer.mesh.data.rank
     torch.manual_seed(int(np.random.SeedSequence(facts).generate_state(1)[0]))  # mixed: it reads 32 bits on a CPU
 
@@ -238,7 +238,7 @@ def _log(state: TrainState, last: StepResult, window: _Window, plan: TrainingPla
 
 
 def _evaluate(state: TrainState, plan: TrainingPlan, horizon: Horizon, folder: Records) -> None:
-    """What is due after this step."""
+    """Runs the evaluators that are due after this step."""
     for every, evaluator in plan.evaluators:
         if horizon.due(state.step, every) or state.step == horizon.steps:
             with state.optimizer.mesh.progress.during("evaluating"):
@@ -261,7 +261,7 @@ def _save(state: TrainState, saver: Saver, plan: TrainingPlan, horizon: Horizon,
 
 
 def _evaluated(state: TrainState, evaluator: Evaluator) -> dict[str, Any]:
-    """What it says of the model while nothing is dropped."""
+    """Returns the evaluator's figures for the model, without dropout."""
     state.model.eval()
     try:
         return evaluator(state)
@@ -307,7 +307,7 @@ def resume(
 
 @dataclass
 class _Window:
-    """What was timed since the last logging line. earlier: tokens per second of the lines before."""
+    """The steps that were timed since the last logging line. earlier: tokens per second of the lines before."""
 
     earlier: float | None = None
     positions: int = 0

@@ -55,7 +55,7 @@ class TrainState:
         return self.optimizer.state_tensors()
 
     def slices(self) -> dict[str, Slice]:
-        """What this rank holds of `tensors`."""
+        """The part of `tensors` that this rank holds."""
         return self.optimizer.slices()
 
     def meta(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from functools import partial
 from types import FrameType
 
 HANDLER_SECONDS = 1.5
-"""How long a handler may take to start."""
+"""Seconds in which a handler must start."""
 TOGETHER_SECONDS = 0.2
 """Python handles signals that arrive within this time together."""
 

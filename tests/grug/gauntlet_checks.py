@@ -101,8 +101,8 @@ def noticed(fault: str) -> dict[str, Any]:
 
 
 def edits() -> dict[str, Any]:
-    """What the sinks' file changes of core.py's: in the resolved recipe, the step, the start and the program; and how
-    far a training step with every sink at minus infinity, and at 0, is from the core's."""
+    """The changes that the sinks' file makes to core.py: in the resolved recipe, the step, the start and the program;
+    and how far a training step with every sink at minus infinity, and at 0, is from the core's."""
     recipes = recipes_of(("grug/core.py", "grug/attention_sink.py"))
     core, sinks = (step_config(recipe, "float32", core_of(recipe)) for recipe in recipes)
     first, second = (recipe.to_json() for recipe in recipes)
@@ -130,7 +130,7 @@ def edits() -> dict[str, Any]:
 
 
 def operations(params: Any, cfg: StepConfig) -> Counter[str]:
-    """How often the program of the hidden states has each operation, inner programs included."""
+    """Counts each operation in the program of the hidden states, inner programs included."""
 
     def walk(program: Any) -> Iterator[str]:
         for equation in program.eqns:
@@ -171,7 +171,7 @@ def leaves(params: Any) -> list[np.ndarray]:
 
 
 def refused() -> dict[str, str]:
-    """What PyTorch's side says about a recipe of the twin, and the twin about PyTorch's."""
+    """The messages of PyTorch's side about a recipe of the twin, and of the twin about PyTorch's."""
     said = {}
     for name, function in (
         ("torch", lambda: load("grug/attention_sink.py").make_model(None)),

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 Law = Callable[[str, float | int | str, str], None]
 STEPS = 80
-"""Of the first plan. A step takes a second at first, so this is the time asked for too."""
+"""Steps of the first plan. A step takes a second at first, so this is the time asked for too."""
 SMALL = toy_recipe({"width": 16, "windows": "L"})
 _dice = random.Random(0)
 

@@ -201,7 +201,7 @@ def require_callable(engine: Engine, ids: list[int], tools: list[Row]) -> None:
 
 
 def differing(engine: Engine, path: Path, out: Path) -> int:
-    """How many prompts of the server are not the beginning of what is trained on."""
+    """The number of prompts of the server that are not the beginning of what is trained on."""
     wrong = 0
     for (ids, mask), row in zip(trained(engine, path, out), TALKS.values(), strict=True):
         messages, tools = row["messages"], row.get("tools", [])

@@ -41,7 +41,7 @@ def connected(url: str, source: str = "127.0.0.1") -> Iterator[socket.socket]:
 
 
 def reply(connection: socket.socket) -> bytes:
-    """What arrives until the server closes the connection."""
+    """The bytes that arrive until the server closes the connection."""
     found = b""
     try:
         while piece := connection.recv(1 << 16):

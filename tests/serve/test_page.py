@@ -1,4 +1,4 @@
-"""What the chat page asks of its server: its files, how to begin, and log-probabilities with token ids."""
+"""Requests of the chat page to its server: its files, how to begin, and log-probabilities with token ids."""
 
 import hashlib
 import json

@@ -118,10 +118,8 @@ def test_lost_conversations_are_told(out: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     flags = ["--conversations", str(tmp_path / "talks.jsonl"), "--sft.steps", "2"]
     assert main.main(["sft", *flags, *PLAIN, "--from", "toy", "--run", "lost", "--out", str(out)]) == 0
-    told = (
-        "fine-tuning: 2 steps on 19 conversations, 10 of them lost: they have no reply within the context of 256 tokens"
-    )
-    assert f"{told} (10 are longer)" in capsys.readouterr().out
+    told = "fine-tuning: 2 steps on 19 conversations, 10 of them lost, with no reply within the context of 256 tokens"
+    assert f"{told} (10 longer)" in capsys.readouterr().out
     (data,) = (event for event in read_events(out / "runs/lost/sft") if event["kind"] == "data")
     assert (data["documents_without_target"], data["documents_too_long"], data["sources"][0]["lost"]) == (10, 10, 10)
 

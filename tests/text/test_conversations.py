@@ -126,7 +126,9 @@ def test_several_calls_get_their_own_outputs() -> None:
         ({"messages": [BRIEF, USER, ANSWER], "system": "Be long."}, "two system messages, one of them beside"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has the weight 0.5: use 1, or 0"),
         ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, 'each of "tools" is {"type": "function", '),
-        ({"messages": [USER, ANSWER], "tools": ["weather"]}, "Expecting value"),
+        ({"messages": [USER, ANSWER], "tools": ["weather"]}, r"tools and calls that are text must be JSON \(Expecting"),
+        ({"conversations": [{"from": "function_call", "value": "{bad"}]}, "calls that are text must be JSON"),
+        ([{"role": ["user"], "content": "hi"}], "message 1"),
         ([], "the conversation is empty"),
     ],
 )

@@ -9,7 +9,7 @@ from quern.recipe import Recipe
 from quern.text.tinyworld.corpus import QUESTION_KINDS, Question, check, questions
 
 BASE_PROMPTS = {"spelling": "{}", "counting": "{}", "choice": "{}\nAnswer:"}
-"""As the documents of the world ask for these kinds."""
+"""The form in which the documents of the world ask for these kinds."""
 
 
 def items(seed: int, count: int) -> list[Item]:

@@ -1,3 +1,3 @@
-"""What stands between the network and the application: connections, host names, keys, rates."""
+"""The gate between the network and the application: connections, host names, keys, rates."""
 
 from __future__ import annotations

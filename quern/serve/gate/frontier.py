@@ -1,4 +1,4 @@
-"""What every request passes first: host names, API keys, rates, security headers, the access log."""
+"""The first checks of every request: host names, API keys, rates, security headers, the access log."""
 
 from __future__ import annotations
 

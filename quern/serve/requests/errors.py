@@ -1,4 +1,4 @@
-"""What every request of the API shares: its errors, and strict validation of its fields."""
+"""The errors of the API, and strict validation of the fields of a request."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar

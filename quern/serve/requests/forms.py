@@ -1,4 +1,4 @@
-"""What a request demands of the reply's form: `response_format`, `structured_outputs`, `tools`, `tool_choice`.
+"""The form that a request demands of the reply: `response_format`, `structured_outputs`, `tools`, `tool_choice`.
 
 `structured_outputs` (json, regex or choice) is vLLM's addition. The caller's tools are described to the model in the
 system message; a call is one JSON object between the model's own tool tokens, and its form is enforced.

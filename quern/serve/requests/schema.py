@@ -67,7 +67,7 @@ _SamplingRequest = create_model("_SamplingRequest", __base__=Strict, **_SAMPLING
 
 
 class _Generating(_SamplingRequest):
-    """What requests for a reply have in common."""
+    """The fields that requests for a reply share."""
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
     model: str
@@ -121,7 +121,7 @@ class ChatRequest(_Generating):
         return min(self.max_completion_tokens or self.max_tokens or context, context)
 
     def top(self) -> int | None:
-        """How many of the likeliest tokens are told; None for no log-probabilities at all."""
+        """Number of likeliest tokens to return; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

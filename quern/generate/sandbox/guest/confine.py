@@ -1,4 +1,4 @@
-"""What confines a process before it reads a program: a private /tmp, Landlock, rlimits, no capabilities, seccomp.
+"""Confines a process before it reads a program: a private /tmp, Landlock, rlimits, no capabilities, seccomp.
 
 The namespaces of the tier "bubblewrap" are there already when Python starts. System calls go through ctypes.
 Source: Documentation/userspace-api/landlock.rst of the kernel, man 2 for the rest.
@@ -23,7 +23,7 @@ MOST_FILES = 64
 MEGABYTE = 1 << 20
 MOST_INODES = 1000
 FIRST_USER, USERS = 10_000, 50_000
-"""Of root's programs, each of which gets a user of its own: the kernel counts no threads of root's."""
+"""User ids for root's programs. Each gets its own, because the kernel does not count root's threads."""
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
