@@ -170,7 +170,9 @@ def verb_train(verb: str, rest: list[str]) -> int:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")
     base = RunDir(where.out, options.start or where.run)
     if options.start or verb != "pretrain":  # before the machine is tried out, which may compile
-        (where.run_dir if options.resume and where.run_dir.has_trained(verb) else base).require_trained()
+        goes_on = options.resume and where.run_dir.has_trained(verb)
+        needed = "sft" if verb == "rl" and not goes_on and options.start is None else None
+        (where.run_dir if goes_on else base).require_trained(needed)
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
     def begin(session: Session) -> saved.Start | None:

@@ -173,6 +173,7 @@ def test_sigterm_lets_the_streams_of_both_end(served: Served) -> None:
 
 
 def test_a_run_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "out/runs/first/rl/checkpoints/step-00000001").mkdir(parents=True)  # damaged
     with serving(tmp_path, "--replicas", "2", "--stage", "rl") as server:
         assert server.process.wait(120) == 1
         assert "replica" in server.log() and "Traceback" not in server.log(), server.log()
