@@ -10,8 +10,10 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
+
+from quern.records import typed
 
 SCHEMA = 1
 CONSTRUCTORS = frozenset(
@@ -376,25 +378,23 @@ class Recipe:
 
     @staticmethod
     def from_json(body: dict[str, Any], **callables: Callable[..., Any]) -> Recipe:
-        """The inverse of `to_json`; `callables` replace those named in the body (a recipe file's own classes).
-
-        Raises ValueError for a body of a newer schema or with unknown fields.
-        """
+        """The inverse of `to_json`; `callables` replace those in the body. Raises ValueError for another schema's."""
         body = {**body, "unused": tuple(body.get("unused", ()))}
         if body.pop("schema", None) != SCHEMA:
             raise ValueError(f"this recipe was written by another version of quern (expected schema {SCHEMA})")
-        kinds: tuple[Any, ...] = (TextRecipe, ModelRecipe, OptimRecipe, TrainRecipe, SftRecipe, RlRecipe)
         try:
-            for name, part in zip("text model optim train sft rl".split(), kinds, strict=True):
-                values = body.get(name, {}) if name == "rl" else body[name]  # runs of earlier versions have no rl
-                body[name] = part(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+            body.setdefault("rl", {})  # runs of earlier versions have none
+            body |= {name: typed(body[name], part, exact=True) for name, part in PARTS.items()}
             if isinstance(body.get("conversations"), list):  # older runs have the name of one file or data set
-                body["conversations"] = tuple(ConversationSource(**one) for one in body["conversations"])
+                body["conversations"] = tuple(typed(one, ConversationSource) for one in body["conversations"])
             for name, value in body.items():
                 if name.startswith("make_") and isinstance(value, str):
                     if name not in callables and value not in CONSTRUCTORS:
                         raise ValueError(f"'{value}' lives outside quern: hand over the recipe's Python file as well")
                     body[name] = callables.get(name) or pkgutil.resolve_name(value)
             return Recipe(**body)
-        except (TypeError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a recipe this version can read: {error}") from error
+
+
+PARTS: Mapping[str, Any] = {f.name: f.default_factory for f in fields(Recipe) if f.default_factory is not MISSING}

@@ -17,12 +17,30 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypedDict, TypeVar, is_typeddict
+
+import msgspec
 
 from quern.temporaries import NAMES, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+Kind = TypeVar("Kind")
+_NAME = r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$"
+FileName = Annotated[str, msgspec.Meta(pattern=_NAME)]
+"""A file in the folder of the file that names it."""
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class _Metrics(TypedDict, total=False):
+    step: float | None
+
+
+class FileFacts(TypedDict):
+    """The size and the SHA-256 of a file, as a manifest lists them."""
+
+    bytes: Natural
+    sha256: str
 
 
 class Tracker(Protocol):
@@ -100,7 +118,7 @@ class StageFolder:
     def rewind(self, step: int) -> None:
         """Removes metric lines after `step`, atomically: a resumed run writes them again."""
         path = self.path / METRICS
-        kept = [fields for fields in read_lines(path) if fields.get("step") is None or fields["step"] <= step]
+        kept = [line for line in read_lines(path, _Metrics) if (line.get("step") or 0) <= step]
         self._metrics.close()
         write_whole(path, "".join(json.dumps(fields) + "\n" for fields in kept))
         self._metrics = path.open("a", encoding="utf-8", errors=NAMES)
@@ -286,34 +304,85 @@ def append_synced(file: Path, fields: dict[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path, kind: Any = dict[str, Any]) -> list[Any]:
     """The JSON lines of a file, without a torn last line; empty if there is no file.
 
+    Args:
+        file: The file.
+        kind: The type of each line, as for `read_json`.
+
     Raises:
-        ValueError: A complete line is not JSON; the message names it.
+        ValueError: A complete line is not JSON, or of another type; the message names it.
     """
     lines = _lines(file)
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number}, is not JSON ({error}): remove that line") from error
+            records.append(typed(json.loads(line), kind))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}, line {number}, is not a record ({error}): remove that line") from error
     return records
 
 
-def _lines(file: Path) -> list[str]:
+def _lines(file: Path) -> list[bytes]:
     """The complete lines of `file`, with their newlines."""
-    if not file.exists():
-        return []
-    return [line.decode("utf-8") for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in read_regular(file).splitlines(True) if line.endswith(b"\n")] if file.exists() else []
 
 
 def drop_torn_end(file: Path) -> None:
     """Removes what follows the last newline, which a crash has torn."""
     if not file.exists():
         return
-    content = file.read_bytes()
+    content = read_regular(file)
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(file, len(whole))
+
+
+# JSON files -------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path, kind: type[Kind], instead: str = "put back a copy of it") -> Kind:
+    """Reads a JSON file whose body must have a type.
+
+    Args:
+        path: The file.
+        kind: The type of the body: a dataclass, a TypedDict or a plain type such as dict[str, int].
+        instead: What to do about a damaged file, which ends the message.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no regular file, no JSON, or a value in it has another type; the message says where.
+    """
+    try:
+        return typed(json.loads(read_regular(path)), kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {instead}") from error
+
+
+def read_regular(path: Path) -> bytes:
+    """The contents of a file. Raises ValueError for a pipe or a device, which may have no end."""
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise ValueError(f"{path} is no regular file: name another one, or put a copy in its place")
+    return path.read_bytes()
+
+
+def typed(body: Any, kind: type[Kind], exact: bool = False) -> Kind:
+    """A JSON value as a type: an object becomes a dataclass; for a TypedDict it stays as it is.
+
+    Args:
+        body: The value.
+        kind: As for `read_json`.
+        exact: Whether an object with other keys than the type has is refused.
+
+    Raises:
+        ValueError: A value has another type, or is missing; the message says where, such as `$.files.a.bytes`.
+    """
+    try:
+        found = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        told = str(error).replace(f"`str` matching regex {_NAME!r}", "the name of a file in the same folder")
+        raise ValueError(told) from error
+    if exact and (unknown := sorted(body.keys() - kind.__annotations__.keys())):
+        raise ValueError(f"Object contains unknown field `{unknown[0]}`")
+    return body if is_typeddict(kind) else found

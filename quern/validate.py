@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypedDict
 
 from quern.bounds import BOUNDS, refuse_outside
-from quern.recipe import ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
+from quern.recipe import PARTS, ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
+from quern.records import typed
 from quern.unavailable import flag, refuse_unused
 
-PARTS = ("text", "model", "optim", "train", "sft", "rl")
+_OTHERS = {"make": "str | None", "conversations": "list[ConversationSource] | str | None"}  # callables are names
+RecipeBody: Any = TypedDict(
+    "RecipeBody",
+    {f.name: PARTS.get(f.name, _OTHERS.get(f.name.partition("_")[0], f.type)) for f in fields(Recipe)},  # pyright: ignore[reportGeneralTypeIssues]
+    total=False,
+)
+"""The fields of `Recipe.to_json`."""
 KINDS: dict[str, tuple[type, str]] = {"str": (str, "a text"), "bool": (bool, "true or false")}
 """For a field's annotation: the type of its values and its name in messages; bounds.py has the ranges of numbers."""
 CHOICES = {
@@ -55,14 +62,12 @@ def check(recipe: Recipe) -> None:
 
 
 def check_body(body: Any) -> None:
-    """Checks the JSON of a recipe: its parts are objects, and its numbers are numbers in their ranges."""
-    _refuse(not isinstance(body, dict), "it holds no JSON object")
-    for part in PARTS:
-        values = body.get(part, {})
-        _refuse(not isinstance(values, dict), f"{part} holds no JSON object")
-        for name, value in values.items():
-            if value is not None and f"{part}.{name}" in BOUNDS:
-                refuse_outside(f"{part}.{name}", value, flag(f"{part}.{name}"))
+    """Checks the JSON of a recipe: the type of each field, and the ranges of its numbers."""
+    typed(body, RecipeBody)
+    for part, kind in PARTS.items():
+        _check_fields(typed(body.get(part, {}), kind), f"{part}.")
+    for name in BOUNDS.keys() & {name for name in RecipeBody.__annotations__ if body.get(name) is not None}:
+        refuse_outside(name, body[name], flag(name))
 
 
 def _check_fields(part: Any, prefix: str) -> None:

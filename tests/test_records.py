@@ -99,7 +99,7 @@ def test_every_torn_last_line_is_left_out_and_dropped_on_reopening(tmp_path: Pat
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is not JSON"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is not a record"):
         read_metrics(tmp_path)
 
 

@@ -14,6 +14,7 @@ from quern.chat.conversation import Conversation
 from quern.chat.lines import QUOTES
 from quern.chat.xray import xray
 from quern.generate.sample import Sampling
+from quern.records import read_regular
 from quern.temporaries import write_whole
 from quern.text.chat import parts
 from quern.text.conversations import to_messages
@@ -116,7 +117,7 @@ def save(conversation: Conversation, text: str) -> None:
 def load(conversation: Conversation, text: str) -> None:
     path = _path(text, "/load")
     try:
-        messages = to_messages(json.loads(path.read_text(encoding="utf-8")))
+        messages = to_messages(json.loads(read_regular(path)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a conversation: {error}") from error
     if messages[-1]["role"] != "assistant":

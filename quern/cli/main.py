@@ -68,14 +68,14 @@ def run_verb(arguments: list[str]) -> int:
         return 2
     try:
         return VERBS[verb](verb, read_flag(rest, log)) or 0
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         if isinstance(error, BrokenPipeError) and discard_unread():
             return EXIT_UNREAD
         if machines.environment().get("QUERN_TRACEBACK"):
             raise
         from quern.runs.run_dir import plainly
 
-        print(f"quern {verb}: {plainly(error)}", file=sys.stderr)
+        print(f"quern {verb}: {' '.join(plainly(error).split())}", file=sys.stderr)
         return 1
 
 

@@ -81,5 +81,6 @@ def _read(path: Path) -> tuple[list[int], list[int]]:
     body = raw[DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != raw[:DIGEST_BYTES]:
         return [], []
-    turns, ends = np.frombuffer(body, dtype="<i8").reshape(2, -1).tolist()
-    return turns, ends
+    turns, ends = np.frombuffer(body[: len(body) // 16 * 16], dtype="<i8").reshape(2, -1)
+    sound = (turns >= 0).all() and (np.diff(turns) >= 0).all() and (np.diff(ends, prepend=0) >= 0).all()
+    return (turns.tolist(), ends.tolist()) if sound else ([], [])

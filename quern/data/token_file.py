@@ -9,10 +9,12 @@ import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, Protocol, TypedDict
 
+import msgspec
 import numpy as np
 
+from quern.records import FileFacts, FileName, Natural, read_json
 from quern.temporaries import sha256_of, sync_path, write_whole
 
 MAGIC = 20240520
@@ -20,6 +22,42 @@ HEADER_INTS = 256
 HEADER_BYTES = HEADER_INTS * 4
 VERSIONS = {1: np.dtype("<u2"), 2: np.dtype("<u4")}
 MANIFEST = "manifest.json"
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
+
+
+class NamedFile(FileFacts):
+    """The entry of a file in a manifest."""
+
+    name: FileName
+
+
+class Shard(NamedFile):
+    """The entry of a shard with its index and its mask."""
+
+    tokens: Positive
+    documents: Positive
+    starts: NamedFile
+    mask: NotRequired[NamedFile]
+
+
+class Split(TypedDict):
+    """The entry of a split."""
+
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Positive
+    bos: Natural
+    documents: NotRequired[Natural]
+    tokens: NotRequired[Natural]
+    files: list[Shard]
+
+
+class Manifest(TypedDict):
+    """The manifest of prepared data."""
+
+    version: Literal[1]
+    fingerprint: str
+    splits: dict[str, Split]
+    unfinished: dict[str, Split]
 
 
 @dataclass
@@ -110,8 +148,12 @@ class ShardFile:
     def starts(self) -> np.ndarray:
         new = self._index[0]["name"] not in self._checked
         (path,) = self._check(self._index)
-        starts = np.load(path, mmap_mode="r", allow_pickle=False)
-        if new and (len(starts) != self.documents or starts[0] or (np.diff(starts, append=self.count) <= 0).any()):
+        try:
+            starts = np.load(path, mmap_mode="r", allow_pickle=False)
+            sound = starts.shape == (self.documents,) and starts.dtype == np.int64
+        except (ValueError, EOFError):
+            starts, sound = np.empty(0), False
+        if new and not (sound and starts[0] == 0 and (np.diff(starts, append=self.count) > 0).all()):
             self._checked.remove(path.name)
             raise ValueError(f"{path} does not match {self.path.name}; prepare it again")
         return starts
@@ -199,13 +241,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the data was not prepared, or not to the end; prepare it again")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); prepare the data again") from error
-    if not isinstance(manifest, dict) or manifest.get("version") != 1 or "splits" not in manifest:
-        raise ValueError(f"{path} is damaged or from another version; prepare the data again")
-    return manifest
+    return dict(read_json(path, Manifest, "prepare the data again"))
 
 
 def write_manifest(folder: Path, fingerprint: str, splits: dict[str, Any], unfinished: dict[str, Any]) -> None:

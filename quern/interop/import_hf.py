@@ -6,12 +6,12 @@ quern's form, which can also be given separately.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
+import msgspec
 import torch
 import tyro
 from safetensors import SafetensorError
@@ -24,6 +24,7 @@ from quern.interop.llama_format import shape_from, weights_from
 from quern.machine import Machine, detect
 from quern.model.count import count
 from quern.recipe import Recipe, TextRecipe
+from quern.records import FileName, read_json
 from quern.resolve import resolve
 from quern.runs.run_dir import RunDir
 from quern.stages.session import describe_run, open_folder
@@ -101,12 +102,10 @@ def run(
 
 
 def _state(recipe: Recipe, machine: Machine, weights: dict[str, Tensor], folder: Path) -> TrainState:
-    model = build_model(recipe, machine, None)
     try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{folder}: the weights do not have the sizes that config.json gives: {error}") from error
-    return build_state(recipe, machine, model)
+        return build_state(recipe, machine, build_model(recipe, machine, None, weights))
+    except ValueError as error:
+        raise ValueError(f"{folder}: config.json does not belong to these weights: {error}") from error
 
 
 def _write(
@@ -157,7 +156,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in _weight_files(folder):
         path = folder / name
-        if not path.is_file() or Path(name).name != name:
+        if not path.is_file():
             raise FileNotFoundError(
                 f"there is no {path}: weights are read from safetensors only, "
                 "which transformers writes with save_pretrained"
@@ -172,25 +171,19 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+class _Index(TypedDict):
+    weight_map: Annotated[dict[str, FileName], msgspec.Meta(min_length=1)]
+
+
 def _weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return ["model.safetensors"]
-    places = _read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(
-            f"{index.name} does not say in weight_map which file holds each weight: write the folder again"
-        )
+    places = read_json(index, _Index, "write the folder again")["weight_map"]
     return sorted(set(places.values()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: give a folder that holds a Llama in Hugging Face's format")
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return body
+    return read_json(path, dict[str, Any])

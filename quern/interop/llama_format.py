@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quern.bounds import refuse_outside
 from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
 from quern.recipe import ModelRecipe
+from quern.records import typed
 from quern.text.tokenizer import Tokenizer
 
 OUTSIDE = {
@@ -34,15 +36,19 @@ MERGED = ("mlp.gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight")
 """quern's parameter, and the two of Hugging Face that it stacks."""
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Fields of config.json, and the only value that quern computes; it is also the value of a missing field."""
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
-"""Whole numbers that config.json must give."""
+RANGES = {
+    "hidden_size": "model.width",
+    "intermediate_size": "model.mlp_width",
+    "max_position_embeddings": "model.context",
+    "num_attention_heads": "model.heads",
+    "num_key_value_heads": "model.kv_heads",
+    "head_dim": "model.head_dim",
+    "num_hidden_layers": "model.depth",
+    "vocab_size": "model.vocab_size",
+    "rms_norm_eps": "model.norm_eps",
+    "rope_theta": "model.rope_base",
+}
+"""Numbers of config.json, and the field of a recipe whose range each has."""
 
 
 def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
@@ -131,7 +137,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
     if config.get("model_type") != "llama":
         raise ValueError(f"it holds a model of type {config.get('model_type')!r}: only llama can be imported")
     # transformers 5 has the base and the scaling in rope_parameters; earlier versions have rope_theta and rope_scaling.
-    rope = {name: config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    rope = {name: typed(config.get(name) or {}, dict[str, Any]) for name in ("rope_scaling", "rope_parameters")}
     found = {name: config.get(name, default) for name, default in PLAIN.items()}
     for name, body in rope.items():
         found[f"{name}.rope_type"] = body.get("rope_type", body.get("type", "default"))
@@ -140,27 +146,25 @@ def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
     wrong = [f"{name} {value!r} instead of {wanted[name]!r}" for name, value in found.items() if value != wanted[name]]
     if wrong:
         raise ValueError(f"this kind of Llama cannot be imported: it has {', '.join(wrong)}")
-    no_numbers = [name for name in SIZES if not isinstance(config.get(name, 1), int)]
-    if no_numbers:
-        raise ValueError(f"its config.json gives no whole number for {', '.join(no_numbers)}")
     base = rope["rope_parameters"].get("rope_theta", config.get("rope_theta", 10_000.0))
-    try:
-        width, heads = config["hidden_size"], config["num_attention_heads"]
-        return ModelRecipe(
-            depth=config["num_hidden_layers"],
-            width=width,
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or width // heads,
-            mlp_width=config["intermediate_size"],
-            vocab_size=config["vocab_size"],
-            context=config["max_position_embeddings"],
-            norm_eps=config["rms_norm_eps"],
-            rope_base=float(base),
-            windows="L",
-        )
-    except KeyError as error:
-        raise ValueError(f"its config.json does not say {error}") from error
+    for name, field in RANGES.items():
+        value = base if name == "rope_theta" else config.get(name)
+        if value is not None or name not in ("num_key_value_heads", "head_dim"):
+            refuse_outside(field, value, f"{name} of its config.json")
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    return ModelRecipe(
+        depth=config["num_hidden_layers"],
+        width=width,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or width // heads,
+        mlp_width=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        context=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        rope_base=float(base),
+        windows="L",
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -6,7 +6,6 @@ and folders of the user are named without their path.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from quern import __version__
 from quern.model.llama import Llama
 from quern.model.unet import UNet
-from quern.records import read_lines, read_metrics
+from quern.records import read_json, read_lines, read_metrics
 from quern.runs.load import LoadedModel
 from quern.runs.run_dir import STAGES, RunDir
 
@@ -148,7 +147,7 @@ def _learned_from(run_dir: RunDir, stage: str) -> str:
     if imported := run_dir.facts().get("imported"):
         return f"imported from {_name(imported)}"
     path = run_dir.stage(stage) / "recipe.json"
-    recipe = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    recipe = read_json(path, dict[str, Any]) if path.exists() else {}
     if stage == "pretrain":
         return _name(recipe.get("data") or "")
     if stage == "rl":

@@ -17,7 +17,7 @@ from typing import Any
 from quern.lab.idea import with_verdict
 from quern.lab.names import compare_facts
 from quern.lab.trainer import Trial
-from quern.records import append_synced, drop_torn_end, read_lines
+from quern.records import append_synced, drop_torn_end, read_json, read_lines, typed
 from quern.stages.session import silent
 from quern.temporaries import write_whole
 
@@ -93,8 +93,7 @@ class Registration:
     def from_json(body: Mapping[str, Any]) -> Registration:
         """The inverse of `to_json`; other keys are ignored."""
         names = Registration.__dataclass_fields__
-        values: dict[str, Any] = {n: tuple(body[n]) if isinstance(body[n], list) else body[n] for n in names}
-        return Registration(**values)
+        return typed({name: body[name] for name in names}, Registration)
 
 
 @dataclass(frozen=True)
@@ -200,8 +199,8 @@ def read_study(folder: Path) -> Study:
     path = folder / "study.json"
     if not path.is_file():
         raise FileNotFoundError(f"there is no study in {folder}: `quern lab compare` makes one")
-    body = json.loads(path.read_text(encoding="utf-8"))
     try:
-        return Study(folder, Registration.from_json(body), body["facts"])
-    except (KeyError, TypeError) as error:
+        body = read_json(path, dict[str, Any])
+        return Study(folder, Registration.from_json(body), typed(body["facts"], dict[str, Any]))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a study that this version of quern can read: {error}") from error

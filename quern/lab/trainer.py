@@ -17,7 +17,7 @@ from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
 from quern.model.count import Counts, count
 from quern.recipe import Recipe
-from quern.records import Nowhere
+from quern.records import Nowhere, typed
 from quern.resolve import resolve
 from quern.runs.public_data import shards_used
 from quern.stages.prepare import Prepared, prepare
@@ -92,9 +92,7 @@ class Trial:
     @staticmethod
     def from_json(body: dict[str, Any]) -> Trial:
         """The inverse of `to_json`; other keys are ignored."""
-        values: dict[str, Any] = {name: body[name] for name in Trial.__dataclass_fields__}
-        values["curve"] = tuple(Point(**point) for point in body["curve"])
-        return Trial(**values)
+        return typed({name: body[name] for name in Trial.__dataclass_fields__}, Trial)
 
 
 class Trainer:

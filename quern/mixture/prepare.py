@@ -29,6 +29,7 @@ from quern.mixture import questions, sources, task_rows
 from quern.mixture.sources import HELD_OUT_EVERY, Fetch, Log, OpenSource, open_source
 from quern.mixture.task_rows import TaskRows, built_in_rows
 from quern.recipe import Recipe
+from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
 from quern.text import chat, conversations, data_sets, documents, formats
@@ -145,7 +146,7 @@ def prepare_mixture(recipe: Recipe, tokenizer: Tokenizer, out: Path, fetch: Fetc
                 "held_out": val[-1].num_documents,
                 "copies": int(copied.sum()) - len(held),
                 "lost": splits[0].num_documents - len(some),
-                "left_out": json.loads((folder / LEFT_OUT).read_text(encoding="utf-8")),
+                "left_out": read_json(folder / LEFT_OUT, int, "remove its folder"),
             }
         )
     counts = [sum(one[name] for one in found) for name in ("conversations", "held_out", "lost")]

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from quern.records import read_regular
+
 STAGE_TITLES = {
     "untrained": "Untrained",
     "pretrain": "Pretraining",
@@ -128,7 +130,7 @@ def read_run(folder: Path) -> RunRecords:
         run=run,
         recipe=next((stage.recipe for stage in stages if stage.recipe), {}),
         stages=stages,
-        scores=list({(line.get("stage"), line.get("task"), line.get("metric")): line for line in scores}.values()),
+        scores=list({_identity(score): score for score in scores}.values()),
         samples=list({_question(sample): sample for sample in samples}.values()),
         notes=notes,
     )
@@ -153,6 +155,10 @@ def stage_order(name: str) -> tuple[int, str]:
     """Sorts stages in the order of training, and others behind them."""
     known = list(STAGE_TITLES)
     return (known.index(name) if name in known else len(known), name)
+
+
+def _identity(score: dict[str, Any]) -> str:
+    return json.dumps([score.get("stage"), score.get("task"), score.get("metric")])
 
 
 def _question(sample: dict[str, Any]) -> str:
@@ -184,7 +190,7 @@ def _read_stage(path: Path, folder: Path, notes: list[str]) -> StageRecords:
 def _read_object(path: Path, folder: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
-    found = _parse(path.read_text(encoding="utf-8", errors="replace"))
+    found = _parse(read_regular(path).decode("utf-8", errors="replace"))
     if found is None:
         notes.append(f"{path.relative_to(folder)} is not a JSON object and was skipped.")
     return found or {}
@@ -194,7 +200,7 @@ def _read_lines(path: Path, folder: Path, notes: list[str]) -> list[dict[str, An
     if not path.exists():
         return []
     # Split at "\n" only: str.splitlines would also cut at separators inside a sample's text.
-    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    texts = read_regular(path).decode("utf-8", errors="replace").split("\n")
     lines = [_parse(text) for text in texts if text.strip()]
     if torn := lines.count(None):
         plural = "s" if torn > 1 else ""
@@ -205,6 +211,6 @@ def _read_lines(path: Path, folder: Path, notes: list[str]) -> list[dict[str, An
 def _parse(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

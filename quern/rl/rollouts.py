@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from quern.mesh import ProcessGroup, alone
 from quern.model.base import LanguageModel
 from quern.model.loss import loss_sum
 from quern.recipe import RlRecipe
+from quern.records import read_json
 from quern.rl.advantages import advantages, clipped_ratios, is_uniform, overlong_penalty
 from quern.rl.environment import Environment, draw_item
 from quern.temporaries import write_whole
@@ -103,6 +105,14 @@ class Tally:
             "truncated": total["truncated"] / replies,
             "too_long": total["too_long"],
         }
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The file that keeps a round's replies."""
+
+    tally: dict[Any, float]
+    rollouts: list[Rollout]
 
 
 class Rollouts:
@@ -327,9 +337,9 @@ class Rollouts:
             raise ValueError(
                 f"the replies of round {number} are not kept for {ranks} ranks: continue with as many ranks as before"
             )
-        body = json.loads(self._path(number, rank, ranks).read_text(encoding="utf-8"))
-        self.tally.sums = body["tally"]
-        return [Rollout(**one) for one in body["rollouts"]]
+        body = read_json(self._path(number, rank, ranks), _Kept, "continue from an earlier checkpoint")
+        self.tally.sums = body.tally
+        return body.rollouts
 
 
 def _number(seed: str) -> int:

@@ -61,7 +61,6 @@ def load(
             with waiting(f"the disk to read {found[0]}", log=log):
                 start = open_checkpoint(run_dir, name, found[0], callables)
             require_tokenizer(run_dir, tokenizer, replace(start.origin, tokenizer=start.meta["tokenizer"]))
-            model = build_model(start.recipe, machine, None)
-            model.load_state_dict(weights_of(start.tensors))
+            model = build_model(start.recipe, machine, None, weights_of(start.tensors))
             return LoadedModel(model.eval(), tokenizer, start.recipe, name, start.meta["state"]["step"])
     raise CheckpointError(run_dir.no_good_checkpoint(trained[-1]))

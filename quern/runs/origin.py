@@ -8,7 +8,6 @@ fingerprints, because training on other data would silently be wrong.
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from quern.data.batch import GROUP_SIZE, groups_of
 from quern.data.shards import Corpus
 from quern.flags.recipe_file import map_paths
 from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
+from quern.records import read_json, typed
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
 from quern.train import checkpoint
@@ -78,13 +78,8 @@ def read_origin(stage: Path) -> Origin | None:
     path = stage / FILE
     if not path.exists():
         body = newest_meta(stage).get("origin")
-        return Origin(**body) if body else None
-    try:
-        return Origin(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): remove it, the run's checkpoints hold the same facts"
-        ) from error
+        return typed(body, Origin) if body else None
+    return read_json(path, Origin, "remove it, the run's checkpoints hold the same facts")
 
 
 def newest_meta(stage: Path) -> dict[str, Any]:
@@ -136,12 +131,12 @@ def require_same(meta: dict[str, Any], origin: Origin, path: Path) -> None:
         origin: The inputs of the resumed stage.
         path: The checkpoint, for the message.
     """
-    found = meta.get("origin", {})
+    found = typed(meta.get("origin", {}), dict[str, str | int | float | bool | dict[str, Any] | None])
     for name, what in (("tokenizer", "tokenizer"), ("tokens", "text"), ("conversations", "set of conversations")):
         before, now = found.get(name), getattr(origin, name)
         if before is not None and before != now:
             raise CheckpointError(
-                f"{path} was trained with another {what} ({before[:SHOWN]}) than this run has now "
+                f"{path} was trained with another {what} ({str(before)[:SHOWN]}) than this run has now "
                 f"({(now or 'none')[:SHOWN]}): put back the files of the run, or name another run with --run"
             )
 

@@ -23,6 +23,7 @@ from typing import Literal
 from quern.data.prefetch import prefetch_items
 from quern.machine import environment, set_child_env
 from quern.recipe import ConversationSource, Recipe
+from quern.records import read_json
 from quern.temporaries import write_whole
 from quern.terminal import Meter
 from quern.text import data_sets, hub
@@ -272,12 +273,7 @@ def _listed(name: HubName, folder: Path) -> Repository:
     """The list of a repository's files, asked for once."""
     path = folder / LISTING
     if path.exists():
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-            files = {file: (int(size), digest) for file, (size, digest) in body["files"].items()}
-            return Repository(body["base"], files, body["configs"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}): remove it, and the files are listed again") from error
+        return read_json(path, Repository, "remove it, and the files are listed again")
     listed = hub.list_repository(name, _endpoint())
     write_whole(path, json.dumps(asdict(listed), indent=1))
     return listed

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from quern.flags.recipe_file import read_recipe_file
 from quern.recipe import CONSTRUCTORS, Recipe
+from quern.records import read_json
+from quern.resolve import resolve
 from quern.runs.trust import require_trusted
 from quern.temporaries import NAMES, write_whole
 from quern.text.tokenizer import Tokenizer
@@ -43,6 +45,15 @@ INSTEAD = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 """The advice for each error of the operating system."""
+
+
+class RunFacts(TypedDict, total=False):
+    """Objects of run.json that later commands read."""
+
+    tokenizer: dict[str, Any]
+    data: dict[str, Any]
+    packing: dict[str, Any]
+    model: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -92,9 +103,9 @@ class RunDir:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """The contents of run.json; empty if there is none."""
+        """The contents of run.json; empty if there is none. Raises ValueError if the file is damaged."""
         path = self.folder / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return dict(read_json(path, RunFacts, "put back a copy of it, or remove it")) if path.exists() else {}
 
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer.
@@ -143,13 +154,12 @@ class RunDir:
     def refuse_damaged_recipes(self) -> None:
         """Raises ValueError if a recipe.json of the run is damaged; the message names it."""
         for path in sorted(self.folder.glob("*/recipe.json")):
+            instead = "put back a copy of it, or remove it; going on with the same flags writes it again"
+            body = read_json(path, dict[str, Any], instead)
             try:
-                check_body(json.loads(path.read_text(encoding="utf-8")))
+                check_body(body)
             except ValueError as error:
-                raise ValueError(
-                    f"{path} is damaged ({error}): put back a copy of it, or remove it; going on with the same flags "
-                    "writes it again"
-                ) from error
+                raise ValueError(f"{path} is damaged ({error}): {instead}") from error
 
     def read_recipe(
         self,
@@ -187,7 +197,8 @@ class RunDir:
                 raise ValueError(
                     f"{error}. A run keeps its recipe's file alone: make the modules it imports importable (PYTHONPATH)"
                 ) from error
-        return Recipe.from_json(body, **(callables or {}))
+        check_body(body)
+        return resolve(Recipe.from_json(body, **(callables or {})))
 
     def kept_source(self, stage: str, named: str | None = None) -> str | None:
         """The text of the recipe's file that a stage keeps; None if it keeps none.
@@ -233,6 +244,8 @@ def refuse_unwritable(out: Path) -> None:
 
 def plainly(error: BaseException) -> str:
     """An error's message. For an OSError ([Errno 30] …): the path, the reason and the advice."""
+    if isinstance(error, MemoryError | RecursionError):
+        return f"a file or a value is too large or too deep for this machine ({error or 'no memory is left'})"
     if not isinstance(error, OSError) or error.strerror is None or error.errno is None:
         return str(error)
     where = f"{error.filename}: " if error.filename is not None else ""

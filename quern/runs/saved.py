@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
 from quern.flags.recipe_flags import field_names, named, value_of
 from quern.recipe import OPERATIONAL, Recipe
+from quern.records import Natural, read_json, typed
 from quern.runs.origin import Origin, newest_meta, read_origin
 from quern.runs.run_dir import STAGES, RunDir
 from quern.train import checkpoint
@@ -53,7 +53,7 @@ def read_saved(run_dir: RunDir, stage: str, callables: dict[str, Callable[..., A
     """
     path = run_dir.stage(stage) / "recipe.json"
     run_dir.refuse_damaged_recipes()
-    body = json.loads(path.read_text(encoding="utf-8")) if path.exists() else newest_meta(path.parent).get("recipe")
+    body = read_json(path, dict[str, Any]) if path.exists() else newest_meta(path.parent).get("recipe")
     if body is None:
         return None
     origin = read_origin(path.parent)
@@ -77,7 +77,7 @@ def changes(recipe: Recipe, folder: Path, besides: Sequence[str] = ()) -> list[s
     path = folder / "recipe.json"
     if not path.exists():
         return []
-    old, new = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(recipe.to_json())
+    old, new = _flat(read_json(path, dict[str, Any])), _flat(recipe.to_json())
     prefixes = tuple(f"{name}." for name in (*besides, *BY_CONTENT))
     known = old.keys() & new.keys()  # ignores fields that an older version did not save
     names = sorted(name for name in known if old[name] != new[name] and not f"{name}.".startswith(prefixes))
@@ -215,6 +215,19 @@ def to_continue(saved: Recipe, named: Collection[str], at_peak: bool = False) ->
     return replace(saved, train=train, optim=optim, val=val, shards=shards, data_seed=saved.data_seed + 1)
 
 
+class StateFacts(TypedDict):
+    step: Natural
+    tokens: NotRequired[Natural]
+
+
+class Meta(TypedDict):
+    """Facts that every checkpoint of a run has beside its tensors."""
+
+    recipe: dict[str, Any]
+    tokenizer: str
+    state: StateFacts
+
+
 @dataclass(frozen=True)
 class Start:
     """A loaded checkpoint. tensors: the fp32 masters and moments, unsharded."""
@@ -277,6 +290,10 @@ def open_checkpoint(
 ) -> Start:
     """Loads a checkpoint with its recipe and origin. Raises as `checkpoint.load` and `RunDir.read_recipe`."""
     tensors, meta = checkpoint.load(path)
+    try:
+        typed(meta, Meta)
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path} is damaged ({error}): remove this checkpoint") from error
     origin = read_origin(run_dir.stage(stage)) or Origin(meta["tokenizer"])
     recipe = run_dir.read_recipe(meta["recipe"], stage, origin.source, callables)
     return Start(run_dir, stage, recipe, tensors, meta, origin)

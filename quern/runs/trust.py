@@ -7,12 +7,13 @@ another output folder allows is not allowed here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from quern.flags.recipe_flags import repeated, value_of
+from quern.records import read_json
 from quern.temporaries import sha256_of, write_whole
+from quern.validate import RecipeBody
 
 FLAG = "--trust-code"
 
@@ -45,7 +46,7 @@ def read_flag(arguments: list[str], log: Callable[[str], None]) -> list[str]:
         folder = out / "runs" / name
         paths = [*folder.glob("*/recipe_source.py")]
         for recipe in folder.glob("rl/recipe.json"):
-            rewards = json.loads(recipe.read_text(encoding="utf-8")).get("rl", {}).get("rewards", ())
+            rewards = read_json(recipe, RecipeBody).get("rl", {}).get("rewards", ())
             paths += [path for path in map(Path, rewards) if path.suffix == ".py" and path.is_file()]
         for path in paths:
             trust(out, sha256_of(path))

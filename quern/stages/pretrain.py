@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from quern.model.count import count
 from quern.optim.schedule import Multipliers
 from quern.parallel.plan import shard_model
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, Recipe
+from quern.records import read_json
 from quern.resolve import batch_rule, resolve, table_decay_rule
 from quern.runs.origin import (
     read_origin,
@@ -287,8 +287,8 @@ def fit_minutes(recipe: Recipe, asked: Recipe, session: Session, model: Any, cor
         raise ValueError("train.minutes cannot be measured with --tp: give train.steps instead")
     written = session.folder / "recipe.json"
     if session.resume and written.exists():  # also where it died before its first checkpoint
-        train = json.loads(written.read_text(encoding="utf-8"))["train"]
-        steps, batch_tokens = train["steps"], train["batch_tokens"]
+        train = Recipe.from_json(read_json(written, dict[str, Any]), **asked.callables()).train
+        steps, batch_tokens = train.steps or 1, train.batch_tokens or 1
     else:
         measured = _time_parts(recipe, session, model, corpus)
         micro_seconds, update_seconds = mesh.world.broadcast_object(measured)

@@ -84,12 +84,9 @@ def _run(asked: Recipe, session: Session) -> int:
         for note in environment.notes:
             log(f"{environment.name}: {note}")
     origin = _with_rewards(first.origin or first.new_origin, fingerprint(environments), session)
-    model = build_model(recipe, machine, None)
-    counts = count(model)
     weights = weights_of((first.start or _kept_start(session)).tensors)
-    model.load_state_dict(weights)
-    reference = build_model(recipe, machine, None)
-    reference.load_state_dict(weights)
+    model, reference = (build_model(recipe, machine, None, weights) for _ in range(2))
+    counts = count(model)
     for one in (model, reference):
         shard_model(one, mesh)
     changed = changes(recipe, session.folder) if session.resume else []

@@ -77,10 +77,8 @@ def _run(asked: Recipe, session: Session) -> int:
     tokenizer = first.tokenizer
     lessons = prepare_lessons(asked, first.recipe, tokenizer, session)
     recipe, batches, talks = lessons.recipe, lessons.batches, lessons.talks
-    model = build_model(recipe, machine, None)
+    model = build_model(recipe, machine, None, first.start and weights_of(first.start.tensors))
     counts = count(model)
-    if first.start is not None:
-        model.load_state_dict(weights_of(first.start.tensors))
     shard_model(model, mesh)
     changed = changes(recipe, session.folder, FOR_RL) if session.resume else []
     precision = set_up_training(recipe, model, tokenizer, machine, log)

@@ -8,8 +8,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from quern.records import read_json
 from quern.temporaries import write_whole
 
 CHUNK_BYTES = 1 << 20
@@ -60,18 +63,12 @@ def content_fingerprint(
     return whole.hexdigest()
 
 
+_Entry = tuple[int, int, int, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]
+"""Size, times of change in nanoseconds, and SHA-256 of a file."""
+
+
 def _read(cache: Path) -> dict[str, list[Any]]:
     try:
-        entries = json.loads(cache.read_text(encoding="utf-8"))
+        return {name: [*entry] for name, entry in read_json(cache, dict[str, _Entry]).items()}
     except (FileNotFoundError, ValueError):
         return {}
-    return {name: entry for name, entry in entries.items() if _is_sound(entry)} if isinstance(entries, dict) else {}
-
-
-def _is_sound(entry: Any) -> bool:
-    return (
-        isinstance(entry, list)
-        and [type(part) for part in entry] == [int, int, int, str]
-        and len(entry[3]) == 64
-        and set(entry[3]) <= set("0123456789abcdef")
-    )

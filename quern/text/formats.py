@@ -265,7 +265,8 @@ def _json_lines(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple
 def _json_values(path: Path, first: int, wanted: Sequence[str]) -> Iterator[tuple[Any, int]]:
     try:
         with _open(path) as stream:
-            raw = stream.read(JSON_BYTES + 1)
+            pieces = iter(lambda: stream.read(1 << 20), b"")  # a larger one would be allocated at once
+            raw = b"".join(islice(pieces, (JSON_BYTES >> 20) + 1))
     except OSError as error:
         raise _unreadable(path, error) from error
     if len(raw) > JSON_BYTES:

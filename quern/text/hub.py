@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 from urllib.parse import quote, urlsplit
 
+from quern.records import FileFacts, read_json
 from quern.temporaries import alone_in, sha256_of, sync_path
 from quern.text.data_sets import HUB, HUGGING_FACE, DataSet
 from quern.text.repository import HubName, Repository
@@ -323,7 +324,7 @@ def _is_done(path: Path, record: Path, sha256: str | None) -> bool:
     if not path.exists():
         return False
     if record.exists():
-        done = json.loads(record.read_text(encoding="utf-8"))
+        done = read_json(record, FileFacts, "remove it and the file that it describes")
         return path.stat().st_size == done["bytes"] and sha256 in (None, done["sha256"])
     return _wrong_format(path, path.suffix) is None and sha256 in (None, sha256_of(path))
 
@@ -332,13 +333,18 @@ def _state_path(part: Path) -> Path:
     return part.with_name(part.name + ".json")
 
 
+class _State(TypedDict):
+    bytes: int | None
+    sha256: str | None
+    etag: str | None
+
+
 def _read_state(part: Path) -> dict:
     """The length, SHA-256 and ETag of a partial file; empty if unknown."""
     try:
-        state = json.loads(_state_path(part).read_text(encoding="utf-8"))
+        return dict(read_json(_state_path(part), _State))
     except (FileNotFoundError, ValueError):
         return {}
-    return state if isinstance(state, dict) and {"bytes", "sha256", "etag"} <= state.keys() else {}
 
 
 def _discard(part: Path) -> None:

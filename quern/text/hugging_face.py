@@ -13,8 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
+
+from quern.records import read_regular, typed
 from quern.text.byte_characters import byte_characters, merge_pairs, spell
 from quern.text.tokenizer import (
     GPT2_SPLIT_PATTERN,
@@ -168,15 +171,37 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if path.suffix == ".tiktoken":
         return Tokenizer.from_tiktoken(path)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(read_regular(path))
         if isinstance(body, dict) and "model" in body:
             return read_tokenizer(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a tokenizer that quern can use: {error}; it reads quern's own tokenizer.json, Hugging "
             "Face's of a byte-level BPE such as GPT-2's or Llama 3's, and vocabularies of tiktoken (.tiktoken)"
         ) from error
     return Tokenizer.load(path)
+
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
+
+
+class _Added(TypedDict):
+    id: Id
+    content: str
+    special: bool
+
+
+class _Model(TypedDict):
+    vocab: dict[str, Id]
+    merges: list[str | list[str]]
+
+
+class _Body(TypedDict):
+    model: _Model
+    added_tokens: Annotated[list[_Added], msgspec.Meta(min_length=1)]
+
+
+"""Fields of tokenizer.json whose sizes matter."""
 
 
 def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
@@ -188,6 +213,7 @@ def read_tokenizer(body: Mapping[str, Any]) -> Tokenizer:
         ValueError: The quern tokenizer would encode differently. Single bytes must have ids 0 to 255, followed by the
             merges and then the special tokens.
     """
+    typed(body, _Body)
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     try:
         pattern, special = _pattern(body), {entry["content"]: entry["id"] for entry in body["added_tokens"]}

@@ -13,14 +13,16 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import tiktoken
 
+from quern.records import read_json
 from quern.temporaries import write_whole
 
 # GPT-4's split with three differences. Digits form groups of at most two, which is better than three for the
@@ -94,12 +96,23 @@ SPECIAL_TOKENS = (
     "<|output_end|>",
 )
 
+Ids = TypeVar("Ids", list[int], np.ndarray)
 FILE_FORMAT = "quern-tokenizer-1"
-FILE_KEYS = ("format", "fingerprint", "pattern", "special_tokens", "merges")
 IN_ORDER = bytes(range(256))
 # The trainer reads pieces of at most this length and buffers this many, which bounds its memory.
 TRAINING_PIECE_CHARACTERS = 65_536
 TRAINING_BUFFER_PIECES = 256
+
+
+class _Contents(TypedDict):
+    """The file that `Tokenizer.save` writes."""
+
+    format: Literal["quern-tokenizer-1"]
+    fingerprint: str
+    pattern: str
+    special_tokens: list[str]
+    merges: list[str]
+    single_bytes: NotRequired[str]
 
 
 class Tokenizer:
@@ -215,19 +228,14 @@ class Tokenizer:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}: train one with `quern tokenizer`")
+        contents = read_json(path, _Contents, "it is not a sound tokenizer file")
         try:
-            contents = json.loads(path.read_text(encoding="utf-8"))
-            missing = [key for key in FILE_KEYS if key not in contents]
-            if missing:
-                raise ValueError(f"it holds no {', '.join(missing)}")
-            if contents["format"] != FILE_FORMAT:
-                raise ValueError(f"its format is {contents['format']!r}, not {FILE_FORMAT!r}")
             merges = [base64.b64decode(token, validate=True) for token in contents["merges"]]
             single_bytes = base64.b64decode(contents["single_bytes"]) if "single_bytes" in contents else IN_ORDER
             tokenizer = cls(merges, contents["pattern"], contents["special_tokens"], single_bytes=single_bytes)
             if tokenizer.fingerprint != contents["fingerprint"]:
                 raise ValueError("its contents do not match its fingerprint")
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} is not a sound tokenizer file ({error})") from error
         return tokenizer
 
@@ -271,11 +279,19 @@ class Tokenizer:
         Raises:
             ValueError: The split of another vocabulary cannot read so long a run of white space.
         """
-        return self._encoding.encode_ordinary(self._readable(text))
+        return self._split(self._encoding.encode_ordinary, text)
 
     def encode_array(self, text: str) -> np.ndarray:
         """`encode` as an array, uint32, without a Python number for each id."""
-        return self._encoding.encode_to_numpy(self._readable(text), disallowed_special=())
+        return self._split(partial(self._encoding.encode_to_numpy, disallowed_special=()), text)
+
+    def _split(self, encode: Callable[[str], Ids], text: str) -> Ids:
+        try:
+            return encode(self._readable(text))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # tiktoken's, if a pattern of others backtracks too often
+                raise
+            raise ValueError("the tokenizer's pattern cannot split a text: use one that quern trains") from error
 
     def _readable(self, text: str) -> str:
         if len(text) >= LONGEST_SPACE and not self._bounded and _LONG_SPACE.search(text):

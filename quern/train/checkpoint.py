@@ -15,6 +15,7 @@ processes may read.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -166,7 +167,17 @@ def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor]
         verified: Whether another rank has just checked the hashes.
     """
     manifest = read_manifest(path) if verified else verify(path)
+    try:
+        return _read_tensors(path, sum(file["bytes"] for file in manifest["files"].values())), manifest["meta"]
+    except (Exception, CheckpointException) as error:  # the manifest's hashes are right: another program made the files
+        raise CheckpointError(f"{path} holds no tensors that can be read: {' '.join(str(error).split())}") from error
+
+
+def _read_tensors(path: Path, size: int) -> dict[str, torch.Tensor]:
+    """size: bytes of all files, which bound the bytes of the tensors."""
     described = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    if sum(math.prod(one.size) * one.properties.dtype.itemsize for one in described.values()) > size:  # type: ignore[union-attr]
+        raise ValueError("the headers describe more bytes than the files have")
     tensors: dict[str, torch.Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
         for name, entry in described.items()
@@ -175,7 +186,7 @@ def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
-    return tensors, manifest["meta"]
+    return tensors
 
 
 # Writing ----------------------------------------------------------------------------------------------------

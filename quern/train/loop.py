@@ -301,7 +301,10 @@ def resume(
     path = checkpoint.path_of(folder, step)
     tensors, meta = checkpoint.load(path, verified=True)
     check(meta, path)
-    state.restore(tensors, meta["state"])
+    try:
+        state.restore(tensors, meta["state"])
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise checkpoint.CheckpointError(f"{path} does not hold the state of this training: {error!r}") from error
     return True
 
 

@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from quern.records import FileFacts, FileName, Natural, read_json, typed
 from quern.temporaries import sha256_of, sync_path
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+
+
+class _Schema(TypedDict):
+    schema: int
+
+
+class Manifest(_Schema):
+    """A manifest of this schema. meta: the caller's JSON."""
+
+    step: Natural
+    files: dict[FileName, FileFacts]
+    meta: dict[str, Any]
 
 
 class CheckpointError(RuntimeError):
@@ -60,21 +74,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Returns a checkpoint's manifest, its own hash checked. Raises CheckpointError or NewerCheckpointError."""
     file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = read_json(file, dict[str, Any])
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     # The hash covers the content without itself in every schema, so a damaged schema number is not taken for a newer
     # version.
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _content_hash(manifest):
+    if manifest.pop("sha256", None) != _content_hash(manifest):
         raise CheckpointError(f"{file} does not match its own sha256")
-    if manifest["schema"] > SCHEMA:
-        raise NewerCheckpointError(
-            f"{path} has checkpoint schema {manifest['schema']}, this version reads up to {SCHEMA}: "
-            "update quern, or move this checkpoint away to go on from an earlier one"
-        )
-    return manifest
+    try:
+        if typed(manifest, _Schema)["schema"] <= SCHEMA:
+            return dict(typed(manifest, Manifest))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not a manifest: {error}") from error
+    raise NewerCheckpointError(
+        f"{path} has checkpoint schema {manifest['schema']}, this version reads up to {SCHEMA}: "
+        "update quern, or move this checkpoint away to go on from an earlier one"
+    )
 
 
 def _content_hash(content: dict[str, Any]) -> str:
@@ -91,12 +108,13 @@ def check_files(path: Path, manifest: dict[str, Any]) -> None:
     """Compares size and hash of each file with the manifest. Raises CheckpointError."""
     for name, expected in manifest["files"].items():
         try:
-            found = describe(path / name)
+            info = (path / name).stat()
+            if not stat.S_ISREG(info.st_mode) or info.st_size != expected["bytes"]:
+                raise CheckpointError(f"{path / name} is no file of {expected['bytes']:,} bytes")
+            if (found := sha256_of(path / name)) != expected["sha256"]:
+                raise CheckpointError(f"{path / name} has sha256 {found}, not {expected['sha256']}")
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error.strerror or error}") from error
-        for fact in ("bytes", "sha256"):
-            if found[fact] != expected[fact]:
-                raise CheckpointError(f"{path / name} has {fact} {found[fact]}, not {expected[fact]}")
 
 
 def newest_good(

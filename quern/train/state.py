@@ -15,6 +15,7 @@ import torch
 from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.optim.groups import make_groups
+from quern.parallel.layout import weightless
 from quern.parallel.sharding import Slice
 from quern.parallel.zero2 import Zero2
 from quern.parallel.zero3 import Zero3
@@ -109,11 +110,29 @@ def _updates(meta: dict[str, Any]) -> int:
     return meta.get("earlier_updates", 0) + meta["step"] - idle
 
 
-def build_model(recipe: Recipe, machine: Machine, seed: int | None) -> Any:
-    """The recipe's model on the machine, in its compute dtype; seed None leaves the weights to be loaded."""
+def build_model(
+    recipe: Recipe, machine: Machine, seed: int | None, weights: dict[str, torch.Tensor] | None = None
+) -> Any:
+    """The recipe's model on the machine, in its compute dtype.
+
+    Args:
+        seed: Seed of the initial weights; None leaves them to be loaded.
+        weights: The weights by parameter name.
+
+    Raises:
+        ValueError: The weights are not those of such a model, which then takes no memory.
+    """
+    if weights is not None:
+        states = weightless(recipe, machine.dtype).state_dict(), weights
+        expected, found = ({name: tuple(one.shape) for name, one in state.items()} for state in states)
+        if wrong := sorted(name for name, _ in expected.items() ^ found.items())[:1]:
+            differ = f"shape {found.get(wrong[0], 'none')} instead of {expected.get(wrong[0], 'none')}"
+            raise ValueError(f"the weights do not fit the model: {wrong[0]} has {differ}")
     model = recipe.make_model(recipe.model)
     if seed is not None:
         model.initialize(seed)
+    if weights is not None:
+        model.load_state_dict(weights)
     return model.to(device=machine.device, dtype=machine.dtype)
 
 

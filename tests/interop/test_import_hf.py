@@ -122,14 +122,29 @@ def put_twice(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (rewrite(INDEX, weight_map=None), f"{INDEX} does not say in weight_map which file holds each weight"),
-        (rewrite(INDEX, weight_map=["a"]), f"{INDEX} does not say in weight_map which file holds each weight"),
-        (rewrite(INDEX, weight_map={"a": 1}), f"{INDEX} does not say in weight_map which file holds each weight"),
-        (rewrite(INDEX, weight_map={"a": "../other.safetensors"}), r"there is no .*other.safetensors"),
+        (rewrite(INDEX, weight_map=None), f"{INDEX} is damaged .Expected `object`, got `null` - at `..weight_map`"),
+        (rewrite(INDEX, weight_map={}), f"{INDEX} is damaged .Expected `object` of length >= 1"),
+        (rewrite(INDEX, weight_map={"a": 1}), f"{INDEX} is damaged .Expected `str`, got `int`"),
+        (rewrite(INDEX, weight_map={"a": "../other.safetensors"}), "Expected the name of a file in the same folder"),
         (lambda folder: next(folder.glob("model-00002*")).unlink(), "there is no .*model-00002-of-.*safetensors"),
         (put_twice, "model-00002-of-.* holds model.embed_tokens.weight, which another file holds too"),
         (rewrite("config.json", partial_rotary_factor=0.5), "it has partial_rotary_factor 0.5 instead of 1.0"),
-        (rewrite("config.json", num_hidden_layers="2"), "config.json gives no whole number for num_hidden_layers"),
+        (
+            rewrite("config.json", num_hidden_layers="2"),
+            "num_hidden_layers of its .* must be a whole number .*, not '2'",
+        ),
+        (
+            rewrite("config.json", num_hidden_layers=10**7),
+            "num_hidden_layers of .* between 1 and 1,000",
+        ),
+        (
+            rewrite("config.json", num_attention_heads=0),
+            "num_attention_heads of .* between 1 and",
+        ),
+        (
+            rewrite("config.json", max_position_embeddings=None),
+            "max_position_embeddings of .*, not None",
+        ),
     ],
 )
 def test_what_cannot_be_imported_leaves_no_run(spoil: Callable[[Path], Any], message: str, tmp_path: Path) -> None:

@@ -89,9 +89,10 @@ def test_a_missing_run_a_missing_tokenizer_and_an_untrained_run_are_told_apart(r
     ("body", "expected"),
     [
         ('{"train": {"ste', "Unterminated string"),
-        ("[]", "it holds no JSON object"),
-        ('{"train": 3}', "train holds no JSON object"),
-        ('{"train": {"steps": "many"}}', "train.steps must be a whole number between .*, not 'many'"),
+        ("[]", "Expected .object., got .array."),
+        ('{"train": 3}', "Expected .object., got .int. - at ...train."),
+        ('{"train": {"steps": "many"}}', "Expected .int . null., got .str. - at ...train.steps."),
+        ('{"train": {"steps": 0}}', "train.steps must be a whole number between .*, not 0"),
     ],
 )
 def test_a_damaged_recipe_is_named(run_dir: RunDir, body: str, expected: str) -> None:
@@ -100,7 +101,10 @@ def test_a_damaged_recipe_is_named(run_dir: RunDir, body: str, expected: str) ->
     path.write_text(json.dumps(resolve(RECIPE).to_json()), encoding="utf-8")
     run_dir.refuse_damaged_recipes()
     path.write_text(body, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it"):
+    with pytest.raises(
+        ValueError,
+        match=f"^{path} is damaged .{expected}.*: put back a copy of it, or remove it",
+    ):
         run_dir.refuse_damaged_recipes()
 
 

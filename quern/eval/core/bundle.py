@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -68,7 +69,7 @@ def _unpack(archive: Path, target: Path) -> None:
                 sync_path(path)
         (temporary.path / target.name).rename(target)
         sync_path(target.parent)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{archive} is damaged ({error}): remove it and run this again") from error
     except OSError:
         if not target.is_dir():  # another process may have unpacked the same files first

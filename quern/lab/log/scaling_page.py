@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from quern.lab.log.figures import GREY, STYLE, svg
 from quern.lab.log.page import HEADER, Page, machine_line, repeat
 from quern.lab.scaling.isoflop import CONVENTIONS
 from quern.lab.scaling.study import CELLS, FITS, PLAN
-from quern.records import read_lines
+from quern.records import read_json, read_lines
 
 FILES = (PLAN, CELLS, FITS)
 
 
 def read(folder: Path) -> Page:
     """The page of the scaling study in a folder of records."""
-    plan, fits = (json.loads((folder / file).read_text(encoding="utf-8")) for file in (PLAN, FITS))
+    plan, fits = (read_json(folder / file, dict[str, Any]) for file in (PLAN, FITS))
     cells = list(read_lines(folder / CELLS))
     name, facts, recipe = folder.name, plan["facts"], plan["recipe"]
     budgets = ", ".join(f"{budget:.3g}" for budget in plan["budgets"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from quern.lab.evidence import score
 from quern.lab.log.page import HEADER, Page, machine_line, repeat, table
-from quern.records import read_lines
+from quern.records import read_json, read_lines
 
 RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"
 FILES = (RESULTS, TRIALS, FIGURE)
@@ -18,7 +17,7 @@ SHOWN_TRIALS, SHOWN_FIELDS = 10, 6
 
 def read(folder: Path) -> Page:
     """The page of the sweep in a folder of records."""
-    facts: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    facts: dict[str, Any] = read_json(folder / RESULTS, dict[str, Any])
     name, figure = folder.name, f"{folder.name}-pairs.svg"
     summary, best = _summary(facts), _best(facts)
     lines = [

@@ -25,7 +25,7 @@ from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, make_p
 from quern.lab.scaling.parametric import fit_surface
 from quern.lab.scaling.report import check_lines, convention_lines, heading, is_budget, plan_lines, stability_lines
 from quern.recipe import OPERATIONAL, Recipe
-from quern.records import append_synced, drop_torn_end, read_lines, strict
+from quern.records import append_synced, drop_torn_end, read_json, read_lines, strict
 from quern.temporaries import write_whole
 from quern.terminal import Meter, duration
 
@@ -161,7 +161,7 @@ def _check_plan(folder: Path, description: dict[str, Any]) -> dict[str, Any] | N
     """Reads plan.json, and raises ValueError if it has another plan. Returns the facts of the study's first start."""
     if not (folder / PLAN).exists():
         raise ValueError(f"there is no study in {folder}: train it first, without --fit")
-    old = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    old = read_json(folder / PLAN, dict[str, Any])
     facts = old.pop("facts", None)
     differences = list(_differences(old, description))
     if differences:
@@ -224,7 +224,7 @@ def _predictions(options: ScalingOptions) -> dict[str, Any] | None:
     folder = options.out / "lab" / options.check
     if not (folder / FITS).is_file():
         raise ValueError(f"there is no fitted study in {folder}: `quern lab scaling --study {folder.name}` makes one")
-    fits = json.loads((folder / FITS).read_text(encoding="utf-8"))
+    fits = read_json(folder / FITS, dict[str, Any])
     flops = fits["predictions"]["flops"]
     if not any(method for name in CONVENTIONS for method in fits["predictions"][name].values()):
         raise ValueError(f"the study {options.check} has no fit, so it predicts nothing: look at its {FITS}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quern.records import read_regular
 from quern.serve.answers import error_response
 from quern.serve.gate.hosts import Hosts
 from quern.serve.page import page_paths
@@ -46,9 +47,9 @@ class Keys:
             ValueError: The file cannot be read, a line is not a hash and a name, or there is none.
         """
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            text = read_regular(path).decode("utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no file of UTF-8 text"
             raise ValueError(f"--keys {path} cannot be read ({reason}): name the file of the keys' hashes") from error
         hashes = {}
         for number, line in enumerate(text.splitlines(), 1):

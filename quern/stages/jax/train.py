@@ -23,7 +23,7 @@ from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_pr
 from quern.grug.state import Grug, JaxTrainState, StepConfig, init_state, step_config
 from quern.recipe import Recipe
 from quern.recipes import gpt
-from quern.records import MakeTracker, StageFolder, git_hash
+from quern.records import MakeTracker, StageFolder, git_hash, read_json
 from quern.resolve import resolve
 from quern.runs.origin import (
     FILE,
@@ -46,6 +46,7 @@ from quern.temporaries import write_whole
 from quern.terminal import Meter, counted
 from quern.text.tokenizer import Tokenizer
 from quern.train.guard import EXIT_DONE
+from quern.validate import check_body
 
 STAGE = "grug"
 OF_TEXT = ("data", "val", "shards")
@@ -110,7 +111,8 @@ def run(
                 )
         origin = read_origin(path) if resume else None
         if origin is not None and (path / "recipe.json").exists():  # the run's own text, unless the user names another
-            body = json.loads((path / "recipe.json").read_text(encoding="utf-8"))
+            body = read_json(path / "recipe.json", dict[str, Any])
+            check_body(body)
             recipe = replace(recipe, **{name: body[name] for name in OF_TEXT if name not in named and name in body})
             recipe = replace(recipe, model=replace(recipe.model, vocab_size=body["model"]["vocab_size"]))
         with first_process_first():  # process 0 prepares the text; the others find it prepared

@@ -1,0 +1,422 @@
+"""Damages files in every way that a disk, another program or an attacker does, and runs the command that reads them.
+
+    python tests/support/damage.py FOLDER SEED TRIALS      a JSON line on stdout for each trial
+
+Every trial runs a command of `quern` in a forked child on its own copy of the files, with limits: SECONDS of time and
+MEGABYTES of memory beyond those of the parent. An outcome is "read" (the command took the file as it is), "refused"
+(one clear line), or a failure: the traceback's last line, a hang, too much memory or a death.
+"""
+
+import base64
+import contextlib
+import csv
+import gc
+import gzip
+import importlib
+import io
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from quern.cli.main import main
+from quern.text.tinyworld import corpus
+from tests.support.small_text import write_text
+
+SECONDS, MEGABYTES = 2.0, 200
+EAGER = ["--no-compile", "--dtype", "fp32", "--threads", "1"]
+TRAIN = """--data text.jsonl --depth 2 --text.vocab-size 320 --model.width 32 --model.head-dim 16 --model.kv-heads 1
+ --model.context 48 --train.batch-tokens 192 --train.micro-batch-tokens 192 --train.steps 4 --optim.lr-scale 0.3
+ --train.log-every 1 --train.save-every 2""".split()
+ODD: Sequence[Any] = (
+    None, True, -1, 0, 1.5, 10**7, 2**63, 10**30, 1e308, "", "x", "../../x", "/etc/passwd", "/dev/zero", "\ud800", [],
+    {},
+    [None], {"x": {}}, [[1]],
+)  # fmt: skip
+"""Values of a wrong type or size for a JSON leaf."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file. path: an example, relative to the folder; commands: those that read it."""
+
+    path: str
+    commands: Sequence[Sequence[str]]
+
+
+def run(*arguments: str) -> int:
+    return main([*arguments])
+
+
+COMPLETE = ["complete", "-p", "a", "--max-tokens", "1", "--run", "r", *EAGER]
+RESUME = ["pretrain", "--resume", "--run", "r", "--train.steps", "5", *EAGER]
+REPORT = ["report", "--run", "r"]
+IMPORT = ["import", "hf", "--run", "new"]
+SFT = ["sft", "--run", "r", "--sft.steps", "1", "--sft.batch-tokens", "192", *EAGER, "--conversations"]
+FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt", "jsonl.gz", "jsonl.zst", "csv.gz")
+
+
+def kinds(folder: Path) -> list[Kind]:
+    """Every kind of file that a command reads, with an example that is whole."""
+    run_folder, step = "out/runs/r", "out/runs/r/pretrain/checkpoints/step-00000004"
+    data = next(folder.glob("out/data/text-*")).relative_to(folder)
+    tensors = next((folder / step).glob("*.safetensors")).name
+    found = [
+        Kind(f"{run_folder}/run.json", [COMPLETE, REPORT, RESUME]),
+        Kind(f"{run_folder}/tokenizer.json", [COMPLETE, RESUME]),
+        Kind(f"{run_folder}/pretrain/recipe.json", [COMPLETE, REPORT, RESUME]),
+        Kind(f"{run_folder}/pretrain/origin.json", [COMPLETE, RESUME]),
+        *(Kind(f"{run_folder}/pretrain/{name}.jsonl", [REPORT, RESUME]) for name in ("metrics", "events")),
+        *(Kind(f"{run_folder}/{name}.jsonl", [REPORT]) for name in ("evaluate", "samples")),
+        Kind(f"{step}/manifest.json", [COMPLETE, RESUME]),
+        Kind(f"{step}/{tensors}", [COMPLETE, RESUME]),
+        *(Kind(f"{data}/{name}", [RESUME]) for name in ("manifest.json", "train-00000.bin", "train-00000.starts.npy")),
+        *(Kind(str(path.relative_to(folder)), [RESUME]) for path in folder.glob("out/data/*/train-rows/*")),
+        Kind("out/data/digests.json", [["prepare", *TRAIN[:2], "--text.vocab-size", "320", "--workers", "1"]]),
+        *(Kind(f"hf/{name}", [IMPORT]) for name in ("config.json", "tokenizer.json", "model.safetensors")),
+        Kind("split/model.safetensors.index.json", [["import", "split", "--run", "new"]]),
+        Kind("tokens.bin", [["prepare", "--data", "tokens.bin", "--text.tokenizer", "vocabulary.json"]]),
+    ]
+    for name in ("vocabulary.json", "hf/tokenizer.json", "words.tiktoken"):
+        found.append(Kind(name, [["prepare", *TRAIN[:2], "--text.tokenizer", name, "--workers", "1"]]))
+    for ending in FORMATS:
+        texts, talks = f"texts.{ending}", f"talks.{ending}"
+        found.append(Kind(texts, [["prepare", "--data", texts, "--text.vocab-size", "300", "--workers", "1"]]))
+        if not ending.startswith(("csv", "tsv", "txt")):
+            found.append(Kind(talks, [[*SFT, talks]]))
+    found.append(
+        Kind("core/copa.jsonl", [["evaluate", "--run", "r", "--tasks", "core/copa", "--bundle", "core", *EAGER]])
+    )
+    return found
+
+
+def build(folder: Path) -> None:
+    """Writes a whole example of each kind of file."""
+    os.chdir(folder)
+    write_text(folder)
+    _write_formats(folder)
+    assert run("pretrain", "llama", "--run", "r", *TRAIN, *EAGER) == 0
+    assert run("evaluate", "--run", "r", "--questions", "2", *EAGER) in (0, 1)
+    assert run("export", "--run", "r", "--dir", "hf") == 0
+    shutil.copytree("hf", "split")
+    weights = torch_names(folder / "hf/model.safetensors")
+    shutil.copy("hf/model.safetensors", "split/one.safetensors")
+    (folder / "split/model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "one.safetensors")}
+    (folder / "split/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    shutil.copy("out/runs/r/tokenizer.json", "vocabulary.json")
+
+
+def torch_names(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return [name for name in header if name != "__metadata__"]
+
+
+def _write_formats(folder: Path) -> None:
+    texts = [text for number in range(20) for text in corpus.documents(number, 2e-4, "train")][:60]
+    talks = [talk for talk in corpus.conversations(0, 60, "train") if all(isinstance(m["content"], str) for m in talk)]
+    talks = sorted(talks, key=lambda talk: len(str(talk)))[:20]
+    for name, rows in (
+        ("texts", [{"text": text} for text in texts]),
+        ("talks", [{"messages": talk} for talk in talks]),
+    ):
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (folder / f"{name}.jsonl").write_bytes(lines)
+        (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines))
+        (folder / f"{name}.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
+    for ending, mark in (("csv", ","), ("tsv", "\t")):
+        with (folder / f"texts.{ending}").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, delimiter=mark).writerows([["id", "text"], *([n, t] for n, t in enumerate(texts))])
+    (folder / "texts.csv.gz").write_bytes(gzip.compress((folder / "texts.csv").read_bytes()))
+    (folder / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
+    rng = np.random.default_rng(0)
+    header = np.zeros(256, "<i4")
+    ids = np.where(rng.random(5000) < 0.02, 309, rng.integers(0, 300, 5000)).astype("<u2")
+    header[:3] = 20240520, 1, len(ids)
+    (folder / "tokens.bin").write_bytes(header.tobytes() + ids.tobytes())
+    words = [bytes([byte]) for byte in range(256)] + [b"th", b"he", b"in", b"the"]
+    ranks = (f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words))
+    (folder / "words.tiktoken").write_text("".join(ranks), encoding="ascii")
+    (folder / "core").mkdir()
+    rows = [{"query": f"it rains {n}", "choices": ["so", "but"], "gold": n % 2} for n in range(4)]
+    (folder / "core/copa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+# Damage -----------------------------------------------------------------------------------------------------
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where every value of a JSON body is, objects and lists included. A list has one or two of its items."""
+    yield path
+    items = value.items() if isinstance(value, dict) else list(enumerate(value))[:2] if isinstance(value, list) else ()
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+
+
+def damaged_json(body: Any, rng: random.Random) -> tuple[str, str]:
+    """A JSON body with one wrong place → what was done, the text."""
+    body = deepcopy(body)
+    path = rng.choice(list(leaves(body)))
+    name = "$" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    value, how = (
+        rng.choice(ODD),
+        rng.choice(["replaced", "replaced", "replaced", "deleted", "doubled", "nested", "added"]),
+    )
+    if not path:
+        return f"{name} = {value!r}", json.dumps(value)
+    parent = body
+    for key in path[:-1]:
+        parent = parent[key]
+    if how == "deleted":
+        del parent[path[-1]]
+    elif how == "added" and isinstance(parent, dict):
+        parent["odd"] = value
+    elif how == "nested":
+        parent[path[-1]] = "@@"
+        return f"{name} nested deeply", json.dumps(body).replace('"@@"', "[" * 100_000 + "]" * 100_000)
+    elif how == "doubled":
+        text = json.dumps(body)
+        mark = json.dumps(path[-1]) + ": " if isinstance(path[-1], str) else ""
+        return f"{name} twice", text.replace(mark, f"{mark}{json.dumps(value)}, {mark}", 1) if mark else text + text
+    else:
+        parent[path[-1]] = value
+        how = f"= {value!r}"
+    return f"{name} {how}", json.dumps(body)
+
+
+def damaged_bytes(content: bytes, rng: random.Random) -> tuple[str, bytes]:
+    how = rng.choice(["flipped", "cut", "zeroed", "inserted", "removed", "empty", "noise", "numbers", "head"])
+    size = len(content)
+    at = rng.choice([rng.randrange(max(1, size)), rng.randrange(max(1, min(size, 64)))])
+    if how == "flipped":
+        changed = bytearray(content)
+        changed[at] ^= 1 << rng.randrange(8)
+        content = bytes(changed)
+    elif how == "cut":
+        content = content[:at]
+    elif how == "zeroed":
+        content = content[:at] + bytes(min(64, size - at)) + content[at + 64 :]
+    elif how == "inserted":
+        content = content[:at] + rng.randbytes(rng.randrange(1, 20)) + content[at:]
+    elif how == "removed":
+        content = content[:at] + content[at + rng.randrange(1, 20) :]
+    elif how == "numbers":
+        content = content[:at] + struct.pack("<q", rng.choice([-1, 2**31 - 1, 2**62, 0, 10**7])) + content[at + 8 :]
+    elif how == "head":
+        content = struct.pack("<q", rng.choice([-1, 2**31 - 1, 2**62, 0, 10**7])) + content[8:]
+    else:
+        content = b"" if how == "empty" else rng.randbytes(rng.randrange(1, 3000))
+    return f"{how} at {at}", content
+
+
+def damage_safetensors(path: Path, rng: random.Random) -> str:
+    """One wrong place in the header, whose length is right."""
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    done, text = damaged_json(json.loads(raw[8 : 8 + size]), rng)
+    header = text.encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + size :])
+    return f"header {done}"
+
+
+def damage_in_place(path: Path, rng: random.Random) -> str:
+    """Something else than a regular file in its place."""
+    how = rng.choice(["folder", "fifo", "/dev/zero", "loop", "missing", "/etc/passwd"])
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how == "fifo":
+        os.mkfifo(path)
+    elif how == "loop":
+        path.symlink_to(path.name)
+    elif how.startswith("/"):
+        path.symlink_to(how)
+    return how
+
+
+def reseal(path: Path) -> None:
+    """Writes the own hash of a checkpoint's manifest again, as an attacker would."""
+    from quern.train import manifest
+
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        body = json.loads(path.read_text(encoding="utf-8"))
+        body.pop("sha256", None)
+        body["sha256"] = manifest._content_hash(body)
+        path.write_text(json.dumps(body), encoding="utf-8")
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Damages a file, and returns what was done."""
+    draw = rng.random()
+    if draw < 0.08:
+        return damage_in_place(path, rng)
+    if path.suffix == ".safetensors" and draw < 0.6:
+        return damage_safetensors(path, rng)
+    if path.suffix in (".json", ".jsonl") and draw < 0.75:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else [path.read_text("utf-8")]
+        number = rng.randrange(len(lines)) if lines else 0
+        if lines:
+            done, lines[number] = damaged_json(json.loads(lines[number]), rng)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            if path.parent.name.startswith("step-") and rng.random() < 0.8:
+                reseal(path)
+            return f"line {number + 1} {done}" if path.suffix == ".jsonl" else done
+    if path.suffixes[-1] == ".gz" and draw < 0.4:
+        done, content = damaged_bytes(gzip.decompress(path.read_bytes()), rng)
+        path.write_bytes(gzip.compress(content))
+        return f"inside, {done}"
+    done, content = damaged_bytes(path.read_bytes(), rng)
+    path.write_bytes(content)
+    return done
+
+
+# Trials -----------------------------------------------------------------------------------------------------
+
+
+def child(arguments: Sequence[str], answer: int) -> None:
+    """Runs a command with limits, and writes (exit code, standard error, traceback)."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + MEGABYTES * 10**6
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    said, code, failure = io.StringIO(), 99, ""
+    sys.stdout, sys.stderr = io.StringIO(), said
+    try:
+        code = main([*arguments])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = next((frame for frame in reversed(frames) if "/quern/" in frame.filename), frames[-1])
+        place = f"{ours.filename.rpartition('/quern/')[2]}:{ours.lineno}"
+        failure = f"{type(error).__name__}: {str(error)[:150]} [{place}]"
+    os.write(answer, json.dumps([code, said.getvalue()[-4000:], failure]).encode())
+
+
+def trial(arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs a command in a child of its own → its outcome, its last words and its seconds."""
+    reader, writer = os.pipe()
+    started = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child(arguments, writer)
+        finally:
+            os._exit(99)
+    os.close(writer)
+    raw, hung = b"", False
+    while True:
+        left = started + 15 * SECONDS - time.monotonic()  # other programs share the processor, whose time is the bar
+        if left <= 0 or not select.select([reader], [], [], left)[0]:
+            hung = True
+            os.kill(pid, signal.SIGKILL)
+            break
+        if not (piece := os.read(reader, 1 << 16)):
+            break
+        raw += piece
+    os.close(reader)
+    _, status, used = os.wait4(pid, 0)
+    seconds = used.ru_utime + used.ru_stime
+    code, said, failure = json.loads(raw) if raw else (None, "", "")
+    lines = [line for line in said.splitlines() if line.strip()]
+    if hung or seconds > SECONDS:
+        outcome = "hang"
+    elif not raw:
+        outcome = f"death: {status}"
+    elif failure:
+        outcome = "traceback"
+    elif code in (0, 75):
+        outcome = "read"
+    elif "bad_alloc" in said or "MemoryError" in said or "allocate" in said:
+        outcome = "memory"
+    elif not (lines and lines[-1].startswith("quern ")) or any("Traceback" in line for line in lines):
+        outcome = "unclear"
+    else:
+        outcome = "refused"
+    return {"outcome": outcome, "said": (failure or "\n".join(lines[-3:]))[-600:], "seconds": round(seconds, 2)}
+
+
+@contextlib.contextmanager
+def copied(folder: Path) -> Iterator[Path]:
+    """A copy of the files, which is the working directory inside."""
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    os.chdir(copy)
+    try:
+        yield copy
+    finally:
+        os.chdir("/")
+        shutil.rmtree(copy)
+
+
+def trials(folder: Path, seed: int, count: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """Damages each kind of file in turn, and runs one of the commands that read it."""
+    there = [kind for kind in kinds(folder) if only in kind.path]
+    for number in range(count):
+        rng = random.Random(f"{seed} {number}")
+        kind = there[number % len(there)]
+        with copied(folder) as copy:
+            done = damage(copy / kind.path, rng)
+            command = rng.choice(list(kind.commands))
+            yield {"kind": kind.path, "damage": done, "command": command[0], **trial(command)}
+
+
+def apart(function: Callable[[], object]) -> None:
+    """Runs a function in a child, so that no pool of threads is started here: a fork would not have its threads."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.redirect_stdout(sys.stderr):
+            function()
+            sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, function
+
+
+def warm(folder: Path) -> None:
+    """Checks that each command reads the whole files, and notes the modules that it imports."""
+    names = set[str]()
+    for command in {tuple(command) for kind in kinds(folder) for command in kind.commands}:
+        with copied(folder):
+            assert main([*command]) in (0, 75), command
+        names |= sys.modules.keys()
+    folder.with_name("modules").write_text("\n".join(sorted(names)), encoding="utf-8")
+
+
+def begin(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        apart(lambda: build(folder))
+        apart(lambda: warm(folder))
+    for name in folder.with_name("modules").read_text(encoding="utf-8").split():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    begin(Path(sys.argv[1]) / "whole")
+    for line in trials(Path(sys.argv[1]) / "whole", int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]):
+        print(json.dumps(line), flush=True)
+    os._exit(0)
