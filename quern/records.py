@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import uuid
 from collections.abc import Callable, Sequence
@@ -26,9 +27,11 @@ from quern.temporaries import NAMES, write_whole
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 Kind = TypeVar("Kind")
-_NAME = r"^(?!\.{1,2}$)[^/\\\x00]{1,255}$"
-FileName = Annotated[str, msgspec.Meta(pattern=_NAME)]
+_NAME = r"(?!\.{1,2}(?:/|$))[^/\\\x00]{1,255}"
+FileName = Annotated[str, msgspec.Meta(pattern=f"^{_NAME}$")]
 """A file in the folder of the file that names it."""
+FilePath = Annotated[str, msgspec.Meta(pattern=f"^{_NAME}(?:/{_NAME})*$")]
+"""A file in that folder or below it."""
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
@@ -381,7 +384,7 @@ def typed(body: Any, kind: type[Kind], exact: bool = False) -> Kind:
     try:
         found = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        told = str(error).replace(f"`str` matching regex {_NAME!r}", "the name of a file in the same folder")
+        told = re.sub("`str` matching regex '[^`]*'", "the name of a file in the same folder", str(error))
         raise ValueError(told) from error
     if exact and (unknown := sorted(body.keys() - kind.__annotations__.keys())):
         raise ValueError(f"Object contains unknown field `{unknown[0]}`")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from quern.records import FileFacts, FileName, Natural, read_json, typed
+from quern.records import FileFacts, FilePath, Natural, read_json, typed
 from quern.temporaries import sha256_of, sync_path
 
 SCHEMA = 1
@@ -29,7 +29,7 @@ class Manifest(_Schema):
     """A manifest of this schema. meta: the caller's JSON."""
 
     step: Natural
-    files: dict[FileName, FileFacts]
+    files: dict[FilePath, FileFacts]
     meta: dict[str, Any]
 
 
