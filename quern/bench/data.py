@@ -155,7 +155,7 @@ def _many_documents(setup: Setup, documents: int) -> Iterator[Figure]:
     with scratch_folder() as folder:
         write_empty_shards(folder, documents, MANY_MEAN_TOKENS, setup.seed)
         middle = documents * MANY_MEAN_TOKENS // 2 // ((MANY_CONTEXT + 1) * BATCH_ROWS)
-        order = {"folder": folder, "context": MANY_CONTEXT, "batch_rows": BATCH_ROWS, "seed": setup.seed}
+        order = {"folder": str(folder), "context": MANY_CONTEXT, "batch_rows": BATCH_ROWS, "seed": setup.seed}
 
         def ask(step: int) -> dict[str, float]:
             with start("quern.bench.batches", "loader", order) as process:
