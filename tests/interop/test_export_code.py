@@ -241,6 +241,6 @@ def test_the_code_in_the_card_runs(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "out", toy_recipe("gpt"))
     (run_dir.folder / "evaluate.jsonl").write_text("{\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"evaluate.jsonl, line 1, is not JSON .*: remove that line"):
+    with pytest.raises(ValueError, match=r"evaluate.jsonl, line 1, is not a record .*: remove that line"):
         card_of(run_dir, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

@@ -240,7 +240,7 @@ def other_words(folder: Path) -> None:
     ("spoil", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "config.json: give a folder that holds a Llama in Hugging Face's"),
-        (lambda f: (f / "config.json").write_text("{", encoding="utf-8"), "config.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("{", encoding="utf-8"), "config.json is damaged"),
         (reconfigure(model_type="gpt2"), "hf: it holds a model of type 'gpt2': only llama can be imported"),
         (
             reconfigure(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}),
@@ -248,8 +248,8 @@ def other_words(folder: Path) -> None:
         ),
         (reconfigure(rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope_type 'linear'"),
         (reconfigure(mlp_bias=True, hidden_act="gelu"), "hidden_act 'gelu' instead of 'silu', mlp_bias True"),
-        (reconfigure(hidden_size="gone"), "config.json does not say 'hidden_size'"),
-        (reconfigure(intermediate_size=78), "the weights do not have the sizes that config.json gives"),
+        (reconfigure(hidden_size="gone"), "hidden_size of its config.json must be a whole number"),
+        (reconfigure(intermediate_size=78), "the weights do not fit the model"),
         (reconfigure(num_hidden_layers=1), "these weights are no Llama's: model.layers.1.input_layernorm.weight, .* 6"),
         (reweigh(lambda w: w.pop("model.norm.weight")), "weights are missing: model.norm.weight"),
         (reweigh(lambda w: w.update(surplus=torch.ones(2))), "these weights are no Llama's: surplus"),
@@ -258,7 +258,7 @@ def other_words(folder: Path) -> None:
         (other_words, "tokenizer.json is not a tokenizer that quern can import: its ids must be the single bytes"),
         (
             lambda f: (f / "tokenizer.json").write_text("{}", encoding="utf-8"),
-            "not a byte-level BPE",
+            "is not a tokenizer that quern can import",
         ),
     ],
 )

@@ -28,7 +28,7 @@ def single_digits() -> Tokenizer:
 
 def gguf_recipe(tokenizer: Tokenizer, **shape: Any) -> Recipe:
     recipe = llama_recipe(**{"vocab_size": tokenizer.vocab_size, "bos": tokenizer.bos, **shape})
-    return replace(recipe, text=TextRecipe(vocab_size=tokenizer.vocab_size, digits=1))
+    return replace(recipe, text=TextRecipe(vocab_size=max(300, tokenizer.vocab_size), digits=1))
 
 
 def toy(recipe: Recipe, *, tied: bool = False) -> Llama:
