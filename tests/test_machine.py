@@ -155,4 +155,5 @@ def test_without_a_compiler_it_says_so_in_one_line_and_runs_eagerly(tmp_path: Pa
     (note,) = notes
     assert note.startswith("torch.compile does not work here (") and note.endswith("which is slower")
     assert "\n" not in note
-    assert done.stderr.strip() == ""
+    said = done.stderr.splitlines()  # on a slow machine, what it waits for
+    assert [line for line in said if line and not line.startswith("waiting for PyTorch's compiler")] == []

@@ -25,7 +25,7 @@ IN_README = (
     "tensor and sequence parallel = 1 rank, gpt: gradients",
     "resumed = uninterrupted: pretrain, fp32, killed at seeded points, some in a save",
     "cached = uncached, prompts of 7 lengths in one batch: logits, fp32; greedy tokens equal",
-    "exported Llama = transformers' Llama: logits, fp32, odd sizes, grouped queries",
+    "exported Llama = transformers' Llama: logits, fp32, odd sizes, grouped queries, in roundings",
     "JAX twin = PyTorch, loss curves over the first 80 of 300 steps",
 )
 """The laws in README.md, in the order of the data flow."""

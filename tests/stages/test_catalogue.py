@@ -164,7 +164,7 @@ def test_a_set_to_fine_tune_on_is_prepared(served: None, tmp_path: Path, name: s
     """Of questions, one row in fifty is held out. Of conversations, the test split is."""
     dataset = DATASETS[name]
     limit = f",limit={FILES * dataset.file_rows}" if dataset.file_rows else ""
-    recipe = replace(RECIPE, conversations=(f"{name}{limit}",))
+    recipe = replace(RECIPE, model=replace(RECIPE.model, context=4096), conversations=(f"{name}{limit}",))
     mixture = prepare_mixture(recipe, TOKENIZER, tmp_path, partial(fetch_conversations, out=tmp_path), print)
     count = 40 * min(FILES, len(dataset.train))
     assert mixture.sources[0]["left_out"] == 0
@@ -215,7 +215,8 @@ def test_a_copy_of_a_held_out_conversation_of_the_test_split_is_not_trained_on(
     own = tmp_path / "own.parquet"
     copied = rows("smoltalk", dataset, dataset.val[0])[:7]
     pq.write_table(pa.Table.from_pylist([*rows("smoltalk", dataset, "own"), *copied]), own)
-    recipe = replace(RECIPE, conversations=("smoltalk,limit=100", str(own)))
+    model = replace(RECIPE.model, context=4096)
+    recipe = replace(RECIPE, model=model, conversations=("smoltalk,limit=100", str(own)))
     mixture = prepare_mixture(recipe, TOKENIZER, tmp_path, fetch, print)
     assert [one["copies"] for one in mixture.sources] == [0, 7]
 

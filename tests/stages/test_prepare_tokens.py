@@ -308,7 +308,7 @@ def test_a_tokenizer_json_of_hugging_face_prepares_text_and_need_not_be_there_af
     with pytest.raises(FileNotFoundError, match="--text.tokenizer .*tokenizer.json: there is no such file"):
         prepare(recipe, tmp_path / "out", print)
     path.write_text("[1]", encoding="utf-8")
-    with pytest.raises(ValueError, match="--text.tokenizer .*tokenizer.json is not a sound tokenizer file"):
+    with pytest.raises(ValueError, match="--text.tokenizer .*tokenizer.json is damaged .*: it is not a sound"):
         prepare(recipe, tmp_path / "out", print)
 
 

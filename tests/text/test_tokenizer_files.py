@@ -160,7 +160,7 @@ REFUSED = {
     "a merge less": (lose_a_merge, "its merges cannot be kept"),
     "special tokens first": (move_the_special_token, "its ids must be the single bytes, from 0, then the merges"),
     "no first token": (changed("added_tokens.0.content", "<pad>"), "no special token begins documents: one must be"),
-    "no model": (changed("model", {}), "it is not a byte-level BPE"),
+    "no model": (changed("model", {}), "Object missing required field `vocab`"),
     "metaspaces": (changed("pre_tokenizer", {"type": "Metaspace"}), "it is not a byte-level BPE"),
 }
 
