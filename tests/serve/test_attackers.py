@@ -1,7 +1,7 @@
 """Eight streams beside one attacker of each kind: no gap between two pieces is much longer than without it.
 
 The gap may be 0.1 s longer than the longest one of the same streams alone, and memory stays within 5 %.
-The figures are in docs/serving.md; `make campaign` measures them again.
+`make campaign` measures them and prints the figures.
 """
 
 from __future__ import annotations
