@@ -101,7 +101,7 @@ class Result:
 
 
 def changes_nothing(study: Study, idea: str) -> bool:
-    """Whether both runs of an idea's first pair are equal but for their speed, so that further pairs would be too."""
+    """Whether both runs of an idea's first pair are equal except in speed, so that further pairs would be too."""
     first, second = (
         one and (one.bpb, [point.bpb for point in one.curve], one.flops, one.parameters)
         for one in study.alternated(idea)

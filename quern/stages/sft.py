@@ -194,7 +194,7 @@ def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], No
 
 
 def sft_recipe(asked: Recipe, base: Recipe) -> Recipe:
-    """The base model's recipe with what is asked for fine-tuning; resolved, but for what follows from conversations.
+    """The base model's recipe with the fields asked for fine-tuning, resolved except for what the conversations decide.
 
     asked: unresolved; of it count `sft`, where the conversations come from, and the fields `IN_FINE_TUNING`. Raises
     ValueError for values that would not do.
