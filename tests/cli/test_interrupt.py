@@ -94,6 +94,6 @@ def test_a_reader_that_leaves_ends_help_quietly_also_where_no_extra_is_installed
 
 def test_make_alone_prints_all_of_its_header() -> None:
     header = (ROOT / "Makefile").read_text(encoding="utf-8").split("\n\n")[0]
-    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in header.splitlines()]
     assert "PYTHON  the interpreter" in done.stdout
