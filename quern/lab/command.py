@@ -18,8 +18,8 @@ from quern.flags.recipe_flags import named, parse
 from quern.lab.arms import Arm
 from quern.lab.compare import Workers, compare
 from quern.lab.devices import DeviceOptions
+from quern.lab.evidence import detectable_effect
 from quern.lab.names import check_name, locked, start_facts
-from quern.lab.power import detectable_effect
 from quern.lab.results import HEAD
 from quern.lab.study import AXES, Registration, Study, register
 from quern.machine import machine_flags

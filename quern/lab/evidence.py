@@ -313,3 +313,18 @@ def share_saved(paired: Paired, slope: Slope, alpha: float) -> Saved:
     falls = slope.interval(alpha / 2)
     ends = [share(float(end), fall) for end in (low, high) for fall in falls] if falls[1] < 0 else [-math.inf, 1.0]
     return Saved(share(paired.mean, slope.mean) if slope.mean < 0 else math.nan, (min(ends), max(ends)))
+
+
+STUDIES, SEED = 10_000, 13
+
+
+def detectable_effect(most_pairs: int, alpha: float, power: float = 0.8, tau2: float = TAU2) -> float:
+    """Smallest effect, in SDs of the differences, that a share `power` of simulated studies finds.
+
+    Infinite if so few pairs cannot decide at all. For one of several ideas, divide alpha by their number.
+    """
+    n, mean, sd = moments(np.random.default_rng(SEED).standard_normal((STUDIES, most_pairs)))
+    with np.errstate(invalid="ignore"):  # the SD of one difference
+        needed = critical_t(n, alpha, tau2) * sd / np.sqrt(n) + mean  # the improvement with which each look decides
+    least = np.where(np.isnan(needed), math.inf, needed).min(-1)
+    return float(np.quantile(least, power, method="higher"))

@@ -4,7 +4,6 @@ Error rates and power are laws: tests/laws/test_verdict_law.py.
 """
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 from scipy import integrate, optimize, stats
 
-from quern.lab import power
 from quern.lab.evidence import (
     Paired,
     Slope,
@@ -31,8 +29,6 @@ from quern.lab.evidence import (
     verdicts,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
-BEGIN, END = "<!-- power:begin -->", "<!-- power:end -->"
 BASE = [1.210, 1.214, 1.207, 1.211, 1.218, 1.209, 1.213]
 IDEA = [1.203, 1.208, 1.199, 1.206, 1.210, 1.201, 1.208]
 
@@ -256,26 +252,3 @@ def test_the_interval_of_the_saved_share_covers_it() -> None:
         covered += found.interval[0] <= 0.1 <= found.interval[1]
         lengths.append(found.interval[1] - found.interval[0])
     assert covered >= 190 and np.median(lengths) < 0.05, (covered, np.median(lengths))
-
-
-def test_power_has_the_published_numbers() -> None:
-    """Mean numbers of pairs from an independent simulation of the same formula: 5.8, 6.9, 13; half an SD in 41 %."""
-    found = [power.price(-effect, 30, 0.05) for effect in (3.0, 2.0, 1.0, 0.5)]
-    assert [one.pairs for one in found[:3]] == pytest.approx([5.8, 6.9, 13.0], rel=0.05)
-    assert found[-1].shares["better"] == pytest.approx(0.41, abs=0.02)
-    assert all(sum(one.shares.values()) == pytest.approx(1) for one in found)
-
-
-def test_the_detectable_effect_has_the_power_it_promises() -> None:
-    for pairs, alpha in ((8, 0.05), (20, 0.01)):
-        effect = power.detectable_effect(pairs, alpha)
-        assert power.price(-effect, pairs, alpha).shares["better"] == pytest.approx(0.8, abs=0.002)
-    assert power.detectable_effect(4, 0.05) == math.inf
-    assert power.detectable_effect(8, 0.05, power=0.5) < power.detectable_effect(8, 0.05)
-
-
-def test_the_page_has_the_tables_of_this_version() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page.count(BEGIN) == page.count(END) == 1
-    shown = page.split(BEGIN)[1].split(END)[0].strip()
-    assert shown == power.tables(), f"docs/statistics.md: between the markers belongs\n{power.tables()}"
