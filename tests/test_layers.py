@@ -30,7 +30,7 @@ LAYERS = (
     ("runs", "eval.core", "eval.tasks", "report", "rl.environments"),
     ("eval.chat", "eval.harness"),
     ("stages", "serve"),
-    ("stages.jax", "interop", "chat"),
+    ("stages.jax", "interop", "chat", "lab.axes"),
     ("bench", "estimate", "lab"),
     ("bench.gpu", "lab.board", "lab.scaling", "lab.search"),
     ("lab.log",),
@@ -42,6 +42,7 @@ LEAVES = {
     "report": {"stages.run_all"},
     "bench": {"bench.gpu"},
     "lab": {"lab.board", "lab.log", "lab.scaling", "lab.search"},
+    "lab.axes": {"lab"},
     "lab.scaling": {"lab.log"},
     **{room: set() for room in ("bench.gpu", "estimate", "lab.board", "lab.log", "lab.search")},
 }
