@@ -28,7 +28,7 @@ WAITS = {
     "a busy server": rf"127.0.0.1:\d+ before try 2 of 5 \(the server answers 503\), {TIME}",
     "prepared text": "shard 1 of the text in .*, which another process prepares, without a time limit",
     "a model": "the disk to read .*/checkpoints, without a time limit",
-    "replicas": r"the models of 1 replica \(0\), without a time limit",
+    "replicas": r"the models of replicas \[0\], without a time limit",
     "machines": rf"the machines of --nodes 2 at 127.0.0.1:\d+, {TIME}",
     "processes of JAX": rf"2 processes at 127.0.0.1:\d+, {TIME}",
 }

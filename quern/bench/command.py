@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from quern.bench.attention import attention, windows
-from quern.bench.cross_entropy import cross_entropy
 from quern.bench.data import encode, loading, packing, prepare, tokenizer
 from quern.bench.generate import decode, prefill
+from quern.bench.kernels import attention, cross_entropy, windows
 from quern.bench.measure import Figure, head, load_average, table, versions, write
 from quern.bench.options import BenchOptions, Setup
 from quern.bench.quality import quality

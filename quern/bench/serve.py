@@ -24,6 +24,7 @@ import numpy as np
 from fastapi import Request
 
 from quern import child
+from quern.bench.load import Load, Sent
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.measure import Figure, figure, seconds_of
 from quern.bench.options import Setup
@@ -32,7 +33,6 @@ from quern.generate.sample import Sampling
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect, machine_flags
 from quern.serve import server
-from quern.serve.load import Load, Sent
 
 PROMPT_TOKENS, REPLY_TOKENS = 64, 192
 ROWS = 32
@@ -128,7 +128,7 @@ def latencies(name: str, rounds: Sequence[Sequence[Sent]]) -> Iterator[Figure]:
 
 def sent(load: Load) -> list[Sent]:
     """Runs the load generator in a process of its own. Raises RuntimeError if a request failed."""
-    command = [sys.executable, "-m", "quern.serve.load"]
+    command = [sys.executable, "-m", "quern.bench.load"]
     done = subprocess.run(command, input=json.dumps(asdict(load)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the load generator failed: {done.stderr[-500:]}")
@@ -222,7 +222,7 @@ def main() -> None:
 
         app.add_api_route(OFFLINE, offline, methods=["POST"])
         reply({"port": listener.getsockname()[1], "warm_up_seconds": seconds})
-        server.serve(app, listener, app.state.models.thread)
+        server.serve(app, [listener], app.state.models.thread)
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ class ServeOptions(_ModelOptions):
     watch_seconds: float = 0.0
     """Look so often for a newer checkpoint, and send new requests to it; 0 for never."""
     replicas: int = 1
-    """Processes that each have the models, behind one port; on GPUs, one GPU each."""
+    """Processes that each have the models and share the port; on GPUs, one GPU each. The log names a port of each."""
     requests_per_minute: int = 0
     """The most POST requests by one holder of a key, or by one address without keys; 0 for any number."""
     requests_at_once: int = 0
@@ -309,3 +309,10 @@ class ServeOptions(_ModelOptions):
                 ipaddress.ip_network(proxy)
             except ValueError as error:
                 raise ValueError(f"--trusted-proxy: {error}; give an address or a network, as 10.0.0.0/8") from None
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("HTTPS needs both files: give --tls-cert and --tls-key")
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """The files of the certificate and of its key."""
+        return (self.tls_cert, self.tls_key) if self.tls_cert and self.tls_key else None

@@ -294,27 +294,28 @@ def verb_serve(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, ServeOptions)
     try:
         from quern.runs.run_dir import RunDir
-        from quern.serve import command
+        from quern.serve import command, replicas
         from quern.serve.gate.frontier import Gate, Keys
         from quern.serve.gate.hosts import Hosts
         from quern.serve.worker import Limits
     except ImportError as error:
         raise ImportError(f"serving needs extra packages ({error}): {install('serve')}") from error
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise ValueError("HTTPS needs both files: give --tls-cert and --tls-key")
-    tls = (options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
-    command.listen(options.host, options.port).close()  # refused before the machine is tried out, which may compile
+    here = replicas.join()
+    if here is None:  # a port that is taken is refused before the machine is tried out, which may compile
+        command.listen(options.host, options.port).close()
     keys = None if options.keys is None else Keys.read(options.keys)
     run_dirs = [RunDir(options.where.out, run) for run in (options.where.run, *options.also)]
     for one in run_dirs:
         one.require_trained(options.stage)
-    machine, kept = options.where.machine(log=log), options.prefix_megabytes
+    if options.replicas > 1 and here is None:
+        again, machine = [sys.executable, "-m", "quern.cli.main", verb, *rest], options.where.machine(log=log)
+        replicas.run(again, options.replicas, options.host, options.port, machine, log)
+        return 0
+    machine, kept = options.where.machine(here and here.threads, log), options.prefix_megabytes
     sources = {f"quern-{one.run}": command.Source(one, options.stage, machine, kept) for one in run_dirs}
-    with contextlib.ExitStack() as opened:
-        access = None
-        if options.access_log is not None:
-            file = opened.enter_context(options.access_log.open("a", encoding="utf-8"))
-            access = functools.partial(print, file=file, flush=True)
+    path = options.access_log
+    with contextlib.nullcontext() if path is None else path.open("a", encoding="utf-8") as file:
+        access = file and functools.partial(print, file=file, flush=True)
         gate = Gate(
             hosts=Hosts(options.host, options.allowed_hosts),
             keys=keys,
@@ -326,7 +327,7 @@ def verb_serve(verb: str, rest: list[str]) -> int:
         )
         command.run(
             sources, options.host, options.port, gate, Limits(seconds=options.request_seconds), log,
-            watch_seconds=options.watch_seconds, tls=tls, replicas=options.replicas,
+            watch_seconds=options.watch_seconds, tls=options.tls, replica=here,
         )  # fmt: skip
     return 0
 

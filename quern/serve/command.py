@@ -1,34 +1,36 @@
 """`quern serve`: opens the runs' models, compiles them, serves them, and watches for newer checkpoints.
 
-With several replicas, each process does so, behind the router of this one (replicas/).
+With several replicas, each of them does so (replicas.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 from fastapi import FastAPI
 
 from quern.generate.engine import Engine
-from quern.machine import Machine, machine_flags, worker_variables
+from quern.machine import Machine
 from quern.runs.load import load
 from quern.runs.run_dir import STAGES, RunDir
 from quern.serve.engine_thread import in_new_thread
 from quern.serve.gate.frontier import Gate
 from quern.serve.models import Models
 from quern.serve.page import read_welcome
-from quern.serve.replicas.processes import Processes, Replica
-from quern.serve.replicas.router import create_router
+from quern.serve.replicas import Place
 from quern.serve.server import WARM_ROWS, create_app, listen, serve
 from quern.serve.worker import Limits
-from quern.temporaries import scratch_folder
 from quern.train import checkpoint
+
+WAITING_CONNECTIONS = 2048
+
+
+def _numbered(log: Callable[[str], None], number: int, line: str) -> None:
+    log(f"replica {number}: {line}")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def run(
     *,
     watch_seconds: float = 0,
     tls: tuple[Path, Path] | None = None,
-    replicas: int = 1,
+    replica: Place | None = None,
 ) -> None:
     """Serves until interrupted.
 
@@ -128,48 +130,21 @@ def run(
         host: The address to listen on.
         port: 0 picks a free one.
         tls: The files of the certificate and of its key, for HTTPS.
-        replicas: Processes that each have the models.
+        replica: The place of this process among replicas, whose port it shares; `port` is then unused.
 
     Raises:
         OSError: The port is taken, or a file cannot be read.
         FileNotFoundError, CheckpointError: As `runs.load.load`.
-        RuntimeError: A replica did not start.
-        ValueError: There are fewer GPUs than replicas.
     """
+    if replica:
+        log = partial(_numbered, log, replica.number)
     files = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
-    with listen(host, port) as listener:  # clients that come now wait until the model is compiled
-        address = f"at http{'s' if tls else ''}://{host}:{listener.getsockname()[1]}"
-        if replicas == 1:
-            app = open_app(sources, gate, limits, log, f" {address}", watch_seconds=watch_seconds)
-            serve(app, listener, app.state.models.thread, gate.trusted, **files)
-            return
-        with started(sources, replicas, limits, log, watch_seconds) as processes:
-            log(f"serving {', '.join(sources)} with {replicas} replicas {address}")
-            serve(create_router(processes.replicas, gate, processes.stop), listener, None, gate.trusted, **files)
-
-
-@contextlib.contextmanager
-def started(
-    sources: Mapping[str, Source], count: int, limits: Limits, log: Callable[[str], None], watch_seconds: float
-) -> Iterator[Processes]:
-    """The processes of replicas, all of them ready. On GPUs, each has one; on a CPU, they share the threads."""
-    machine = next(iter(sources.values())).machine
-    if machine.device.type == "cuda" and count > torch.cuda.device_count():
-        raise ValueError(f"--replicas {count} needs as many GPUs, and there are {torch.cuda.device_count()}")
-    flags = machine_flags(machine) | {"threads": max(1, machine.threads // count)}
-    names = {
-        name: (str(one.run_dir.out), one.run_dir.run, one.stage, one.prefix_megabytes) for name, one in sources.items()
-    }
-
-    def order(replica: Replica) -> dict[str, Any]:
-        shared = {"sources": names, "request_seconds": limits.seconds, "watch_seconds": watch_seconds}
-        return {"machine": flags, "path": str(replica.path), **shared}
-
-    with scratch_folder() as folder:
-        replicas = [Replica(number, folder / f"{number}.sock") for number in range(count)]
-        processes = Processes(replicas, order, worker_variables(machine), log)
-        try:
-            processes.start()
-            yield processes
-        finally:
-            processes.stop()
+    with listen(host, replica.own_port if replica else port) as own:  # clients that come now wait for the model
+        where = f" at http{'s' if tls else ''}://{host}:{own.getsockname()[1]}"
+        app = open_app(sources, gate, limits, log, where, watch_seconds=watch_seconds)
+        listeners = [own]
+        if replica:
+            listeners.append(listen(host, replica.port, shared=True))
+            listeners[1].listen(WAITING_CONNECTIONS)
+            replica.report_ready()
+        serve(app, listeners, app.state.models.thread, gate.trusted, **files)

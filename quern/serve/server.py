@@ -114,16 +114,16 @@ def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connection
 
 def serve(
     app: Starlette,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     engines: EngineThread | None = None,
     trusted: Sequence[str] = (),
     **tls: Any,
 ) -> None:
-    """Serves on a socket of `listen` until interrupted. Call it in the main thread.
+    """Serves on sockets of `listen` until interrupted. Call it in the main thread.
 
     Args:
         app: The application.
-        listener: Where clients connect.
+        listeners: Where clients connect.
         engines: What this thread runs meanwhile; the event loop has another thread.
         trusted: As in `configure`.
         tls: `ssl_certfile` and `ssl_keyfile` of uvicorn's Config.
@@ -137,13 +137,13 @@ def serve(
 
     def answer() -> None:
         try:
-            server.run(sockets=[listener])
+            server.run(sockets=list(listeners))
         finally:
             if engines is not None:
                 engines.end()
 
     thread = threading.Thread(target=answer, name="quern-http")
-    with ended_by_signals(server):
+    with ended_by_signals(server.handle_exit):
         if engines is not None:
             engines.elsewhere = True
         thread.start()
@@ -154,8 +154,8 @@ def serve(
 
 
 @contextlib.contextmanager
-def ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """SIGTERM and SIGINT ask a server in another thread to end; SIGINT then raises KeyboardInterrupt.
+def ended_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop`, a signal handler that asks the body to end; SIGINT then raises KeyboardInterrupt.
 
     SIGTERM is a normal end: Docker and scripts would read the default, death by the signal, as a failure.
     """
@@ -164,7 +164,7 @@ def ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         interrupted |= number == signal.SIGINT
-        server.handle_exit(number, frame)
+        stop(number, frame)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -176,13 +176,28 @@ def ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket. Raises ValueError or OSError naming the flag to change."""
+def listen(host: str, port: int, shared: bool = False) -> socket.socket:
+    """Opens a socket on which `serve` answers.
+
+    Args:
+        host: The address or name to listen on.
+        port: 0 picks a free one.
+        shared: Other processes of this user may open the same port so. The socket then only reserves the port, and
+            gets connections once its method `listen` is called.
+
+    Raises:
+        ValueError, OSError: The port cannot be opened. The message names the flag to change.
+    """
     if not 0 <= port <= 65535:
         raise ValueError(f"--port must be 0 (any that is free) to 65535, not {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        if not shared:
+            return socket.create_server((host, port), family=family)
+        opened = socket.socket(family)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        opened.bind((host, port))
+        return opened
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise OSError(f"cannot serve at {host}:{port} ({reason}): choose another --port or --host") from error

@@ -80,7 +80,7 @@ def test_the_main_thread_runs_the_engines_until_a_signal(number: signal.Signals)
     with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client, f"http://127.0.0.1:{listener.getsockname()[1]}")
         with ends:
-            serve(app, listener, app.state.models.thread)
+            serve(app, [listener], app.state.models.thread)
     assert asked.result() == 200
     assert threads == {threading.main_thread()}
 

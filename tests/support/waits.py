@@ -26,7 +26,7 @@ from quern.lab.search.storage import KernelLock
 from quern.machine import detect
 from quern.runs import load as loading
 from quern.runs.run_dir import RunDir
-from quern.serve.replicas.processes import Processes, Replica
+from quern.serve import replicas as serve_replicas
 from quern.stages.session import main_first
 from quern.temporaries import alone_in
 from quern.text import hub
@@ -118,6 +118,10 @@ def journal(folder: Path) -> None:
     KernelLock(str(folder / "journal")).acquire()
 
 
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def read_model(folder: Path) -> None:
     """A disk that does not answer."""
     checkpoints = folder / "runs/r/pretrain/checkpoints"
@@ -126,16 +130,12 @@ def read_model(folder: Path) -> None:
     RunDir.tokenizer = lambda self: None  # type: ignore[assignment]
     (checkpoints / "step-00000001").mkdir(parents=True)
     os.mkfifo(folder / "fifo")
-    loading.load(RunDir(folder, "r"), None, lambda line: print(line, file=sys.stderr, flush=True))  # type: ignore[arg-type]
+    loading.load(RunDir(folder, "r"), None, to_stderr)  # type: ignore[arg-type]
 
 
-def replicas(folder: Path) -> None:
-    order = {"machine": {}, "sources": {}, "path": str(folder)}
-    one = Processes([Replica(0, folder)], lambda _: order, lambda _: {}, lambda line: print(line, file=sys.stderr))
-    try:
-        one.start()
-    finally:
-        one.stop()
+def replicas() -> None:
+    machine = detect(device="cpu", threads=1, compile=False)
+    serve_replicas.run(["sleep", str(LONGEST_SECONDS)], 1, "127.0.0.1", 0, machine, to_stderr)
 
 
 def jax_processes() -> None:
@@ -160,7 +160,7 @@ WAITS = {
     "a busy server": lambda folder: download(folder, BUSY),
     "prepared text": lambda folder: GrowingCorpus(folder, "train", "mark", lambda known: time.sleep(0.5)),
     "a model": read_model,
-    "replicas": replicas,
+    "replicas": lambda folder: replicas(),
     "machines": lambda folder: machines(),
     "processes of JAX": lambda folder: jax_processes(),
 }

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from quern.bench.attention import Case, attention_seconds, example_masks
 from quern.bench.gpu.setup import GpuBench, worst_error
+from quern.bench.kernels import Case, attention_seconds, example_masks
 from quern.bench.measure import Figure, figure
 from quern.kernels.attention.attend import MaskSpec, attend_plain, visible
 from quern.kernels.attention.autotune import available, fits, kind_of

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quern.bench.cross_entropy import CAP, loss_inputs, loss_jobs, loss_paths
 from quern.bench.gpu.setup import GpuBench, worst_error
+from quern.bench.kernels import CAP, loss_inputs, loss_jobs, loss_paths
 from quern.bench.measure import Figure, figure, peak_bytes
 from quern.kernels import cross_entropy as kernels
 from quern.kernels.rope import rotate, rotate_normed, rotate_normed_plain, rotate_plain

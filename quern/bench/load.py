@@ -2,7 +2,7 @@
 
 A client of a closed loop sends its next request when the last one has ended; in an open loop, requests are sent at
 random times (Poisson), however many are open. Token ids are sent, so the server's tokenizer plays no part. Run as
-`python -m quern.serve.load`, with the settings of `Load` as JSON on standard input, it writes one JSON line for
+`python -m quern.bench.load`, with the settings of `Load` as JSON on standard input, it writes one JSON line for
 each request.
 
 Terms: TTFT, the time from sending a request to its first text; ITL, a gap between two pieces of text.

@@ -1,1 +1,0 @@
-"""Several server processes behind one port: the processes (processes.py, process.py), and who answers (router.py)."""
