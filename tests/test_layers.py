@@ -32,7 +32,7 @@ LAYERS = (
     ("stages", "serve"),
     ("stages.jax", "interop", "chat", "lab.axes"),
     ("bench", "estimate", "lab"),
-    ("bench.gpu", "lab.board", "lab.scaling", "lab.search"),
+    ("bench.gpu", "lab.board", "lab.ladder", "lab.scaling", "lab.search"),
     ("lab.log",),
     ("cli",),  # verbs over all of the above
     ("__main__",),
@@ -41,8 +41,9 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 LEAVES = {
     "report": {"stages.run_all"},
     "bench": {"bench.gpu"},
-    "lab": {"lab.board", "lab.log", "lab.scaling", "lab.search"},
-    "lab.axes": {"lab"},
+    "lab": {"lab.board", "lab.ladder", "lab.log", "lab.scaling", "lab.search"},
+    "lab.axes": {"lab", "lab.ladder"},
+    "lab.ladder": {"lab.log"},
     "lab.scaling": {"lab.log"},
     **{room: set() for room in ("bench.gpu", "estimate", "lab.board", "lab.log", "lab.search")},
 }

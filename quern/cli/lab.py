@@ -19,6 +19,7 @@ from quern.kernels.attention.autotune import select_attention
 from quern.lab import command
 from quern.lab.board import server
 from quern.lab.devices import DeviceOptions
+from quern.lab.ladder.command import run_calibrate, run_ladder
 from quern.lab.log import publish
 from quern.lab.names import start_facts
 from quern.lab.scaling import study as scaling
@@ -44,7 +45,17 @@ class _ScalingOptions(scaling.ScalingOptions):
 
 
 def _compare(rest: list[str], help_text: str) -> int:
+    if "--ladder" in rest:
+        return run_ladder("compare", rest, log, help_text)
     return command.run_compare(rest, log, help_text)
+
+
+def _ladder(rest: list[str], help_text: str) -> int:
+    return run_ladder("ladder", rest, log, help_text)
+
+
+def _calibrate(rest: list[str], help_text: str) -> int:
+    return run_calibrate(rest, log, help_text)
 
 
 def _sweep(rest: list[str], help_text: str) -> int:
@@ -83,6 +94,8 @@ def _plan(rest: list[str], help_text: str) -> int:
 
 TOOLS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
     "compare": (_compare, "compare ideas with a baseline over paired seeds, until the verdict"),
+    "ladder": (_ladder, "train the baseline on the ladder's rungs, for compute multipliers (compare … --ladder)"),
+    "calibrate": (_calibrate, "test a rung of the ladder on ideas whose outcome is known"),
     "sweep": (_sweep, "search over fields of the recipe"),
     "scaling": (_scaling, "train an IsoFLOP grid, and fit scaling laws to it"),
     "log": (_log, "write the experiment log, a page per study and the ideas' verdicts, from records"),

@@ -1,0 +1,22 @@
+"""Every peak rate is half the baseline's.
+
+Hypothesis: the baseline's rates are close to the best ones.
+Source: a known answer, to test a rung of the ladder with.
+Expected effect: worse, slightly.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.optim.groups import GroupRule, table
+from quern.recipe import Recipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+FACTOR = 0.5
+
+
+def rules(recipe: Recipe) -> dict[str, GroupRule]:
+    return {name: group._replace(lr=FACTOR * group.lr) for name, group in table(recipe).items()}
+
+
+RECIPE = replace(BASELINE, name="half_rate", make_rules=rules)

@@ -1,0 +1,14 @@
+"""Batches of 32,768 tokens, eight times those of small runs, at equal tokens.
+
+Hypothesis: above the critical batch, a larger one wastes tokens.
+Source: McCandlish et al. 2018 (arXiv 1812.06162): the critical batch of a short run is far smaller.
+Expected effect: worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="large_batch", train=TrainRecipe(batch_tokens=32_768))

@@ -1,0 +1,22 @@
+"""Ablation: queries and keys do not know their positions.
+
+Hypothesis: without positions attention cannot tell the last token from one long ago.
+Source: Haviv et al. 2022 (arXiv 2203.16634): without any positions a causal model is somewhat worse.
+Expected effect: worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class NoPositionsGPT(GPT):
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rotary(positions * 0)
+
+
+RECIPE = replace(BASELINE, name="no_positions", make_model=NoPositionsGPT, unused=(*BASELINE.unused, "model.rope_base"))

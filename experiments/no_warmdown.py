@@ -1,0 +1,14 @@
+"""Ablation: the rate does not fall at the end of the run.
+
+Hypothesis: the warm-down averages out the noise of the last steps.
+Source: Hägele et al. 2024 (arXiv 2405.18392): a cooldown from a constant rate lowers the loss.
+Expected effect: worse.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE as BASELINE
+
+RECIPE = replace(BASELINE, name="no_warmdown", train=TrainRecipe(warmdown_share=0.0))

@@ -1,0 +1,23 @@
+"""The baseline from other initial values.
+
+Hypothesis: initial values make noise and no difference.
+Source: a known answer, to test a rung of the ladder with.
+Expected effect: no difference.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from quern.model.gpt import GPT
+from quern.recipes.gpt import RECIPE as BASELINE
+
+OTHER = 1_000_003
+OWN_INITIAL_VALUES = ("*",)
+
+
+class OtherSeedGPT(GPT):
+    def initialize(self, seed: int) -> None:
+        super().initialize(seed + OTHER)
+
+
+RECIPE = replace(BASELINE, name="twin_other_seed", make_model=OtherSeedGPT)

@@ -1,0 +1,29 @@
+"""The feed-forward is eight times as wide as the stream, not four times.
+
+Hypothesis: more parameters lower the loss at equal steps, though not for free.
+Source: Kaplan et al. 2020 (arXiv 2001.08361): at equal tokens, more parameters are better.
+Expected effect: better at equal steps.
+Verdict: not yet measured.
+"""
+
+from dataclasses import replace
+
+from torch import nn
+
+from quern.model.gpt import GPT
+from quern.model.layers import SquaredReluMLP
+from quern.recipes.gpt import RECIPE as BASELINE
+
+
+class WideMLP(SquaredReluMLP):
+    def __init__(self, width: int, up_share: float) -> None:
+        super().__init__(width, up_share)
+        self.up = nn.Linear(width, 8 * width, bias=False)
+        self.down = nn.Linear(8 * width, width, bias=False)
+
+
+class WideGPT(GPT):
+    mlp_type = WideMLP
+
+
+RECIPE = replace(BASELINE, name="wide_mlp", make_model=WideGPT)

@@ -1,0 +1,205 @@
+"""`quern lab compare … --ladder`, `quern lab ladder` and `quern lab calibrate` on the command line."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from quern import machine as machines
+from quern.data.loader import windows
+from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_flags import named, parse
+from quern.lab.arms import Arm
+from quern.lab.axes.ngram import ngram_bits
+from quern.lab.devices import DeviceOptions
+from quern.lab.ladder.code import code_fingerprint
+from quern.lab.ladder.report import calibration, ladder_lines, read_answers, write_verdicts
+from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
+from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
+from quern.lab.ladder.work import WAIT_SECONDS, Options, Worker, check_proxy, in_process
+from quern.lab.names import check_name, start_facts
+from quern.recipe import Recipe
+from quern.recipes import load_recipe
+from quern.resolve import resolve
+from quern.stages.open_data import SHOWN
+from quern.stages.prepare import Prepared, prepare
+from quern.stages.pretrain import fit_to_text, make_batches
+
+SET_BY_RUNGS = ("depth", "model.width", "model.head_dim", "model.context", "text.vocab_size", "train.steps")
+
+
+@dataclass(frozen=True)
+class LadderOptions:
+    """Flags of the ladder: the text, and the rules of the study."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+    out: Path = Path("out")
+    """The output folder; studies are in its folder lab."""
+    study: Annotated[str | None, UNSAID] = None
+    """The study's name; an existing study continues, also in several processes at a time. Default: ladder."""
+    workers: int = 1
+    """Arms that train at the same time; on a CPU they share its threads."""
+    rungs: tuple[int, ...] = (0,)
+    """Rungs to climb, the lowest first. An idea goes up unless it is clearly worse or makes no difference."""
+    every: bool = False
+    """Take every idea up, whatever its verdict."""
+    ladder: bool = True
+    """Compare on the ladder."""
+    delta: float = 0.005
+    """Bits per byte. A smaller difference does not matter."""
+    alpha: float = 0.05
+    """The share of the ideas called better or worse that may be expected to make no difference."""
+    most_pairs: int = 8
+    """An idea that is not decided after so many pairs stays undecided."""
+    tune: str = ""
+    """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
+
+
+def run_calibrate(
+    rest: list[str], log: Callable[[str], None], description: str, rungs: Mapping[int, Rung] = RUNGS
+) -> int:
+    """`quern lab calibrate BASELINE ANSWERS.json`: trains the ideas of known outcome, which lie beside that file."""
+    if len(rest) < 2 or rest[1].startswith("-"):
+        if {"-h", "--help"} & set(rest):
+            return run_ladder("calibrate", rest, log, description, rungs)
+        raise ValueError(
+            "name a baseline and the known answers: quern lab calibrate experiments/baseline.py "
+            "experiments/known_answers.json --data FOLDER"
+        )
+    answers = read_answers(Path(rest[1]))
+    names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
+    arguments = [rest[0], *names, "--study", "calibration", *rest[2:]]
+    return run_ladder("calibrate", arguments, log, description, rungs, answers)
+
+
+def run_ladder(
+    verb: str,
+    rest: list[str],
+    log: Callable[[str], None],
+    description: str,
+    rungs: Mapping[int, Rung] = RUNGS,
+    answers: Mapping[str, Sequence[str]] | None = None,
+) -> int:
+    """Reads the command line after `quern lab VERB`, and climbs.
+
+    Args:
+        verb: compare, ladder or calibrate.
+        rest: The names of the baseline and the ideas, and flags.
+        log: Takes lines for the user.
+        description: Of the verb, for its help.
+        rungs: The ladder.
+        answers: Verdicts that are right, by idea, to test the lowest rung on.
+
+    Returns:
+        The exit code.
+    """
+    count = next((at for at, argument in enumerate(rest) if argument.startswith("-")), len(rest))
+    names, flags = rest[:count] or ["gpt"], rest[count:]
+    arms, options = list[Arm](), None
+    for name in names:
+        recipe, source = load_recipe(name)
+        parsed = parse(LadderOptions, recipe, flags, verb="lab compare", description=description)
+        options = options or parsed
+        path = Path(name) if source is not None else None
+        arms.append(Arm(path.stem if path else name, parsed.recipe, path, source))
+    assert options is not None
+    if set_by := sorted(set(SET_BY_RUNGS) & set(named(flags))):
+        raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
+    if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
+        raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
+    if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
+        raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
+    if len({arm.name for arm in arms}) < len(arms):
+        raise ValueError("two arms have one name: give every arm's file a name of its own")
+    command = shlex.join(["quern", "lab", verb, *rest])
+    return _climb(arms, options, command, answers or {}, rungs, log)
+
+
+def _climb(
+    arms: Sequence[Arm],
+    options: LadderOptions,
+    command: str,
+    answers: Mapping[str, Sequence[str]],
+    rungs: Mapping[int, Rung],
+    log: Callable[[str], None],
+) -> int:
+    base, device = arms[0], options.where.arguments(options.workers)
+    machine = machines.detect(**device)
+    sized = {rung: resolve(at_rung(base.recipe, one)) for rung, one in rungs.items()}
+    prepared = prepare(sized[min(rungs)], options.out, log)
+    facts = start_facts(machine, command)
+    plan = Plan(
+        base=base.name,
+        rungs={str(rung): one for rung, one in rungs.items()},
+        numbers={str(rung): numbers(one) for rung, one in sized.items()},
+        text=prepared.text[:SHOWN],
+        data=Path(base.recipe.data).name,
+        delta=options.delta,
+        alpha=options.alpha,
+        most_pairs=options.most_pairs,
+        tune=options.tune,
+        facts=facts,
+    )
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    records = [
+        ArmRecord(arm.name, now, facts["commit"], code_fingerprint(arm.source), arm.recipe.to_json(), arm.source or "")
+        for arm in arms
+    ]
+    folder = options.out / "lab" / check_name(options.study or "ladder")
+    study = open_study(folder, plan, records)
+    about = machine.describe()
+    told = f"{about['device']} {about['dtype']}{' compiled' if about['compiled'] else ''}, {about['threads']} threads, "
+    told += f"{about['processor']}, torch {about['torch']}"
+    asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every)
+    for rung in asked.rungs:
+        _count_ngrams(study, rung, sized[rung], prepared)
+        log(check_proxy(study, rung))
+    by_name = {arm.name: arm for arm in arms}
+
+    def work(number: int) -> None:
+        own = Study(folder)
+        Worker(own, by_name, in_process(options.out, device), told, log).run(asked)
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        for done in [pool.submit(work, number) for number in range(options.workers)]:
+            done.result()
+    study.refresh()
+    write_verdicts(study)
+    for line in ladder_lines(study):
+        log(line)
+    for line in calibration(study, min(asked.rungs), answers) if answers else ():
+        log(line)
+    return 0
+
+
+def _count_ngrams(study: Study, rung: int, recipe: Recipe, prepared: Prepared) -> None:
+    """Counts the n-grams of the tokens that seed 0 of the baseline reads at a rung, once for a study."""
+    while rung not in study.ngrams:
+        with study.claim(f"ngrams-{rung}") as mine:
+            if mine and rung not in study.ngrams:
+                study.add(BASELINES, {"rung": rung, **_ngrams(recipe, prepared)})
+        if not mine:
+            time.sleep(WAIT_SECONDS)
+            study.refresh()
+
+
+def _ngrams(recipe: Recipe, prepared: Prepared) -> dict[str, float]:
+    """The bits per byte of the n-grams, by order as text."""
+    recipe = fit_to_text(recipe, prepared)
+    batches, steps, context = make_batches(recipe, prepared.train), recipe.train.steps, recipe.model.context
+    assert steps and context
+    tokenizer = prepared.tokenizer
+    assert tokenizer.bos is not None
+    val = windows(prepared.val, context, rows=recipe.micro_batch_rows)
+    train = (batches.batch(step) for step in range(steps))
+    bits = ngram_bits(train, val, tokenizer.token_bytes(), tokenizer.bos)
+    return {str(order): round(value, 4) for order, value in bits.items()}

@@ -1,0 +1,193 @@
+"""Compute multipliers: how much less compute an idea needs than the baseline for the same loss, and how that changes.
+
+The baseline's loss over compute C is L(C) = E + A / C^α, fitted to its mean loss on each rung (Hestness et al. 2017,
+arXiv 1712.00409). An idea that at a rung spends c and is better by d than the baseline there has the multiplier
+m = C(L(C₀) + d) / c, where C₀ is what the baseline spends and C(·) inverts L: 1.08 means 8 % saved. Intervals are
+quantiles over draws of the baseline's means and of d; they do not cover the error of the law itself, which matters
+little here because C is close to C₀.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+DRAWS, SEED, LEVEL = 2_000, 7, 0.95
+LIMITS = 64
+"""Values of E that are tried, from 0 to 98 % of the lowest loss."""
+STEP = math.log(4)
+"""Distance of two rungs in ln C."""
+HOLDS = 0.02
+"""A multiplier that changes by less than this share from rung to rung holds."""
+Trend = Literal["grows", "holds", "fades", "unclear"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean loss, with its standard error, at a compute (FLOPs or seconds)."""
+
+    compute: float
+    loss: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+class Curve:
+    """The baseline's loss over compute: a fit, and DRAWS fits of redrawn means, whose first is the fit itself.
+
+    Two rungs give a straight line in logarithms (E = 0), three or more the whole law.
+
+    Args:
+        means: Of at least two rungs.
+    """
+
+    def __init__(self, means: Sequence[Mean]) -> None:
+        if len(means) < 2:
+            raise ValueError("the baseline's loss over compute needs two rungs: train it on another one")
+        self.means = sorted(means, key=lambda one: one.compute)
+        generator = np.random.default_rng(SEED)
+        noise = generator.standard_normal((DRAWS, len(means))) * (np.arange(DRAWS) > 0)[:, None]
+        losses_DR = np.array([one.loss for one in self.means]) + noise * np.array([one.error for one in self.means])
+        x_R = np.log([one.compute for one in self.means])
+        shares = np.linspace(0, 0.98, LIMITS) if len(means) > 2 else np.zeros(1)
+        best = np.full(DRAWS, math.inf)
+        self.limit, self.level, self.slope = np.zeros(DRAWS), np.zeros(DRAWS), np.zeros(DRAWS)
+        for share in shares:
+            limit = share * losses_DR.min(1)
+            y_DR = np.log(losses_DR - limit[:, None])
+            slope = ((x_R - x_R.mean()) * y_DR).sum(1) / np.square(x_R - x_R.mean()).sum()
+            level = y_DR.mean(1) - slope * x_R.mean()
+            misfit = np.square(limit[:, None] + np.exp(level[:, None] + slope[:, None] * x_R) - losses_DR).sum(1)
+            better = misfit < best
+            for kept, value in ((best, misfit), (self.limit, limit), (self.level, level), (self.slope, slope)):
+                kept[better] = value[better]
+
+    def loss(self, compute: float) -> Floats:
+        """The loss at a compute, by draw."""
+        return self.limit + np.exp(self.level + self.slope * math.log(compute))
+
+    def log_compute(self, loss_D: Floats) -> Floats:
+        """ln C at which the baseline reaches a loss, by draw; inf for a loss that it never reaches."""
+        above = loss_D - self.limit
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = (np.log(above) - self.level) / self.slope
+        return np.where(above > 0, found, math.inf)
+
+    def predict(self, compute: float) -> Estimate:
+        """The baseline's loss at a compute."""
+        return _estimate(self.loss(compute))
+
+
+def multiplier(curve: Curve, base: float, own: float, difference: float, error: float, degrees: float) -> Floats:
+    """ln of an idea's compute multiplier, by draw; the first is the estimate.
+
+    Args:
+        curve: Of the baseline.
+        base, own: Compute of a run of the baseline and of the idea.
+        difference, error, degrees: Idea − baseline in bits per byte, its standard error and degrees of freedom.
+    """
+    generator = np.random.default_rng(SEED + 1)
+    noise = generator.standard_t(min(degrees, 1e6), DRAWS) if degrees > 0 else np.full(DRAWS, math.nan)
+    noise[0] = 0.0
+    return curve.log_compute(curve.loss(base) + difference + error * noise) - math.log(own)
+
+
+def told(logs_D: Floats) -> Estimate:
+    """A multiplier from its logarithms."""
+    one = _estimate(logs_D)
+    return Estimate(*(math.exp(min(end, 700.0)) for end in (one.value, one.low, one.high)))
+
+
+def _estimate(values_D: Floats) -> Estimate:
+    low, high = np.nanquantile(values_D, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(float(values_D[0]), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a multiplier changes over the rungs. factor: multiplier of one rung over that of the rung below."""
+
+    factor: Estimate
+    trend: Trend
+
+
+def course(computes: Sequence[float], logs_RD: Sequence[Floats]) -> Course | None:
+    """Fits a line to ln m over ln C, weighted by the rungs' variances; None for one rung."""
+    found = _lines(computes, logs_RD)
+    if found is None:
+        return None
+    factor = told(found[1] * STEP)
+    if factor.low > 1:
+        return Course(factor, "grows")
+    if factor.high < 1:
+        return Course(factor, "fades")
+    return Course(factor, "holds" if factor.low >= 1 - HOLDS and factor.high <= 1 + HOLDS else "unclear")
+
+
+def _lines(computes: Sequence[float], logs_RD: Sequence[Floats]) -> tuple[Floats, Floats, float] | None:
+    """Height at the mean, slope by draw, and the mean of ln C."""
+    if len(computes) < 2:
+        return None
+    x_R, y_RD = np.log(computes), np.array(logs_RD)
+    weights_R = 1 / np.maximum(np.nanvar(y_RD, axis=1), 1e-8)
+    weights_R /= weights_R.sum()
+    middle = float(weights_R @ x_R)
+    height_D = weights_R @ y_RD
+    slope_D = (weights_R * (x_R - middle)) @ y_RD / (weights_R @ np.square(x_R - middle))
+    return height_D, slope_D, middle
+
+
+def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float, spread: float) -> Floats:
+    """ln m at a larger compute, predicted from the rungs below, by draw.
+
+    The slope of one idea is shrunk towards 0, the multiplier that holds, as its error is large against the spread of
+    the true slopes (a normal prior).
+
+    Args:
+        computes, logs_RD: Of the rungs below.
+        to: The compute at which to predict.
+        spread: Standard deviation of the true slopes over the ideas, per unit of ln C.
+    """
+    generator = np.random.default_rng(SEED + 2)
+    found = _lines(computes, logs_RD)
+    if found is None:
+        height_D, slope_D, middle, variance = logs_RD[0], np.zeros(DRAWS), math.log(computes[0]), math.inf
+    else:
+        height_D, slope_D, middle = found
+        variance = float(np.nanvar(slope_D))
+    trust = 0.0 if not spread else spread**2 / (spread**2 + variance)
+    remaining = spread * math.sqrt(1 - trust)  # standard deviation of the slope, given the estimate
+    noise = generator.standard_normal(DRAWS) * remaining
+    noise[0] = 0.0
+    slope_D = trust * slope_D[0] + noise
+    return height_D + slope_D * (math.log(to) - middle)
+
+
+def slope_spread(courses: Mapping[str, tuple[Sequence[float], Sequence[Floats]]]) -> float:
+    """Standard deviation of the true slopes of ln m over ln C among ideas, by moments."""
+    lines = [found for one in courses.values() if (found := _lines(*one)) is not None]
+    if len(lines) < 2:
+        return 0.0
+    slopes = [float(slope_D[0]) for _, slope_D, _ in lines]
+    noise = [float(np.nanvar(slope_D)) for _, slope_D, _ in lines]
+    return math.sqrt(max(0.0, float(np.mean(np.square(slopes)) - np.mean(noise))))

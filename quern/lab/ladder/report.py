@@ -1,0 +1,239 @@
+"""What a study on the ladder says: verdicts and compute multipliers by rung, their trend, the test of the predictions,
+and how many known answers come out right."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quern.lab.ladder.multiplier import (
+    Course,
+    Curve,
+    Estimate,
+    Floats,
+    Mean,
+    course,
+    extrapolate,
+    multiplier,
+    slope_spread,
+    told,
+)
+from quern.lab.ladder.study import Study, TrialRecord
+from quern.lab.ladder.work import chosen, judged
+from quern.lab.verdict import Finding, Judgement, Rules, reach
+from quern.records import read_json, strict
+from quern.temporaries import write_whole
+from quern.terminal import grid
+
+FEWEST_RIGHT = 12 / 14
+"""Share of the known answers that a rung must get right."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """An idea on the ladder: by rung its finding and ln of its multipliers, drawn; and their course."""
+
+    idea: str
+    findings: dict[int, Finding]
+    flops: dict[int, Floats] = field(default_factory=dict)
+    seconds: dict[int, Floats] = field(default_factory=dict)
+    computes: dict[int, float] = field(default_factory=dict)
+    """FLOPs of the baseline by rung."""
+
+    @property
+    def course(self) -> Course | None:
+        rungs = sorted(self.flops)
+        return course([self.computes[rung] for rung in rungs], [self.flops[rung] for rung in rungs])
+
+    def best(self) -> float:
+        """The multiplier on the highest rung, by which tables are sorted."""
+        return float(self.flops[max(self.flops)][0]) if self.flops else -math.inf
+
+
+def rows(study: Study) -> list[Row]:
+    """All ideas of a study, the largest multiplier on its highest rung first."""
+    judgements = judgements_of(study)
+    flops, seconds = (baseline_curve(study, axis) for axis in ("flops", "seconds"))
+    found: list[Row] = []
+    for idea in study.ideas:
+        row = Row(idea, {rung: one.findings[idea] for rung, one in judgements.items() if idea in one.findings})
+        for rung, finding in row.findings.items():
+            base, own = _finished(study, study.plan.base, rung), _finished(study, idea, rung)
+            if flops is None or finding.pairs < 2:
+                continue
+            parts = finding.difference, finding.error, finding.degrees
+            spent = statistics.fmean(one.flops for one in base)
+            row.computes[rung] = spent
+            row.flops[rung] = multiplier(flops, spent, statistics.fmean(one.flops for one in own), *parts)
+            speed = study.speeds.get((idea, rung))
+            if speed is not None and seconds is not None:
+                time = statistics.median(one.seconds for one in base)
+                error = math.hypot(finding.error, 0.0)
+                row.seconds[rung] = multiplier(seconds, time, time * speed["ratio"], parts[0], error, parts[2])
+        found.append(row)
+    return sorted(found, key=lambda row: -row.best())
+
+
+def judgements_of(study: Study) -> dict[int, Judgement]:
+    """The judgement on each rung that has finished trials of ideas."""
+    found = {int(rung): judged(study, int(rung)) for rung in study.plan.rungs}
+    return {rung: one for rung, one in sorted(found.items()) if one.findings}
+
+
+def _finished(study: Study, arm: str, rung: int) -> list[TrialRecord]:
+    return [one for one in study.runs(arm, rung, chosen(study, arm)).values() if one.bpb is not None]
+
+
+def baseline_curve(study: Study, axis: str, most: float = math.inf) -> Curve | None:
+    """The baseline's loss over FLOPs or seconds; None for fewer than two rungs with two seeds.
+
+    Args:
+        study: Open.
+        axis: "flops" or "seconds".
+        most: Only the rungs up to this number count.
+    """
+    means: list[Mean] = []
+    for rung in map(int, study.plan.rungs):
+        trials = _finished(study, study.plan.base, rung)
+        if len(trials) < 2 or rung > most:
+            continue
+        scores = [one.bpb for one in trials if one.bpb is not None]
+        compute = statistics.median(getattr(one, axis) for one in trials)
+        means.append(Mean(compute, statistics.fmean(scores), statistics.stdev(scores) / math.sqrt(len(scores))))
+    return Curve(means) if len(means) > 1 else None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """An idea's multiplier on the top rung, as the rungs below predict it and as it was measured."""
+
+    idea: str
+    rung: int
+    predicted: Estimate
+    measured: float
+
+    @property
+    def holds(self) -> bool:
+        return self.predicted.holds(self.measured)
+
+
+def predictions(study: Study, found: Sequence[Row]) -> list[Prediction]:
+    """Predicts each idea's multiplier on its highest rung from those below, without a trial of that rung.
+
+    The interval is that of the measurement: it has the error of the prediction and that of the measured value.
+    """
+    made: list[Prediction] = []
+    for row in found:
+        rungs = sorted(row.flops)
+        if len(rungs) < 2:
+            continue
+        top, below = rungs[-1], rungs[:-1]
+        curve = baseline_curve(study, "flops", most=below[-1])
+        others = {one.idea: _part(one, below) for one in found if len(set(below) & set(one.flops)) > 1}
+        spread = slope_spread(others)
+        computes, logs = _part(row, below)
+        if curve is None:
+            continue
+        logs_D = extrapolate(computes, logs, row.computes[top], spread)
+        noise = row.flops[top] - row.flops[top][0]
+        made.append(Prediction(row.idea, top, told(logs_D + noise), math.exp(float(row.flops[top][0]))))
+    return made
+
+
+def _part(row: Row, rungs: Sequence[int]) -> tuple[list[float], list[Floats]]:
+    kept = [rung for rung in rungs if rung in row.flops]
+    return [row.computes[rung] for rung in kept], [row.flops[rung] for rung in kept]
+
+
+def ladder_lines(study: Study) -> list[str]:
+    """Tables for the user: verdicts by rung, multipliers with their course, and the test of the predictions."""
+    found, judgements = rows(study), judgements_of(study)
+    lines: list[str] = []
+    for rung, judgement in judgements.items():
+        scores = [one.bpb for one in _finished(study, study.plan.base, rung) if one.bpb is not None]
+        noise = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+        lines.append(
+            f"rung {rung}: {study.plan.base} {statistics.fmean(scores):.4f}{noise} bits per byte over {len(scores)} "
+            f"seeds; SD of a pair's difference {judgement.sd:.4f}; A/A floor {_cell(judgement.floor)}"
+        )
+        on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
+        head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
+        lines += grid(head, [_cells(row, rung) for row in on_rung])
+    courses = [(row.idea, one) for row in found if (one := row.course) is not None]
+    if courses:
+        lines.append("the multiplier from one rung to the next:")
+        lines += grid(("idea", "factor", "trend"), [[idea, str(one.factor), one.trend] for idea, one in courses])
+    made = predictions(study, found)
+    if made:
+        held = sum(one.holds for one in made)
+        lines.append(f"prediction of the top rung: the interval holds for {held} of {len(made)} ideas")
+        rows_ = [[one.idea, str(one.rung), str(one.predicted), f"{one.measured:.3f}"] for one in made]
+        lines += grid(("idea", "rung", "predicted", "measured"), rows_)
+    return lines
+
+
+def _cells(row: Row, rung: int) -> list[str]:
+    one = row.findings[rung]
+    flops, seconds = (str(told(logs[rung])) if rung in logs else "" for logs in (row.flops, row.seconds))
+    return [row.idea, str(one.pairs), f"{one.difference:+.4f}", interval(one), one.verdict, flops, seconds]
+
+
+def interval(finding: Finding) -> str:
+    """The interval of a finding, with … for an end that is not finite."""
+    return f"[{', '.join(format(end, '+.4f') if math.isfinite(end) else '…' for end in finding.interval)}]"
+
+
+def _cell(finding: Finding | None) -> str:
+    return "not measured" if finding is None else f"{finding.difference:+.4f} {interval(finding)}, {finding.verdict}"
+
+
+def write_verdicts(study: Study) -> None:
+    """Writes `verdicts.json`, which the board reads. It is derived from the records."""
+    body: list[dict[str, Any]] = []
+    for row in rows(study):
+        for rung, one in row.findings.items():
+            cell = {"idea": row.idea, "axis": f"steps, rung {rung}", "n": one.pairs, "mean": one.difference}
+            body.append(strict({**cell, "interval": list(one.interval), "verdict": one.verdict, **asdict(one)}))
+    write_whole(study.folder / "verdicts.json", json.dumps(body, indent=1) + "\n")
+
+
+# Calibration ------------------------------------------------------------------------------------------------
+
+
+def read_answers(path: Path) -> dict[str, list[str]]:
+    """The known answers: by idea, the verdicts that are right."""
+    return read_json(path, dict[str, list[str]])
+
+
+def calibration(study: Study, rung: int, answers: Mapping[str, Sequence[str]]) -> list[str]:
+    """Says how many known answers a rung gets right, its noise, and what it can find."""
+    judgement = judged(study, rung)
+    lines = list[list[str]]()
+    right = 0
+    for idea, expected in answers.items():
+        one = judgement.findings.get(idea)
+        got = "not measured" if one is None else one.verdict
+        ok = any(got == verdict or got == f"{verdict}, small" for verdict in expected)
+        right += ok
+        difference = "" if one is None else f"{one.difference:+.4f}"
+        lines.append([idea, " or ".join(expected), got, difference, "right" if ok else "wrong"])
+    scores = [one.bpb for one in _finished(study, study.plan.base, rung) if one.bpb is not None]
+    known = [one.correlation for one in judgement.findings.values() if math.isfinite(one.correlation)]
+    usable = "it may judge" if right >= FEWEST_RIGHT * len(answers) else "do not use it"
+    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "not measured"
+    together = f"{statistics.median(known):.2f}" if known else "not measured"
+    told_ = [
+        *grid(("idea", "known answer", "verdict", "difference", ""), lines),
+        f"rung {rung}: {right} of {len(answers)} known answers are right: {usable}",
+        f"noise: SD of {len(scores)} seeds {spread} bits per byte, SD of a pair's difference {judgement.sd:.4f}, "
+        f"correlation of pairs {together}",
+    ]
+    for pairs in (3, 5, 8, 12):
+        found = reach(judgement.sd, Rules(study.plan.delta, pairs, study.plan.alpha), max(1, len(study.ideas)), 2)
+        told_.append(f"{pairs} pairs find an effect of {found.effect:.4f}, and can show a δ of {found.delta:.4f}")
+    return told_

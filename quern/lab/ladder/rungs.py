@@ -1,0 +1,90 @@
+"""The rungs of the ladder: sizes on the baseline's compute-optimal line, about a factor of four in FLOPs apart.
+
+Every rung reads its text once, and trains its whole schedule. All rungs share one vocabulary and one context, because
+both change the loss by themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quern.recipe import OPERATIONAL, Recipe
+from quern.resolve import resolve
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A size, and how long it trains. Units: layers, channels, tokens, optimizer steps."""
+
+    depth: int
+    width: int
+    head_dim: int
+    context: int
+    vocab_size: int
+    batch_tokens: int
+    steps: int
+
+
+RUNGS: Mapping[int, Rung] = {
+    0: Rung(depth=4, width=64, head_dim=32, context=256, vocab_size=4096, batch_tokens=4096, steps=540),
+    1: Rung(depth=4, width=96, head_dim=32, context=256, vocab_size=4096, batch_tokens=4096, steps=1120),
+    2: Rung(depth=6, width=128, head_dim=32, context=256, vocab_size=4096, batch_tokens=4096, steps=2240),
+    3: Rung(depth=6, width=192, head_dim=64, context=256, vocab_size=4096, batch_tokens=8192, steps=2240),
+}
+"""By number. Five tokens for each parameter of matrices and head on every rung, so that 64 MB of text suffice for all
+of them. At 7e12 and 1.2e13 FLOPs, wider models on fewer tokens were worse; docs/ladder.md has the measurements."""
+
+UNRELATED = ("schema", "name", "data", "val", "conversations", "sft", "rl", "shards", "seed", "data_seed")
+"""Parts of a recipe that do not decide what a trial learns, or that its record names apart."""
+
+
+def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
+    """Returns the recipe at the size and the length of a rung; what the recipe itself sets stays, but for its depth.
+
+    Raises:
+        ValueError: The recipe sets its width, so it is an idea about one size.
+    """
+    if recipe.model.width is not None:
+        raise ValueError(
+            f"{recipe.name} sets model.width, which a rung sets: give the idea a file that scales with depth"
+        )
+    shape, text, train = recipe.model, recipe.text, recipe.train
+    return replace(
+        recipe,
+        depth=rung.depth,
+        model=replace(
+            shape,
+            width=rung.width,
+            head_dim=shape.head_dim or rung.head_dim,
+            context=shape.context or rung.context,
+        ),
+        text=replace(text, vocab_size=text.vocab_size or rung.vocab_size),
+        train=replace(
+            train,
+            steps=train.steps or _steps(rung, train.batch_tokens),
+            batch_tokens=train.batch_tokens or rung.batch_tokens,
+        ),
+    )
+
+
+def _steps(rung: Rung, batch_tokens: int | None) -> int:
+    """The steps that read the rung's tokens, also where the idea has a batch of its own."""
+    return max(1, round(rung.steps * rung.batch_tokens / (batch_tokens or rung.batch_tokens)))
+
+
+def numbers(recipe: Recipe) -> str:
+    """Returns the fingerprint (16 hex digits) of a resolved recipe's numbers: what it learns follows from them.
+
+    Verdicts on a baseline with other numbers are on an old baseline.
+    """
+    body: dict[str, Any] = resolve(recipe).to_json()
+    for name in UNRELATED:
+        body.pop(name, None)
+    for name in OPERATIONAL:
+        part, _, field = name.partition(".")
+        body[part].pop(field, None)
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,284 @@
+"""Decides which trials of a study come next, claims them, and trains them, until every idea is judged."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quern.lab.arms import Arm, Arms, Order
+from quern.lab.ladder.rungs import at_rung
+from quern.lab.ladder.study import TRIALS, Study, TrialRecord
+from quern.lab.verdict import Judgement, Rules, judge
+from quern.recipe import Recipe
+from quern.records import strict
+
+LOOKS = (3, 5, 8, 12, 16)
+"""An idea is judged after so many pairs: they train in one process, which compiles once."""
+TUNE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
+"""What the tuned field is multiplied by, for every arm."""
+TUNE_SEEDS = (1_000, 1_001)
+"""Seeds that no verdict uses."""
+CURVE_SEEDS = 3
+"""Seeds of the baseline on the rung above the highest one, which its loss over compute needs."""
+LEAST_MARGIN = 0.02
+"""Bits per byte by which a baseline must be below the trigram that counts its tokens, and three standard errors."""
+SETTLED = ("worse", "worse, small", "no difference", "fails")
+"""Verdicts with which an idea does not go up."""
+WAIT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Trials of one arm at one rung, which one process trains. value: of the tuned field, or None."""
+
+    arm: str
+    rung: int
+    seeds: tuple[int, ...]
+    value: float | None = None
+
+    @property
+    def claim(self) -> str:
+        return f"{self.rung}-{self.arm}-{self.seeds[0]}{'' if self.value is None else f'-{self.value:g}'}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a start asks for, which may differ between the starts of a study.
+
+    Args:
+        rungs: Numbers of the rungs, ascending.
+        every: Whether ideas go up whatever their verdict.
+        first_seed: Seed of the first pair.
+        ideas: The ideas that this start works on.
+    """
+
+    rungs: Sequence[int]
+    ideas: Sequence[str]
+    every: bool = False
+    first_seed: int = 0
+
+
+def judged(study: Study, rung: int) -> Judgement:
+    """The verdicts on all ideas of a study at a rung, at equal steps."""
+    plan = study.plan
+    rules = Rules(plan.delta, plan.most_pairs, plan.alpha)
+    runs = {name: _scores(study, name, rung) for name in study.ideas if study.runs(name, rung, chosen(study, name))}
+    return judge(_scores(study, plan.base, rung), runs, rules)
+
+
+def _scores(study: Study, arm: str, rung: int) -> dict[int, float | None]:
+    return {seed: trial.bpb for seed, trial in study.runs(arm, rung, chosen(study, arm)).items()}
+
+
+def chosen(study: Study, arm: str) -> float | None:
+    """The best value of the tuned field for an arm, by its trials on the lowest rung; None without tuning."""
+    if not study.plan.tune:
+        return None
+    lowest = min(map(int, study.plan.rungs))
+    means: dict[float, float] = {}
+    for (name, rung, value), trials in study.trials.items():
+        scores = [trials[seed].bpb for seed in TUNE_SEEDS if seed in trials]
+        if name == arm and rung == lowest and value is not None and len(scores) == len(TUNE_SEEDS):
+            means[value] = statistics.fmean(8.0 if score is None else score for score in scores)
+    return min(means, key=lambda value: means[value], default=None)
+
+
+def wanted(study: Study, options: Options, values: Mapping[str, Sequence[float]]) -> list[Job]:
+    """The jobs that the study lacks now. An empty list: all ideas of this start are judged."""
+    plan, base, lowest = study.plan, study.plan.base, min(map(int, study.plan.rungs))
+    if plan.tune:
+        jobs = [
+            Job(arm, lowest, missing, value)
+            for arm in (base, *options.ideas)
+            for value in values[arm]
+            if (missing := tuple(seed for seed in TUNE_SEEDS if seed not in study.runs(arm, lowest, value)))
+        ]
+        if jobs:
+            return jobs
+    ideas = list(options.ideas)
+    for rung in options.rungs:
+        if jobs := _at_rung(study, options, rung, ideas):
+            return jobs
+        verdicts = judged(study, rung).findings
+        if not options.every:  # an idea that cannot be trained at this rung goes up
+            ideas = [name for name in ideas if name not in verdicts or verdicts[name].verdict not in SETTLED]
+    above = max(options.rungs) + 1
+    if str(above) in plan.rungs:
+        return _baseline(study, options, above, CURVE_SEEDS)
+    return []
+
+
+def _at_rung(study: Study, options: Options, rung: int, ideas: Sequence[str]) -> list[Job]:
+    plan = study.plan
+    first = min(LOOKS[0], plan.most_pairs)
+    if jobs := _baseline(study, options, rung, first):
+        return jobs
+    check_proxy(study, rung)
+    verdicts = judged(study, rung).findings
+    jobs, most = [], first
+    for name in ideas:
+        runs = study.runs(name, rung, chosen(study, name))
+        if any(one.error for one in runs.values()):
+            continue
+        found = verdicts.get(name)
+        pairs = len([seed for seed in runs if seed - options.first_seed < plan.most_pairs])
+        if found is not None and pairs >= first and found.verdict != "undecided":
+            most = max(most, pairs)
+            continue
+        goal = next((look for look in (*LOOKS, plan.most_pairs) if look > pairs), plan.most_pairs)
+        goal = min(goal, plan.most_pairs)
+        most = max(most, goal)
+        if missing := tuple(seed for seed in _seeds(options, goal) if seed not in runs):
+            jobs.append(Job(name, rung, missing, chosen(study, name)))
+    # Twice the first look's seeds of the baseline: the further ones are compared with the others, an A/A floor.
+    return [*_baseline(study, options, rung, max(most, 2 * first)), *jobs]
+
+
+def _baseline(study: Study, options: Options, rung: int, count: int) -> list[Job]:
+    value = chosen(study, study.plan.base)
+    runs = study.runs(study.plan.base, rung, value)
+    missing = [seed for seed in _seeds(options, count) if seed not in runs]
+    parts = (missing[at : at + CURVE_SEEDS] for at in range(0, len(missing), CURVE_SEEDS))
+    return [Job(study.plan.base, rung, tuple(seeds), value) for seeds in parts]
+
+
+def _seeds(options: Options, count: int) -> range:
+    return range(options.first_seed, options.first_seed + count)
+
+
+Train = Callable[[Arm, Job, int], Iterator[dict[str, Any]]]
+"""(arm at its size, job, steps) → for each seed of the job a `trainer.Trial` as JSON."""
+
+
+def in_process(out: Path, machine: Mapping[str, Any]) -> Train:
+    """Returns what trains the seeds of a job in one child process, which compiles once.
+
+    Args:
+        out: The folder of tokenizers and token shards.
+        machine: Arguments of `machine.detect`.
+    """
+
+    def train(arm: Arm, job: Job, steps: int) -> Iterator[dict[str, Any]]:
+        with Arms({arm.name: arm}, out, machine, most=1) as processes:
+            for seed in job.seeds:
+                order = Order(arm.name, seed, steps, seed, seed, evaluations=2)
+                for _, trial in processes.train([order]):
+                    yield trial.to_json()
+
+    return train
+
+
+class Worker:
+    """Trains the jobs of a study, one after another, beside other workers.
+
+    Args:
+        study: Open.
+        arms: By name: the recipe of each arm, not sized, with its file.
+        train: Trains a job.
+        about: The machine, for the records.
+        log: Takes lines for the user.
+    """
+
+    def __init__(
+        self, study: Study, arms: Mapping[str, Arm], train: Train, about: str, log: Callable[[str], None]
+    ) -> None:
+        self.study, self.arms, self.train, self.about, self.log = study, arms, train, about, log
+        self.commit, self.changed = _commit()
+
+    def run(self, options: Options) -> None:
+        """Works until nothing is wanted, beside other processes."""
+        values = {name: tuned_values(self.study, arm.recipe) for name, arm in self.arms.items()}
+        while jobs := wanted(self.study, options, values):
+            for job in jobs:
+                with self.study.claim(job.claim) as mine:
+                    if mine and job in wanted(self.study, options, values):
+                        self._train(job)
+                        break
+            else:
+                time.sleep(WAIT_SECONDS)  # other processes train all of them
+                self.study.refresh()
+
+    def _train(self, job: Job) -> None:
+        arm, rung = self.arms[job.arm], self.study.plan.rungs[str(job.rung)]
+        base = TrialRecord(
+            job.arm,
+            job.rung,
+            -1,
+            job.value,
+            commit=self.commit,
+            changed=self.changed,
+            machine=self.about,
+            text=self.study.plan.text,
+            numbers=self.study.plan.numbers[str(job.rung)],
+            code=self.study.arms[job.arm].code,
+        )
+        try:
+            recipe = at_rung(with_value(arm.recipe, self.study.plan.tune, job.value), rung)
+            for trial in self.train(replace(arm, recipe=recipe), job, recipe.train.steps or 1):
+                names = TrialRecord.__dataclass_fields__.keys() & trial.keys()
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                self._keep(replace(base, **{name: trial[name] for name in names}, time=now))
+        except (RuntimeError, ValueError) as error:
+            self._keep(replace(base, seed=job.seeds[0], error=str(error)[:300]))
+
+    def _keep(self, trial: TrialRecord) -> None:
+        defaults = asdict(TrialRecord("", -1, -1))
+        body = {name: value for name, value in asdict(trial).items() if value != defaults[name]}
+        self.study.add(TRIALS, strict(body))
+        score = trial.error or ("diverged" if trial.bpb is None else f"{trial.bpb:.4f} bits per byte")
+        value = "" if trial.value is None else f", {self.study.plan.tune} {trial.value:g}"
+        self.log(f"rung {trial.rung}, {trial.recipe}{value}, seed {trial.seed}: {score}, {trial.seconds:,.0f} s")
+
+
+def with_value(recipe: Recipe, field: str, value: float | None) -> Recipe:
+    """The recipe with a value of its optimizer's field; unchanged for None."""
+    return recipe if value is None else replace(recipe, optim=replace(recipe.optim, **{field: value}))
+
+
+def tuned_values(study: Study, recipe: Recipe) -> list[float]:
+    """The values of the tuned field that an arm tries."""
+    return [factor * getattr(recipe.optim, study.plan.tune) for factor in TUNE_FACTORS] if study.plan.tune else []
+
+
+def check_proxy(study: Study, rung: int) -> str:
+    """Compares the baseline with the n-grams that count the same tokens.
+
+    Returns:
+        A line for the user.
+
+    Raises:
+        ValueError: The baseline is not clearly below the trigram, so its verdicts would mean nothing.
+    """
+    known = study.ngrams[rung]
+    scores = [one for one in _scores(study, study.plan.base, rung).values() if one is not None]
+    told = f"rung {rung}: unigram {known['1']:.3f}, bigram {known['2']:.3f}, trigram {known['3']:.3f} bits per byte"
+    if not scores:
+        return told
+    mean = statistics.fmean(scores)
+    error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
+    told += f"; {study.plan.base} {mean:.4f} over {len(scores)} seeds"
+    if mean > known["3"] - max(LEAST_MARGIN, 3 * error):
+        raise ValueError(
+            f"{told}: the baseline is not clearly below the trigram, so this rung is no proxy: train longer"
+        )
+    return told
+
+
+def _commit() -> tuple[str | None, tuple[str, ...]]:
+    """The commit of quern's code, and the files that differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
+    return git("rev-parse", "--short=12", "HEAD") or None, tuple(line[3:] for line in changed[:20])

@@ -1,0 +1,235 @@
+"""The ladder against laws that are known: runs drawn from a loss over compute, ideas that save a share of it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quern.lab.arms import Arm
+from quern.lab.ladder.code import code_fingerprint
+from quern.lab.ladder.multiplier import Curve, Mean, course, multiplier, told
+from quern.lab.ladder.report import ladder_lines, predictions, rows
+from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
+from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
+from quern.lab.ladder.work import Job, Options, Worker, check_proxy, judged
+from quern.recipe import TrainRecipe
+from quern.recipes.gpt import RECIPE
+from quern.resolve import resolve
+
+SIZES = {0: 1e13, 1: 4e13, 2: 1.6e14}
+"""FLOPs of the baseline by rung."""
+
+
+def loss(compute: float) -> float:
+    return 1.2 + 300.0 * compute**-0.19
+
+
+def rung_of(job: Job) -> float:
+    return SIZES[job.rung]
+
+
+class Drawn:
+    """Draws the runs of arms that save a share of the compute, with paired noise; counts the trials."""
+
+    def __init__(self, savings: dict[str, dict[int, float]], noise: float = 0.002) -> None:
+        self.savings, self.noise = savings, noise
+        self.trained: list[tuple[str, int, int]] = []
+
+    def __call__(self, arm: Arm, job: Job, steps: int) -> Iterator[dict[str, Any]]:
+        for seed in job.seeds:
+            self.trained.append((job.arm, job.rung, seed))
+            own = np.random.default_rng([seed, len(job.arm), job.rung]).normal() * self.noise
+            shared = np.random.default_rng([seed, job.rung]).normal() * self.noise
+            factor = self.savings.get(job.arm, {}).get(job.rung, 1.0)
+            bpb = loss(SIZES[job.rung] * factor) + shared + own
+            flops = SIZES[job.rung]
+            yield {"bpb": bpb, "seed": seed, "steps": steps, "flops": flops, "seconds": flops / 1e11}
+
+
+def make(folder: Path, arms: list[str], most_pairs: int = 8) -> tuple[Study, dict[str, Arm]]:
+    recipes = {name: Arm(name, replace(RECIPE, name=name)) for name in arms}
+    plan = Plan(
+        base=arms[0],
+        rungs={str(rung): RUNGS[rung] for rung in SIZES},
+        numbers={str(rung): "" for rung in SIZES},
+        text="",
+        data="",
+        delta=0.005,
+        alpha=0.05,
+        most_pairs=most_pairs,
+        tune="",
+        facts={},
+    )
+    study = open_study(folder, plan, [ArmRecord(name, "", None, "", {}, "") for name in arms])
+    for rung in SIZES:
+        if rung not in study.ngrams:
+            study.add(BASELINES, {"rung": rung, "1": 3.0, "2": 2.9, "3": 2.8})
+    return study, recipes
+
+
+SAVINGS = {
+    "grows": {0: 1.05, 1: 1.25, 2: 1.5},
+    "fades": {0: 1.6, 1: 1.3, 2: 1.05},
+    "steady": {0: 1.3, 1: 1.3, 2: 1.3},
+    "wrecks": {0: 0.5, 1: 0.5, 2: 0.5},
+    "idles": {},
+}
+
+
+def climb(folder: Path, **options: Any) -> tuple[Study, Drawn]:
+    study, arms = make(folder, ["base", *SAVINGS])
+    drawn = Drawn(SAVINGS)
+    Worker(study, arms, drawn, "", lambda line: None).run(
+        Options(**{"rungs": (0, 1, 2), "ideas": list(SAVINGS), **options})
+    )
+    return study, drawn
+
+
+def test_multipliers_are_those_that_the_runs_were_drawn_with(tmp_path: Path) -> None:
+    study, _ = climb(tmp_path / "study", every=True)
+    found = {row.idea: row for row in rows(study)}
+    for idea, savings in SAVINGS.items():
+        for rung in SIZES:
+            true, one = savings.get(rung, 1.0), told(found[idea].flops[rung])
+            assert one.value == pytest.approx(true, rel=0.1), (idea, rung, one)
+    trends = {idea: row.course and row.course.trend for idea, row in found.items()}
+    assert (trends["grows"], trends["fades"]) == ("grows", "fades")
+    assert trends["steady"] in ("holds", "unclear") and trends["idles"] in ("holds", "unclear")
+    assert judged(study, 0).findings["wrecks"].verdict == "worse"
+    text = "\n".join(ladder_lines(study))
+    assert "prediction of the top rung" in text and "multiplier" in text
+
+
+def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
+    study, drawn = climb(tmp_path / "study")
+    up = {arm for arm, rung, _ in drawn.trained if rung > 0}
+    assert {"base", "steady"} <= up and not {"wrecks", "idles"} & up
+    assert len(drawn.trained) == len(set(drawn.trained))
+    assert len(study.runs("base", 0)) >= 6, "the baseline has further seeds for the A/A floor"
+
+
+def test_a_prediction_holds_where_the_trend_goes_on(tmp_path: Path) -> None:
+    study, _ = climb(tmp_path / "study", every=True)
+    made = predictions(study, rows(study))
+    assert len(made) == len(SAVINGS)
+    assert sum(one.holds for one in made) >= len(made) - 1
+
+
+def test_two_workers_share_a_study_and_it_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    study, arms = make(folder, ["base", *SAVINGS])
+    drawn, options = Drawn(SAVINGS), Options(rungs=(0,), ideas=list(SAVINGS))
+
+    def work() -> None:
+        Worker(Study(folder), arms, drawn, "", lambda line: None).run(options)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(drawn.trained) == len(set(drawn.trained)), "no trial is trained twice"
+    lines = (folder / "trials.jsonl").read_text().splitlines()
+    assert len(lines) == len(drawn.trained)
+    (folder / "trials.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])  # a kill tears the last line
+    study, arms = make(folder, ["base", *SAVINGS])
+    again = Drawn(SAVINGS)
+    Worker(study, arms, again, "", lambda line: None).run(options)
+    assert len(again.trained) == 1
+    assert json.loads((folder / "trials.jsonl").read_text().splitlines()[-1])["bpb"]
+
+
+def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "odd"])
+    drawn = Drawn({})
+
+    def train(arm: Arm, job: Job, steps: int) -> Iterator[dict[str, Any]]:
+        if job.arm == "odd":
+            raise RuntimeError("its process failed")
+        return drawn(arm, job, steps)
+
+    Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["odd"]))
+    assert [one.error for one in study.runs("odd", 0).values()] == ["its process failed"]
+
+
+def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "grows"])
+    study.ngrams[0]["3"] = 1.0
+    (tmp_path / "study" / BASELINES).write_text('{"rung": 0, "1": 3.0, "2": 2.9, "3": 2.0}\n')
+    with pytest.raises(ValueError, match="no proxy"):
+        Worker(study, arms, Drawn(SAVINGS), "", lambda line: None).run(Options(rungs=(0,), ideas=["grows"]))
+    assert not study.runs("grows", 0), "no idea is trained on it"
+    (tmp_path / "study" / BASELINES).write_text('{"rung": 0, "1": 3.0, "2": 2.9, "3": 2.8}\n')
+    study.refresh()
+    assert "trigram 2.800" in check_proxy(study, 0)
+
+
+def test_a_study_refuses_other_rules_and_other_code(tmp_path: Path) -> None:
+    make(tmp_path / "study", ["base", "grows"])
+    with pytest.raises(ValueError, match="another most_pairs"):
+        make(tmp_path / "study", ["base", "grows"], most_pairs=9)
+    study = Study(tmp_path / "study")
+    with pytest.raises(ValueError, match="code that grows trains with has changed"):
+        open_study(study.folder, study.plan, [replace(study.arms["grows"], code="other")])
+    open_study(study.folder, study.plan, [replace(study.arms["grows"], arm="new")])
+    assert "new" in Study(study.folder).arms, "ideas may join"
+
+
+def test_code_counts_and_docstrings_do_not() -> None:
+    source = '"""One."""\nfrom quern.model.gpt import GPT\n\nclass Mine(GPT):\n    """Two."""\n    x = 1\n'
+    code = code_fingerprint(source)
+    assert code == code_fingerprint(source.replace("One", "Three").replace("Two", "Four") + "# end\n")
+    assert code != code_fingerprint(source.replace("x = 1", "x = 2"))
+    assert code != code_fingerprint(
+        source.replace("quern.model.gpt import GPT", "quern.model.llama import Llama as GPT")
+    )
+
+
+def test_a_rung_sets_what_an_idea_leaves_open() -> None:
+    rung = Rung(depth=2, width=64, head_dim=32, context=128, vocab_size=512, batch_tokens=1024, steps=80)
+    recipe = at_rung(RECIPE, rung)
+    assert (recipe.depth, recipe.model.width, recipe.train.steps, recipe.text.vocab_size) == (2, 64, 80, 512)
+    larger = at_rung(replace(RECIPE, train=TrainRecipe(batch_tokens=4096)), rung)
+    assert (larger.train.steps, larger.train.batch_tokens) == (20, 4096), "equal tokens"
+    with pytest.raises(ValueError, match=r"sets model\.width"):
+        at_rung(replace(RECIPE, model=replace(RECIPE.model, width=128)), rung)
+    same = replace(RECIPE, name="other", train=replace(RECIPE.train, log_every=3))
+    assert numbers(at_rung(same, rung)) == numbers(recipe)
+    changed = replace(RECIPE, optim=replace(RECIPE.optim, head_lr=0.5))
+    assert numbers(at_rung(changed, rung)) != numbers(recipe)
+
+
+def test_rungs_are_a_factor_of_four_apart_and_read_once() -> None:
+    from quern.model.count import flops_per_token
+
+    flops = []
+    for rung in RUNGS.values():
+        recipe = resolve(at_rung(RECIPE, rung))
+        flops.append(flops_per_token(recipe) * rung.steps * rung.batch_tokens)
+        assert rung.steps * rung.batch_tokens < 19_600_000, "64 MB of text"
+    assert all(3.4 < b / a < 4.6 for a, b in zip(flops, flops[1:], strict=False)), flops
+
+
+def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:
+    means = [Mean(c, loss(c), 1e-4) for c in (1e13, 4e13, 1.6e14, 6.4e14)]
+    curve = Curve(means)
+    assert curve.predict(2e13).value == pytest.approx(loss(2e13), abs=2e-3)
+    difference = loss(1.3 * 4e13) - loss(4e13)
+    found = told(multiplier(curve, 4e13, 4e13, difference, 1e-4, 10.0))
+    assert found.value == pytest.approx(1.3, rel=0.02) and found.low < found.value < found.high
+    twice = told(multiplier(curve, 4e13, 8e13, difference, 1e-4, 10.0))
+    assert twice.value == pytest.approx(found.value / 2), "an idea that costs twice as much saves half as much"
+    assert course([4e13], [multiplier(curve, 4e13, 4e13, 0.0, 1e-4, 10.0)]) is None
+    with pytest.raises(ValueError, match="two rungs"):
+        Curve(means[:1])
+
+
+def test_records_hold_what_the_verdict_rests_on(tmp_path: Path) -> None:
+    study, _ = climb(tmp_path / "study", rungs=(0,))
+    trial = next(iter(study.runs("base", 0).values()))
+    assert trial.commit and trial.time and asdict(trial).keys() >= {"machine", "text", "numbers", "code", "changed"}
