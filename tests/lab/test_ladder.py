@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ class Drawn:
 
     def __call__(self, arm: Arm, job: Job, steps: int) -> Iterator[dict[str, Any]]:
         for seed in job.seeds:
+            time.sleep(0.001)  # other workers look for jobs meanwhile
             self.trained.append((job.arm, job.rung, seed))
             own = np.random.default_rng([seed, len(job.arm), job.rung]).normal() * self.noise
             shared = np.random.default_rng([seed, job.rung]).normal() * self.noise

@@ -23,6 +23,8 @@ LIMITS = 64
 """Values of E that are tried, from 0 to 98 % of the lowest loss."""
 STEP = math.log(4)
 """Distance of two rungs in ln C."""
+MOST = math.log(1000)
+"""Largest |ln m|: the baseline may never reach a loss."""
 HOLDS = 0.02
 """A multiplier that changes by less than this share from rung to rung holds."""
 Trend = Literal["grows", "holds", "fades", "unclear"]
@@ -109,7 +111,8 @@ def multiplier(curve: Curve, base: float, own: float, difference: float, error: 
     generator = np.random.default_rng(SEED + 1)
     noise = generator.standard_t(min(degrees, 1e6), DRAWS) if degrees > 0 else np.full(DRAWS, math.nan)
     noise[0] = 0.0
-    return curve.log_compute(curve.loss(base) + difference + error * noise) - math.log(own)
+    logs_D = curve.log_compute(curve.loss(base) + difference + error * noise) - math.log(own)
+    return np.clip(logs_D, -MOST, MOST)
 
 
 def told(logs_D: Floats) -> Estimate:

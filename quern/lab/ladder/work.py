@@ -26,6 +26,8 @@ TUNE_SEEDS = (1_000, 1_001)
 """Seeds that no verdict uses."""
 CURVE_SEEDS = 3
 """Seeds of the baseline on the rung above the highest one, which its loss over compute needs."""
+BLOCK = 3
+"""Seeds of the baseline that one process trains."""
 LEAST_MARGIN = 0.02
 """Bits per byte by which a baseline must be below the trigram that counts its tokens, and three standard errors."""
 SETTLED = ("worse", "worse, small", "no difference", "fails")
@@ -35,16 +37,27 @@ WAIT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Job:
-    """Trials of one arm at one rung, which one process trains. value: of the tuned field, or None."""
+    """Trials of one arm at one rung, which one process trains.
+
+    Args:
+        arm: Its name.
+        rung: Number of the rung.
+        seeds: Of the trials that are missing.
+        value: Of the tuned field, or None.
+        block: Number of the block of `BLOCK` seeds, where an arm's seeds are trained by several processes.
+    """
 
     arm: str
     rung: int
     seeds: tuple[int, ...]
     value: float | None = None
+    block: int | None = None
 
     @property
     def claim(self) -> str:
-        return f"{self.rung}-{self.arm}-{self.seeds[0]}{'' if self.value is None else f'-{self.value:g}'}"
+        # A name that stays the same while its seeds are trained.
+        part = "" if self.block is None else f"-{self.block}"
+        return f"{self.rung}-{self.arm}{part}{'' if self.value is None else f'-{self.value:g}'}"
 
 
 @dataclass(frozen=True)
@@ -143,9 +156,11 @@ def _at_rung(study: Study, options: Options, rung: int, ideas: Sequence[str]) ->
 def _baseline(study: Study, options: Options, rung: int, count: int) -> list[Job]:
     value = chosen(study, study.plan.base)
     runs = study.runs(study.plan.base, rung, value)
-    missing = [seed for seed in _seeds(options, count) if seed not in runs]
-    parts = (missing[at : at + CURVE_SEEDS] for at in range(0, len(missing), CURVE_SEEDS))
-    return [Job(study.plan.base, rung, tuple(seeds), value) for seeds in parts]
+    blocks: dict[int, list[int]] = {}
+    for at, seed in enumerate(_seeds(options, count)):
+        if seed not in runs:
+            blocks.setdefault(at // BLOCK, []).append(seed)
+    return [Job(study.plan.base, rung, tuple(seeds), value, block) for block, seeds in blocks.items()]
 
 
 def _seeds(options: Options, count: int) -> range:
