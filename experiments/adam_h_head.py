@@ -5,8 +5,7 @@ Source: the post on Hyperball. nanochat's experiment log, 2026-01-29: AdamH alon
 to be confident; with a learned factor it is still worse. Here: with the factor, which starts where the first logits
 are the baseline's.
 Expected effect: worse.
-Verdict: worse at equal steps (+0.1315 bits per byte, 8 pairs); worse at equal flops (+0.1315 bits per byte, 8 pairs);
-worse at equal seconds (+0.1315 bits per byte, 8 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -7,8 +7,7 @@ second step. There the two gradients are summed; under Adam sum and mean are the
 experiment log, 2026-02-03, with rates times sqrt(1/2): 2% faster at depth 12, each step slightly worse, worse in time.
 Expected effect: at equal steps, the same loss or slightly worse. AdamW's share of the update's time and of the bytes
 between ranks halves.
-Verdict: worse at equal steps (+0.1785 bits per byte, 7 pairs); worse at equal flops (+0.1785 bits per byte, 7 pairs);
-worse at equal seconds (+0.1785 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Hypothesis: orthogonalised updates learn more per step than elementwise ones.
 Source: modded-nanogpt's walkthrough: no strong theory, but the records. Rate, betas and decay here are those usual
 for AdamW (GPT-3, arXiv 2005.14165), scaled with batch and width as the other groups are.
 Expected effect: clearly worse at equal steps; the update takes less time.
-Verdict: worse at equal steps (+0.0847 bits per byte, 7 pairs); worse at equal flops (+0.0847 bits per byte, 7 pairs);
-worse at equal seconds (+0.0531 bits per byte, 7 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

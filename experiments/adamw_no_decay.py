@@ -4,8 +4,7 @@ Hypothesis: embeddings and head need no decay.
 Source: nanochat's experiment log, 2026-01-10: AdamW has none. Our default has nanochat's later values, 0.001 to
 0.05.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0001 bits per byte, 7 pairs); no difference at equal flops (-0.0001 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0001 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: models prefer to be thinner and longer, so this is worse at equal FL
 Source: nanochat's experiment log, 2026-01-17: at 1e18 FLOPs, 64 channels per layer beat 128. Here 3 layers of 384
 stand against the baseline's 4 of 256.
 Expected effect: worse at equal FLOPs; a step costs more, so do not compare at equal steps.
-Verdict: better at equal steps (-0.1082 bits per byte, 6 pairs); worse at equal flops (+0.4320 bits per byte, 6 pairs);
-worse at equal seconds (+0.3931 bits per byte, 6 pairs). Study sizes.
+Verdict: not yet measured.
 
 The study's baseline has 4 layers of 128 ([narrow](narrow.py)). For another depth set --model.width to 128 · depth.
 """

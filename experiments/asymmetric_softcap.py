@@ -4,8 +4,7 @@ Hypothesis: logits need more room above zero than below it.
 Source: nanochat's experiment log, 2026-01-16: slightly worse; it may help with FP8 only. The loss has no kernel for
 this cap, so it runs through whole logits: slower, and with more memory.
 Expected effect: slightly worse; compare at equal steps.
-Verdict: worse at equal steps (+0.1184 bits per byte, 7 pairs); worse at equal flops (+0.1184 bits per byte, 7 pairs);
-worse at equal seconds (+0.0690 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

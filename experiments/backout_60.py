@@ -4,8 +4,7 @@ Hypothesis: a later tap subtracts more of what the head does not need.
 Source: nanochat's experiment log, 2026-01-16, and modded-nanogpt, whose tap is there. At small depths the tap is at
 least one layer later than the default's.
 Expected effect: no difference.
-Verdict: undecided at equal steps (-0.0007 bits per byte, 8 pairs); undecided at equal flops (-0.0007 bits per byte, 8
-pairs); undecided at equal seconds (-0.0007 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 
 It needs at least two layers.
 """

@@ -5,10 +5,7 @@ Source: nanochat's experiment log, 2026-01-13: at a context of 2,048, 34.6% of t
 padding. As there, a document longer than a row is cropped to one row. The default keeps the tails.
 Expected effect: no difference as long as no document repeats; worse on a small corpus, a third of which it discards
 in each epoch.
-Verdict: undecided at equal steps (+0.0070 bits per byte, 7 pairs); undecided at equal flops (+0.0070 bits per byte, 7
-pairs); undecided at equal seconds (+0.0070 bits per byte, 7 pairs). Study calm. Before: undecided at equal steps
-(+0.0125 bits per byte, 7 pairs); undecided at equal flops (+0.0125 bits per byte, 7 pairs); undecided at equal seconds
-(+0.0125 bits per byte, 7 pairs). Study data.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

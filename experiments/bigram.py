@@ -6,10 +6,7 @@ every block with 0.1, helps at depth 12 on all axes; 2026-01-28: nothing is left
 the log's: two products, XOR, and the remainder.
 Expected effect: better at equal steps.
 Changed: 2026-11-25T20:00, the hash was a sum of the ids, one of them times a prime.
-Verdict: not yet measured. Before the change: better at equal steps (-0.0531 bits per byte, 7 pairs); better at equal
-flops (-0.0531 bits per byte, 7 pairs); better at equal seconds (-0.0531 bits per byte, 7 pairs). Study larger. Before:
-better at equal steps (-0.0100 bits per byte, 8 pairs); better at equal flops (-0.0100 bits per byte, 8 pairs); better
-at equal seconds (-0.0100 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 
 Shows `context.previous_tokens`, `before_block`, and parameters in optimizer groups that exist.
 """

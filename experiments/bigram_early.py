@@ -5,10 +5,7 @@ Source: Engram (arXiv 2601.07372). nanochat's experiment log, 2026-01-27: bigram
 all layers want them.
 Expected effect: worse than bigrams in every layer.
 Changed: 2026-11-25T20:00, the hash was a sum of the ids, one of them times a prime.
-Verdict: not yet measured. Before the change: better at equal steps (-0.0676 bits per byte, 7 pairs); better at equal
-flops (-0.0676 bits per byte, 7 pairs); better at equal seconds (-0.0676 bits per byte, 7 pairs). Study larger. Before:
-better at equal steps (-0.0146 bits per byte, 8 pairs); better at equal flops (-0.0146 bits per byte, 8 pairs); better
-at equal seconds (-0.0146 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 
 Not the default, because both studies end within the first reading of the text. On 15.4 MB of English (depth 4, 4,096
 tokens a step, one seed) it is better by 0.063 bits per byte after 500 steps. In the third reading the training loss

@@ -3,8 +3,7 @@
 Hypothesis: bounded activations have no outliers, which low precision cannot represent.
 Source: Kimi K3. nanochat's experiment log, 2026-08-02: slightly worse.
 Expected effect: no difference, or slightly worse.
-Verdict: no difference at equal steps (-0.0000 bits per byte, 7 pairs); no difference at equal flops (-0.0000 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0000 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

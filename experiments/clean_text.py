@@ -4,8 +4,7 @@ Hypothesis: duplicates and noise cost steps and teach nothing, so at equal steps
 Source: Rae et al., 2021 (https://arxiv.org/abs/2112.11446) for the quality rules; Lee et al., 2021
 (https://arxiv.org/abs/2107.06499) for duplicates.
 Expected effect: none on text that is clean already, such as the built-in world's.
-Verdict: undecided at equal steps (+0.0047 bits per byte, 7 pairs); undecided at equal flops (+0.0047 bits per byte, 7
-pairs); undecided at equal seconds (+0.0047 bits per byte, 7 pairs). Study data.
+Verdict: not yet measured.
 
 Two more steps, which need more than this file: `steps.near_duplicates()` (the extra `data`), and
 `steps.benchmark_questions(passages)`, which removes documents with the questions that you will evaluate with.

@@ -4,8 +4,7 @@ Hypothesis: clipping guards against rare large gradients.
 Source: nanochat's experiment log, 2026-01-08: bounds of 0.25 to 2 changed nothing, since the norm stays below 1, and
 cost 2% of the time. Muon ignores the scale of its gradients anyway.
 Expected effect: no difference at equal steps, slightly slower.
-Verdict: undecided at equal steps (+0.0075 bits per byte, 8 pairs); undecided at equal flops (+0.0075 bits per byte, 8
-pairs); undecided at equal seconds (+0.0075 bits per byte, 8 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: decay at the end of the run pulls weights from where they have settled.
 Source: nanochat's experiment log, 2026-01-10: a decay that falls linearly to zero worked better than a constant one.
 Expected effect: worse at the end.
-Verdict: no difference at equal steps (-0.0016 bits per byte, 8 pairs); no difference at equal flops (-0.0016 bits per
-byte, 8 pairs); no difference at equal seconds (-0.0016 bits per byte, 8 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from collections.abc import Callable

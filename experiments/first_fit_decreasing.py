@@ -4,10 +4,7 @@ Hypothesis: rows of whole documents with almost no padding are best.
 Source: nanochat's experiment log, 2026-01-13: 0.3% of the slots are padding, and 23% of the tokens are cropped at a
 context of 2,048. As there, a document longer than a row is cropped to one row.
 Expected effect: no difference; long documents are cropped.
-Verdict: undecided at equal steps (+0.0254 bits per byte, 7 pairs); undecided at equal flops (-0.0002 bits per byte, 7
-pairs); worse at equal seconds (+0.0254 bits per byte, 7 pairs). Study calm. Before: undecided at equal steps (+0.0201
-bits per byte, 6 pairs); undecided at equal flops (-0.0086 bits per byte, 5 pairs); undecided at equal seconds (+0.0201
-bits per byte, 6 pairs). Study data.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,10 +4,7 @@ Hypothesis: the second matrix of the feed-forward wants the double rate, not the
 Source: nanochat's pull request 492, from modded-nanogpt. nanochat's experiment log, 2026-02-03: slightly worse at
 depth 12.
 Expected effect: slightly worse, or no difference.
-Verdict: undecided at equal steps (-0.0046 bits per byte, 7 pairs); undecided at equal flops (-0.0046 bits per byte, 7
-pairs); undecided at equal seconds (-0.0046 bits per byte, 7 pairs). Study larger. Before: better at equal steps
-(-0.0080 bits per byte, 8 pairs); better at equal flops (-0.0080 bits per byte, 8 pairs); better at equal seconds
-(-0.0080 bits per byte, 8 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

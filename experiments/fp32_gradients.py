@@ -3,7 +3,7 @@
 Hypothesis: sums in bf16 lose small gradients.
 Source: Common practice (Megatron-LM); nanochat and modded-nanogpt sum in the dtype of the parameters.
 Expected effect: no difference with few micro-batches.
-Verdict: not yet measured. Where all is computed in fp32, the idea is the baseline: it needs a machine with fast bf16.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: FP8 doubles the speed of products; the loss of precision costs less.
 Source: nanochat's experiment log, 2026-02-02: with one scale per tensor 17% faster at depth 26, of which about 5%
 are left at equal loss; slower at depth 12.
 Expected effect: worse at equal steps; better at equal time for large models only. On a CPU the format is emulated.
-Verdict: undecided at equal steps (-0.0024 bits per byte, 7 pairs); undecided at equal flops (-0.0024 bits per byte, 7
-pairs); worse at equal seconds (+0.1876 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: a gate that sees the whole token decides better what to take from th
 Source: nanochat's experiment log, 2026-01-16: a tiny improvement that is not worth the parameters. The gate's matrix
 is in Muon's group here.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0015 bits per byte, 8 pairs); no difference at equal flops (+0.0005 bits per
-byte, 8 pairs); no difference at equal seconds (-0.0015 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: one large matrix is faster, and its update spreads over the four par
 Source: nanochat's experiment log, 2026-01-18: fused into one linear layer, almost no effect. The output's part is
 stored transposed.
 Expected effect: no difference.
-Verdict: undecided at equal steps (+0.0032 bits per byte, 8 pairs); undecided at equal flops (+0.0032 bits per byte, 8
-pairs); undecided at equal seconds (+0.0032 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 import math

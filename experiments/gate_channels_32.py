@@ -4,8 +4,7 @@ Hypothesis: a gate that sees more decides better.
 Source: nanochat's experiment log, 2026-01-17, when the gate came with 32 channels and a range of 2; nanochat's later
 default is 12 and 3.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0010 bits per byte, 8 pairs); no difference at equal flops (-0.0010 bits per
-byte, 8 pairs); no difference at equal seconds (-0.0010 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 
 The width must be at least 32.
 """

@@ -4,8 +4,7 @@ Hypothesis: the simplest loader without padding is good enough.
 Source: nanochat's experiment log, 2026-01-13: 39.4% of the tokens are discarded at a context of 2,048. As there, a
 document longer than a row is cropped to one row.
 Expected effect: worse on a small corpus, since it discards most.
-Verdict: undecided at equal steps (+0.0057 bits per byte, 7 pairs); undecided at equal flops (+0.0057 bits per byte, 7
-pairs); undecided at equal seconds (+0.0057 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: whole documents are worth the padding.
 Source: nanochat's experiment log, 2026-01-13: 22% of the slots are padding, and 23% of the tokens are cropped at a
 context of 2,048. As there, a document longer than a row is cropped to one row.
 Expected effect: worse at equal time: a fifth of the slots compute nothing.
-Verdict: worse at equal steps (+0.0197 bits per byte, 7 pairs); undecided at equal flops (-0.0082 bits per byte, 7
-pairs); worse at equal seconds (+0.0197 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 
 The FLOPs axis counts tokens that are trained on, so padding costs nothing there.
 """

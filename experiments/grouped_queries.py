@@ -4,8 +4,7 @@ Hypothesis: fewer key-value heads save time and cache, at some loss of quality.
 Source: Shazeer 2019 (arXiv 1911.02150); with several groups: Ainslie et al. 2023 (arXiv 2305.13245). nanochat's
 experiment log keeps as many key-value heads as heads.
 Expected effect: worse at equal steps; the cache is smaller.
-Verdict: undecided at equal steps (-0.0015 bits per byte, 7 pairs); undecided at equal flops (-0.0114 bits per byte, 7
-pairs); undecided at equal seconds (-0.0015 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 
 The value embeddings shrink with the key-value heads. The study's models have two query heads, today's four at depth 4.
 """

@@ -6,8 +6,7 @@ Source: modded-nanogpt's batch schedule; Smith et al. 2018 (arXiv 1711.00489). n
 say how the rates scale; here they are those that the baseline has at a batch of that size.
 Expected effect: lower loss at equal tokens.
 Changed: 2026-11-25T20:00, the rates follow the batch.
-Verdict: not yet measured. Before the change: worse at equal steps (+0.0639 bits per byte, 7 pairs); worse at equal
-flops (+0.0639 bits per byte, 7 pairs); worse at equal seconds (+0.0639 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 
 Shows the seams `make_batches` (a batch stays a pure function of (seed, step)) and `make_schedule`.
 """

@@ -3,8 +3,7 @@
 Hypothesis: short windows make early steps cheaper without a loss in the end.
 Source: modded-nanogpt grows its windows over the run.
 Expected effect: less time to the same loss.
-Verdict: no difference at equal steps (-0.0001 bits per byte, 7 pairs); no difference at equal flops (-0.0001 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0001 bits per byte, 7 pairs). Study attention.
+Verdict: not yet measured.
 
 Shows the seam `context` in `gpt`: windows are tensors, so a compiled model compiles once.
 """

@@ -4,8 +4,7 @@ Hypothesis: channels without a position match contents at any distance.
 Source: modded-nanogpt's walkthrough (half-truncated RoPE with base 1,024). nanochat's experiment log, 2026-01-16: no
 improvement.
 Expected effect: no difference.
-Verdict: no difference at equal steps (+0.0002 bits per byte, 8 pairs); no difference at equal flops (+0.0002 bits per
-byte, 8 pairs); no difference at equal seconds (+0.0002 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

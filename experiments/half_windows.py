@@ -3,8 +3,7 @@
 Hypothesis: a quarter of the context is enough for three layers of four.
 Source: nanochat's experiment log, 2026-01-11, when the short window was T / 2; nanochat changed it to T / 4 later.
 Expected effect: no difference at equal steps, slower.
-Verdict: no difference at equal steps (+0.0003 bits per byte, 7 pairs); worse at equal flops (+0.0141 bits per byte, 7
-pairs); no difference at equal seconds (+0.0003 bits per byte, 7 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

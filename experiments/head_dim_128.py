@@ -4,8 +4,7 @@ Hypothesis: fewer, wider heads are better at every size.
 Source: nanochat's experiment log, 2026-01-17: the model prefers heads of 128. Our default below a width of 512 is
 64.
 Expected effect: better at widths of 256 to 448, if the finding holds there; from depth 8 on it is the default.
-Verdict: undecided at equal steps (+0.0014 bits per byte, 6 pairs); undecided at equal flops (+0.0014 bits per byte, 6
-pairs); undecided at equal seconds (+0.0014 bits per byte, 6 pairs). Study sizes.
+Verdict: not yet measured.
 
 The study's models have 128 channels ([narrow](narrow.py)): one head of 128 against two of 64.
 """

@@ -3,8 +3,7 @@
 Hypothesis: a model of 256 channels has only four heads of 64 in a layer. Eight heads of 32 can look at eight places.
 Source: an own thought. nanochat's experiment log, 2026-01-17, prefers wide heads, in models of 8 heads and more.
 Expected effect: no difference in bits per byte; tasks that need several heads at once are learned sooner.
-Verdict: undecided at equal steps (+0.0027 bits per byte, 6 pairs); undecided at equal flops (+0.0027 bits per byte, 6
-pairs); undecided at equal seconds (+0.0027 bits per byte, 6 pairs). Study sizes.
+Verdict: not yet measured.
 
 The study's models have 128 channels ([narrow](narrow.py)): four heads of 32 against two of 64.
 """

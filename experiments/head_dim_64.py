@@ -3,7 +3,7 @@
 Hypothesis: fewer, wider heads are better.
 Source: nanochat's experiment log, 2026-01-17: the model prefers heads of 128.
 Expected effect: worse from depth 8 on; below a width of 512 it is the default.
-Verdict: not yet measured. Below a width of 512 the idea is the baseline, and studies on a CPU are smaller than that.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: 0.008 is too low for short runs of small models: the head is half of
 Source: the study `rates` here, 100 trials over 34 constants: the head's rate decides most, and its best value is at the
 upper edge of 0.002 to 0.032.
 Expected effect: better in short runs.
-Verdict: better at equal steps (-0.3942 bits per byte, 5 pairs); better at equal flops (-0.3942 bits per byte, 5 pairs);
-better at equal seconds (-0.3942 bits per byte, 5 pairs). Study head.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -5,8 +5,7 @@ of a small model.
 Source: the studies `rates` and `head` here: of 34 constants the head's rate decides most, and four times the rate is
 better. nanochat's experiment log scales all rates with the square root, at batches of 2^18 tokens and more.
 Expected effect: worse, the smaller the batch.
-Verdict: worse at equal steps (+0.2259 bits per byte, 7 pairs); worse at equal flops (+0.2259 bits per byte, 7 pairs);
-worse at equal seconds (+0.2259 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 """
 
 from __future__ import annotations

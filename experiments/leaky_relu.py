@@ -4,8 +4,7 @@ Hypothesis: no unit is ever dead.
 Source: parameter-golf. nanochat's experiment log, 2026-03-24: slightly better per step, slightly slower, worse in
 time.
 Expected effect: slightly better at equal steps.
-Verdict: no difference at equal steps (-0.0002 bits per byte, 7 pairs); no difference at equal flops (-0.0002 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0002 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: gains let a block choose its channels.
 Source: RMSNorm as published (arXiv 1910.07467); modded-nanogpt and nanochat have none, since the next matrix can
 hold them.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0004 bits per byte, 7 pairs); no difference at equal flops (-0.0004 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0004 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: the form of the fall does not matter.
 Source: nanochat's experiment log, 2026-01-10, has the line; nanochat's later default is the half cosine.
 Expected effect: no difference.
-Verdict: no difference at equal steps (+0.0002 bits per byte, 7 pairs); no difference at equal flops (+0.0002 bits per
-byte, 7 pairs); no difference at equal seconds (+0.0002 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,7 @@
 Hypothesis: the stream grows with depth; smaller inputs keep deep layers effective.
 Source: Sun et al. 2025 (arXiv 2502.05795), by way of parameter-golf. nanochat's experiment log, 2026-03-24: no help.
 Expected effect: no difference.
-Verdict: worse at equal steps (+0.0029 bits per byte, 8 pairs); worse at equal flops (+0.0029 bits per byte, 8 pairs);
-worse at equal seconds (+0.0029 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: the decay should follow depth alone.
 Source: nanochat's experiment log, 2026-01-10: the best decay was 0.40, 0.22, 0.10, 0.08 at depth 8, 12, 16, 20. Our
 default follows sqrt(batch) / horizon, as nanochat's later rule does.
 Expected effect: no difference at the log's batch and horizon; far from them, worse.
-Verdict: worse at equal steps (+0.0066 bits per byte, 7 pairs); worse at equal flops (+0.0066 bits per byte, 7 pairs);
-worse at equal seconds (+0.0066 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,7 @@ Source: Shazeer et al. 2017 (arXiv 1701.06538); the sigmoid gate of DeepSeek-V3 
 balancing bias.
 Expected effect: slightly better at equal steps. Worse at equal FLOPs here: all four experts are computed for every
 token and the gate takes two, which at these sizes is quicker than sorting tokens by expert.
-Verdict: undecided at equal steps (-0.0044 bits per byte, 7 pairs); worse at equal flops (+0.0819 bits per byte, 7
-pairs); worse at equal seconds (+0.0634 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 """
 
 import math

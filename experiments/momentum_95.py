@@ -4,8 +4,7 @@ Hypothesis: a momentum that rises early and falls late tracks the noise of the g
 Source: Jordan et al. 2024 (modded-nanogpt's walkthrough). nanochat's experiment log, 2026-01-19, swept its start and
 end; the default goes from 0.85 to 0.97 and down to 0.90.
 Expected effect: slightly worse in the end.
-Verdict: worse at equal steps (+0.0047 bits per byte, 7 pairs); worse at equal flops (+0.0047 bits per byte, 7 pairs);
-worse at equal seconds (+0.0047 bits per byte, 7 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,7 @@ Source: Gloeckle et al. 2024 (arXiv 2404.19737); annealed 3 → 2 → 1 as in mo
 2026-01-12, whose schedule this is: the same or slightly worse per step, noticeably worse in time, 13 GB more memory.
 Expected effect: no better at equal steps, slower.
 Changed: 2026-11-25T20:00, the second weight holds 0.5 for a third of the run, and the sum of the weights is 1.
-Verdict: not yet measured. Before the change: worse at equal steps (+0.0829 bits per byte, 7 pairs); worse at equal
-flops (+0.0829 bits per byte, 7 pairs); worse at equal seconds (+0.1733 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 
 Shows the seam `LanguageModel.loss`; evaluation stays the loss of the next token.
 """

@@ -3,8 +3,7 @@
 Hypothesis: a longer mean is less noisy.
 Source: nanochat's experiment log, 2026-01-10, which introduced it with 0.95; nanochat's later default is 0.9.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0005 bits per byte, 7 pairs); no difference at equal flops (-0.0005 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0005 bits per byte, 7 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

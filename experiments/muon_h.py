@@ -5,8 +5,7 @@ Source: the post on Hyperball. nanochat's experiment log, 2026-01-29: worse at d
 to 1e-2. As there, the projections do not start at zero. The rate is the middle of the log's; the log's sweep is
 `quern lab sweep experiments/muon_h.py --space experiments/studies/muon_h.toml`.
 Expected effect: worse.
-Verdict: worse at equal steps (+0.0566 bits per byte, 8 pairs); worse at equal flops (+0.0566 bits per byte, 8 pairs);
-worse at equal seconds (+0.0566 bits per byte, 8 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: gains give back the scales that the fixed norm takes away.
 Source: the post on Hyperball, whose gains preserve expressivity. nanochat's experiment log, 2026-01-29: still worse,
 with gains before and after the blocks' parts and with several initial values. Here: before, from 1.
 Expected effect: worse, but better than muon_h.
-Verdict: worse at equal steps (+0.0567 bits per byte, 8 pairs); worse at equal flops (+0.0567 bits per byte, 8 pairs);
-worse at equal seconds (+0.0567 bits per byte, 8 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -5,9 +5,7 @@ better for the same time.
 Source: the study `isoflop` here, by which models a fifth as large are better for ten minutes on a CPU. nanochat has 64
 channels per layer at every depth.
 Expected effect: better at equal FLOPs and at equal time; a step costs less, so do not compare at equal steps.
-Verdict: not yet measured from this side. The study sizes has the narrow model as its baseline, and four layers of 256
-as the idea aspect_64: there the narrow model is worse at equal steps (+0.0796 bits per byte, 6 pairs), better at equal
-flops (-0.2576 bits per byte, 6 pairs) and at equal seconds (-0.2538 bits per byte, 6 pairs).
+Verdict: not yet measured.
 
 Bits per byte are not all. In the minutes of the quickstart the narrow model predicts the built-in world better (0.250
 bits per byte, four layers of 256: 0.259; one run each) and answers its questions worse: it chooses between two things

@@ -4,8 +4,7 @@ Hypothesis: neutral initial values leave it to the model which layers use the sh
 Source: nanochat's experiment log, 2026-01-11. The default has nanochat's later values: 1.15 to 1.05, and 0.20 to
 0.05.
 Expected effect: no difference after the first hundred steps.
-Verdict: undecided at equal steps (+0.0019 bits per byte, 8 pairs); undecided at equal flops (+0.0019 bits per byte, 8
-pairs); undecided at equal seconds (+0.0019 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: better polynomials bring singular values closer to 1 in as many step
 Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10: the change to Polar
 Express was in the noise.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0011 bits per byte, 8 pairs); no difference at equal flops (-0.0011 bits per
-byte, 8 pairs); no difference at equal seconds (-0.0011 bits per byte, 8 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: the simplest packer is good enough.
 Source: next-fit bin packing.
 Expected effect: more padding than best-fit, no cropped documents.
-Verdict: worse at equal steps (+0.0186 bits per byte, 7 pairs); better at equal flops (-0.0249 bits per byte, 7 pairs);
-worse at equal seconds (+0.0186 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 
 Shows a packer as a function. The FLOPs axis counts tokens that are trained on, so padding costs nothing there.
 """

@@ -3,10 +3,7 @@
 Hypothesis: a layer past the middle needs no attention, so its time is saved.
 Source: modded-nanogpt's walkthrough, which leaves out attention in layer 7.
 Expected effect: slightly worse at equal steps, faster.
-Verdict: undecided at equal steps (+0.0001 bits per byte, 7 pairs); better at equal flops (-0.0188 bits per byte, 7
-pairs); better at equal seconds (-0.0225 bits per byte, 7 pairs). Study larger. Before: no difference at equal steps
-(-0.0004 bits per byte, 7 pairs); better at equal flops (-0.0291 bits per byte, 7 pairs); better at equal seconds
-(-0.0359 bits per byte, 7 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: the head needs what the second half adds, not what the first half prepared for attention.
 Source: nanochat's experiment log, 2026-01-16: no improvement, with the tap at about 60% of the layers.
 Expected effect: no difference.
-Verdict: undecided at equal steps (-0.0025 bits per byte, 8 pairs); undecided at equal flops (-0.0025 bits per byte, 8
-pairs); undecided at equal seconds (-0.0025 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: decay keeps the matrices small, so that the rate stays effective.
 Source: nanochat's experiment log, 2026-01-10: solid improvements from decay.
 Expected effect: worse at the end of long runs, no difference in short ones.
-Verdict: worse at equal steps (+0.0068 bits per byte, 7 pairs); worse at equal flops (+0.0068 bits per byte, 7 pairs);
-worse at equal seconds (+0.0068 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

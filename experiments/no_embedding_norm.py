@@ -3,8 +3,7 @@
 Hypothesis: the norm gives every token the same length, so that rare tokens with small rows are heard.
 Source: modded-nanogpt's walkthrough and nanochat norm the embedding; their logs do not measure it alone.
 Expected effect: slightly worse.
-Verdict: better at equal steps (-0.0015 bits per byte, 8 pairs); better at equal flops (-0.0015 bits per byte, 8 pairs);
-better at equal seconds (-0.0015 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: loud rows dominate the spectrum, and quiet rows are not orthogonalised in five steps.
 Source: MuonEq-R (arXiv 2603.28254), a later default of nanochat.
 Expected effect: slightly worse.
-Verdict: no difference at equal steps (+0.0005 bits per byte, 7 pairs); no difference at equal flops (+0.0005 bits per
-byte, 7 pairs); no difference at equal seconds (+0.0005 bits per byte, 7 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: the iteration leaves norms that vary from step to step; a fixed norm is a fixed rate.
 Source: Muon+ (arXiv 2602.21545), a later default of nanochat.
 Expected effect: no difference, since five steps of Polar Express come close to the norm.
-Verdict: undecided at equal steps (-0.0013 bits per byte, 8 pairs); undecided at equal flops (-0.0013 bits per byte, 8
-pairs); undecided at equal seconds (-0.0013 bits per byte, 8 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

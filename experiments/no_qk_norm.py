@@ -4,8 +4,7 @@ Hypothesis: without the norm, logits of the attention grow during training and t
 Source: QK norm: Henry et al. 2020 (arXiv 2010.04245); in the walkthrough of modded-nanogpt and in nanochat from the
 start.
 Expected effect: worse, above all at high rates.
-Verdict: worse at equal steps (+0.0035 bits per byte, 8 pairs); worse at equal flops (+0.0035 bits per byte, 8 pairs);
-worse at equal seconds (+0.0035 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: a factor per layer lets the model weigh early layers up or down.
 Source: nanochat's experiment log, 2026-01-11: a small additional improvement over x0 alone.
 Expected effect: slightly worse, or no difference.
-Verdict: undecided at equal steps (+0.0007 bits per byte, 8 pairs); undecided at equal flops (+0.0007 bits per byte, 8
-pairs); undecided at equal seconds (+0.0007 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: the smear gives the first layer bigrams, which attention would other
 Source: nanochat's experiment log, 2026-01-16: negligible with a gate of width² parameters. The gate of the default
 reads 24 channels.
 Expected effect: no difference.
-Verdict: better at equal steps (-0.0024 bits per byte, 8 pairs); better at equal flops (-0.0024 bits per byte, 8 pairs);
-better at equal seconds (-0.0024 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 import math

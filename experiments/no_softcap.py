@@ -3,8 +3,7 @@
 Hypothesis: the cap prevents overconfident logits and makes low precision safe.
 Source: Gemma 2 (arXiv 2408.00118); nanochat caps at 15 · tanh(z / 15), modded-nanogpt at 30 · sigmoid.
 Expected effect: no difference at small sizes.
-Verdict: better at equal steps (-0.0033 bits per byte, 7 pairs); better at equal flops (-0.0033 bits per byte, 7 pairs);
-better at equal seconds (-0.0808 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -5,10 +5,7 @@ equal time.
 Source: nanochat's experiment log, 2026-01-17: the models love value embeddings, and every attempt to make them
 smaller failed.
 Expected effect: clearly worse at equal steps and FLOPs; many parameters fewer.
-Verdict: worse at equal steps (+0.0199 bits per byte, 7 pairs); worse at equal flops (+0.0199 bits per byte, 7 pairs);
-worse at equal seconds (+0.0199 bits per byte, 7 pairs). Study larger. Before: better at equal steps (-0.0052 bits per
-byte, 8 pairs); better at equal flops (-0.0052 bits per byte, 8 pairs); better at equal seconds (-0.0052 bits per byte,
-8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

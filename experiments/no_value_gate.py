@@ -4,8 +4,7 @@ Hypothesis: the gate, which the input opens for each head, uses the value embedd
 Source: nanochat's experiment log, 2026-01-17: the gate helps. Here the embedding is added with factor 1; the gate of
 the default starts at 1.5.
 Expected effect: slightly worse.
-Verdict: no difference at equal steps (-0.0014 bits per byte, 8 pairs); no difference at equal flops (-0.0014 bits per
-byte, 8 pairs); no difference at equal seconds (-0.0014 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

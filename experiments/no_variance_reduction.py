@@ -3,8 +3,7 @@
 Hypothesis: rows and columns whose updates vary much should move less.
 Source: NorMuon (arXiv 2510.05491). nanochat's experiment log, 2026-01-10: a very small improvement.
 Expected effect: slightly worse.
-Verdict: no difference at equal steps (-0.0016 bits per byte, 7 pairs); no difference at equal flops (-0.0016 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0016 bits per byte, 7 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: a direct path from the embedding to deep layers preserves the identi
 Source: nanochat's experiment log, 2026-01-11: the scalars of x0 gained 0.0103 (depth 8) to 0.0039 (depth 20) bits
 per byte.
 Expected effect: 0.005 to 0.01 bits per byte worse.
-Verdict: undecided at equal steps (+0.0000 bits per byte, 8 pairs); undecided at equal flops (+0.0000 bits per byte, 8
-pairs); undecided at equal seconds (+0.0000 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

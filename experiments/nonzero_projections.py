@@ -5,8 +5,7 @@ undisturbed.
 Source: modded-nanogpt's walkthrough and nanochat start them at zero. Here they start uniform with 0.4 of the
 deviation 1/sqrt(inputs), as the first matrix of the feed-forward does.
 Expected effect: slightly worse early, no difference later.
-Verdict: worse at equal steps (+0.0277 bits per byte, 8 pairs); worse at equal flops (+0.0277 bits per byte, 8 pairs);
-worse at equal seconds (+0.0277 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 import math

@@ -4,8 +4,7 @@ Hypothesis: equal singular values pass signals and gradients alike.
 Source: Saxe et al. 2013 (arXiv 1312.6120), by way of parameter-golf. nanochat's experiment log, 2026-03-24: no help.
 Each matrix is the polar factor of the baseline's, at the same norm.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0007 bits per byte, 8 pairs); no difference at equal flops (-0.0007 bits per
-byte, 8 pairs); no difference at equal seconds (-0.0007 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: a head that found nothing can switch itself off, without an attentio
 Source: modded-nanogpt's sparse attention gate; Qiu et al. 2025 (arXiv 2505.06708). nanochat's experiment log,
 2026-01-17: no improvement, 1 GB more memory.
 Expected effect: no difference at equal steps.
-Verdict: no difference at equal steps (+0.0003 bits per byte, 7 pairs); no difference at equal flops (+0.0003 bits per
-byte, 7 pairs); no difference at equal seconds (+0.0003 bits per byte, 7 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

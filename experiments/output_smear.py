@@ -4,10 +4,7 @@ Hypothesis: what the token before predicted for two tokens ahead helps now; a fo
 Source: modded-nanogpt's pull request 151 (Smear-MTP): 15 steps fewer of 5,550. The factor starts at 0; hidden states
 are not normed again.
 Expected effect: slightly better at equal steps.
-Verdict: undecided at equal steps (-0.0034 bits per byte, 7 pairs); undecided at equal flops (-0.0034 bits per byte, 7
-pairs); undecided at equal seconds (-0.0034 bits per byte, 7 pairs). Study larger. Before: better at equal steps
-(-0.0161 bits per byte, 7 pairs); better at equal flops (-0.0161 bits per byte, 7 pairs); better at equal seconds
-(-0.0161 bits per byte, 7 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: a query that matches a token's predecessor reads the token in one la
 Source: modded-nanogpt's pull request 169: 50 steps fewer of 2,000. As there, half of the pairs do not rotate in any
 layer, and the keys are shifted after norm and rotation. It has other rates, and longer windows in its long layers.
 Expected effect: better at equal steps.
-Verdict: no difference at equal steps (+0.0001 bits per byte, 8 pairs); no difference at equal flops (+0.0001 bits per
-byte, 8 pairs); no difference at equal seconds (+0.0001 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: heads are independent, so their updates should not be orthogonal to 
 Source: Kimi K3. nanochat's experiment log, 2026-08-02: neutral from depth 12 to 16, and 1.3% more compute at depth
 20 to 24.
 Expected effect: no difference.
-Verdict: no difference at equal steps (+0.0002 bits per byte, 7 pairs); no difference at equal flops (+0.0002 bits per
-byte, 7 pairs); no difference at equal seconds (+0.0002 bits per byte, 7 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from collections.abc import Mapping

@@ -4,8 +4,7 @@ Hypothesis: decay against the direction of the update wastes a part of the step.
 Source: Cautious weight decay (arXiv 2510.12402). nanochat's experiment log, 2026-01-10: the cautious form was better
 than the plain one.
 Expected effect: slightly worse at the same decay, which then acts on about twice as many weights.
-Verdict: worse at equal steps (+0.0197 bits per byte, 8 pairs); worse at equal flops (+0.0197 bits per byte, 8 pairs);
-worse at equal seconds (+0.0197 bits per byte, 8 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: row norms, Polar Express, variance reduction and cautious decay toge
 Source: Jordan et al. 2024; modded-nanogpt's walkthrough. nanochat's experiment log, 2026-01-10, added the
 improvements one by one.
 Expected effect: worse.
-Verdict: undecided at equal steps (+0.0014 bits per byte, 8 pairs); undecided at equal flops (+0.0014 bits per byte, 8
-pairs); undecided at equal seconds (+0.0014 bits per byte, 8 pairs). Study optimizer.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

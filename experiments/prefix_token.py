@@ -4,8 +4,7 @@ Hypothesis: tokens that begin alike teach each other, which a vocabulary hides f
 Source: modded-nanogpt's pull request 337, on top of its prediction of further tokens: 15 steps fewer of 1,390. The
 weight and its fall to zero are ours.
 Expected effect: better at equal steps, slower by another product with the head.
-Verdict: undecided at equal steps (+0.0009 bits per byte, 7 pairs); undecided at equal flops (+0.0009 bits per byte, 7
-pairs); worse at equal seconds (+0.0549 bits per byte, 5 pairs). Study prefix.
+Verdict: not yet measured.
 
 Shows the seam `LanguageModel.read_vocabulary`; evaluation stays the loss of the next token.
 """

@@ -4,8 +4,7 @@ Hypothesis: sharper attention helps, so the factor of 1 is worse.
 Source: nanochat's later default of 1.2 on queries and on keys. modded-nanogpt has a fixed scale of 0.12 on products
 of heads of 128 in place of 0.088, which is a factor of 1.36; 1.2² is 1.44.
 Expected effect: slightly worse.
-Verdict: no difference at equal steps (+0.0007 bits per byte, 8 pairs); no difference at equal flops (+0.0007 bits per
-byte, 8 pairs); no difference at equal seconds (+0.0007 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,8 +3,7 @@
 Hypothesis: few channels with a position are enough.
 Source: Partial RoPE from parameter-golf. nanochat's experiment log, 2026-03-24: slightly worse.
 Expected effect: slightly worse.
-Verdict: no difference at equal steps (-0.0000 bits per byte, 7 pairs); no difference at equal flops (-0.0000 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0000 bits per byte, 7 pairs). Study attention.
+Verdict: not yet measured.
 
 The head dim must be at least 8.
 """

@@ -4,10 +4,7 @@ Hypothesis: rates tuned at depth 12 help there.
 Source: nanochat's experiment log, 2026-01-19: embedding 0.3 to 0.4, matrices 0.02 to 0.025, decay times 1.5; 0.002
 better at depth 12, worse at depth 20. The factor of the decay is applied to our own default.
 Expected effect: better at small depth, worse at large depth.
-Verdict: undecided at equal steps (-0.0129 bits per byte, 7 pairs); undecided at equal flops (-0.0129 bits per byte, 7
-pairs); undecided at equal seconds (-0.0129 bits per byte, 7 pairs). Study larger. Before: better at equal steps
-(-0.0147 bits per byte, 8 pairs); better at equal flops (-0.0147 bits per byte, 8 pairs); better at equal seconds
-(-0.0147 bits per byte, 8 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

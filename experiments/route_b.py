@@ -4,8 +4,7 @@ Hypothesis: x0 scalars need a slower, smoother update.
 Source: nanochat's experiment log, 2026-01-19: rate 0.5 to 0.2 with beta1 of 0.9 or more; 0.002 better at depth 12,
 0.0007 at depth 20. A beta1 of 0.96 is the default already.
 Expected effect: no difference.
-Verdict: better at equal steps (-0.0033 bits per byte, 8 pairs); better at equal flops (-0.0033 bits per byte, 8 pairs);
-better at equal seconds (-0.0033 bits per byte, 8 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

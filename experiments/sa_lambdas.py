@@ -4,8 +4,7 @@ Hypothesis: factors let layers grow at the rate of scalars rather than of matric
 Source: modded-nanogpt. nanochat's experiment log, 2026-01-18: 0.0001 better. QK norm takes away the effect of a
 factor on queries and keys, so only values and output have one here.
 Expected effect: no difference.
-Verdict: no difference at equal steps (-0.0000 bits per byte, 7 pairs); no difference at equal flops (-0.0000 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0000 bits per byte, 7 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: the second half profits from an early, less processed stream.
 Source: nanochat's experiment log, 2026-01-16 (from modded-nanogpt): slightly worse, and 2 GB more memory. The scale
 of the skip starts at 0.
 Expected effect: slightly worse, or no difference.
-Verdict: undecided at equal steps (-0.0001 bits per byte, 8 pairs); undecided at equal flops (-0.0001 bits per byte, 8
-pairs); undecided at equal seconds (-0.0001 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

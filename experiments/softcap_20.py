@@ -4,8 +4,7 @@ Hypothesis: a looser cap lets the model be more confident.
 Source: nanochat's experiment log, 2026-03-02: of the caps from 5 to 30, 20 was the best at depth 24, by 0.001 bits
 per byte.
 Expected effect: 0.001 bits per byte better, or no difference.
-Verdict: no difference at equal steps (-0.0016 bits per byte, 7 pairs); no difference at equal flops (-0.0016 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0016 bits per byte, 7 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

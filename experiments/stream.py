@@ -4,8 +4,7 @@ Hypothesis: rows that start with BOS are better, since every token sees the star
 Source: nanochat's experiment log, 2026-01-13: rows that start in mid-document make the loss look worse and may
 confuse the model; this is the loader from before.
 Expected effect: slightly worse.
-Verdict: worse at equal steps (+0.0354 bits per byte, 7 pairs); worse at equal flops (+0.0354 bits per byte, 7 pairs);
-worse at equal seconds (+0.0354 bits per byte, 7 pairs). Study calm.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: a gated feed-forward learns more per step.
 Source: Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202). nanochat's experiment log, 2026-02-05:
 worse than ReLU² in steps, time and FLOPs, at depth 12 and 24.
 Expected effect: none or worse.
-Verdict: worse at equal steps (+0.0063 bits per byte, 8 pairs); worse at equal flops (+0.0090 bits per byte, 7 pairs);
-worse at equal seconds (+0.0063 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 
 Shows the seam `GPT.make_mlp`.
 """

@@ -4,10 +4,7 @@ Hypothesis: untied matrices learn more, since the embedding and the head need di
 Source: Press & Wolf 2017 (arXiv 1608.05859) tie them; the speedrun and nanochat untie them. Here hidden states are
 divided by 0.8 · sqrt(width), so that the first logits have a deviation of 1, and the rate is the embedding's.
 Expected effect: worse at equal steps, with one matrix less.
-Verdict: worse at equal steps (+0.1451 bits per byte, 7 pairs); worse at equal flops (+0.1451 bits per byte, 7 pairs);
-worse at equal seconds (+0.1451 bits per byte, 7 pairs). Study larger. Before: better at equal steps (-0.1934 bits per
-byte, 7 pairs); better at equal flops (-0.1934 bits per byte, 7 pairs); better at equal seconds (-0.1934 bits per byte,
-7 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from collections.abc import Mapping

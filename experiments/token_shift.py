@@ -4,8 +4,7 @@ Hypothesis: local patterns need no attention, so heads are free for distant ones
 Source: Canon layers (Allen-Zhu 2025, Physics of Language Models 4.1) and RWKV's token shift. Here: one factor for
 each layer, which starts at 0, before attention only.
 Expected effect: better at equal steps.
-Verdict: worse at equal steps (+0.0617 bits per byte, 7 pairs); worse at equal flops (+0.0617 bits per byte, 7 pairs);
-worse at equal seconds (+0.0617 bits per byte, 7 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

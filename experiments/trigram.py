@@ -4,8 +4,7 @@ Hypothesis: triples hold patterns that pairs do not.
 Source: nanochat's experiment log, 2026-01-27: no improvement over bigrams alone; triples dilute the capacity for
 frequent pairs.
 Expected effect: no better than bigram.py.
-Verdict: undecided at equal steps (+0.0007 bits per byte, 8 pairs); undecided at equal flops (+0.0007 bits per byte, 8
-pairs); undecided at equal seconds (+0.0007 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

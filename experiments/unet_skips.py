@@ -4,8 +4,7 @@ Hypothesis: late layers profit from early states with a path of their own.
 Source: modded-nanogpt's walkthrough, with learned factors that start at 1, and no backout beside it. Here they start
 at 0, so that the first step is the baseline's.
 Expected effect: no difference, since x0 and backout do a part of the same.
-Verdict: undecided at equal steps (-0.0001 bits per byte, 8 pairs); undecided at equal flops (-0.0001 bits per byte, 8
-pairs); undecided at equal seconds (-0.0001 bits per byte, 8 pairs). Study stream.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

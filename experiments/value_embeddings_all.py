@@ -4,8 +4,7 @@ Hypothesis: more of what helps helps more.
 Source: nanochat's experiment log, 2026-01-17: of all layers, alternating, U, front and back, alternating worked
 best.
 Expected effect: slightly worse than alternating layers.
-Verdict: worse at equal steps (+0.0029 bits per byte, 8 pairs); worse at equal flops (+0.0029 bits per byte, 8 pairs);
-worse at equal seconds (+0.0029 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -4,8 +4,7 @@ Hypothesis: late layers have lost the identity of tokens and want it back.
 Source: nanochat's experiment log, 2026-01-17: of all layers, alternating, U, front and back, alternating worked
 best.
 Expected effect: slightly worse than alternating layers.
-Verdict: no difference at equal steps (+0.0006 bits per byte, 8 pairs); no difference at equal flops (+0.0006 bits per
-byte, 8 pairs); no difference at equal seconds (+0.0006 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

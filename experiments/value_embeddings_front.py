@@ -4,8 +4,7 @@ Hypothesis: early layers are where the identity of tokens matters.
 Source: nanochat's experiment log, 2026-01-17: of all layers, alternating, U, front and back, alternating worked
 best.
 Expected effect: slightly worse than alternating layers.
-Verdict: no difference at equal steps (-0.0004 bits per byte, 7 pairs); no difference at equal flops (-0.0004 bits per
-byte, 7 pairs); no difference at equal seconds (-0.0004 bits per byte, 7 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

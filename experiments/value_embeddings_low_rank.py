@@ -3,10 +3,7 @@
 Hypothesis: the tables have few useful directions.
 Source: nanochat's experiment log, 2026-01-17: low-rank decompositions and projections all failed.
 Expected effect: worse, with far fewer parameters.
-Verdict: undecided at equal steps (+0.0105 bits per byte, 7 pairs); undecided at equal flops (+0.0105 bits per byte, 7
-pairs); undecided at equal seconds (+0.0105 bits per byte, 7 pairs). Study larger. Before: better at equal steps
-(-0.0033 bits per byte, 8 pairs); better at equal flops (-0.0033 bits per byte, 8 pairs); better at equal seconds
-(-0.0033 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 import math

@@ -3,8 +3,7 @@
 Hypothesis: one table is enough.
 Source: nanochat's experiment log, 2026-01-17: every attempt to share parameters failed.
 Expected effect: worse, with far fewer parameters.
-Verdict: no difference at equal steps (-0.0007 bits per byte, 8 pairs); no difference at equal flops (-0.0007 bits per
-byte, 8 pairs); no difference at equal seconds (-0.0007 bits per byte, 8 pairs). Study embeddings.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

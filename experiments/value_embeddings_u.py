@@ -4,8 +4,7 @@ Hypothesis: the two ends of the network can share their tables.
 Source: modded-nanogpt's walkthrough (tables 0 1 2 … 0 1 2). nanochat's experiment log, 2026-01-17: worse than
 alternating layers with a table each.
 Expected effect: worse than the default, with fewer parameters.
-Verdict: no difference at equal steps (+0.0019 bits per byte, 8 pairs); no difference at equal flops (+0.0019 bits per
-byte, 8 pairs); no difference at equal seconds (+0.0019 bits per byte, 8 pairs). Study attention.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

@@ -3,10 +3,7 @@
 Hypothesis: a longer warm-down is better for a run of fixed length.
 Source: modded-nanogpt's walkthrough (0.4 to 0.45), and nanochat's first default; nanochat's later default is 0.65.
 Expected effect: slightly worse.
-Verdict: better at equal steps (-0.0262 bits per byte, 7 pairs); better at equal flops (-0.0262 bits per byte, 7 pairs);
-better at equal seconds (-0.0262 bits per byte, 7 pairs). Study larger. Before: better at equal steps (-0.0552 bits per
-byte, 7 pairs); better at equal flops (-0.0552 bits per byte, 7 pairs); better at equal seconds (-0.0552 bits per byte,
-7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

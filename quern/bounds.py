@@ -214,12 +214,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "workers": FEW,
     "alpha": Bounds(1e-6, 0.5),
     "delta": RATE,
-    "same_time": SHARE,
-    "tau2": POSITIVE,
     "most_pairs": _whole(1, 1000),
-    "first_seed": SEED,
-    "horizons": Bounds(0.05, 20.0),
-    "horizon_pairs": _whole(0, 1000),
+    "rungs": _whole(0, 100),
     "processes.count": FEW,
     "processes.id": _whole(0, 10**6),
 }

@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 FINE_TUNING = " ".join(FOR_FINE_TUNING)
 FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
 """Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
-_TRIALS = "lab compare,lab sweep,lab scaling"
+_TRIALS = "lab compare,lab ladder,lab calibrate,lab sweep,lab scaling"
 _TRAIN = "pretrain,run,grug train," + _TRIALS
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
 _OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"

@@ -3,7 +3,7 @@
 Hypothesis: heads with nothing to look for put their weight on the first token; a sink spares them that.
 Source: gpt-oss's sinks, after Xiao et al. 2023 (arXiv 2309.17453).
 Expected effect: none on speed; a slightly lower loss at equal steps, more so with short windows.
-Verdict: not measured yet. With every sink at minus infinity it is core.py, which a test asserts.
+Verdict: not yet measured.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ from quern.cli.summaries import EXAMPLES
 from quern.flags import check_flags
 from quern.flags.recipe_flags import named, parse
 from quern.kernels.attention.autotune import select_attention
-from quern.lab import command
 from quern.lab.board import server
 from quern.lab.devices import DeviceOptions
-from quern.lab.ladder.command import run_calibrate, run_ladder
+from quern.lab.ladder.command import run_calibrate, run_compare
 from quern.lab.log import publish
 from quern.lab.names import start_facts
 from quern.lab.scaling import study as scaling
@@ -45,13 +44,11 @@ class _ScalingOptions(scaling.ScalingOptions):
 
 
 def _compare(rest: list[str], help_text: str) -> int:
-    if "--ladder" in rest:
-        return run_ladder("compare", rest, log, help_text)
-    return command.run_compare(rest, log, help_text)
+    return run_compare("compare", rest, log, help_text)
 
 
 def _ladder(rest: list[str], help_text: str) -> int:
-    return run_ladder("ladder", rest, log, help_text)
+    return run_compare("ladder", [*rest, "--ladder"], log, help_text)
 
 
 def _calibrate(rest: list[str], help_text: str) -> int:

@@ -7,7 +7,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-PARTS = ("Hypothesis", "Source", "Expected effect", "Changed", "Verdict")
+PARTS = ("Hypothesis", "Source", "Published", "Expected effect", "Changed", "Verdict")
 _BEGINS = re.compile(rf"^({'|'.join(PARTS)}):\s*", re.MULTILINE)
 _PREDICTS = re.compile(r"(?:slightly |clearly )?(no difference|better|worse)\b")
 """How an expected effect that predicts a verdict begins. Anything else is no prediction."""
@@ -20,6 +20,8 @@ class Idea:
     title: str
     hypothesis: str = ""
     source: str = ""
+    published: str = ""
+    """What the source measured: a figure, with its date."""
     expected: str = ""
     changed: str = ""
     """When the idea itself last changed, as ISO 8601 text, and how: studies registered before tried another idea."""
@@ -27,7 +29,7 @@ class Idea:
 
     @property
     def direction(self) -> str | None:
-        """The verdict that the source predicts, or None."""
+        """The verdict that the author expects, or None."""
         found = _PREDICTS.match(self.expected)
         return found[1] if found else None
 
@@ -40,6 +42,7 @@ def read_idea(source: str) -> Idea:
         title=" ".join(words[0].split()),
         hypothesis=parts.get("Hypothesis", ""),
         source=parts.get("Source", ""),
+        published=parts.get("Published", ""),
         expected=parts.get("Expected effect", ""),
         changed=parts.get("Changed", ""),
         verdict=parts.get("Verdict", ""),

@@ -58,7 +58,7 @@ def adamw_groups(recipe: OptimRecipe) -> dict[str, AdamWGroup]:
     """The AdamW groups of the `gpt` architecture by name. Scales that are not resolved (None) count as 1.
 
     The values are those that nanochat tuned on small models, at width 768 and a batch of 2^19 tokens. The scale of the
-    head's rate is the root of the other rates' scale, which was too low for the head (docs/experiments/head.md). The
+    head's rate is the root of the other rates' scale, which was too low for the head. The
     decay of the head and of the value embeddings follows `resolve.table_decay_rule`. The embedding's scale has no
     effect, since a norm follows it.
     """

@@ -18,7 +18,7 @@ from quern.flags import check_flags
 from quern.generate.sample import Sampling
 from quern.interop import export, import_hf
 from quern.lab.board.server import BoardOptions
-from quern.lab.command import CompareOptions
+from quern.lab.ladder.command import CompareOptions
 from quern.lab.scaling.study import ScalingOptions
 from quern.lab.search.sweep import SweepOptions
 from quern.model.gpt import GPT

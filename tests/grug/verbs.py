@@ -22,7 +22,7 @@ from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.grug.mesh import BATCH, make_mesh, place
 from quern.grug.model import forward, logits
-from quern.lab.arms import Arm, Arms, Order
+from quern.lab.arms import Arm, Order, in_process
 from quern.model.count import count, weightless
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
@@ -127,18 +127,19 @@ def from_a_file() -> dict[str, Any]:
 
 
 def trials() -> dict[str, Any]:
-    """A pair of a study, two files of the twin that alternate, each in its own process; then one of them again."""
+    """Two files of the twin, each in its own process; then one of them again."""
     with folder():
         arms = {}
         for name in ("core", "attention_sink"):
             path = EXPERIMENTS / "grug" / f"{name}.py"
             recipe, source = load_recipe(str(path))
             arms[name] = Arm(name, training([*TRAIN[1:], "--train.steps", "3"], recipe).recipe, path, source)
-        first = Order("core", 0, 3, seed=1, data_seed=1, evaluations=3)
-        with Arms(arms, Path("out"), {"device": "cpu", "threads": 1}) as processes:
-            pair = {order.arm: trial for order, trial in processes.train([first, replace(first, arm="attention_sink")])}
-            again = next(processes.train([first]))[1]
-        core, sinks = pair["core"], pair["attention_sink"]
+        order, train = (
+            Order(3, seed=1, data_seed=1, evaluations=3),
+            in_process(Path("out"), {"device": "cpu", "threads": 1}),
+        )
+        core, again = train(arms["core"], [order, order])
+        (sinks,) = train(arms["attention_sink"], [order])
         recipe = resolve(arms["core"].recipe)
         counts = count(weightless(replace(recipe, make_model=GPT, model=replace(recipe.model, vocab_size=320))))
         return {

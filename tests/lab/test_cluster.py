@@ -9,8 +9,8 @@ import pytest
 
 from quern.cluster.connect import connect
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.arms import Arm, Arms, Order
-from quern.lab.cluster import RayArms
+from quern.lab.arms import Arm, Order, in_process
+from quern.lab.cluster import on_cluster
 from quern.recipes.gpt import RECIPE
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -46,16 +46,15 @@ def arms(data: Path) -> dict[str, Arm]:
 def test_arms_on_a_cluster_are_the_arms_of_this_machine(cluster: None, tmp_path: Path) -> None:
     data = tmp_path / "text.txt"
     data.write_text("\n\n".join(f"the {word} is number {word * 7 % 90}, and so on." for word in range(900)))
-    orders = [Order(name, 0, 4, 1, 1) for name in ("baseline", "idea")]
-    with Arms(arms(data), tmp_path / "out", MACHINE) as here, RayArms(arms(data), tmp_path / "out", MACHINE) as there:
-        ours = {order.arm: trial.bpb for order, trial in here.train(orders)}
-        theirs = {order.arm: trial.bpb for order, trial in there.train(orders)}
-        assert ours == theirs and ours["idea"] != ours["baseline"] and None not in ours.values()
-        minutes = replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))
-        broken = {"baseline": Arm("baseline", minutes)}
-        wanted = pytest.raises(RuntimeError, match="the arm baseline process failed: .*give --train.steps")
-        with RayArms(broken, tmp_path / "out", MACHINE) as failing, wanted:
-            list(failing.train(orders[:1]))
+    here, there = (make(tmp_path / "out", MACHINE) for make in (in_process, on_cluster))
+    ours, theirs = (
+        {name: [trial.bpb for trial in train(arm, [Order(4, 1, 1)])] for name, arm in arms(data).items()}
+        for train in (here, there)
+    )
+    assert ours == theirs and ours["idea"] != ours["baseline"] and None not in ours["idea"]
+    minutes = replace(RECIPE, train=replace(RECIPE.train, minutes=1.0))
+    with pytest.raises(RuntimeError, match=r"the arm baseline process failed: .*give --train\.steps"):
+        list(there(Arm("baseline", minutes), [Order(4, 1, 1)]))
 
 
 @pytest.mark.campaign

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.lab.arms import Arm
+from quern.lab.arms import Arm, Order
 from quern.lab.ladder.code import code_fingerprint
 from quern.lab.ladder.multiplier import Curve, Mean, course, multiplier, told
-from quern.lab.ladder.report import ladder_lines, predictions, rows
+from quern.lab.ladder.report import predictions, rows, study_lines
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
 from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
-from quern.lab.ladder.work import Job, Options, Worker, check_proxy, judged
+from quern.lab.ladder.work import Options, Worker, judged, proxy_line
+from quern.lab.trainer import Trial
 from quern.recipe import TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.resolve import resolve
@@ -30,8 +31,7 @@ def loss(compute: float) -> float:
     return 1.2 + 300.0 * compute**-0.19
 
 
-def rung_of(job: Job) -> float:
-    return SIZES[job.rung]
+RUNG_OF = {rung.width: number for number, rung in RUNGS.items()}
 
 
 class Drawn:
@@ -41,16 +41,16 @@ class Drawn:
         self.savings, self.noise = savings, noise
         self.trained: list[tuple[str, int, int]] = []
 
-    def __call__(self, arm: Arm, job: Job, steps: int) -> Iterator[dict[str, Any]]:
-        for seed in job.seeds:
+    def __call__(self, arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+        rung = RUNG_OF[arm.recipe.model.width]
+        for order in orders:
             time.sleep(0.001)  # other workers look for jobs meanwhile
-            self.trained.append((job.arm, job.rung, seed))
-            own = np.random.default_rng([seed, len(job.arm), job.rung]).normal() * self.noise
-            shared = np.random.default_rng([seed, job.rung]).normal() * self.noise
-            factor = self.savings.get(job.arm, {}).get(job.rung, 1.0)
-            bpb = loss(SIZES[job.rung] * factor) + shared + own
-            flops = SIZES[job.rung]
-            yield {"bpb": bpb, "seed": seed, "steps": steps, "flops": flops, "seconds": flops / 1e11}
+            self.trained.append((arm.name, rung, order.seed))
+            own = np.random.default_rng([order.seed, len(arm.name), rung]).normal() * self.noise
+            shared = np.random.default_rng([order.seed, rung]).normal() * self.noise
+            bpb = loss(SIZES[rung] * self.savings.get(arm.name, {}).get(rung, 1.0)) + shared + own
+            seconds = SIZES[rung] / 1e11
+            yield Trial(arm.name, 10, order.seed, order.data_seed, 10, SIZES[rung], seconds, bpb, 1.0, 1, {}, ())
 
 
 def make(folder: Path, arms: list[str], most_pairs: int = 8) -> tuple[Study, dict[str, Arm]]:
@@ -65,6 +65,8 @@ def make(folder: Path, arms: list[str], most_pairs: int = 8) -> tuple[Study, dic
         alpha=0.05,
         most_pairs=most_pairs,
         tune="",
+        vary="both",
+        ladder=True,
         facts={},
     )
     study = open_study(folder, plan, [ArmRecord(name, "", None, "", {}, "") for name in arms])
@@ -103,8 +105,8 @@ def test_multipliers_are_those_that_the_runs_were_drawn_with(tmp_path: Path) -> 
     assert (trends["grows"], trends["fades"]) == ("grows", "fades")
     assert trends["steady"] in ("holds", "unclear") and trends["idles"] in ("holds", "unclear")
     assert judged(study, 0).findings["wrecks"].verdict == "worse"
-    text = "\n".join(ladder_lines(study))
-    assert "prediction of the top rung" in text and "multiplier" in text
+    text = "\n".join(study_lines(study))
+    assert "predicted" in text and "multiplier" in text
 
 
 def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
@@ -150,10 +152,10 @@ def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> No
     study, arms = make(tmp_path / "study", ["base", "odd"])
     drawn = Drawn({})
 
-    def train(arm: Arm, job: Job, steps: int) -> Iterator[dict[str, Any]]:
-        if job.arm == "odd":
+    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+        if arm.name == "odd":
             raise RuntimeError("its process failed")
-        return drawn(arm, job, steps)
+        return drawn(arm, orders)
 
     Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["odd"]))
     assert [one.error for one in study.runs("odd", 0).values()] == ["its process failed"]
@@ -168,7 +170,7 @@ def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
     assert not study.runs("grows", 0), "no idea is trained on it"
     (tmp_path / "study" / BASELINES).write_text('{"rung": 0, "1": 3.0, "2": 2.9, "3": 2.8}\n')
     study.refresh()
-    assert "trigram 2.800" in check_proxy(study, 0)
+    assert "trigram 2.800" in proxy_line(study, 0)
 
 
 def test_a_study_refuses_other_rules_and_other_code(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quern.cli import main
 from quern.flags.recipe_file import read_recipe_file
-from quern.lab.study import read_study
+from quern.lab.ladder.study import Study
 from quern.lab.trainer import Trainer, Trial
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
@@ -134,36 +134,35 @@ def test_a_comparison_from_the_command_line(
     shape = ["--model.width", "32", "--model.head-dim", "16", "--model.context", "32", "--text.vocab-size", "300"]
     steps = ["--train.steps", "4", "--train.batch-tokens", "128", "--text.val-megabytes", "0.004", "--depth", "1"]
     steps += ["--optim.lr-scale", "0.015625"]
-    rules = [
-        "--most-pairs",
-        "3",
-        "--alpha",
-        "0.4",
-        "--horizons",
-        "0.5",
-        "--horizon-pairs",
-        "1",
-        "--evaluations",
-        "2",
-        "--study",
-        "cap",
-    ]
+    rules = ["--most-pairs", "3", "--alpha", "0.4", "--study", "cap"]
     where = ["--data", str(text), "--no-compile", "--dtype", "fp32", "--threads", "1", "--device", "cpu"]
     command = ["lab", "compare", "base.py", "idea.py", *shape, *steps, *rules, *where]
     assert main.main([*command, "--most-pairs", "2"]) == 1 and not Path("out/lab").exists()
-    assert "2 pairs cannot decide at --alpha 0.4 over 1 ideas: give more with --most-pairs" in capsys.readouterr().err
+    assert "2 pairs decide nothing: give at least 3" in capsys.readouterr().err
+    assert main.main([*command, "--ladder"]) == 1
+    assert "a rung sets depth, model.context" in capsys.readouterr().err
     assert main.main(command) == 0
     said = capsys.readouterr().out
-    assert "study cap: validation bits per byte after the last step, 4 steps; margin ±0.002, α 0.4" in said
-    assert re.search(r"idea, equal steps: [+-]0\.0\d+ bits per byte \[…, …\] over 1 pairs: undecided", said)
-    study = read_study(Path("out/lab/cap"))
-    trials = {(entry.trial.recipe, entry.pair, entry.trial.steps) for entry in study.entries}
-    assert {("base", 0, 4), ("idea", 0, 4), ("base", 1, 4), ("idea", 1, 4), ("base", 0, 2)} <= trials
-    assert study.entries[0].beside and study.facts["command"].startswith("quern lab compare base.py idea.py")
-    assert len({entry.trial.bpb for entry in study.entries if entry.trial.steps == 4}) >= 4
+    assert "trigram" in said and "multiplier by FLOPs" in said
+    study = Study(Path("out/lab/cap"))
+    assert study.plan.facts["command"].startswith("quern lab compare base.py idea.py")
+    assert {(arm, rung, len(runs)) for (arm, rung, _), runs in study.trials.items()} == {
+        ("base", 0, 6),
+        ("idea", 0, 3),
+        ("base", 1, 3),
+    }
+    trials = [one for runs in study.trials.values() for one in runs.values()]
+    assert len({one.bpb for one in trials}) == len(trials) and {one.steps for one in trials} == {4, 6}
+    before = (study.folder / "trials.jsonl").read_text()
     assert main.main(command) == 0, "a study that is complete trains nothing"
-    assert read_study(Path("out/lab/cap")).entries == study.entries
+    assert (study.folder / "trials.jsonl").read_text() == before and str(text.parent) not in before
     assert main.main(["lab", "log", "--study", "cap"]) == 1 and not Path("experiments").exists()
     Path("experiments").mkdir()
     assert main.main(["lab", "log", "--study", "cap"]) == 0
-    assert "| idea | no difference, " in Path("experiments/LOG.md").read_text(encoding="utf-8")
+    page = Path("docs/experiments/cap.md").read_text(encoding="utf-8")
+    assert "(cap-multipliers.svg)" in page and str(text.parent) not in page
+    log = Path("experiments/LOG.md").read_text(encoding="utf-8")
+    assert "| idea | " in log and "old one" not in log
+    plan = Path("experiments/records/cap/study.json")
+    plan.write_text(re.sub(r'"0": "\w+"', '"0": "other"', plan.read_text()))
+    assert main.main(["lab", "log"]) == 0 and "old one" in Path("experiments/LOG.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`quern lab compare … --ladder`, `quern lab ladder` and `quern lab calibrate` on the command line."""
+"""`quern lab compare`, `quern lab ladder` and `quern lab calibrate` on the command line."""
 
 from __future__ import annotations
 
@@ -9,79 +9,92 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from quern import machine as machines
+from quern.cluster.connect import connect
 from quern.data.loader import windows
 from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_file import map_paths
 from quern.flags.recipe_flags import named, parse
-from quern.lab.arms import Arm
+from quern.lab.arms import Arm, in_process
 from quern.lab.axes.ngram import ngram_bits
+from quern.lab.cluster import on_cluster
 from quern.lab.devices import DeviceOptions
 from quern.lab.ladder.code import code_fingerprint
-from quern.lab.ladder.report import calibration, ladder_lines, read_answers, write_verdicts
-from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
+from quern.lab.ladder.report import calibration, study_lines, write_verdicts
+from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers, one_size
 from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
-from quern.lab.ladder.work import WAIT_SECONDS, Options, Worker, check_proxy, in_process
+from quern.lab.ladder.work import WAIT_SECONDS, Options, Worker, proxy_line
 from quern.lab.names import check_name, start_facts
+from quern.lab.verdict import Rules
 from quern.recipe import Recipe
 from quern.recipes import load_recipe
+from quern.records import read_json
 from quern.resolve import resolve
 from quern.stages.open_data import SHOWN
 from quern.stages.prepare import Prepared, prepare
+from quern.stages.prepare_tokens import is_tokens
 from quern.stages.pretrain import fit_to_text, make_batches
+from quern.unavailable import refuse_idle
 
 SET_BY_RUNGS = ("depth", "model.width", "model.head_dim", "model.context", "text.vocab_size", "train.steps")
+EXAMPLE = "quern lab compare experiments/baseline.py experiments/swiglu.py"
 
 
 @dataclass(frozen=True)
-class LadderOptions:
-    """Flags of the ladder: the text, and the rules of the study."""
+class CompareOptions:
+    """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
     out: Path = Path("out")
     """The output folder; studies are in its folder lab."""
     study: Annotated[str | None, UNSAID] = None
-    """The study's name; an existing study continues, also in several processes at a time. Default: ladder."""
+    """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
+    the arms, or ladder."""
     workers: int = 1
-    """Arms that train at the same time; on a CPU they share its threads."""
+    """Arms that train at the same time: on GPUs each worker has one, on a CPU they share its threads."""
+    ray: Annotated[str | None, UNSAID] = None
+    """A Ray cluster whose machines train the arms: auto or HOST:PORT. Default: this machine."""
+    ladder: bool = False
+    """Compare on the ladder's sizes, for compute multipliers and their trend."""
     rungs: tuple[int, ...] = (0,)
-    """Rungs to climb, the lowest first. An idea goes up unless it is clearly worse or makes no difference."""
+    """With --ladder: the rungs to climb. An idea goes up unless it is clearly worse or makes no difference."""
     every: bool = False
-    """Take every idea up, whatever its verdict."""
-    ladder: bool = True
-    """Compare on the ladder."""
+    """With --ladder: take every idea up, whatever its verdict."""
+    tune: str = ""
+    """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
     delta: float = 0.005
     """Bits per byte. A smaller difference does not matter."""
     alpha: float = 0.05
     """The share of the ideas called better or worse that may be expected to make no difference."""
     most_pairs: int = 8
     """An idea that is not decided after so many pairs stays undecided."""
-    tune: str = ""
-    """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
+    vary: Literal["both", "init", "data"] = "both"
+    """What differs between the pairs: the initial weights, the order of the data, or both."""
 
 
 def run_calibrate(
     rest: list[str], log: Callable[[str], None], description: str, rungs: Mapping[int, Rung] = RUNGS
 ) -> int:
-    """`quern lab calibrate BASELINE ANSWERS.json`: trains the ideas of known outcome, which lie beside that file."""
+    """Trains the ideas of known outcome (`quern lab calibrate BASELINE ANSWERS.json`), which lie beside that file."""
+    if {"-h", "--help"} & set(rest):
+        return run_compare("calibrate", rest, log, description)
     if len(rest) < 2 or rest[1].startswith("-"):
-        if {"-h", "--help"} & set(rest):
-            return run_ladder("calibrate", rest, log, description, rungs)
         raise ValueError(
             "name a baseline and the known answers: quern lab calibrate experiments/baseline.py "
             "experiments/known_answers.json --data FOLDER"
         )
-    answers = read_answers(Path(rest[1]))
+    answers = read_json(Path(rest[1]), dict[str, list[str]])
     names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
-    arguments = [rest[0], *names, "--study", "calibration", *rest[2:]]
-    return run_ladder("calibrate", arguments, log, description, rungs, answers)
+    arguments = [rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]]
+    return run_compare("calibrate", arguments, log, description, rungs, answers)
 
 
-def run_ladder(
+def run_compare(
     verb: str,
     rest: list[str],
     log: Callable[[str], None],
@@ -89,7 +102,7 @@ def run_ladder(
     rungs: Mapping[int, Rung] = RUNGS,
     answers: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
-    """Reads the command line after `quern lab VERB`, and climbs.
+    """Reads the command line after `quern lab VERB`, and runs the study.
 
     Args:
         verb: compare, ladder or calibrate.
@@ -103,37 +116,48 @@ def run_ladder(
         The exit code.
     """
     count = next((at for at, argument in enumerate(rest) if argument.startswith("-")), len(rest))
-    names, flags = rest[:count] or ["gpt"], rest[count:]
+    names, flags = rest[:count], rest[count:]
+    if len(names) < 1 + (verb == "compare") and not {"-h", "--help"} & set(flags):
+        raise ValueError(f"name a baseline and at least one idea, as recipes or .py files: {EXAMPLE}")
     arms, options = list[Arm](), None
-    for name in names:
+    for name in names or ["gpt"]:
         recipe, source = load_recipe(name)
-        parsed = parse(LadderOptions, recipe, flags, verb="lab compare", description=description)
+        parsed = parse(CompareOptions, recipe, flags, verb=f"lab {verb}", description=description)
         options = options or parsed
+        refuse_idle(parsed.recipe, f"lab {verb}", set(named(flags)), is_tokens(parsed.recipe.data))
         path = Path(name) if source is not None else None
         arms.append(Arm(path.stem if path else name, parsed.recipe, path, source))
     assert options is not None
-    if set_by := sorted(set(SET_BY_RUNGS) & set(named(flags))):
-        raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
-    if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
-        raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
-    if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
-        raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
     if len({arm.name for arm in arms}) < len(arms):
         raise ValueError("two arms have one name: give every arm's file a name of its own")
+    if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
+        raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
+    if options.ladder:
+        if set_by := sorted(set(SET_BY_RUNGS) & set(named(flags))):
+            raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
+        if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
+            raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
+    elif resolve(arms[0].recipe).train.steps == 1:
+        raise ValueError("--train.steps must be at least 2, since the first step is not timed")
     command = shlex.join(["quern", "lab", verb, *rest])
-    return _climb(arms, options, command, answers or {}, rungs, log)
+    return _run(arms, options, command, answers or {}, rungs if options.ladder else one_size(arms[0].recipe), log)
 
 
-def _climb(
+def _run(
     arms: Sequence[Arm],
-    options: LadderOptions,
+    options: CompareOptions,
     command: str,
     answers: Mapping[str, Sequence[str]],
     rungs: Mapping[int, Rung],
     log: Callable[[str], None],
 ) -> int:
-    base, device = arms[0], options.where.arguments(options.workers)
+    base, device = arms[0], options.where.arguments(1 if options.ray else options.workers)
+    name = "ladder" if options.ladder else "-".join(arm.name for arm in arms)[:60]
+    folder = options.out / "lab" / check_name(options.study or name)
+    rules = Rules(options.delta, options.most_pairs, options.alpha)
     machine = machines.detect(**device)
+    if options.ray:
+        connect(options.ray)
     sized = {rung: resolve(at_rung(base.recipe, one)) for rung, one in rungs.items()}
     prepared = prepare(sized[min(rungs)], options.out, log)
     facts = start_facts(machine, command)
@@ -143,42 +167,54 @@ def _climb(
         numbers={str(rung): numbers(one) for rung, one in sized.items()},
         text=prepared.text[:SHOWN],
         data=Path(base.recipe.data).name,
-        delta=options.delta,
-        alpha=options.alpha,
-        most_pairs=options.most_pairs,
+        delta=rules.delta,
+        alpha=rules.alpha,
+        most_pairs=rules.most_pairs,
         tune=options.tune,
+        vary=options.vary,
+        ladder=options.ladder,
         facts=facts,
     )
     now = datetime.now(UTC).isoformat(timespec="seconds")
     records = [
-        ArmRecord(arm.name, now, facts["commit"], code_fingerprint(arm.source), arm.recipe.to_json(), arm.source or "")
+        ArmRecord(arm.name, now, facts["commit"], code_fingerprint(arm.source), public(arm.recipe), arm.source or "")
         for arm in arms
     ]
-    folder = options.out / "lab" / check_name(options.study or "ladder")
     study = open_study(folder, plan, records)
-    about = machine.describe()
-    told = f"{about['device']} {about['dtype']}{' compiled' if about['compiled'] else ''}, {about['threads']} threads, "
-    told += f"{about['processor']}, torch {about['torch']}"
     asked = Options(sorted(options.rungs), [arm.name for arm in arms[1:]], options.every)
     for rung in asked.rungs:
         _count_ngrams(study, rung, sized[rung], prepared)
-        log(check_proxy(study, rung))
-    by_name = {arm.name: arm for arm in arms}
+        log(f"rung {rung}: {proxy_line(study, rung)}")
+    by_name, variables = {arm.name: arm for arm in arms}, machines.worker_variables(machine)
 
     def work(number: int) -> None:
-        own = Study(folder)
-        Worker(own, by_name, in_process(options.out, device), told, log).run(asked)
+        train = on_cluster(options.out, device) if options.ray else in_process(options.out, device, variables(number))
+        Worker(Study(folder), by_name, train, machine_line(machine), log).run(asked)
 
     with ThreadPoolExecutor(options.workers) as pool:
         for done in [pool.submit(work, number) for number in range(options.workers)]:
             done.result()
     study.refresh()
     write_verdicts(study)
-    for line in ladder_lines(study):
+    for line in study_lines(study):
         log(line)
     for line in calibration(study, min(asked.rungs), answers) if answers else ():
         log(line)
-    return 0
+    return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
+
+
+def machine_line(machine: machines.Machine) -> str:
+    """The machine in one line, for the record of each trial."""
+    about = machine.describe()
+    return (
+        f"{about['device']} {about['dtype']}{' compiled' if about['compiled'] else ''}, {about['threads']} threads, "
+        f"{about['processor']}, torch {about['torch']}"
+    )
+
+
+def public(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON with names of files, not places."""
+    return map_paths(recipe, lambda path: Path(path).name).to_json()
 
 
 def _count_ngrams(study: Study, rung: int, recipe: Recipe, prepared: Prepared) -> None:

@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from quern.lab.ladder.multiplier import (
@@ -24,9 +23,9 @@ from quern.lab.ladder.multiplier import (
     told,
 )
 from quern.lab.ladder.study import Study, TrialRecord
-from quern.lab.ladder.work import chosen, judged
+from quern.lab.ladder.work import chosen, judged, proxy_line
 from quern.lab.verdict import Finding, Judgement, Rules, reach
-from quern.records import read_json, strict
+from quern.records import strict
 from quern.temporaries import write_whole
 from quern.terminal import grid
 
@@ -150,31 +149,44 @@ def _part(row: Row, rungs: Sequence[int]) -> tuple[list[float], list[Floats]]:
     return [row.computes[rung] for rung in kept], [row.flops[rung] for rung in kept]
 
 
-def ladder_lines(study: Study) -> list[str]:
-    """Tables for the user: verdicts by rung, multipliers with their course, and the test of the predictions."""
+Table = tuple[str, list[str], tuple[str, ...], list[list[str]]]
+"""Title, lines of text, head and rows."""
+
+
+def study_tables(study: Study) -> list[Table]:
+    """What a study says: multipliers with their course, verdicts by rung, the test of the predictions."""
     found, judgements = rows(study), judgements_of(study)
-    lines: list[str] = []
+    tables: list[Table] = []
+    if len(judgements) > 1:
+        head = ("idea", *(f"rung {rung}" for rung in judgements), "from rung to rung", "trend")
+        body = [
+            [
+                row.idea,
+                *(str(told(row.flops[rung])) if rung in row.flops else "" for rung in judgements),
+                "" if row.course is None else str(row.course.factor),
+                "" if row.course is None else row.course.trend,
+            ]
+            for row in found
+        ]
+        tables.append(("Compute multipliers, by FLOPs", [], head, body))
     for rung, judgement in judgements.items():
-        scores = [one.bpb for one in _finished(study, study.plan.base, rung) if one.bpb is not None]
-        noise = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
-        lines.append(
-            f"rung {rung}: {study.plan.base} {statistics.fmean(scores):.4f}{noise} bits per byte over {len(scores)} "
-            f"seeds; SD of a pair's difference {judgement.sd:.4f}; A/A floor {_cell(judgement.floor)}"
-        )
         on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
         head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
-        lines += grid(head, [_cells(row, rung) for row in on_rung])
-    courses = [(row.idea, one) for row in found if (one := row.course) is not None]
-    if courses:
-        lines.append("the multiplier from one rung to the next:")
-        lines += grid(("idea", "factor", "trend"), [[idea, str(one.factor), one.trend] for idea, one in courses])
-    made = predictions(study, found)
-    if made:
-        held = sum(one.holds for one in made)
-        lines.append(f"prediction of the top rung: the interval holds for {held} of {len(made)} ideas")
-        rows_ = [[one.idea, str(one.rung), str(one.predicted), f"{one.measured:.3f}"] for one in made]
-        lines += grid(("idea", "rung", "predicted", "measured"), rows_)
-    return lines
+        noise = f"SD of a pair's difference {judgement.sd:.4f}; A/A floor: {_cell(judgement.floor)}"
+        failed = [row.idea for row in on_rung if any(one.error for one in study.runs(row.idea, rung).values())]
+        lines = [proxy_line(study, rung), noise, *([f"could not be trained: {', '.join(failed)}"] if failed else [])]
+        tables.append((f"Rung {rung}", lines, head, [_cells(row, rung) for row in on_rung]))
+    if made := predictions(study, found):
+        held = f"The interval holds for {sum(one.holds for one in made)} of {len(made)} ideas."
+        body = [[one.idea, str(one.rung), str(one.predicted), f"{one.measured:.3f}"] for one in made]
+        head = ("idea", "rung", "predicted", "measured")
+        tables.append(("The highest rung, predicted from those below", [held], head, body))
+    return tables
+
+
+def study_lines(study: Study) -> list[str]:
+    """The tables of a study as lines for the user."""
+    return [line for title, told_, head, body in study_tables(study) for line in (title, *told_, *grid(head, body))]
 
 
 def _cells(row: Row, rung: int) -> list[str]:
@@ -203,11 +215,6 @@ def write_verdicts(study: Study) -> None:
 
 
 # Calibration ------------------------------------------------------------------------------------------------
-
-
-def read_answers(path: Path) -> dict[str, list[str]]:
-    """The known answers: by idea, the verdicts that are right."""
-    return read_json(path, dict[str, list[str]])
 
 
 def calibration(study: Study, rung: int, answers: Mapping[str, Sequence[str]]) -> list[str]:

@@ -18,15 +18,15 @@ from quern.resolve import resolve
 
 @dataclass(frozen=True)
 class Rung:
-    """A size, and how long it trains. Units: layers, channels, tokens, optimizer steps."""
+    """A size, and how long it trains. Units: layers, channels, tokens, optimizer steps; None leaves it to the arm."""
 
-    depth: int
-    width: int
-    head_dim: int
-    context: int
-    vocab_size: int
-    batch_tokens: int
     steps: int
+    batch_tokens: int
+    depth: int | None = None
+    width: int | None = None
+    head_dim: int | None = None
+    context: int | None = None
+    vocab_size: int | None = None
 
 
 RUNGS: Mapping[int, Rung] = {
@@ -46,26 +46,24 @@ def at_rung(recipe: Recipe, rung: Rung) -> Recipe:
     """Returns the recipe at the size and the length of a rung; what the recipe itself sets stays, but for its depth.
 
     Raises:
-        ValueError: The recipe sets its width, so it is an idea about one size.
+        ValueError: Recipe and rung both set the width: the recipe is an idea about one size.
     """
-    if recipe.model.width is not None:
-        raise ValueError(
-            f"{recipe.name} sets model.width, which a rung sets: give the idea a file that scales with depth"
-        )
     shape, text, train = recipe.model, recipe.text, recipe.train
+    if shape.width is not None and rung.width is not None:
+        raise ValueError(f"{recipe.name} sets model.width, as a rung does: compare it at one size, without --ladder")
     return replace(
         recipe,
-        depth=rung.depth,
+        depth=rung.depth or recipe.depth,
         model=replace(
             shape,
-            width=rung.width,
+            width=shape.width or rung.width,
             head_dim=shape.head_dim or rung.head_dim,
             context=shape.context or rung.context,
         ),
         text=replace(text, vocab_size=text.vocab_size or rung.vocab_size),
         train=replace(
             train,
-            steps=train.steps or _steps(rung, train.batch_tokens),
+            steps=_steps(rung, train.batch_tokens),
             batch_tokens=train.batch_tokens or rung.batch_tokens,
         ),
     )
@@ -88,3 +86,11 @@ def numbers(recipe: Recipe) -> str:
         part, _, field = name.partition(".")
         body[part].pop(field, None)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def one_size(base: Recipe) -> dict[int, Rung]:
+    """Returns the rungs of a comparison at one size: the baseline's own length, and one that is half as long again,
+    which tells how its loss falls with compute."""
+    train = resolve(base).train
+    assert train.steps and train.batch_tokens
+    return {0: Rung(train.steps, train.batch_tokens), 1: Rung(-(-train.steps * 3 // 2), train.batch_tokens)}

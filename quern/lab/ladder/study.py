@@ -37,6 +37,8 @@ class Plan:
         alpha: Share of the ideas called better or worse that may be expected to make no difference.
         most_pairs: Pairs after which an idea stays undecided.
         tune: Field whose values each arm tries on the lowest rung, or "".
+        vary: What differs between the pairs: both seeds, init or data.
+        ladder: Whether the rungs are sizes; else a baseline that a trigram beats is not refused.
         facts: Command, machine, versions and time of the start.
         metric: What is compared; lower is better.
     """
@@ -50,8 +52,14 @@ class Plan:
     alpha: float
     most_pairs: int
     tune: str
+    vary: str
+    ladder: bool
     facts: dict[str, Any]
     metric: str = "validation bits per byte after the last step"
+
+    def seeds(self, pair: int) -> tuple[int, int]:
+        """The seeds of the initial weights and of the data order of a pair."""
+        return pair * (self.vary != "data"), pair * (self.vary != "init")
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class TrialRecord:
     Args:
         recipe: Name of the arm.
         rung: Number of the rung.
-        seed: Of the initial weights and of the data order.
+        seed: Number of the pair: both arms have its seeds of initial weights and data order (`Plan.vary`).
         value: Of the tuned field; None for the recipe's own.
         bpb: Final bits per byte; None for a run that failed.
         steps: Optimizer steps.
@@ -185,6 +193,8 @@ def open_study(folder: Path, plan: Plan, arms: Sequence[ArmRecord]) -> Study:
     with (folder / ".append").open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / PLAN).exists():
+            for file in FILES[1:]:
+                (folder / file).touch()
             write_whole(folder / PLAN, json.dumps(asdict(plan), indent=1) + "\n")
     study = Study(folder)
     ours, theirs = asdict(plan), asdict(study.plan)

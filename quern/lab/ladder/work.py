@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from quern.lab.arms import Arm, Arms, Order
+from quern.lab.arms import Arm, Order, Train
 from quern.lab.ladder.rungs import at_rung
 from quern.lab.ladder.study import TRIALS, Study, TrialRecord
 from quern.lab.verdict import Judgement, Rules, judge
@@ -26,6 +25,10 @@ TUNE_SEEDS = (1_000, 1_001)
 """Seeds that no verdict uses."""
 CURVE_SEEDS = 3
 """Seeds of the baseline on the rung above the highest one, which its loss over compute needs."""
+EVALUATIONS = 4
+"""Validations in a trial, for the curves."""
+KEY = {"recipe", "seed"}
+"""Fields of a record that the study decides."""
 BLOCK = 3
 """Seeds of the baseline that one process trains."""
 LEAST_MARGIN = 0.02
@@ -167,35 +170,13 @@ def _seeds(options: Options, count: int) -> range:
     return range(options.first_seed, options.first_seed + count)
 
 
-Train = Callable[[Arm, Job, int], Iterator[dict[str, Any]]]
-"""(arm at its size, job, steps) → for each seed of the job a `trainer.Trial` as JSON."""
-
-
-def in_process(out: Path, machine: Mapping[str, Any]) -> Train:
-    """Returns what trains the seeds of a job in one child process, which compiles once.
-
-    Args:
-        out: The folder of tokenizers and token shards.
-        machine: Arguments of `machine.detect`.
-    """
-
-    def train(arm: Arm, job: Job, steps: int) -> Iterator[dict[str, Any]]:
-        with Arms({arm.name: arm}, out, machine, most=1) as processes:
-            for seed in job.seeds:
-                order = Order(arm.name, seed, steps, seed, seed, evaluations=2)
-                for _, trial in processes.train([order]):
-                    yield trial.to_json()
-
-    return train
-
-
 class Worker:
     """Trains the jobs of a study, one after another, beside other workers.
 
     Args:
         study: Open.
         arms: By name: the recipe of each arm, not sized, with its file.
-        train: Trains a job.
+        train: Trains an arm's orders.
         about: The machine, for the records.
         log: Takes lines for the user.
     """
@@ -235,10 +216,12 @@ class Worker:
         )
         try:
             recipe = at_rung(with_value(arm.recipe, self.study.plan.tune, job.value), rung)
-            for trial in self.train(replace(arm, recipe=recipe), job, recipe.train.steps or 1):
-                names = TrialRecord.__dataclass_fields__.keys() & trial.keys()
+            orders = [Order(None, *self.study.plan.seeds(seed), evaluations=EVALUATIONS) for seed in job.seeds]
+            for seed, trial in zip(job.seeds, self.train(replace(arm, recipe=recipe), orders), strict=False):
+                body = trial.to_json()
+                found = {name: body[name] for name in TrialRecord.__dataclass_fields__.keys() & body.keys() - KEY}
                 now = datetime.now(UTC).isoformat(timespec="seconds")
-                self._keep(replace(base, **{name: trial[name] for name in names}, time=now))
+                self._keep(replace(base, seed=seed, time=now, **found))
         except (RuntimeError, ValueError) as error:
             self._keep(replace(base, seed=job.seeds[0], error=str(error)[:300]))
 
@@ -261,28 +244,34 @@ def tuned_values(study: Study, recipe: Recipe) -> list[float]:
     return [factor * getattr(recipe.optim, study.plan.tune) for factor in TUNE_FACTORS] if study.plan.tune else []
 
 
-def check_proxy(study: Study, rung: int) -> str:
-    """Compares the baseline with the n-grams that count the same tokens.
-
-    Returns:
-        A line for the user.
-
-    Raises:
-        ValueError: The baseline is not clearly below the trigram, so its verdicts would mean nothing.
-    """
-    known = study.ngrams[rung]
-    scores = [one for one in _scores(study, study.plan.base, rung).values() if one is not None]
-    told = f"rung {rung}: unigram {known['1']:.3f}, bigram {known['2']:.3f}, trigram {known['3']:.3f} bits per byte"
+def proxy_line(study: Study, rung: int) -> str:
+    """The bits per byte of the n-grams that count the baseline's tokens at a rung, and the baseline's own."""
+    known, scores = study.ngrams[rung], _finished(study, rung)
+    told = f"unigram {known['1']:.3f}, bigram {known['2']:.3f}, trigram {known['3']:.3f} bits per byte"
     if not scores:
         return told
-    mean = statistics.fmean(scores)
+    spread = f" ± {statistics.stdev(scores):.4f} (SD)" if len(scores) > 1 else ""
+    return f"{told}; {study.plan.base} {statistics.fmean(scores):.4f}{spread} over {len(scores)} seeds"
+
+
+def check_proxy(study: Study, rung: int) -> None:
+    """Compares the baseline with the trigram that counts the same tokens.
+
+    Raises:
+        ValueError: The baseline is not clearly below it, so verdicts on a rung of the ladder would mean nothing.
+    """
+    scores = _finished(study, rung)
     error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
-    told += f"; {study.plan.base} {mean:.4f} over {len(scores)} seeds"
-    if mean > known["3"] - max(LEAST_MARGIN, 3 * error):
+    most = study.ngrams[rung]["3"] - max(LEAST_MARGIN, 3 * error)
+    if study.plan.ladder and scores and statistics.fmean(scores) > most:
         raise ValueError(
-            f"{told}: the baseline is not clearly below the trigram, so this rung is no proxy: train longer"
+            f"rung {rung}: {proxy_line(study, rung)}: the baseline is not clearly below the trigram, so the rung is no "
+            "proxy: give more text, or a text that it learns faster"
         )
-    return told
+
+
+def _finished(study: Study, rung: int) -> list[float]:
+    return [one for one in _scores(study, study.plan.base, rung).values() if one is not None]
 
 
 def _commit() -> tuple[str | None, tuple[str, ...]]:

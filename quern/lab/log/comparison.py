@@ -1,152 +1,155 @@
-"""The page of a comparison, its section of the log, and its verdicts for the ideas' files."""
+"""The page of a comparison, at one size or on the ladder, its section of the log, and its verdicts for the files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from quern.flags.recipe_flags import parse
 from quern.lab.idea import Idea, read_idea
-from quern.lab.log.figures import curves, intervals
-from quern.lab.log.page import HEADER, Page, machine_line, repeat, table
-from quern.lab.results import HEAD, UNCHANGED, UNDECIDED, Result, all_results
-from quern.lab.study import TRIALS, Study, read_study
+from quern.lab.ladder.command import CompareOptions
+from quern.lab.ladder.multiplier import told
+from quern.lab.ladder.report import Row, interval, judgements_of, rows, study_tables
+from quern.lab.ladder.rungs import at_rung, numbers
+from quern.lab.ladder.study import FILES, Study
+from quern.lab.log.figures import intervals, multipliers
+from quern.lab.log.page import HEADER, Page, repeat, table
+from quern.recipes import load_recipe
 from quern.terminal import counted
 
-FILES = ("study.json", TRIALS)
-FIGURES_OF_A_STUDY = 12
-"""A study with more ideas has no curves of single ones."""
+__all__ = ["FILES", "read"]
+OLD = "old baseline: "
 
 
 def read(folder: Path) -> Page:
     """The page of the comparison in a folder of records."""
-    return page(read_study(folder))
+    return _Told(Study(folder)).page()
 
 
-def page(study: Study) -> Page:
-    """The page of a comparison, with its figures."""
-    registered, results = study.registration, all_results(study)
-    files = {}
-    for axis in registered.axes:
-        if len(registered.ideas) > 1:
-            files[f"{study.name}-{axis}.svg"] = intervals(results, registered.delta, axis)
-    if len(registered.ideas) <= FIGURES_OF_A_STUDY:
-        for idea in registered.ideas:
-            files[f"{study.name}-{idea}.svg"] = curves(study, idea)
-    files[f"{study.name}.md"] = study_page(study, results)
-    verdicts = {}
-    for idea in registered.ideas:
-        own = [one for one in results if one.idea == idea]
-        if own:
-            verdicts[idea] = _verdict_line(study, own), ", ".join(f"{one.axis}: {one.verdict}" for one in own)
-    return Page(study.name, study.facts["registered"], log_section(study, results), files, verdicts)
+@dataclass(frozen=True)
+class _Told:
+    """What a study's pages say."""
 
+    study: Study
 
-def log_section(study: Study, results: Sequence[Result]) -> list[str]:
-    """The study's section of experiments/LOG.md: a row for each idea."""
-    registered = study.registration
-    lines = [
-        _setup(study) + "\n",
-        "| idea | " + " | ".join(f"equal {axis}" for axis in registered.axes) + " | published | agrees |",
-        "|---" * (len(registered.axes) + 3) + "|",
-    ]
-    for idea in registered.ideas:
-        own = {one.axis: one for one in results if one.idea == idea}
-        cells = [_cell(own.get(axis)) for axis in registered.axes]
-        about = _about(study, idea)
-        agrees = agreement(about, own.get("steps"))
-        lines.append(f"| {idea} | {' | '.join(cells)} | {about.direction or ''} | {agrees} |")
-    return lines
+    @cached_property
+    def rows(self) -> list[Row]:
+        return rows(self.study)
 
+    @cached_property
+    def rungs(self) -> list[int]:
+        return list(judgements_of(self.study))
 
-def study_page(study: Study, results: Sequence[Result]) -> str:
-    """One page: hypothesis, setup, tables on the axes, figures, agreement, how to repeat."""
-    registered = study.registration
-    lines = [f"# {study.name}\n", _setup(study) + "\n"]
-    for axis in registered.axes:
-        lines += [f"## Equal {axis}\n"]
-        if len(registered.ideas) > 1:
-            lines += [f"![Intervals of all ideas at equal {axis}]({study.name}-{axis}.svg)\n"]
-        lines += [
-            *table(HEAD, [one.cells() for one in results if one.axis == axis]),
-            "",
+    @cached_property
+    def old(self) -> bool:
+        """Whether the baseline's resolved numbers are others today."""
+        plan = self.study.plan
+        words = shlex.split(plan.facts["command"])[3:]
+        flags = words[next((at for at, word in enumerate(words) if word.startswith("-")), len(words)) :]
+        file = self.study.folder.parents[2] / words[0]  # of the project that has experiments/records/STUDY
+        try:
+            base = load_recipe(str(file) if file.is_file() else words[0])[0]
+            recipe = parse(CompareOptions, base, flags, verb="lab compare").recipe
+            return any(numbers(at_rung(recipe, plan.rungs[str(r)])) != plan.numbers[str(r)] for r in self.rungs)
+        except (ValueError, IndexError):  # a flag or a recipe that is no more
+            return True
+
+    def page(self) -> Page:
+        name, plan = self.study.name, self.study.plan
+        files: dict[str, str] = {}
+        lines = [f"# {name}\n", self.setup() + "\n"]
+        if any(row.flops for row in self.rows):
+            files[f"{name}-multipliers.svg"] = multipliers(self.rows)
+            lines += [f"![Compute multipliers over the baseline's FLOPs]({name}-multipliers.svg)\n"]
+        for title, told_, head, body in study_tables(self.study):
+            lines += [f"## {title}\n", *(f"{line}\n" for line in told_), *table(head, body), ""]
+        for rung in self.rungs:
+            files[f"{name}-{rung}.svg"] = intervals({row.idea: row.findings[rung] for row in self.on(rung)}, plan.delta)
+            lines += [f"![Intervals of all ideas on rung {rung}]({name}-{rung}.svg)\n"]
+        lines += ["## The ideas\n"]
+        for row in self.rows:
+            about = self.about(row.idea)
+            parts = {"Hypothesis": about.hypothesis, "Source": about.source, "Expected": about.expected}
+            parts |= {"Published": about.published, "As expected": agreement(about, row)}
+            lines += [f"### {row.idea}\n", f"{about.title}\n"]
+            lines += [*(f"- **{part}**: {text}" for part, text in parts.items() if text), ""]
+        files[f"{name}.md"] = HEADER + "\n".join([*lines, *repeat(plan.facts)])
+        return Page(name, plan.facts["registered"], self.section(), files, self.verdicts())
+
+    def on(self, rung: int) -> list[Row]:
+        return [row for row in self.rows if rung in row.findings]
+
+    def setup(self) -> str:
+        """One paragraph: what was compared with what."""
+        plan = self.study.plan
+        first = plan.rungs[str(min(self.rungs, default=min(map(int, plan.rungs))))]
+        size = "" if first.width is None else f"{first.depth}x{first.width}, vocabulary {first.vocab_size:,}, context "
+        size += "" if first.width is None else f"{first.context:,}, "
+        old = " **Its baseline is an old one: the defaults have changed since.**" if self.old else ""
+        return (
+            f"Baseline `{plan.base}` on `{plan.data}` (text {plan.text}); the lowest rung is {size}{first.steps:,} "
+            f"steps of {first.batch_tokens:,} tokens. Registered {plan.facts['registered']}: {plan.metric}; "
+            f"δ {plan.delta:g}, α {plan.alpha:g} over {counted(len(self.study.ideas), 'idea')}, at most "
+            f"{plan.most_pairs} pairs. "
+            f"Trained on: {'; '.join(sorted(self.machines()))}.{old}"
+        )
+
+    def machines(self) -> set[str]:
+        return {one.machine for runs in self.study.trials.values() for one in runs.values() if one.machine}
+
+    def section(self) -> list[str]:
+        """The study's section of experiments/LOG.md: a row for each idea, the largest multiplier first."""
+        head = ["idea", *(f"rung {rung}" for rung in self.rungs), "multiplier", "trend", "expected", "as expected"]
+        body = [
+            [
+                row.idea,
+                *(_finding(row, rung) for rung in self.rungs),
+                _multiplier(row),
+                "" if row.course is None else row.course.trend,
+                self.about(row.idea).direction or "",
+                agreement(self.about(row.idea), row),
+            ]
+            for row in self.rows
         ]
-    lines += ["## The ideas\n"]
-    for idea in registered.ideas:
-        about, own = _about(study, idea), {one.axis: one for one in results if one.idea == idea}
-        lines += [f"### {idea}\n", f"{about.title}\n"]
-        parts = {"Hypothesis": about.hypothesis, "Source": about.source, "Expected effect": about.expected}
-        lines += [*(f"- **{name}**: {text}" for name, text in parts.items() if text)]
-        lines += [f"- **Agreement with the source**: {agreement(about, own.get('steps')) or 'no prediction'}"]
-        lines += [f"- **Outliers**: {text}" for text in _outliers(own.values())]
-        if len(registered.ideas) <= FIGURES_OF_A_STUDY:
-            lines += ["", f"![{idea} minus {registered.base}]({study.name}-{idea}.svg)"]
-        lines.append("")
-    return HEADER + "\n".join([*lines, *repeat(study.facts)])
+        return [self.setup() + "\n", *table(head, body)]
+
+    def verdicts(self) -> dict[str, tuple[str, str]]:
+        """By idea, the text for its docstring and the cell of the index."""
+        mark = OLD if self.old else ""
+        found: dict[str, tuple[str, str]] = {}
+        for row in self.rows:
+            parts = [
+                f"{one.verdict} on rung {rung} ({one.difference:+.4f} bits per byte, {counted(one.pairs, 'pair')})"
+                for rung, one in row.findings.items()
+            ]
+            if not parts:
+                continue
+            more = f"; multiplier {_multiplier(row)}" if row.flops else ""
+            more += f", {row.course.trend}" if row.course else ""
+            top = max(row.findings)
+            short = f"{mark}{row.findings[top].verdict} on rung {top}{', ' + _multiplier(row) if row.flops else ''}"
+            found[row.idea] = f"{mark}{'; '.join(parts)}{more}. Study {self.study.name}.", short
+        return found
+
+    def about(self, idea: str) -> Idea:
+        source = self.study.arms[idea].source
+        return read_idea(source) if source else Idea(f"The recipe `{idea}`.")
 
 
-def agreement(about: Idea, result: Result | None) -> str:
-    """yes, no or open: whether the verdict at equal steps is what the source predicts; "" without a prediction."""
-    if about.direction is None or result is None:
+def _finding(row: Row, rung: int) -> str:
+    one = row.findings.get(rung)
+    return "" if one is None else f"{one.verdict}, {one.difference:+.4f} {interval(one)}"
+
+
+def _multiplier(row: Row) -> str:
+    return f"× {told(row.flops[max(row.flops)])}" if row.flops else ""
+
+
+def agreement(about: Idea, row: Row) -> str:
+    """yes, no or open: whether the verdict on the highest rung is the expected one; "" without an expectation."""
+    if about.direction is None or not row.findings:
         return ""
-    return "open" if result.verdict in (UNDECIDED, UNCHANGED) else "yes" if result.verdict == about.direction else "no"
-
-
-def _setup(study: Study) -> str:
-    registered = study.registration
-    recipe = registered.recipes[registered.base]
-    tokens = recipe["train"]["batch_tokens"]
-    return (
-        f"Baseline `{registered.base}`: depth {recipe['depth']}, {registered.steps:,} steps of {tokens:,} tokens on "
-        f"`{recipe['data']}` (text {registered.text}). Registered {study.facts['registered']}: {registered.metric}; "
-        f"margin ±{registered.delta:g}, α {registered.alpha:g} over {len(registered.ideas)} ideas, "
-        f"τ² {registered.tau2:g}, at most {registered.most_pairs} pairs, which find "
-        f"{registered.detectable_sd:g} standard deviations of the pairs' differences with a probability of 80 %. "
-        f"Times of a step that differ by at most {registered.same_time:.0%} count as equal. "
-        f"Noise of the baseline over seeds: {_noise(study)}. "
-        f"{machine_line(study.facts)}"
-    )
-
-
-def _noise(study: Study) -> str:
-    registered = study.registration
-    scores = [
-        trial.bpb
-        for pair in range(registered.most_pairs)
-        if (trial := study.find(registered.base, pair, registered.steps)) and trial.bpb is not None
-    ]
-    if len(scores) < 2:
-        return "not measured"
-    mean = sum(scores) / len(scores)
-    deviation = (sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)) ** 0.5
-    return f"{mean:.4f} ± {deviation:.4f} bits per byte (standard deviation of {len(scores)})"
-
-
-def _about(study: Study, idea: str) -> Idea:
-    source = study.registration.sources.get(idea)
-    return read_idea(source) if source else Idea(f"The recipe `{idea}`.")
-
-
-def _cell(result: Result | None) -> str:
-    if result is None:
-        return "not measured"
-    return f"{result.verdict}, {result.paired.mean:+.4f}"
-
-
-def _verdict_line(study: Study, results: Sequence[Result]) -> str:
-    parts = [
-        f"{one.verdict} at equal {one.axis} ({one.paired.mean:+.4f} bits per byte, {_pairs(one.paired.n)})"
-        for one in results
-    ]
-    return f"{'; '.join(parts)}. Study {study.name}."
-
-
-def _pairs(count: int) -> str:
-    return counted(count, "pair")
-
-
-def _outliers(results: Iterable[Result]) -> list[str]:
-    return [
-        f"equal {one.axis}: pairs {', '.join(str(one.pairs[at] + 1) for at in one.paired.outliers)}"
-        for one in results
-        if one.paired.outliers
-    ]
+    verdict = row.findings[max(row.findings)].verdict.partition(",")[0]
+    return "open" if verdict in ("undecided", "fails") else "yes" if verdict == about.direction else "no"

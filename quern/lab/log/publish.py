@@ -24,7 +24,14 @@ KINDS = (comparison, sweep_page, scaling_page)
 INTRODUCTION = (
     "# The experiment log\n",
     "In a comparison, each row is an idea against the baseline of its study, over paired seeds. Differences are in "
-    "bits per byte of held-out text: below 0 the idea is better. [How a verdict is reached](../docs/statistics.md).\n",
+    "bits per byte of held-out text: below 0 the idea is better ([how a verdict is reached](../docs/statistics.md)). A "
+    "multiplier of 1.08 saves 8 % of the baseline's compute ([the ladder](../docs/ladder.md)).\n",
+    "Fifteen comparisons before the ladder are not here any more. They trained 100 to 200 steps, most of them at width "
+    "64 and a vocabulary of 1,024, and their baselines scored worse than a bigram that counts the same tokens: at that "
+    "size a layer without attention changed nothing, removing value embeddings helped, and tying the head gained 0.19 "
+    "bits per byte. Of twelve ideas measured again at a larger size, eight changed their verdict and two of those "
+    "reversed. They taught that a baseline must first beat counting, and that a gain is worth the compute that it "
+    "saves at several sizes.\n",
 )
 
 
@@ -141,19 +148,18 @@ def idea_files(studies: Sequence[Page], folder: Path) -> dict[Path, str]:
     index = folder / "README.md"
     texts = {path: path.read_text(encoding="utf-8") for path in (index, *folder.rglob("*.py")) if path.exists()}
     changed = dict(texts)
-    for idea in dict.fromkeys(idea for study in studies for idea in study.verdicts):
-        path = next((path for path in texts if path.name == f"{idea}.py"), folder / f"{idea}.py")
-        since = read_idea(texts[path]).changed if path in texts else ""
+    for path in folder.rglob("*.py"):
+        idea = read_idea(texts[path])
+        if not idea.verdict:
+            continue
         told: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         for study in reversed(studies):
-            if idea in study.verdicts:
-                told[study.registered >= since].append(study.verdicts[idea])
+            if path.stem in study.verdicts:
+                told[study.registered >= idea.changed].append(study.verdicts[path.stem])
         now, former = (" Before: ".join(verdict for verdict, _ in told[when]) for when in (True, False))
-        if path in texts:
-            verdict = (now or "not yet measured.") + (former and f" Before the change: {former}")
-            changed[path] = with_verdict(texts[path], verdict)
-        if index in texts:
-            short = told[True][0][1] if now else "not yet measured"
-            row = re.compile(rf"^(\| \[{idea}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
-            changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed[index])
-    return {path: text for path, text in changed.items() if text != texts[path]}
+        verdict = (now or "not yet measured.") + (former and f" Before the change: {former}")
+        changed[path] = with_verdict(texts[path], verdict)
+        short = told[True][0][1] if now else "not yet measured"
+        row = re.compile(rf"^(\| \[{path.stem}\.py\].*\| )[^|]*( \|)$", re.MULTILINE)
+        changed[index] = row.sub(lambda match, short=short: f"{match[1]}{short}{match[2]}", changed.get(index, ""))
+    return {path: text for path, text in changed.items() if text != texts.get(path, "")}
