@@ -1,7 +1,7 @@
-"""Child processes: a child gets one JSON order and answers with JSON lines.
+"""Child processes, and the environment that they inherit. A child gets one JSON order and answers with JSON lines.
 
-The parent calls `start`; the child's module calls `serve`, or `orders` and `replying`. This file does not import torch,
-because the JAX benchmark measures a process without it.
+The parent calls `start`; the child's module calls `serve`, or `orders` and `replying`. Only this file reads the
+environment. It does not import torch, because the JAX benchmark measures a process without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,21 @@ from typing import IO, Any
 
 import quern
 
+# OpenMP reads it when PyTorch is imported. A thread that has computed its part looks for more for a tenth of a
+# millisecond, not for three: kernels follow each other sooner, and the cores are free for HTTP, clients and batches.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 LAST_LINES = 5
+
+
+def environment() -> Mapping[str, str]:
+    """Returns the process's environment. All other code reads it through this function."""
+    return os.environ
+
+
+def set_child_env(values: Mapping[str, str]) -> None:
+    """Sets variables for the processes that this one will start."""
+    os.environ.update(values)
 
 
 class Child:
@@ -78,8 +92,6 @@ def start(
         variables: Environment variables on top of those of this process.
         pass_fds: File descriptors that the child inherits under their numbers.
     """
-    from quern.machine import environment
-
     env = {**environment(), **(variables or {})}
     # The child must find this quern, installed or not.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(quern.__file__).parents[1]), env.get("PYTHONPATH")]))

@@ -1,7 +1,7 @@
 """The machine of a run: device, compute dtype, threads, and whether torch.compile works.
 
-The command line calls `detect` once; everything else receives the frozen `Machine`. Only this file reads the
-environment. mesh.py knows how many processes there are.
+The command line calls `detect` once; everything else receives the frozen `Machine`. mesh.py
+knows how many processes there are.
 
 `detect` tests abilities with a tiny computation, never by a version number: it times a bf16 matmul against an fp32 one,
 and compiles a small function to see whether a C++ compiler (or Triton) works (compiler.py).
@@ -15,19 +15,17 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
-# OpenMP reads it when PyTorch is imported. A thread that has computed its part looks for more for a tenth of a
-# millisecond, not for three: kernels follow each other sooner, and the cores are free for HTTP, clients and batches.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+from quern.child import environment, set_child_env  # isort: skip  # before PyTorch, which reads it
 
-import torch  # noqa: E402
+import torch
 
-from quern import compiler  # noqa: E402
-from quern.waits.memory import peak_resident, reset_peak_resident  # noqa: E402
+from quern import compiler
+from quern.waits.memory import peak_resident, reset_peak_resident
 
 
 class Attention(Protocol):
@@ -145,9 +143,8 @@ def detect(
         torch.set_num_threads(threads)
     if chosen.type == "cpu":
         keep_freed_memory()
-        os.environ.setdefault(
-            "TORCH_WARM_POOL", "0"
-        )  # these processes compile for GPUs only, and take seconds to start
+        # These processes compile for GPUs only, and take seconds to start.
+        set_child_env({"TORCH_WARM_POOL": "0", **environment()})
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype '{dtype}': use one of {', '.join(DTYPES)}")
     compute = DTYPES[dtype] if dtype else _compute_dtype(chosen)
@@ -263,16 +260,6 @@ def worker_variables(machine: Machine) -> Callable[[int], dict[str, str]]:
     visible = environment().get("CUDA_VISIBLE_DEVICES", "")
     devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     return lambda worker: {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]}
-
-
-def environment() -> Mapping[str, str]:
-    """Returns the process's environment. All other code reads it through this function."""
-    return os.environ
-
-
-def set_child_env(values: Mapping[str, str]) -> None:
-    """Sets variables for the processes that this one will start."""
-    os.environ.update(values)
 
 
 def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12, seconds: float = 1.0) -> float:

@@ -7,21 +7,15 @@ A Recipe says nothing about where it runs (`machine.py`, `mesh.py`). A field tha
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from quern.constructors import CONSTRUCTORS, Deferred, code_path
 from quern.records import typed
 
 SCHEMA = 1
-CONSTRUCTORS = frozenset(
-    "quern.model.gpt:GPT quern.model.llama:Llama quern.model.unet:UNet quern.optim.groups:table "
-    "quern.optim.schedule:warmup_stable_decay quern.recipes.llama:rules quern.recipes.llama_adamw:rules "
-    "quern.recipes.unet:rules quern.recipes.unet:schedule".split()
-)
-"""Callables that a saved recipe may name; all others come from the recipe's own file."""
 
 
 @dataclass(frozen=True)
@@ -337,6 +331,9 @@ class Recipe:
     rl: RlRecipe = field(default_factory=RlRecipe)
 
     def __post_init__(self) -> None:
+        for name, code in self.callables().items():
+            if hasattr(code, "__qualname__") and code_path(code) in CONSTRUCTORS:
+                object.__setattr__(self, name, Deferred(code_path(code)))
         given: Any = self.conversations  # a recipe file may name one source, or sources as text
         if given is not None:
             several = (given,) if isinstance(given, str | ConversationSource) else given
@@ -369,7 +366,7 @@ class Recipe:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in body.items():
             if callable(value):
-                body[name] = f"{value.__module__}:{value.__qualname__}"
+                body[name] = code_path(value)
             elif hasattr(value, "__dataclass_fields__"):
                 body[name] = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(value).items()}
             elif isinstance(value, tuple):
@@ -391,7 +388,7 @@ class Recipe:
                 if name.startswith("make_") and isinstance(value, str):
                     if name not in callables and value not in CONSTRUCTORS:
                         raise ValueError(f"'{value}' lives outside quern: hand over the recipe's Python file as well")
-                    body[name] = callables.get(name) or pkgutil.resolve_name(value)
+                    body[name] = callables.get(name) or Deferred(value)
             return Recipe(**body)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a recipe this version can read: {error}") from error

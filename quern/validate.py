@@ -9,9 +9,9 @@ from dataclasses import fields
 from typing import Any, TypedDict
 
 from quern.bounds import BOUNDS, refuse_outside
+from quern.constructors import Deferred
 from quern.recipe import PARTS, ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
 from quern.records import typed
-from quern.unavailable import flag, refuse_unused
 
 _OTHERS = {"make": "str | None", "conversations": "list[ConversationSource] | str | None"}  # callables are names
 RecipeBody: Any = TypedDict(
@@ -30,6 +30,14 @@ CHOICES = {
     "sft.too_long": ("crop", "drop"),
 }
 
+FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
+"""Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
+
+
+def flag(name: str) -> str:
+    """train.log_every → train.log-every, the spelling on the command line."""
+    return name.replace("_", "-")
+
 
 def install(extra: str) -> str:
     """The command that installs the packages of an extra, for messages.
@@ -41,10 +49,10 @@ def install(extra: str) -> str:
 
 def check(recipe: Recipe) -> None:
     """Checks every value by itself, and that unused fields have their defaults. The recipe may be unresolved."""
-    refuse_unused(recipe)
+    _refuse_unused(recipe)
     for name, value in recipe.callables().items():
         _refuse(
-            not hasattr(value, "__qualname__"),
+            not (isinstance(value, Deferred) or hasattr(value, "__qualname__")),
             f"{name} must be a function or a class, so that a saved run finds it again by its name, not {value!r}",
         )
     for part in (None, *PARTS):
@@ -59,6 +67,27 @@ def check(recipe: Recipe) -> None:
         part, _, field = name.partition(".")
         value = getattr(getattr(recipe, part), field)
         _refuse(value not in choices, f"{flag(name)} must be one of {', '.join(choices)}, not {value}")
+
+
+def _refuse_unused(recipe: Recipe) -> None:
+    """Raises ValueError for a field of `Recipe.unused` that has another value than its default."""
+    for name in recipe.unused:
+        if is_set(recipe, name):
+            raise ValueError(f"{flag(name)} {why_unused(name, recipe)}")
+
+
+def why_unused(name: str, recipe: Recipe) -> str:
+    """The reason for a field that the recipe's callables do not read; it lists those that they do read."""
+    part = name.partition(".")[0]
+    names = (f"{part}.{f.name}" for f in fields(getattr(recipe, part)))
+    used = ", ".join(flag(other) for other in names if other not in recipe.unused and other not in FILLED_IN)
+    return f"does nothing in the '{recipe.name}' recipe: leave it out; of this kind it knows {used}"
+
+
+def is_set(recipe: Recipe, name: str) -> bool:
+    part, _, own = name.rpartition(".")
+    body = getattr(recipe, part) if part else recipe
+    return getattr(body, own) != type(body).__dataclass_fields__[own].default
 
 
 def check_body(body: Any) -> None:

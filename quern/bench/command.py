@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from quern.bench.data import encode, loading, packing, prepare, tokenizer
+from quern.bench.data import Setup, encode, loading, packing, prepare, tokenizer
 from quern.bench.generate import decode, prefill
 from quern.bench.kernels import attention, cross_entropy, windows
 from quern.bench.measure import Figure, head, load_average, table, versions, write
-from quern.bench.options import BenchOptions, Setup
+from quern.bench.options import BenchOptions
 from quern.bench.quality import quality
 from quern.bench.train import ranks, train
-from quern.flags import check_flags
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
 
@@ -43,10 +42,8 @@ BENCHMARKS: dict[str, Callable[[Setup], Iterator[Figure]]] = {
 }
 
 
-def main(arguments: list[str], log: Callable[[str], None]) -> int:
-    """Runs the named benchmarks and returns the exit code. Raises ValueError for a wrong name or flag."""
-    options = check_flags.read(BenchOptions, arguments, prog="quern bench")
-    options.validate()
+def run(options: BenchOptions, log: Callable[[str], None]) -> int:
+    """Runs the named benchmarks and returns the exit code."""
     machine = select_attention(detect(options.device, options.dtype, options.compile, options.threads))
     setup = Setup(machine, options.seed, options.quick, options.rounds, options=options, log=log)
     for line in (*machine.notes, *introduction(setup)):

@@ -10,14 +10,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 
 from quern.bench.batches import write_empty_shards
 from quern.bench.measure import (
+    Bench,
     Figure,
     alternate,
     children_peak_bytes,
@@ -26,7 +28,7 @@ from quern.bench.measure import (
     processor_seconds,
     seconds_of,
 )
-from quern.bench.options import Setup
+from quern.bench.options import BenchOptions
 from quern.child import start
 from quern.data.loader import Loader, prefetch
 from quern.data.packing import METHODS, pack
@@ -35,6 +37,7 @@ from quern.data.shards import Corpus
 from quern.temporaries import scratch_folder
 from quern.text.documents import read
 from quern.text.encode.write import write_shards
+from quern.text.tinyworld import corpus
 from quern.text.tokenizer import Tokenizer
 
 CONTEXT, BATCH_ROWS = 512, 32
@@ -47,6 +50,44 @@ MANY_CONTEXT, MANY_MEAN_TOKENS = 2048, 1000
 """Of the loader of many documents."""
 SHARES = {"utilisation": "utilisation", "padding": "padding_share", "cropped": "cropped_share"}
 """Names in the record of fields of a packing report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Bench):
+    """Context of the benchmarks of `quern bench`; the text is made at first use. log: Takes lines for the user."""
+
+    options: BenchOptions = field(default_factory=BenchOptions)
+    log: Callable[[str], None] = print
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Documents of `--megabytes` in all, or all documents of a smaller source."""
+        megabytes, data = 0.2 if self.quick else self.options.megabytes, self.options.data
+        if data is None:
+            return list(corpus.documents(self.seed, megabytes))
+        texts, size = list[str](), 0
+        for text, _ in read(data):
+            texts.append(text)
+            size += len(text)
+            if size >= megabytes * 1e6:
+                break
+        return texts
+
+    @cached_property
+    def text_bytes(self) -> int:
+        return sum(len(text.encode("utf-8", "replace")) for text in self.texts)
+
+    @property
+    def text_name(self) -> str:
+        return "tinyworld" if self.options.data is None else self.options.data.name
+
+    @property
+    def vocab_size(self) -> int:
+        return 512 if self.quick else 8192
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.train(self.texts, self.vocab_size)
 
 
 def tokenizer(setup: Setup) -> Iterator[Figure]:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.benchmark.utils.timer import timer
 
+from quern.bench.data import Setup
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.measure import Figure, alternate, figure, seconds_of
-from quern.bench.options import Setup
 from quern.generate.engine import Engine
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 
 ROWS = (1, 8, 32)
 PREFILL_PROMPT_TOKENS = 384

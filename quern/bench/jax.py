@@ -33,8 +33,8 @@ from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 
 if TYPE_CHECKING:
+    from quern.bench.data import Setup
     from quern.bench.measure import Figure
-    from quern.bench.options import Setup
 
 NAMES = {"whole": "JAX, whole loss", "blocks": "JAX, blockwise loss"}
 STEPS = 4

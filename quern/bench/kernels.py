@@ -33,7 +33,7 @@ from quern.machine import Machine, detect, machine_flags
 from quern.recipe import Recipe
 
 if TYPE_CHECKING:
-    from quern.bench.options import Setup  # with packages that `quern bench gpu` does without
+    from quern.bench.data import Setup  # with packages that `quern bench gpu` does without
 
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
 LENGTHS = (256, 512, 1024, 2048)

@@ -18,12 +18,10 @@ from quern.model.gpt import GPT
 from quern.optim.schedule import Multipliers
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
-from quern.resolve import resolve
+from quern.resolve import MICRO_BATCH_TOKENS, resolve
 from quern.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from quern.train.state import TrainState, build_model, build_state, compile_model
 from quern.train.step import train_step
-
-MICRO_BATCH_TOKENS = 4096
 
 
 def reference(quick: bool, seed: int, batch_tokens: int = MICRO_BATCH_TOKENS) -> Recipe:

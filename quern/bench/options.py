@@ -1,21 +1,16 @@
-"""Flags of `quern bench`, and what its benchmarks get: machine, flags, and the text to measure on."""
+"""Flags of `quern bench`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from quern.bench.material import MICRO_BATCH_TOKENS
-from quern.bench.measure import Bench
+from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
-from quern.text.documents import read
-from quern.text.tinyworld import corpus
-from quern.text.tokenizer import Tokenizer
+from quern.resolve import MICRO_BATCH_TOKENS
 
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
                "cross-entropy", "prepare", "ranks", "grug", "serve", "quality"]  # fmt: skip
@@ -81,39 +76,8 @@ class BenchOptions:
                 raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup(Bench):
-    """Context of the benchmarks of `quern bench`; the text is made at first use. log: Takes lines for the user."""
-
-    options: BenchOptions = field(default_factory=BenchOptions)
-    log: Callable[[str], None] = print
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Documents of `--megabytes` in all, or all documents of a smaller source."""
-        megabytes, data = 0.2 if self.quick else self.options.megabytes, self.options.data
-        if data is None:
-            return list(corpus.documents(self.seed, megabytes))
-        texts, size = list[str](), 0
-        for text, _ in read(data):
-            texts.append(text)
-            size += len(text)
-            if size >= megabytes * 1e6:
-                break
-        return texts
-
-    @cached_property
-    def text_bytes(self) -> int:
-        return sum(len(text.encode("utf-8", "replace")) for text in self.texts)
-
-    @property
-    def text_name(self) -> str:
-        return "tinyworld" if self.options.data is None else self.options.data.name
-
-    @property
-    def vocab_size(self) -> int:
-        return 512 if self.quick else 8192
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.train(self.texts, self.vocab_size)
+def read_options(arguments: list[str]) -> BenchOptions:
+    """Returns the options of a command line. Raises ValueError for a wrong name or flag."""
+    options = check_flags.read(BenchOptions, arguments, prog="quern bench")
+    options.validate()
+    return options

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from quern.bench.data import Setup
 from quern.bench.material import sizes_of
 from quern.bench.measure import Figure, figure
-from quern.bench.options import Setup
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
 from quern.recipe import TrainRecipe

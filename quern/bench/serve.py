@@ -24,12 +24,12 @@ import numpy as np
 from fastapi import Request
 
 from quern import child
+from quern.bench.data import Setup
 from quern.bench.load import Load, Sent
 from quern.bench.material import pair_tokenizer, reference, talking_model
 from quern.bench.measure import Figure, figure, seconds_of
-from quern.bench.options import Setup
 from quern.generate.engine import Engine
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect, machine_flags
 from quern.serve import server

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from quern.bench.batches import random_batch
+from quern.bench.data import Setup
 from quern.bench.material import left_to_itself, reference, sizes_of, take_step, training_state
 from quern.bench.measure import Bench, Figure, alternate, figure
-from quern.bench.options import Setup
 from quern.child import Child, serve, start
 from quern.data.batch import Batch
 from quern.kernels.attention.autotune import select_attention

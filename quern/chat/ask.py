@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.text.chat import Message, render_prompt
 from quern.text.printable import printable
 

@@ -13,7 +13,7 @@ from quern.bounds import refuse_outside
 from quern.chat.conversation import Conversation
 from quern.chat.lines import QUOTES
 from quern.chat.xray import xray
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.records import read_regular
 from quern.temporaries import write_whole
 from quern.text.chat import parts

@@ -9,7 +9,7 @@ from typing import Any
 from quern.chat.ask import ask
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.stages.complete import complete
 from quern.text.chat import Message, render_prompt
 

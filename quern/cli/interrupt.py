@@ -1,43 +1,24 @@
-"""Quiet ends: Ctrl-C during imports (one line and exit code 130), and output that nobody reads (exit code 141).
-
-Without this, Python prints a traceback, and some libraries ignore the signal.
-"""
+"""Quiet ends: Ctrl-C during imports (one line and exit code 130), and output that nobody reads (exit code 141)."""
 
 from __future__ import annotations
 
 import os
 import select
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+import sys
 
 INTERRUPTED = "interrupted"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_UNREAD = 141  # 128 + SIGPIPE. The signal stays ignored, because the default action would also end servers.
 
 
-@contextmanager
-def exit_on_interrupt() -> Iterator[None]:
-    """Ends the process at the first SIGINT, without cleanup; for imports only.
-
-    Does nothing outside the main thread, or if SIGINT already has a handler.
-    """
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    os.write(2, f"{INTERRUPTED}\n".encode())
-    os._exit(EXIT_INTERRUPTED)
+def interrupted(number: int) -> KeyboardInterrupt:
+    """Returns the exception for SIGINT. During an import it ends the process: some libraries lose exceptions."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame := frame.f_back:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, f"{INTERRUPTED}\n".encode())
+            os._exit(EXIT_INTERRUPTED)
+    return KeyboardInterrupt()
 
 
 def discard_unread() -> bool:

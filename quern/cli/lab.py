@@ -4,59 +4,75 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-import tyro
-
-from quern import machine as machines
 from quern.cli.options import log
 from quern.cli.summaries import EXAMPLES
+from quern.estimate.options import PlanOptions
 from quern.flags import check_flags
 from quern.flags.recipe_flags import named, parse
-from quern.kernels.attention.autotune import select_attention
-from quern.lab.board import server
-from quern.lab.devices import DeviceOptions
-from quern.lab.ladder.command import run_calibrate, run_compare
-from quern.lab.log import publish
-from quern.lab.names import start_facts
-from quern.lab.scaling import study as scaling
-from quern.lab.search import sweep
-from quern.lab.trainer import Trainer
-from quern.recipe import Recipe
+from quern.flags.unavailable import refuse_idle
+from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingOptions, SweepOptions
 from quern.recipes import load_recipe
+from quern.records import read_json
 from quern.stages.prepare_tokens import is_tokens
-from quern.unavailable import refuse_idle
 
-FLAT = tyro.conf.arg(name="")
-T = TypeVar("T", bound=sweep.SweepOptions | scaling.ScalingOptions)
+if TYPE_CHECKING:
+    from quern.lab.trainer import Trainer
 
-
-@dataclass(frozen=True)
-class _SweepOptions(sweep.SweepOptions):
-    where: Annotated[DeviceOptions, FLAT] = field(default_factory=DeviceOptions)
+EXAMPLE = "quern lab compare experiments/baseline.py experiments/swiglu.py"
+T = TypeVar("T", CompareOptions, SweepOptions, ScalingOptions, PlanOptions)
 
 
-@dataclass(frozen=True)
-class _ScalingOptions(scaling.ScalingOptions):
-    where: Annotated[DeviceOptions, FLAT] = field(default_factory=DeviceOptions)
+def _compare(
+    rest: list[str], help_text: str, tool: str = "compare", answers: Mapping[str, Sequence[str]] | None = None
+) -> int:
+    count = next((at for at, argument in enumerate(rest) if argument.startswith("-")), len(rest))
+    names, flags = rest[:count], rest[count:]
+    if len(names) < 1 + (tool == "compare") and not {"-h", "--help"} & set(flags):
+        raise ValueError(f"name a baseline and at least one idea, as recipes or .py files: {EXAMPLE}")
+    read = [(name, *_options(CompareOptions, f"lab {tool}", [name, *flags], help_text)) for name in names or ["gpt"]]
+    from quern.lab.arms import Arm
+    from quern.lab.ladder import command
 
-
-def _compare(rest: list[str], help_text: str) -> int:
-    return run_compare("compare", rest, log, help_text)
+    paths = [None if source is None else Path(name) for name, _, source in read]
+    arms = [
+        Arm(path.stem if path else name, options.recipe, path, source)
+        for path, (name, options, source) in zip(paths, read, strict=True)
+    ]
+    if len({arm.name for arm in arms}) < len(arms):
+        raise ValueError("two arms have one name: give every arm's file a name of its own")
+    line = shlex.join(["quern", "lab", tool, *rest])
+    return command.run(arms, read[0][1], set(named(flags)), line, log, answers=answers)
 
 
 def _ladder(rest: list[str], help_text: str) -> int:
-    return run_compare("ladder", [*rest, "--ladder"], log, help_text)
+    return _compare([*rest, "--ladder"], help_text, "ladder")
 
 
 def _calibrate(rest: list[str], help_text: str) -> int:
-    return run_calibrate(rest, log, help_text)
+    """Trains the ideas of known outcome (`quern lab calibrate BASELINE ANSWERS.json`), which lie beside that file."""
+    if {"-h", "--help"} & set(rest):
+        return _compare(rest, help_text, "calibrate")
+    if len(rest) < 2 or rest[1].startswith("-"):
+        raise ValueError(
+            "name a baseline and the known answers: quern lab calibrate experiments/baseline.py "
+            "experiments/known_answers.json --data FOLDER"
+        )
+    answers = read_json(Path(rest[1]), dict[str, list[str]])
+    names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
+    arguments = [rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]]
+    return _compare(arguments, help_text, "calibrate", answers)
 
 
 def _sweep(rest: list[str], help_text: str) -> int:
-    options, source = _options(_SweepOptions, "lab sweep", rest, help_text)
+    options, source = _options(SweepOptions, "lab sweep", rest, help_text)
+    from quern import machine as machines
+    from quern.lab.names import start_facts
+    from quern.lab.search import sweep
+
     device = options.where.arguments(options.workers)
     machine = machines.detect(**device)
     worker = [sys.executable, "-m", "quern.cli.main", "lab", "sweep", *rest, "--threads", str(device["threads"])]
@@ -66,27 +82,34 @@ def _sweep(rest: list[str], help_text: str) -> int:
 
 
 def _scaling(rest: list[str], help_text: str) -> int:
-    options, source = _options(_ScalingOptions, "lab scaling", rest, help_text)
+    options, source = _options(ScalingOptions, "lab scaling", rest, help_text)
+    from quern.lab.names import start_facts
+    from quern.lab.scaling import study as scaling
+
     trainer = _trainer(options, options.where.arguments())
     facts = start_facts(trainer.machine, shlex.join(["quern", "lab", "scaling", *rest]))
     return scaling.run(options, trainer, log, source, facts=facts)
 
 
 def _log(rest: list[str], help_text: str) -> int:
-    options = check_flags.read(publish.LogOptions, rest, prog="quern lab log", description=help_text)
+    options = check_flags.read(LogOptions, rest, prog="quern lab log", description=help_text)
+    from quern.lab.log import publish
+
     return publish.run(options, log)
 
 
 def _board(rest: list[str], help_text: str) -> int:
-    options = check_flags.read(server.BoardOptions, rest, prog="quern lab board", description=help_text)
+    options = check_flags.read(BoardOptions, rest, prog="quern lab board", description=help_text)
+    from quern.lab.board import server
+
     return server.run(options, log)
 
 
 def _plan(rest: list[str], help_text: str) -> int:
+    options, _ = _options(PlanOptions, "lab plan", rest, help_text)
     from quern.estimate import plan
 
-    recipe, _, flags = _recipe(rest)
-    return plan.main(flags, log, recipe, help_text)
+    return plan.run(options, log)
 
 
 TOOLS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
@@ -113,20 +136,19 @@ def main(arguments: Sequence[str]) -> int:
     return run(list(arguments[1:]), summary)
 
 
-def _recipe(rest: Sequence[str]) -> tuple[Recipe, str | None, list[str]]:
-    """The recipe that a command line begins with, the source of its file, and the flags."""
+def _options(kind: type[T], verb: str, rest: Sequence[str], help_text: str) -> tuple[T, str | None]:
+    """The options of a tool whose command line may begin with a recipe, and the source of the recipe's file."""
     chosen = bool(rest) and not rest[0].startswith("-")
     recipe, source = load_recipe(rest[0] if chosen else "gpt")
-    return recipe, source, list(rest[chosen:])
-
-
-def _options(kind: type[T], verb: str, rest: Sequence[str], help_text: str) -> tuple[T, str | None]:
-    """The options of a tool, and the source of the recipe's file."""
-    recipe, source, flags = _recipe(rest)
+    flags = rest[chosen:]
     options = parse(kind, recipe, flags, verb=verb, description=help_text)
     refuse_idle(options.recipe, verb, set(named(flags)), is_tokens(options.recipe.data))
     return options, source
 
 
-def _trainer(options: _SweepOptions | _ScalingOptions, device: dict[str, object]) -> Trainer:
+def _trainer(options: SweepOptions | ScalingOptions, device: dict[str, object]) -> Trainer:
+    from quern import machine as machines
+    from quern.kernels.attention.autotune import select_attention
+    from quern.lab.trainer import Trainer
+
     return Trainer(options.out, select_attention(machines.detect(**device)), log)  # pyright: ignore[reportArgumentType]

@@ -13,22 +13,17 @@ import signal
 import sys
 import unicodedata
 
-from quern.cli.interrupt import EXIT_INTERRUPTED, EXIT_UNREAD, INTERRUPTED, discard_unread, exit_on_interrupt
-
-with exit_on_interrupt():  # importing PyTorch takes seconds
-    from quern import machine as machines
-    from quern.cli.options import log
-    from quern.cli.summaries import usage
-    from quern.cli.verbs import VERBS
-    from quern.runs.trust import read_flag
-    from quern.waits.signals import prompt_signals
+from quern import __version__
+from quern.child import environment  # sets what PyTorch reads when it is imported
+from quern.cli.interrupt import EXIT_INTERRUPTED, EXIT_UNREAD, INTERRUPTED, discard_unread, interrupted
+from quern.waits.signals import prompt_signals
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The console script. Returns the exit code."""
     try:
         try:
-            with prompt_signals({signal.SIGINT: KeyboardInterrupt}):
+            with prompt_signals({signal.SIGINT: interrupted}):
                 return run_verb(sys.argv[1:] if arguments is None else arguments)
         except KeyboardInterrupt:
             print(INTERRUPTED, file=sys.stderr)
@@ -56,25 +51,34 @@ codecs.register_error("quern", _in_ascii)
 
 
 def run_verb(arguments: list[str]) -> int:
+    """Runs a verb and returns its exit code. Each branch imports only what it needs: PyTorch takes seconds."""
+    from quern.cli.summaries import SUMMARIES, usage
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="quern")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        log(usage())
+        print(usage(), flush=True)
+        return 0
+    if arguments[0] == "--version":
+        print(f"quern {__version__}", flush=True)
         return 0
     verb, rest = arguments[0], [_expanded(argument) for argument in arguments[1:]]
-    if verb not in VERBS:
-        print(f"quern: there is no '{verb}': use one of {', '.join(VERBS)}", file=sys.stderr)
+    if verb not in SUMMARIES:
+        print(f"quern: there is no '{verb}': use one of {', '.join(SUMMARIES)}", file=sys.stderr)
         return 2
     try:
+        from quern.cli.verbs import VERBS, log
+        from quern.runs.trust import read_flag
+
         return VERBS[verb](verb, read_flag(rest, log)) or 0
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         if isinstance(error, BrokenPipeError) and discard_unread():
             return EXIT_UNREAD
-        if machines.environment().get("QUERN_TRACEBACK"):
-            raise
         from quern.runs.run_dir import plainly
 
+        if environment().get("QUERN_TRACEBACK"):
+            raise
         print(f"quern {verb}: {' '.join(plainly(error).split())}", file=sys.stderr)
         return 1
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from quern import machine as machines
 from quern.cluster.connect import cluster_cpus, connect
 from quern.flags.check_flags import UNSAID
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.recipe import Recipe
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST
 
 if TYPE_CHECKING:
+    from quern.machine import Machine
     from quern.text.encode.pool import StartWorkers
 
 FLAT = tyro.conf.arg(name="")
@@ -59,10 +59,11 @@ class RunOptions(ReportOptions):
     compile: bool = True
     """--no-compile runs eagerly."""
 
-    def machine(self, threads: int | None = None, log: Callable[[str], None] = log) -> machines.Machine:
+    def machine(self, threads: int | None = None, log: Callable[[str], None] = log) -> Machine:
         from quern.kernels.attention.autotune import select_attention
+        from quern.machine import detect
 
-        machine = select_attention(machines.detect(self.device, self.dtype, self.compile, threads or self.threads))
+        machine = select_attention(detect(self.device, self.dtype, self.compile, threads or self.threads))
         for note in machine.notes:
             log(note)
         return machine
@@ -107,10 +108,11 @@ class PrepareOptions(EncodingOptions, TokenizerOptions):
 
     def encoders(self) -> tuple[int, StartWorkers]:
         """The number of workers, and where they run. Connects to the cluster."""
+        from quern.machine import cpu_threads
         from quern.text.encode.cluster import on_cluster
         from quern.text.encode.pool import ENOUGH_WORKERS, on_processes
 
-        start_workers, count = on_processes, machines.cpu_threads
+        start_workers, count = on_processes, cpu_threads
         if self.engine == "ray":
             connect(self.ray or "auto")
             start_workers, count = on_cluster, cluster_cpus

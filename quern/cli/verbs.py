@@ -26,10 +26,12 @@ from quern.cli.options import (
     log,
 )
 from quern.cli.summaries import OF_A_RUN, described
-from quern.mesh import alone, refuse_uneven, refuse_unshared
+from quern.flags.recipe_flags import named, repeated
+from quern.flags.recipe_flags import parse as parse_flags
+from quern.flags.unavailable import refuse_idle
 from quern.recipes import load_recipe, recipe_names
 from quern.records import find_trackers
-from quern.unavailable import refuse_idle
+from quern.runs.run_dir import RunDir
 from quern.validate import install
 from quern.waits.waiting import to_stderr as log_to_stderr
 
@@ -39,20 +41,20 @@ if TYPE_CHECKING:
 
 def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     """The options of a verb, and the source of the recipe's file if it came from one."""
-    from quern.flags.recipe_flags import named
-    from quern.flags.recipe_flags import parse as parse_flags
-    from quern.runs import saved
-    from quern.stages.prepare_tokens import is_tokens
-
     chosen = bool(rest) and not rest[0].startswith("-")
     if chosen and verb in OF_A_RUN:
         raise ValueError(f"the run has its recipe already: leave '{rest[0]}' out, and name the run with --run")
     recipe, source = load_recipe(rest[0] if chosen else "gpt")
     arguments = rest[chosen:]
-    helps = "-h" in arguments or "--help" in arguments
-    found = None if helps else saved.find_saved(verb, arguments, recipe, source, chosen)
-    recipe, source = found or (recipe, source)
+    found = None
+    if not {"-h", "--help"} & set(arguments):
+        from quern.runs.saved import find_saved
+
+        found = find_saved(verb, arguments, recipe, source, chosen)
+        recipe, source = found or (recipe, source)
     options = parse_flags(flags, recipe, arguments, verb=verb, description=described(verb))
+    from quern.stages.prepare_tokens import is_tokens
+
     tokens = is_tokens(options.recipe.data)
     refuse_idle(options.recipe, verb, set(named(arguments)), tokens, saved=found is not None)
     return options, source
@@ -71,12 +73,11 @@ OF_THE_MACHINE = tuple(
 
 def go_on(verb: str, rest: list[str], run_dir: Any) -> str:
     """The command that continues a stopped run, for messages."""
-    from quern.flags.recipe_flags import repeated
-
     return " ".join(["quern", verb, "--resume", run_dir.flags, *map(shlex.quote, repeated(rest, OF_THE_MACHINE))])
 
 
 def verb_prepare(verb: str, rest: list[str]) -> int:
+    options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     from quern.data.bin_files import MODDED_NANOGPT, NANOGPT
     from quern.resolve import resolve
     from quern.runs.vocabularies import for_comparison
@@ -84,7 +85,6 @@ def verb_prepare(verb: str, rest: list[str]) -> int:
     from quern.stages.prepare_tokens import write_tokens
     from quern.text.tokenizer import compression_report
 
-    options, _ = parse(verb, rest, TokenizerOptions if verb == "tokenizer" else PrepareOptions)
     recipe = resolve(options.recipe)
     if verb == "tokenizer":
         source = open_source(recipe, options.out, log)
@@ -122,7 +122,7 @@ def on_ranks(
         run: Takes the session, and returns the exit code.
         stopped: When a signal stopped ranks that left no outcome, for the message.
     """
-    from quern.flags.recipe_flags import named
+    from quern.mesh import refuse_uneven, refuse_unshared
     from quern.resolve import resolve
     from quern.stages.session import Session
     from quern.train import launch
@@ -160,10 +160,6 @@ def on_ranks(
 
 def verb_train(verb: str, rest: list[str]) -> int:
     """Runs a training stage, on ranks if there are several."""
-    from quern.runs import saved
-    from quern.runs.run_dir import RunDir
-    from quern.stages import pretrain, rl, sft
-
     options, source = parse(verb, rest, PretrainOptions if verb == "pretrain" else TrainOptions)
     recipe, where = options.recipe, options.where
     if options.start == where.run:
@@ -173,6 +169,9 @@ def verb_train(verb: str, rest: list[str]) -> int:
         goes_on = options.resume and where.run_dir.has_trained(verb)
         needed = "sft" if verb == "rl" and not goes_on and options.start is None else None
         (where.run_dir if goes_on else base).require_trained(needed)
+    from quern.runs import saved
+    from quern.stages import pretrain, rl, sft
+
     stage = {"pretrain": pretrain.run, "sft": sft.run, "rl": rl.run}[verb]
 
     def begin(session: Session) -> saved.Start | None:
@@ -193,11 +192,12 @@ PEER_SECONDS = 60.0
 
 
 def verb_evaluate(verb: str, rest: list[str]) -> int:
+    options, _ = parse(verb, rest, EvaluateOptions)
+    from quern.mesh import alone
     from quern.runs.against import compare_runs
     from quern.stages import evaluate
     from quern.train import launch
 
-    options, _ = parse(verb, rest, EvaluateOptions)
     where, here = options.where, launch.place()
     if options.against is not None:
         compare_runs(where.run_dir, options.against, options.tasks, options.stage, log)
@@ -224,9 +224,9 @@ def verb_evaluate(verb: str, rest: list[str]) -> int:
 
 
 def verb_run(verb: str, rest: list[str]) -> int:
+    options, source = parse(verb, rest, RunAllOptions)
     from quern.stages import run_all
 
-    options, source = parse(verb, rest, RunAllOptions)
     how = {"questions": options.questions, "fine_tune": options.sft}
     stopped = "before the report was written: the same command continues"
     return on_ranks(verb, rest, options, source, lambda session: run_all.run(options.recipe, session, **how), stopped)
@@ -234,10 +234,10 @@ def verb_run(verb: str, rest: list[str]) -> int:
 
 def open_engine(options: CompleteOptions | ChatOptions, log: Callable[[str], None] = log) -> Any:
     """The engine of the run's model, and the loaded model."""
+    options.where.run_dir.require_trained(options.stage)  # before the machine is tried out, which may compile
     from quern.generate.engine import Engine
     from quern.runs.load import load
 
-    options.where.run_dir.require_trained(options.stage)  # before the machine is tried out, which may compile
     machine = options.where.machine(log=log)
     loaded = load(options.where.run_dir, machine, log, options.stage)
     return Engine(loaded.model, loaded.tokenizer, machine), loaded
@@ -248,11 +248,11 @@ def put(text: str) -> None:
 
 
 def verb_complete(verb: str, rest: list[str]) -> int:
-    from quern.stages.complete import complete, read_prompt
-
     if rest and not rest[0].startswith("-") and not rest[0].endswith(".py") and rest[0] not in recipe_names():
         raise ValueError(f"the text needs -p before it: quern complete -p {shlex.quote(rest[0])}")
     options, _ = parse(verb, rest, CompleteOptions)
+    from quern.stages.complete import complete, read_prompt
+
     prompt = read_prompt(options.prompt, sys.stdin)
     engine, _ = open_engine(options, log_to_stderr)
     how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed}
@@ -264,16 +264,16 @@ BASE_MODEL = "This base model was never taught the chat format: it continues tex
 
 
 def verb_chat(verb: str, rest: list[str]) -> int:
+    options, _ = parse(verb, rest, ChatOptions)
+    if options.complete and options.stage is None:
+        options.stage = "pretrain"
+    engine, loaded = open_engine(options, log_to_stderr)
     from quern.chat.ask import ask
     from quern.chat.conversation import Conversation
     from quern.chat.lines import Terminal, of_pipe
     from quern.chat.talk import talk
     from quern.stages.complete import complete
 
-    options, _ = parse(verb, rest, ChatOptions)
-    if options.complete and options.stage is None:
-        options.stage = "pretrain"
-    engine, loaded = open_engine(options, log_to_stderr)
     how = {"sampling": options.sampling, "max_tokens": options.max_tokens, "seed": options.seed, "put": put}
     completing = options.complete or loaded.stage == "pretrain"
     if completing and not options.complete:
@@ -293,7 +293,6 @@ def verb_chat(verb: str, rest: list[str]) -> int:
 def verb_serve(verb: str, rest: list[str]) -> int:
     options, _ = parse(verb, rest, ServeOptions)
     try:
-        from quern.runs.run_dir import RunDir
         from quern.serve import command, replicas
         from quern.serve.gate.frontier import Gate, Keys
         from quern.serve.gate.hosts import Hosts
@@ -350,21 +349,24 @@ def verb_bench(verb: str, rest: list[str]) -> int:
         from quern.bench.gpu import command as gpu_bench
 
         return gpu_bench.main(rest[1:], log)
-    from quern.bench import command as bench
+    from quern.bench.options import read_options
 
-    return bench.main(rest, log)
+    options = read_options(rest)
+    from quern.bench import command
+
+    return command.run(options, log)
 
 
 def verb_export(verb: str, rest: list[str]) -> int:
-    from quern.interop import export
+    from quern.interop import command as interop
 
-    return export.main(rest, log, described(verb))
+    return interop.export(rest, log, described(verb))
 
 
 def verb_import(verb: str, rest: list[str]) -> int:
-    from quern.interop import import_hf
+    from quern.interop import command as interop
 
-    return import_hf.main(rest, log, load_recipe("llama")[0], described(verb))
+    return interop.import_model(rest, log, load_recipe("llama")[0], described(verb))
 
 
 def verb_grug(verb: str, rest: list[str]) -> int:

@@ -12,17 +12,15 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
-import tyro
 
 from quern import machine as machines
 from quern.estimate.hardware import NETWORKS, PROCESSORS, cpu_rank
+from quern.estimate.options import PlanOptions
 from quern.estimate.predict import Cluster, Step, predict
 from quern.flags.check_flags import UNSAID
-from quern.flags.recipe_flags import parse
 from quern.machine import measure_peak_flops
 from quern.model.count import flops_per_token, parameters
 from quern.parallel.layout import Layout, lay_out
@@ -35,32 +33,6 @@ from quern.terminal import grid
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """Flags of `quern lab plan`: the fields of the recipe, and the hardware."""
-
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    gpus: int = 8
-    """Number of GPUs in all; of ranks, for --gpu cpu."""
-    gpu: Literal["a100", "h100", "h200", "b200", "l40s", "rtx4090", "cpu"] = "h100"
-    """cpu: ranks that share this machine, whose matrix products are measured."""
-    network: Literal["ib-xdr", "ib-ndr", "ib-hdr", "ethernet-400g", "ethernet-100g", "ethernet-25g", "ethernet-10g"] = (
-        "ib-ndr"
-    )
-    """Between machines; ib: an adapter for each GPU, ethernet: one for each machine."""
-    per_machine: Annotated[int | None, UNSAID] = None
-    """GPUs in one machine. Default: as machines are usually sold."""
-    matmul_tflops: Annotated[float | None, UNSAID] = None
-    """Measured rate of a GPU's large matrix products (`quern bench train`). Default: 70 % of its peak."""
-    dollars_per_hour: Annotated[float | None, UNSAID] = None
-    """What one GPU costs. Default: as in quern/estimate/hardware.py."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    compile: bool = True
-    """--no-compile: memory of an eager run."""
-    json: Annotated[Path | None, UNSAID] = None
-    """Also write everything to this file. Default: no file."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +60,8 @@ class Candidate:
         return self.step.seconds if self.step else math.inf
 
 
-def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
+def run(options: PlanOptions, log: Callable[[str], None]) -> int:
     """Returns the exit code: 1 when nothing fits."""
-    options = parse(PlanOptions, recipe, arguments, verb="lab plan", description=description)
     cluster = cluster_of(options)
     found = sorted(candidates(options, cluster), key=lambda one: one.seconds)
     for line in report(options, cluster, found):

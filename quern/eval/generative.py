@@ -14,7 +14,7 @@ from quern.eval.score import Score, accuracy
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.generate.sample import GREEDY
+from quern.generate.sampling import GREEDY
 from quern.mesh import ProcessGroup
 from quern.terminal import Meter
 from quern.text.chat import ContentPart

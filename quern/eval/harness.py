@@ -17,7 +17,7 @@ from quern.eval.core.prompts import Example, fit
 from quern.eval.core.scoring import score_examples
 from quern.eval.score import CONFIDENT, Score
 from quern.generate.engine import Engine
-from quern.generate.sample import GREEDY, Sampling
+from quern.generate.sampling import GREEDY, Sampling
 from quern.machine import Machine, detect
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir

@@ -1,6 +1,6 @@
 """The fields of a recipe as flags.
 
-tyro makes the flags. Fields without a flag (callables, and fields that quern/unavailable.py lists for the verb) are
+tyro makes the flags. Fields without a flag (callables, and fields that unavailable.py lists for the verb) are
 hidden in the help; on the command line they are refused with the reason.
 """
 
@@ -13,9 +13,10 @@ from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 import tyro
 
 from quern.flags import check_flags
+from quern.flags.unavailable import why_no_flag
 from quern.recipe import Recipe
 from quern.resolve import resolve
-from quern.unavailable import flag, why_no_flag
+from quern.validate import flag
 
 
 class HasRecipe(Protocol):

@@ -17,7 +17,8 @@ from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.generate.prefix import PrefixCache
 from quern.generate.reply import Completion, Delta, Reply, Token
 from quern.generate.rows import Event, Generation, Row
-from quern.generate.sample import Sampling, generator, log_probabilities
+from quern.generate.sample import generator, log_probabilities
+from quern.generate.sampling import Sampling
 from quern.generate.scheduler import Scheduler
 from quern.machine import Machine
 from quern.model.base import LanguageModel

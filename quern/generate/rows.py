@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quern.generate.reply import Completion, Delta, Reply, Token
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 
 
 class Event(NamedTuple):

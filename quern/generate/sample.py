@@ -17,63 +17,28 @@ draws the same tokens alone and in any batch, and two samples of one prompt diff
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quern.bounds import refuse_outside
+from quern.generate.sampling import Sampling
 
 SPAN = 128  # tokens of the vocabulary that share one entry in the first race
 LEAST_TEMPERATURE = 1e-30  # logits up to 1e8 divided by it are finite in fp32
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. Raises ValueError for a field outside its range (quern/bounds.py).
-
-    The command line's flags and the HTTP API's fields are derived from these fields.
+def penalise(sampling: Sampling, logits_V: Tensor, prompt: Sequence[int], reply: Sequence[int]) -> None:
+    """Changes a row's logits in place by the penalties, before the temperature (Keskar et al., 2019,
+    https://arxiv.org/abs/1909.05858, for the repetition penalty; OpenAI's API for the others).
     """
-
-    temperature: float = 1.0
-    """0 always picks the most likely token."""
-    top_k: int = 0
-    """Choose among this many of the most likely tokens; 0 for all."""
-    top_p: float = 1.0
-    """Choose among the most likely tokens that together have this probability; 1 for all, 0 for the most likely one."""
-    min_p: float = 0.0
-    """Choose among the tokens with at least this share of the most likely token's probability; 0 for all."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that is in the reply already."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that it is in the reply."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens of the prompt and the reply are divided by it, negative ones multiplied; 1 is none."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            refuse_outside(f.name, getattr(self, f.name), f.name)
-
-    @property
-    def penalises(self) -> bool:
-        """Whether logits depend on the tokens before them in other ways than through the model."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-    def penalise(self, logits_V: Tensor, prompt: Sequence[int], reply: Sequence[int]) -> None:
-        """Changes a row's logits in place by the penalties, before the temperature (Keskar et al., 2019,
-        https://arxiv.org/abs/1909.05858, for the repetition penalty; OpenAI's API for the others).
-        """
-        if self.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*prompt, *reply}), device=logits_V.device)
-            old = logits_V[seen]
-            logits_V[seen] = torch.where(old > 0, old / self.repetition_penalty, old * self.repetition_penalty)
-        if reply and (self.presence_penalty or self.frequency_penalty):
-            ids, counts = torch.tensor(reply, device=logits_V.device).unique(return_counts=True)
-            logits_V[ids] -= self.presence_penalty + self.frequency_penalty * counts
-
-
-GREEDY = Sampling(temperature=0.0)
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prompt, *reply}), device=logits_V.device)
+        old = logits_V[seen]
+        logits_V[seen] = torch.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
+    if reply and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = torch.tensor(reply, device=logits_V.device).unique(return_counts=True)
+        logits_V[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
 def generator(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:

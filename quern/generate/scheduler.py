@@ -25,7 +25,8 @@ from quern.generate.compiled import CompiledDecode
 from quern.generate.prefix import PrefixCache
 from quern.generate.reply import Token
 from quern.generate.rows import Event, Row
-from quern.generate.sample import Sampling, draw, log_probabilities, sample
+from quern.generate.sample import draw, log_probabilities, penalise, sample
+from quern.generate.sampling import Sampling
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 
@@ -256,7 +257,7 @@ def choose(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
         logits_BV = logits_BV.clone()
         for at in changed:
             row, mask_V = rows[at], allowed[at]
-            row.sampling.penalise(logits_BV[at], row.tokens, row.reply.ids)
+            penalise(row.sampling, logits_BV[at], row.tokens, row.reply.ids)
             if row.bias:
                 ids = torch.tensor(list(row.bias), device=logits_BV.device)
                 logits_BV[at, ids] += torch.tensor(list(row.bias.values()), device=logits_BV.device)

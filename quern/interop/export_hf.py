@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quern.constructors import imported
 from quern.interop import llama_format, quern_format
 from quern.interop.load_llama import refuse_windows
 from quern.interop.model_card import model_card
@@ -68,7 +69,7 @@ def run(run_dir: RunDir, folder: Path, *, stage: str | None, dtype: torch.dtype,
 
 def _require_known(loaded: LoadedModel, run_dir: RunDir) -> None:
     """Raises ValueError for the model of an idea: what its code computes is not in the exported files."""
-    kind = loaded.recipe.make_model
+    kind = imported(loaded.recipe.make_model)
     if kind not in (Llama, *quern_format.ARCHITECTURES) or type(loaded.model) is not kind:
         raise ValueError(
             f"run '{run_dir.run}' holds a {type(loaded.model).__name__} that its own recipe file makes, which other "

@@ -7,19 +7,16 @@ quern's form, which can also be given separately.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import torch
-import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quern.flags import check_flags
-from quern.flags.check_flags import UNSAID
 from quern.interop.llama_format import shape_from, weights_from
 from quern.machine import Machine, detect
 from quern.model.count import count
@@ -32,38 +29,6 @@ from quern.text.hugging_face import read_tokenizer
 from quern.text.tokenizer import FILE_FORMAT, Tokenizer
 from quern.train import checkpoint
 from quern.train.state import TrainState, build_model, build_state
-
-
-@dataclass
-class ImportOptions:
-    """Flags of `quern import`."""
-
-    folder: tyro.conf.Positional[Path]
-    """The folder to read: config.json, *.safetensors and tokenizer.json."""
-    run: str
-    """The new run's name."""
-    out: Path = Path("out")
-    """The output folder for the run."""
-    stage: Literal["pretrain", "sft"] = "pretrain"
-    """pretrain: a base model; sft: a chat model."""
-    tokenizer: Annotated[Path | None, UNSAID] = None
-    """A tokenizer.json of quern's, where the folder has none. Default: the folder's."""
-    data: str = "tinyworld"
-    """The text for evaluation."""
-
-
-def main(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str = "") -> int:
-    """recipe: the recipe of the architecture; the folder determines its shape."""
-    options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
-    run(
-        options.folder,
-        RunDir(options.out, options.run),
-        replace(recipe, data=options.data),
-        stage=options.stage,
-        tokenizer=options.tokenizer,
-        log=log,
-    )
-    return 0
 
 
 def run(

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quern import __version__
-from quern.machine import Machine
 from quern.records import git_hash
 from quern.temporaries import holder
+
+if TYPE_CHECKING:
+    from quern.machine import Machine
 
 FIXED = {"device": "--device", "dtype": "--dtype", "compiled": "--compile"}
 """Facts of the machine that change the numbers, and the flags that set them."""

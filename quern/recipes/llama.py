@@ -7,16 +7,21 @@ decay. In so short a run higher rates than these are better still: they are chos
 
 from __future__ import annotations
 
-from quern.model.llama import Llama
-from quern.optim.adamw import AdamW
-from quern.optim.groups import GroupRule
-from quern.optim.muon import Muon
-from quern.optim.schedule import warmup_stable_decay
+from typing import TYPE_CHECKING
+
+from quern.constructors import Deferred
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe
+
+if TYPE_CHECKING:
+    from quern.optim.groups import GroupRule
 
 
 def rules(recipe: Recipe) -> dict[str, GroupRule]:
     """group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
+    from quern.optim.adamw import AdamW
+    from quern.optim.groups import GroupRule
+    from quern.optim.muon import Muon
+
     optim = recipe.optim
     scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0
     decay = optim.matrix_decay * (1.0 if optim.decay_scale is None else optim.decay_scale)
@@ -34,9 +39,9 @@ def rules(recipe: Recipe) -> dict[str, GroupRule]:
 
 RECIPE = Recipe(
     name="llama",
-    make_model=Llama,
+    make_model=Deferred("quern.model.llama:Llama"),
     make_rules=rules,
-    make_schedule=warmup_stable_decay,
+    make_schedule=Deferred("quern.optim.schedule:warmup_stable_decay"),
     unused=(
         "model.softcap",
         "optim.value_embedding_lr",

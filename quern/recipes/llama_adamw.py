@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from quern.optim.adamw import AdamW
-from quern.optim.groups import GroupRule
 from quern.recipe import OptimRecipe, Recipe
 from quern.recipes import llama
+
+if TYPE_CHECKING:
+    from quern.optim.groups import GroupRule
 
 
 def rules(recipe: Recipe) -> dict[str, GroupRule]:
     """group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
+    from quern.optim.adamw import AdamW
+    from quern.optim.groups import GroupRule
+
     optim = recipe.optim
     lr = optim.matrix_lr * (optim.lr_scale or 1.0) * (optim.width_scale or 1.0)
     decay = optim.matrix_decay * (1.0 if optim.decay_scale is None else optim.decay_scale)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from quern.model.unet import UNet
-from quern.optim.adamw import AdamW
-from quern.optim.groups import GroupRule
-from quern.optim.plain_muon import PlainMuon
+from quern.constructors import Deferred
 from quern.optim.schedule import Multipliers, learning_rate
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
 from quern.resolve import REFERENCE_BATCH_TOKENS
+
+if TYPE_CHECKING:
+    from quern.optim.groups import GroupRule
 
 SOURCE_GPU_TOKENS = 48 * 1024
 SOURCE_BATCH_TOKENS = 8 * SOURCE_GPU_TOKENS
@@ -28,6 +29,10 @@ MOMENTUM_WARMUP_SHARE = 300 / 1770
 
 def rules(recipe: Recipe) -> dict[str, GroupRule]:
     """Group → its rule and peak learning rate. Unresolved scales (None) count as 1."""
+    from quern.optim.adamw import AdamW
+    from quern.optim.groups import GroupRule
+    from quern.optim.plain_muon import PlainMuon
+
     optim = recipe.optim
     scale, width = optim.lr_scale or 1.0, optim.width_scale or 1.0
     adam = AdamW((0.8, 0.95), optim.eps, 0.0)
@@ -56,7 +61,7 @@ def schedule(train: TrainRecipe) -> Callable[[float], Multipliers]:
 
 RECIPE = Recipe(
     name="unet",
-    make_model=UNet,
+    make_model=Deferred("quern.model.unet:UNet"),
     make_rules=rules,
     make_schedule=schedule,
     unused=(

@@ -22,7 +22,7 @@ from quern.data.batch import Batch
 from quern.eval.task import Item
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.machine import Machine
 from quern.mesh import ProcessGroup, alone
 from quern.model.base import LanguageModel

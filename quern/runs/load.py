@@ -13,7 +13,7 @@ from quern.runs.origin import require_tokenizer
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import open_checkpoint
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.train.manifest import CheckpointError
 from quern.train.replicas import checksum
 from quern.train.state import build_model, weights_of
@@ -57,7 +57,7 @@ def load(
     trained = run_dir.require_trained(stage)
     tokenizer = run_dir.tokenizer()
     for name in reversed(trained):
-        if found := checkpoint.latest(run_dir.checkpoints(name), log):
+        if found := manifest.latest(run_dir.checkpoints(name), log):
             with waiting(f"the disk to read {found[0]}", log=log):
                 start = open_checkpoint(run_dir, name, found[0], callables)
             require_tokenizer(run_dir, tokenizer, replace(start.origin, tokenizer=start.meta["tokenizer"]))

@@ -22,7 +22,7 @@ from quern.recipe import BUILT_IN_CONVERSATIONS, Recipe
 from quern.records import read_json, typed
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.train.manifest import CheckpointError, read_manifest
 
 FILE = "origin.json"
@@ -84,9 +84,9 @@ def read_origin(stage: Path) -> Origin | None:
 
 def newest_meta(stage: Path) -> dict[str, Any]:
     """The metadata of the newest readable checkpoint of a stage; empty if there is none."""
-    for step in reversed(checkpoint.steps(stage / "checkpoints")):
+    for step in reversed(manifest.steps(stage / "checkpoints")):
         with suppress(CheckpointError):
-            return read_manifest(checkpoint.path_of(stage / "checkpoints", step))["meta"]
+            return read_manifest(manifest.path_of(stage / "checkpoints", step))["meta"]
     return {}
 
 
@@ -112,7 +112,7 @@ def require_tokenizer(run_dir: RunDir, tokenizer: Tokenizer, origin: Origin) -> 
 def refuse_second_tokenizer(run_dir: RunDir, tokenizer: Tokenizer) -> None:
     """Raises ValueError if any stage of the run was trained with another tokenizer."""
     path = run_dir.folder / "tokenizer.json"
-    trained = sorted(path.parent.name for path in run_dir.folder.glob("*/checkpoints") if checkpoint.steps(path))
+    trained = sorted(path.parent.name for path in run_dir.folder.glob("*/checkpoints") if manifest.steps(path))
     if not trained or not path.exists():
         return
     known = run_dir.tokenizer().fingerprint

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from quern.child import environment, set_child_env
 from quern.data.prefetch import prefetch_items
-from quern.machine import environment, set_child_env
 from quern.recipe import ConversationSource, Recipe
 from quern.records import read_json
 from quern.temporaries import write_whole

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from quern.constructors import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
-from quern.recipe import CONSTRUCTORS, Recipe
+from quern.recipe import Recipe
 from quern.records import read_json
 from quern.resolve import resolve
 from quern.runs.trust import require_trusted
 from quern.temporaries import NAMES, write_whole
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.validate import check_body
 
 STAGES = ("pretrain", "sft", "rl")
@@ -89,7 +90,7 @@ class RunDir:
 
     def has_trained(self, stage: str) -> bool:
         """Whether a stage has saved a checkpoint, good or damaged."""
-        return bool(checkpoint.steps(self.checkpoints(stage)))
+        return bool(manifest.steps(self.checkpoints(stage)))
 
     def require_trained(self, stage: str | None = None) -> list[str]:
         """Returns the stages that have saved a checkpoint; only `stage`, if it is given. Reads no checkpoint.

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
-
-import torch
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from quern.flags.recipe_flags import field_names, named, value_of
 from quern.recipe import OPERATIONAL, Recipe
 from quern.records import Natural, read_json, typed
 from quern.runs.origin import Origin, newest_meta, read_origin
 from quern.runs.run_dir import STAGES, RunDir
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.train.manifest import CheckpointError
 from quern.validate import flag
+
+if TYPE_CHECKING:
+    import torch
 
 CHANGEABLE = OPERATIONAL | {
     "train.steps",
@@ -289,6 +290,8 @@ def open_checkpoint(
     run_dir: RunDir, stage: str, path: Path, callables: Mapping[str, Callable[..., Any]] | None = None
 ) -> Start:
     """Loads a checkpoint with its recipe and origin. Raises as `checkpoint.load` and `RunDir.read_recipe`."""
+    from quern.train import checkpoint
+
     tensors, meta = checkpoint.load(path)
     try:
         typed(meta, Meta)
@@ -302,13 +305,13 @@ def open_checkpoint(
 def _pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> Path:
     folder = run_dir.checkpoints(stage)
     if at == NEWEST:
-        found = checkpoint.latest(folder, log)
+        found = manifest.latest(folder, log)
         if found is None:
             raise CheckpointError(run_dir.no_good_checkpoint(stage))
         return found[0]
-    steps = checkpoint.steps(folder)
+    steps = manifest.steps(folder)
     if at == BEFORE_WARMDOWN:
-        step = max(checkpoint.kept_steps(folder), default=None)
+        step = max(manifest.kept_steps(folder), default=None)
     else:
         step = int(at) if at.isdigit() else None
     if step not in steps:
@@ -316,7 +319,7 @@ def _pick(run_dir: RunDir, stage: str, at: str, log: Callable[[str], None]) -> P
             f"--from-step {at}: run '{run_dir.run}' has no such checkpoint; there are {NEWEST} and the steps "
             f"{', '.join(map(str, steps))}"
         )
-    return checkpoint.path_of(folder, step)
+    return manifest.path_of(folder, step)
 
 
 def warmdown_start(steps: int | None, share: float) -> int | None:

@@ -24,7 +24,7 @@ from quern.serve.page import read_welcome
 from quern.serve.replicas import Place
 from quern.serve.server import WARM_ROWS, create_app, listen, serve
 from quern.serve.worker import Limits
-from quern.train import checkpoint
+from quern.train import manifest
 
 WAITING_CONNECTIONS = 2048
 
@@ -45,7 +45,7 @@ class Source:
     def newest(self) -> tuple[str, int] | None:
         """The stage and step of the newest checkpoint, good or damaged."""
         for stage in [self.stage] if self.stage else reversed(STAGES):
-            if steps := checkpoint.steps(self.run_dir.checkpoints(stage)):
+            if steps := manifest.steps(self.run_dir.checkpoints(stage)):
                 return stage, max(steps)
         return None
 

@@ -9,7 +9,7 @@ from typing import TextIO
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.rows import Event
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.text.chat import render_text
 from quern.text.printable import printable
 from quern.text.tokenizer import well_formed

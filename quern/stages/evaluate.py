@@ -24,7 +24,7 @@ from quern.eval.task import CHAT_STAGES, Task
 from quern.eval.tasks import load_task, task_names
 from quern.eval.texts import kinds_of_documents, sample, text_scores
 from quern.generate.engine import Engine
-from quern.generate.sample import GREEDY, Sampling
+from quern.generate.sampling import GREEDY, Sampling
 from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, alone
 from quern.mixture.sources import own_files, read_rows

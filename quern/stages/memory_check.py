@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from quern.machine import Machine, environment
+from quern.child import environment
+from quern.machine import Machine
 from quern.mesh import Mesh
 from quern.parallel.layout import lay_out
 from quern.parallel.memory import Memory, memory

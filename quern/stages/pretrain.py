@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quern.constructors import code_path, imported
 from quern.data import shards
 from quern.data.batch import GROUP_SIZE, Batch, Batches, groups_of
 from quern.data.loader import Loader, windows
@@ -101,7 +102,7 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
     recipe = resolve(asked, mesh.dp)
     origin = read_origin(session.folder) if session.resume else None
     # Batches of the recipe's own may read the whole index, and code whose file is unknown reaches no other process.
-    own_code = any(not made.__module__.startswith("quern.") for made in recipe.callables().values())
+    own_code = any(not code_path(made).startswith("quern.") for made in recipe.callables().values())
     whole = recipe.make_batches is not None or (own_code and session.source is None)
     how: dict[str, Any] = {"early": None if whole else early, "workers": session.encoders}
     with main_first(mesh):
@@ -223,7 +224,7 @@ def fit_to_text(recipe: Recipe, prepared: Prepared, group_size: int = GROUP_SIZE
         optim = replace(optim, table_decay_scale=scale)
     size = tokenizer.vocab_size
     if size != recipe.model.vocab_size:
-        multiple = getattr(recipe.make_model, "vocabulary_multiple", 1)
+        multiple = getattr(imported(recipe.make_model), "vocabulary_multiple", 1)
         size = -(-size // multiple) * multiple
     model = replace(recipe.model, vocab_size=size, bos=tokenizer.bos)
     return replace(recipe, model=model, optim=optim)

@@ -33,7 +33,7 @@ from quern.stages.session import Session, lower_precision
 from quern.stages.sft import rates_fall
 from quern.temporaries import sha256_of
 from quern.terminal import counted
-from quern.train import checkpoint, loop
+from quern.train import loop, manifest
 from quern.train.state import TrainState, build_model, build_state, weights_of
 
 VALIDATIONS = 4
@@ -104,7 +104,7 @@ def _run(asked: Recipe, session: Session) -> int:
         micro_batch_rows=recipe.micro_batch_rows,
         reference=reference.eval(),
         folder=session.folder / "rollouts",
-        kept_steps=lambda: checkpoint.steps(run_dir.checkpoints("rl")),
+        kept_steps=lambda: manifest.steps(run_dir.checkpoints("rl")),
         shards=mesh.model,
     )
     plan = session.plan(
@@ -155,11 +155,11 @@ def _with_rewards(origin: Origin, found: str, session: Session) -> Origin:
 def _kept_start(session: Session) -> Start:
     """The model that a resumed stage began with, which is kept as its step 0."""
     folder = session.run_dir.checkpoints("rl")
-    if 0 not in checkpoint.steps(folder):
+    if 0 not in manifest.steps(folder):
         raise FileNotFoundError(
             f"{folder} has no step 0, the model that the stage began with: remove {folder.parent}, and begin again"
         )
-    return open_checkpoint(session.run_dir, "rl", checkpoint.path_of(folder, 0))
+    return open_checkpoint(session.run_dir, "rl", manifest.path_of(folder, 0))
 
 
 def rl_recipe(asked: Recipe, base: Recipe) -> Recipe:

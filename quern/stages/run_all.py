@@ -24,7 +24,7 @@ from quern.stages import evaluate, pretrain, sft
 from quern.stages.session import Session, main_first
 from quern.text.printable import printable
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.train.guard import EXIT_DONE
 
 
@@ -65,12 +65,12 @@ def _run(recipe: Recipe, session: Session, questions: int, fine_tune: bool) -> i
             if mesh.main:
                 refuse_conversations(chat_recipe, run_dir, log)
         steps["sft"] = lambda resume: sft.run(chat_recipe, replace(session, stage="sft", resume=resume))
-    before = {name: max(checkpoint.steps(run_dir.checkpoints(name)), default=0) for name in steps}
+    before = {name: max(manifest.steps(run_dir.checkpoints(name)), default=0) for name in steps}
     for name, step in steps.items():
-        code = step(bool(checkpoint.steps(run_dir.checkpoints(name))))
+        code = step(bool(manifest.steps(run_dir.checkpoints(name))))
         if code != EXIT_DONE:
             return code
-    idle = before == {name: max(checkpoint.steps(run_dir.checkpoints(name))) for name in steps}
+    idle = before == {name: max(manifest.steps(run_dir.checkpoints(name))) for name in steps}
     if mesh.world.broadcast_object(idle and "questions" not in session.named and _is_evaluated(run_dir)):
         log(f"evaluated already: `quern evaluate {run_dir.flags}` evaluates it again")
     else:
@@ -89,7 +89,7 @@ def _is_evaluated(run_dir: RunDir) -> bool:
     """Whether evaluate.jsonl has scores of the newest checkpoint of every stage."""
     scores = {(line["stage"], line["step"]) for line in read_lines(run_dir.folder / "evaluate.jsonl")}
     stages = [name for name in STAGES if run_dir.has_trained(name)]
-    return all((name, max(checkpoint.steps(run_dir.checkpoints(name)))) in scores for name in stages)
+    return all((name, max(manifest.steps(run_dir.checkpoints(name)))) in scores for name in stages)
 
 
 def _for_fine_tuning(recipe: Recipe, run_dir: RunDir, named: Collection[str], source: str | None) -> Recipe:

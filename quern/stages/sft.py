@@ -38,7 +38,7 @@ from quern.runs.saved import changes
 from quern.stages.session import Session, main_first, set_up_training
 from quern.terminal import counted
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint, loop
+from quern.train import loop, manifest
 from quern.train.state import TrainState, build_model, build_state, weights_of
 from quern.validate import check_rows
 
@@ -185,7 +185,7 @@ def _lost(report: dict[str, float], recipe: Recipe) -> str:
 
 def _mention_later_base(origin: Origin, run_dir: RunDir, log: Callable[[str], None]) -> None:
     """Says so where the run's base model was trained on after fine-tuning began with it."""
-    newest = max(checkpoint.steps(run_dir.checkpoints("pretrain")), default=0)
+    newest = max(manifest.steps(run_dir.checkpoints("pretrain")), default=0)
     if origin.base is not None and origin.base["run"] is None and newest > origin.base["step"]:
         log(
             f"fine-tuning began with step {origin.base['step']:,} of the base model, which has {newest:,} now: to "

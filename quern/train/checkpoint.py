@@ -39,18 +39,18 @@ from quern.mesh import Mesh, alone
 from quern.parallel.sharding import Slice
 from quern.temporaries import sync_path
 from quern.train.manifest import (
+    FOLDER,
     CheckpointError,
-    NewerCheckpointError,
-    check_files,
+    candidates,
     describe,
-    newest_good,
+    is_kept,
+    is_whole,
     read_manifest,
     require_plain_json,
+    verify,
     write_manifest,
 )
 
-# `.old-` exists only between the two renames that replace a step by a new save of the same step.
-_FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
 _TRASH = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
 
@@ -114,50 +114,6 @@ def save(
     if (problem := mesh.files.broadcast_object(problem)) is not None:
         raise CheckpointError(problem)
     return final
-
-
-def steps(folder: Path) -> list[int]:
-    """Returns the steps with a checkpoint folder, ascending, unverified; empty when `folder` does not exist."""
-    return sorted(_candidates(folder))
-
-
-def kept_steps(folder: Path) -> list[int]:
-    """Returns the steps whose checkpoint is never removed, ascending, unverified."""
-    return sorted(step for step, path in _candidates(folder).items() if _is_kept(path))
-
-
-def path_of(folder: Path, step: int) -> Path:
-    """Returns the path of the checkpoint of `step`. Raises CheckpointError when there is none."""
-    candidates = _candidates(folder)
-    if step not in candidates:
-        raise CheckpointError(f"{folder} has no checkpoint of step {step}: there are {sorted(candidates)}")
-    return candidates[step]
-
-
-def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """Returns (path, manifest) of the newest checkpoint that verifies; None when there is none.
-
-    Args:
-        report: Takes a line for each damaged checkpoint that is skipped.
-
-    Raises:
-        NewerCheckpointError: for a complete checkpoint that this version cannot read.
-    """
-    return newest_good(_candidates(folder), verify, report)
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint, after checking every size and hash. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    named = _FOLDER.fullmatch(path.name)
-    if named and int(named[1]) != manifest["step"]:
-        raise CheckpointError(f"{path} holds step {manifest['step']}, not the step it is named after")
-    # The reader loads every safetensors file that it finds, so a foreign file is an error.
-    foreign = {file.name for file in path.glob("*.safetensors")} - set(manifest["files"])
-    if foreign:
-        raise CheckpointError(f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them")
-    check_files(path, manifest)
-    return manifest
 
 
 def load(path: Path, *, verified: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -273,16 +229,16 @@ def _put_in_place(temporary: Path, final: Path, at: Callable[[str], None]) -> No
 
 def _prune(folder: Path, saved: Path, keep: int, at: Callable[[str], None]) -> None:
     """Removes checkpoints older than the newest `keep` complete ones; `saved` counts and is never removed."""
-    candidates = {step: path for step, path in _candidates(folder).items() if path == saved or not _is_kept(path)}
-    if len(candidates) <= keep:
+    complete = {step: path for step, path in candidates(folder).items() if path == saved or not is_kept(path)}
+    if len(complete) <= keep:
         return
-    others = [candidates[step] for step in sorted(candidates, reverse=True) if candidates[step] != saved]
+    others = [complete[step] for step in sorted(complete, reverse=True) if complete[step] != saved]
     whole = 1
     for path in others:
         if whole >= keep:
             at(f"prune {path.name}")
             _remove(path, at)
-        elif _is_whole(path):
+        elif is_whole(path):
             whole += 1
 
 
@@ -301,7 +257,7 @@ def _clean(folder: Path, at: Callable[[str], None]) -> None:
             at(f"clean {path.name}")
             shutil.rmtree(path, ignore_errors=True)
             continue
-        match = _FOLDER.fullmatch(path.name)
+        match = FOLDER.fullmatch(path.name)
         if match and match["old"]:
             at(f"settle {path.name}")
             final = path.with_name(path.name.partition(".")[0])
@@ -318,35 +274,3 @@ def _write_error(folder: Path, step: int, needed: int, error: OSError) -> Checkp
         f"cannot write the checkpoint of step {step} to {folder}: {error.strerror or error}. It needs about "
         f"{needed:,} bytes, {free:,} are free there. Those before it are intact: make room, then resume."
     )
-
-
-# Reading and facts ------------------------------------------------------------------------------------------
-
-
-def _candidates(folder: Path) -> dict[int, Path]:
-    """Returns step → folder; the replaced folder only where its replacement is missing."""
-    found: dict[int, Path] = {}
-    if not folder.is_dir():
-        return found
-    for path in sorted(folder.iterdir(), key=lambda path: ".old-" in path.name):
-        match = _FOLDER.fullmatch(path.name)
-        if match and path.is_dir():
-            found.setdefault(int(match[1]), path)
-    return found
-
-
-def _is_kept(path: Path) -> bool:
-    try:
-        return bool(read_manifest(path)["meta"].get("kept"))
-    except CheckpointError:
-        return False
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        verify(path)
-    except NewerCheckpointError:
-        return True
-    except CheckpointError:
-        return False
-    return True

@@ -32,12 +32,13 @@ from typing import Any
 
 import torch
 
-from quern.machine import Machine, environment, set_child_env
+from quern.child import environment, set_child_env
+from quern.machine import Machine
 from quern.mesh import EVALUATING, Mesh, PeersLostError, alone, connect, disconnect
 from quern.temporaries import scratch_folder, write_whole
-from quern.train.checkpoint import CheckpointError
 from quern.train.guard import heeded
 from quern.train.heartbeat import Heartbeat, exit_now
+from quern.train.manifest import CheckpointError
 from quern.waits.signals import prompt_signals
 from quern.waits.waiting import to_stderr as _log
 from quern.waits.waiting import waiting

@@ -23,7 +23,7 @@ from quern.machine import Machine
 from quern.mesh import FIRST_STEP, SAMPLING, TRAINING, Mesh
 from quern.optim.schedule import Multipliers
 from quern.records import Records
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED, Stop
 from quern.train.heartbeat import StragglerDetector
 from quern.train.horizon import Horizon, Plan
@@ -135,7 +135,7 @@ def train(
         if state.step < horizon.steps:  # stopped while it waited for text
             try:
                 saver.settle()
-                if plan.save_every and state.step not in checkpoint.steps(folder.path / "checkpoints"):
+                if plan.save_every and state.step not in manifest.steps(folder.path / "checkpoints"):
                     _save(state, saver, plan, horizon, last=True)
             except checkpoint.CheckpointError as error:
                 return _not_saved(error, state, folder, log)
@@ -290,7 +290,7 @@ def resume(
         CheckpointError: There are checkpoints, and none of them is good.
     """
     mesh, found = state.optimizer.mesh, None
-    if mesh.main and (found := checkpoint.latest(folder, log)) is None and checkpoint.steps(folder):
+    if mesh.main and (found := manifest.latest(folder, log)) is None and manifest.steps(folder):
         raise checkpoint.CheckpointError(
             f"none of the checkpoints under {folder} is good: put back a copy of one, or remove that folder and begin "
             "again"
@@ -298,7 +298,7 @@ def resume(
     step = mesh.world.broadcast_object(found[1]["step"] if found else None)
     if step is None:
         return False
-    path = checkpoint.path_of(folder, step)
+    path = manifest.path_of(folder, step)
     tensors, meta = checkpoint.load(path, verified=True)
     check(meta, path)
     try:
@@ -362,7 +362,7 @@ def _diverged(state: TrainState, saver: Saver, plan: TrainingPlan, folder: Recor
         saver.settle()
     except checkpoint.CheckpointError as error:
         return _not_saved(error, state, folder, log)
-    found = checkpoint.latest(folder.path / "checkpoints", log)
+    found = manifest.latest(folder.path / "checkpoints", log)
     good = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
     reason = f"{state.guard.skips_in_row} steps in a row were not finite; {good}"
     folder.event("stop", step=state.step, reason=reason)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its format, and how it is written and read.
+"""The manifest of a checkpoint: its format, and how it is written and read. The checkpoints of a folder.
 
 JSON: schema version, step, version of the library that wrote it, the caller's JSON (`meta`), size in bytes and SHA-256
 of each file, and the SHA-256 of all that. PyTorch (checkpoint.py) and JAX (grug/checkpoint.py) both use it, so this
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -151,3 +152,82 @@ def require_plain_json(meta: dict[str, Any]) -> None:
         raise ValueError(f"meta must be plain JSON: {error}") from error
     if not same:
         raise ValueError("meta must read back equal: use string keys and lists, not tuples or numbers as keys")
+
+
+# Folders of checkpoints that PyTorch wrote
+
+# `.old-` exists only between the two renames that replace a step by a new save of the same step.
+FOLDER = re.compile(r"step-(\d{8,})(?P<old>\.old-[0-9a-f]+)?")
+
+
+def steps(folder: Path) -> list[int]:
+    """Returns the steps with a checkpoint folder, ascending, unverified; empty when `folder` does not exist."""
+    return sorted(candidates(folder))
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """Returns the steps whose checkpoint is never removed, ascending, unverified."""
+    return sorted(step for step, path in candidates(folder).items() if is_kept(path))
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Returns the path of the checkpoint of `step`. Raises CheckpointError when there is none."""
+    found = candidates(folder)
+    if step not in found:
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}: there are {sorted(found)}")
+    return found[step]
+
+
+def latest(folder: Path, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """Returns (path, manifest) of the newest checkpoint that verifies; None when there is none.
+
+    Args:
+        report: Takes a line for each damaged checkpoint that is skipped.
+
+    Raises:
+        NewerCheckpointError: for a complete checkpoint that this version cannot read.
+    """
+    return newest_good(candidates(folder), verify, report)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint, after checking every size and hash. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    named = FOLDER.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise CheckpointError(f"{path} holds step {manifest['step']}, not the step it is named after")
+    # The reader loads every safetensors file that it finds, so a foreign file is an error.
+    foreign = {file.name for file in path.glob("*.safetensors")} - set(manifest["files"])
+    if foreign:
+        raise CheckpointError(f"{path} holds {sorted(foreign)}, which its manifest does not list: remove them")
+    check_files(path, manifest)
+    return manifest
+
+
+def candidates(folder: Path) -> dict[int, Path]:
+    """Returns step → folder; the replaced folder only where its replacement is missing."""
+    found: dict[int, Path] = {}
+    if not folder.is_dir():
+        return found
+    for path in sorted(folder.iterdir(), key=lambda path: ".old-" in path.name):
+        match = FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            found.setdefault(int(match[1]), path)
+    return found
+
+
+def is_kept(path: Path) -> bool:
+    try:
+        return bool(read_manifest(path)["meta"].get("kept"))
+    except CheckpointError:
+        return False
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        verify(path)
+    except NewerCheckpointError:
+        return True
+    except CheckpointError:
+        return False
+    return True

@@ -15,9 +15,10 @@ from quern.bench.batches import random_batch
 from quern.bench.data import shards
 from quern.bench.material import left_to_itself, pair_tokenizer, reference, talking_model
 from quern.bench.measure import Bench, alternate, figure, number
+from quern.bench.options import read_options
 from quern.bench.train import first_step
 from quern.generate.engine import Engine
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.machine import Machine
 from quern.model.context import CausalContext
 from quern.model.count import flops_per_token
@@ -129,7 +130,7 @@ def test_shards_hold_the_documents() -> None:
 
 def test_every_quick_benchmark_prints_and_records(tmp_path: Path, said: list[str]) -> None:
     names = [run.__name__.replace("_", "-") for run in command.QUICK if run.__name__ != "train"]
-    assert command.main([*names, *QUICK, "--out", str(tmp_path), "--seed", "5"], said.append) == 0
+    assert command.run(read_options([*names, *QUICK, "--out", str(tmp_path), "--seed", "5"]), said.append) == 0
     found = records(tmp_path)
     assert sorted(found) == sorted(names)
     for name, body in found.items():
@@ -167,7 +168,7 @@ print(peak_bytes(job, Machine(torch.device("cpu"), torch.float32, compile=False,
 
 
 def test_preparation_with_one_and_two_workers(tmp_path: Path, said: list[str]) -> None:
-    assert command.main(["prepare", *QUICK, "--out", str(tmp_path)], said.append) == 0
+    assert command.run(read_options(["prepare", *QUICK, "--out", str(tmp_path)]), said.append) == 0
     record = records(tmp_path)["prepare"]
     found = {(one["name"], one["unit"]): one for one in record["measures"]}
     one, two, gain = (
@@ -198,7 +199,7 @@ def check_record(name: str, body: dict) -> None:
 
 
 def test_training_reports_speed_against_the_peak_of_its_rounds(tmp_path: Path, said: list[str]) -> None:
-    assert command.main(["train", *QUICK, "--out", str(tmp_path), "--seed", "5"], said.append) == 0
+    assert command.run(read_options(["train", *QUICK, "--out", str(tmp_path), "--seed", "5"]), said.append) == 0
     body = records(tmp_path)["train"]
     check_record("train", body)
     by_name = {m["name"]: m["values"] for m in body["measures"]}
@@ -215,7 +216,7 @@ def test_training_reports_speed_against_the_peak_of_its_rounds(tmp_path: Path, s
 
 
 def test_starts_can_be_left_out(tmp_path: Path, said: list[str]) -> None:
-    assert command.main(["train", *QUICK, "--no-start", "--out", str(tmp_path)], said.append) == 0
+    assert command.run(read_options(["train", *QUICK, "--no-start", "--out", str(tmp_path)]), said.append) == 0
     names = [m["name"] for m in records(tmp_path)["train"]["measures"]]
     assert names == [*(f"{what}{step}" for step in STEPS for what in ("training", "MFU")), "matmul peak"]
 
@@ -241,7 +242,7 @@ def test_quality_counts_every_byte_once(tmp_path: Path, said: list[str]) -> None
         (tmp_path / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     arguments = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl")]
     settings = ["--minutes", "0.01", "--depth", "1", "--no-compile", "--threads", "1", "--dtype", "fp32"]
-    assert command.main(["quality", *arguments, *settings, "--out", str(tmp_path)], said.append) == 0
+    assert command.run(read_options(["quality", *arguments, *settings, "--out", str(tmp_path)]), said.append) == 0
     body = records(tmp_path)["quality"]
     size = sum(len(text.encode("utf-8")) for text in texts[:40])
     assert body["settings"]["validation_bytes_counted"] == body["settings"]["validation_bytes_of_text"] == size
@@ -256,7 +257,7 @@ def test_quality_counts_every_byte_once(tmp_path: Path, said: list[str]) -> None
 
 def test_a_mistyped_name_names_the_valid_ones(said: list[str]) -> None:
     with pytest.raises(ValueError) as refused:
-        command.main(["trian"], said.append)
+        command.run(read_options(["trian"]), said.append)
     assert all(name in str(refused.value) for name in ("train", "decode", "quality", "attention", "not 'trian'"))
     assert said == []
 
@@ -276,13 +277,13 @@ def test_nonsense_is_refused_before_anything_is_measured(
     arguments: list[str], message: str, tmp_path: Path, said: list[str]
 ) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        command.main([*arguments, "--out", str(tmp_path)], said.append)
+        command.run(read_options([*arguments, "--out", str(tmp_path)]), said.append)
     assert said == [] and list(tmp_path.iterdir()) == []
 
 
 def test_text_from_a_file(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "own.txt").write_text("the cat sat on the mat, the dog did not. " * 200, encoding="utf-8")
     arguments = ["encode", "--data", str(tmp_path / "own.txt"), *QUICK, "--out", str(tmp_path)]
-    assert command.main(arguments, said.append) == 0
+    assert command.run(read_options(arguments), said.append) == 0
     settings = records(tmp_path)["encode"]["settings"]
     assert settings["text"] == "own.txt" and settings["bytes"] == 41 * 200

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.bench import command as bench_command
+from quern.bench import command
+from quern.bench.data import Setup
 from quern.bench.jax import jax_order
 from quern.bench.material import reference
-from quern.bench.options import Setup
+from quern.bench.options import read_options
 from quern.child import start
 from quern.machine import Machine
 from tests.support.jax_process import ROOT, environment
@@ -33,7 +34,7 @@ def setup() -> Setup:
 def test_both_trainers_are_measured_and_recorded(tmp_path: Path) -> None:
     said: list[str] = []
     quick = ["--quick", "--rounds", "2", "--no-compile", "--threads", "1", "--dtype", "fp32"]
-    assert bench_command.main(["grug", *quick, "--out", str(tmp_path)], said.append) == 0
+    assert command.run(read_options(["grug", *quick, "--out", str(tmp_path)]), said.append) == 0
     body = json.loads((tmp_path / "bench" / "grug.json").read_text(encoding="utf-8"))
     measures = {measure["name"]: measure["values"] for measure in body["measures"]}
     trainers = ["PyTorch", "JAX, whole loss", "JAX, blockwise loss"]

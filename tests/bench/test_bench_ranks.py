@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quern.bench import command
+from quern.bench.options import read_options
 
 
 def test_two_processes_against_one(tmp_path: Path) -> None:
@@ -25,7 +26,7 @@ def test_two_processes_against_one(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
-    assert command.main(["ranks", *flags], lambda line: None) == 0
+    assert command.run(read_options(["ranks", *flags]), lambda line: None) == 0
     body = json.loads((tmp_path / "bench" / "ranks.json").read_text(encoding="utf-8"))
     found = {one["name"]: one["values"] for one in body["measures"]}
     assert all(len(v) == 1 + n.startswith("timeline") and all(map(math.isfinite, v)) for n, v in found.items())

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quern.bench.data import Setup
 from quern.bench.material import pair_tokenizer, reference, talking_model
-from quern.bench.options import Setup
 from quern.bench.serve import NAME, QUESTION, TURN_REPLY, second_turns
 from quern.generate.engine import Engine
 from quern.machine import Machine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quern.generate.reply import Delta
-from quern.generate.sample import GREEDY
+from quern.generate.sampling import GREEDY
 from quern.serve.gate.frontier import Gate, Keys
 from quern.serve.server import LOOPBACK, create_app
 from quern.text.chat import render_prompt

@@ -7,7 +7,7 @@ import pytest
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Delta, Token
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.serve.server import create_app
 from tests.browser.chrome import Chrome, find_chrome
 from tests.browser.parrot import DONE, LOGPROB, Page, alternatives, make_parrot

@@ -12,7 +12,7 @@ from quern.chat.talk import talk as run_talk
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.rows import Event
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.text.chat import Message, render_prompt
 from quern.text.printable import printable
 from tests.support.toy_engine import toy_engine

@@ -16,7 +16,7 @@ from quern.chat.xray import token_name, xray
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.rows import Generation
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.text.chat import Message, render, render_prompt, validate
 from quern.text.documents import read_conversations

@@ -10,23 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from quern.bench import command as bench_command
+from quern.bench.options import BenchOptions
 from quern.bounds import BOUNDS
 from quern.cli import lab, main, options, summaries, verbs
-from quern.estimate import plan
+from quern.estimate.options import PlanOptions
 from quern.flags import check_flags
-from quern.generate.sample import Sampling
-from quern.interop import export, import_hf
-from quern.lab.board.server import BoardOptions
-from quern.lab.ladder.command import CompareOptions
-from quern.lab.scaling.study import ScalingOptions
-from quern.lab.search.sweep import SweepOptions
+from quern.generate.sampling import Sampling
+from quern.interop.command import ExportOptions, ImportOptions
+from quern.lab.options import BoardOptions, CompareOptions, ScalingOptions, SweepOptions
 from quern.model.gpt import GPT
 from quern.recipe import Recipe
 from quern.stages.jax import command as jax_command
 
 RECIPE_FILE = """
 from dataclasses import replace
+from quern.lab.options import BoardOptions, CompareOptions, ScalingOptions, SweepOptions
 from quern.model.gpt import GPT
 from quern.recipes.gpt import RECIPE as BASE
 
@@ -241,7 +239,7 @@ def test_every_number_among_the_flags_has_its_range() -> None:
     """A new flag goes into the table of quern/bounds.py, or this fails."""
     of_verbs = [options.PrepareOptions, options.RunAllOptions, options.PretrainOptions, options.EvaluateOptions]
     of_verbs += [options.CompleteOptions, options.ChatOptions, options.ServeOptions, options.ReportOptions]
-    stages = [import_hf.ImportOptions, bench_command.BenchOptions, export.ExportOptions, plan.PlanOptions]
+    stages = [ImportOptions, BenchOptions, ExportOptions, PlanOptions]
     of_lab = [CompareOptions, ScalingOptions, SweepOptions, BoardOptions]
     kinds = [
         *of_verbs,

@@ -23,7 +23,7 @@ from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
 from quern.recipe import Recipe
 from quern.resolve import resolve
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from tests.contracts.idea import (
     EXPERIMENTS,
     STEPS,
@@ -202,7 +202,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(name: str, tmp_path: Path) -> N
     first, second = state_of(recipe), state_of(recipe)
     train(first, recipe, 0, half)
     checkpoint.save(tmp_path, half, first.slices(), {"state": first.meta()}, keep=1)
-    tensors, meta = checkpoint.load(checkpoint.path_of(tmp_path, half))
+    tensors, meta = checkpoint.load(manifest.path_of(tmp_path, half))
     second.restore(tensors, meta["state"])
     train(second, recipe, half, STEPS)
     assert differing(trained(name).after, snapshot(second)) == []

@@ -15,7 +15,7 @@ from quern.eval.on_ranks import refuse_unequal
 from quern.mesh import Mesh, ProcessGroup, alone
 from quern.runs.run_dir import RunDir
 from quern.stages.evaluate import _harness
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from tests.support.llama_run import llama_recipe, random_state, write_run
 from tests.support.small_text import write_text
 from tests.support.tiny_model import CPU
@@ -80,7 +80,7 @@ def test_answers_of_the_weights_before_are_not_those_of_the_run(out: Path) -> No
     """Trained again under the same name, for as many steps."""
     run_dir, path = RunDir(out, "first"), answers(out)
     before = path.read_text(encoding="utf-8")
-    (file,) = checkpoint.steps(run_dir.checkpoints("pretrain"))
+    (file,) = manifest.steps(run_dir.checkpoints("pretrain"))
     shutil.rmtree(run_dir.checkpoints("pretrain"))
     state = random_state(replace(llama_recipe(context=64), data=str(out / "text.jsonl")))
     tokenizer = run_dir.tokenizer().fingerprint

@@ -14,7 +14,7 @@ from quern import compiler
 from quern.generate.cache import KVCache, attend_masked, decode, pad
 from quern.generate.compiled import SPAN, CompiledDecode, FewRows, turned_is_faster
 from quern.generate.engine import Engine
-from quern.generate.sample import GREEDY, Sampling
+from quern.generate.sampling import GREEDY, Sampling
 from tests.support.toy_engine import CPU, toy_engine, toy_model, toy_tokenizer
 
 ROWS = (1, 3)

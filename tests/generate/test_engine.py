@@ -9,7 +9,7 @@ import torch
 
 from quern.generate.engine import ContextOverflow, Engine
 from quern.generate.reply import Completion, Delta
-from quern.generate.sample import GREEDY, Sampling
+from quern.generate.sampling import GREEDY, Sampling
 from quern.kernels.attention.attend import attend_plain, attend_sdpa
 from quern.kernels.attention.autotune import Picked
 from quern.kernels.attention.backends import Backend

@@ -18,7 +18,7 @@ import pytest
 from quern.generate import grammar as grammar_module
 from quern.generate.grammar import Grammar, GrammarError, Grammars
 from quern.generate.reply import Reply
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.text.chat import render_prompt
 from quern.text.tokenizer import Tokenizer
 from tests.support.toy_engine import toy_engine, toy_tokenizer

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from quern.generate.sample import SPAN, Sampling, draw, generator, sample
+from quern.generate.sample import SPAN, draw, generator, sample
+from quern.generate.sampling import Sampling
 
 V = 12
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(5)) * 2

@@ -35,7 +35,7 @@ from quern.stages.jax import command
 from quern.stages.jax import train as jax_stage
 from quern.stages.jax.command import training
 from quern.stages.open_data import data_of_run
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from tests.grug.parity import EXPERIMENTS, relative
 from tests.support.small_text import write_text
 from tests.support.toy_training import CPU
@@ -156,7 +156,7 @@ def trials() -> dict[str, Any]:
 
 def refusals(run_dir: RunDir) -> dict[str, str]:
     """Saves the run's base model as PyTorch's own, then as one of another architecture."""
-    newest = checkpoint.latest(run_dir.checkpoints("pretrain"), print)
+    newest = manifest.latest(run_dir.checkpoints("pretrain"), print)
     assert newest is not None
     tensors, meta = checkpoint.load(newest[0])
     del meta["trained_by"]

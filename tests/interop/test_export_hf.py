@@ -24,7 +24,7 @@ from quern.runs.load import load
 from quern.runs.run_dir import RunDir
 from quern.text.hugging_face import read_tokenizer, tokenizer_json
 from quern.text.tokenizer import Tokenizer
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from tests.support.llama_run import FP32, llama_recipe, model_of, write_run
 from tests.support.toy_engine import toy_tokenizer
 
@@ -62,7 +62,7 @@ def test_a_llama_the_whole_way_and_back(tmp_path: Path, capsys: pytest.CaptureFi
     command("evaluate", tmp_path, "--run", "toy", "--questions", "2", *PLAIN)
     run = tmp_path / "runs" / "toy"
     assert "resumed at step 4" in capsys.readouterr().out
-    assert [checkpoint.steps(run / s / "checkpoints")[-1] for s in ("pretrain", "sft")] == [8, 6]
+    assert [manifest.steps(run / s / "checkpoints")[-1] for s in ("pretrain", "sft")] == [8, 6]
     assert all(0 < line["loss"] < 10 for line in read_metrics(run / "pretrain") if "loss" in line)
     command("export", tmp_path, "--run", "toy", "--to", "hf", "--dir", str(tmp_path / "hf"))
     assert "step 6 of sft" in capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_an_imported_run_can_be_fine_tuned_from(folder: Path) -> None:
     """Its checkpoint is a whole one: masters as imported, an optimizer that has not moved."""
     copy = RunDir(folder.parent, "copy")
     import_hf.run(folder, copy, RECIPE, stage="pretrain", tokenizer=None, log=quiet)
-    found = checkpoint.latest(copy.checkpoints("pretrain"), quiet)
+    found = manifest.latest(copy.checkpoints("pretrain"), quiet)
     assert found is not None
     tensors, meta = checkpoint.load(found[0])
     assert meta["state"]["step"] == 0

@@ -23,9 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from quern.lab.options import SweepOptions
 from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
 from quern.lab.search.queue import Patience
-from quern.lab.search.sweep import SweepOptions, run
+from quern.lab.search.sweep import run
 from quern.recipe import Recipe
 
 SPACE = ("optim.matrix-lr=0.001..0.1:log", "train.warmdown-share=0.3..0.9")

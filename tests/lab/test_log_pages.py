@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from quern.lab.log.page import Page
-from quern.lab.log.publish import LogOptions, idea_files, run
+from quern.lab.log.publish import idea_files, run
 from quern.lab.names import start_facts
+from quern.lab.options import LogOptions
 from quern.lab.scaling.report import check_lines
 from quern.lab.scaling.study import run as run_scaling
 from quern.lab.search.sweep import run as run_sweep

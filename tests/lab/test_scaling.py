@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from quern.flags.recipe_flags import parse
+from quern.lab.options import ScalingOptions
 from quern.lab.scaling.parametric import Surface
-from quern.lab.scaling.study import ScalingOptions, run
+from quern.lab.scaling.study import run
 from quern.model.count import Counts, count, weightless
 from quern.recipe import ModelRecipe, Recipe
 from quern.recipes.gpt import RECIPE

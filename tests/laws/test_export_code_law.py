@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from quern import compiler
 from quern.generate.engine import Engine
-from quern.generate.sample import GREEDY
+from quern.generate.sampling import GREEDY
 from quern.model.base import LanguageModel
 from tests.support.exported_code import exported, load_exported, model_of, modules_in, toy_recipe
 from tests.support.llama_run import FP32, relative, rounding

@@ -309,7 +309,7 @@ def test_a_tokenizer_with_other_words_is_noticed(tmp_path: Path) -> None:
 
 def test_transformers_generates_what_we_do(tmp_path: Path, law: Callable[..., None]) -> None:
     from quern.generate.engine import Engine
-    from quern.generate.sample import GREEDY
+    from quern.generate.sampling import GREEDY
 
     recipe, tokenizer = llama_recipe(), toy_tokenizer()
     folder = exported(tmp_path, recipe)

@@ -14,7 +14,7 @@ import torch
 from quern.generate import cache as cache_module
 from quern.generate.cache import DecodeContext, KVCache, PrefillContext, decode, pad
 from quern.generate.reply import Completion
-from quern.generate.sample import GREEDY, Sampling
+from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.context import CausalContext
 from quern.model.gpt import GPT

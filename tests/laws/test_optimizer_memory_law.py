@@ -14,7 +14,7 @@ from quern import compiler
 from quern.machine import DTYPES
 from quern.mesh import Mesh
 from quern.parallel.buckets import Bucket
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from quern.train.state import TrainState, build_model, build_state
 from tests.parallel.compared import advance, recipe, small_cuts
 from tests.support.ranks import Ranks
@@ -75,6 +75,6 @@ def test_replicas(zero: int, ranks: Ranks, tmp_path: Path) -> None:
     for memory in ("device", "cpu"):
         function = "tests.laws.test_optimizer_memory_law:saved"
         ranks(3, function, zero=zero, memory=memory, target=str(tmp_path / memory))
-    stays, visits = (checkpoint.load(checkpoint.path_of(tmp_path / name, 3))[0] for name in ("device", "cpu"))
+    stays, visits = (checkpoint.load(manifest.path_of(tmp_path / name, 3))[0] for name in ("device", "cpu"))
     assert stays.keys() == visits.keys()
     assert all(torch.equal(stays[name], visits[name]) for name in stays)

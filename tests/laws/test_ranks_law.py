@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from tests.parallel.compared import BROKEN
 from tests.support.ranks import Ranks
 from tests.support.toy_training import toy_loader
@@ -60,7 +60,7 @@ def test_resharded_is_not_resharded(ranks: Ranks, tmp_path: Path, law: Law) -> N
     for number, count in enumerate((1, 2, 4, 1), start=1):
         source, target = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
         assert ranks(count, "tests.parallel.compared:saved", source=source, target=target, steps=0) == [[]] * count
-    first, last = (checkpoint.load(checkpoint.path_of(tmp_path / str(number), 3)) for number in (0, 4))
+    first, last = (checkpoint.load(manifest.path_of(tmp_path / str(number), 3)) for number in (0, 4))
     assert first[1] == last[1]
     differing = [name for name in first[0].keys() | last[0].keys() if not torch.equal(first[0][name], last[0][name])]
     law("resharded = not resharded: 3 → 1 → 2 → 4 → 1 ranks", len(differing), "0")
@@ -76,7 +76,7 @@ def test_replicas_become_shards_and_back(architecture: str, ranks: Ranks, tmp_pa
             count, "tests.parallel.compared:saved_shards", tp, architecture=architecture, source=source, target=target
         )
         assert found == [[]] * count
-    first, last = (checkpoint.load(checkpoint.path_of(tmp_path / str(number), 3)) for number in (0, 3))
+    first, last = (checkpoint.load(manifest.path_of(tmp_path / str(number), 3)) for number in (0, 3))
     differing = [name for name in first[0].keys() | last[0].keys() if not torch.equal(first[0][name], last[0][name])]
     law(f"resharded = not resharded: (2,1) → (1,2) → (2,2) → (1,1), {architecture}", len(differing), "0")
     assert differing == [] and len(first[0]) > 40

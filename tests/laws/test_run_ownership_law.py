@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from quern.text.tinyworld import corpus
-from quern.train import checkpoint
+from quern.train import manifest
 from tests.support.run_bench import ENVIRONMENT, PRETRAIN, SFT, Bench, differences
 
 Law = Callable[[str, float | int | str, str], None]
@@ -206,7 +206,7 @@ def pair(bench: Bench, number: int, reference: Path) -> tuple[str, list[str]]:
     if not killed and 0 not in codes:
         wrong.append(f"neither trained: {codes} {said}")
     if 0 not in codes:
-        saved = checkpoint.steps(bench.stage(name, PRETRAIN) / "checkpoints")
+        saved = manifest.steps(bench.stage(name, PRETRAIN) / "checkpoints")
         bench.run([*PRETRAIN, "--resume"] if not saved else RESUME["pretrain"], name, "fp32")
     wrong += differences(bench.stage(name, PRETRAIN), reference)
     return f"{number}: {codes}", wrong

@@ -18,7 +18,7 @@ from quern.generate.cache import KVCache
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
 from quern.generate.rows import Generation
-from quern.generate.sample import GREEDY, Sampling
+from quern.generate.sampling import GREEDY, Sampling
 from quern.model.base import LanguageModel
 from quern.model.llama import Llama
 from quern.model.unet import UNet

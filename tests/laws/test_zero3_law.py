@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from tests.parallel.compared import SHARING_BROKEN
 from tests.support.ranks import Ranks
 
@@ -45,7 +45,7 @@ def test_checkpoints_are_the_same(ranks: Ranks, tmp_path: Path, law: Law) -> Non
         source, target = str(tmp_path / str(number - 1)) if number else None, str(tmp_path / str(number))
         saved = "tests.parallel.compared:saved_shards"
         assert ranks(count, saved, tp, zero, architecture="gpt", source=source, target=target) == [[]] * count
-    first, last = (checkpoint.load(checkpoint.path_of(tmp_path / str(number), 3)) for number in (0, 4))
+    first, last = (checkpoint.load(manifest.path_of(tmp_path / str(number), 3)) for number in (0, 4))
     differing = [name for name in first[0].keys() | last[0].keys() if not torch.equal(first[0][name], last[0][name])]
     law("resharded = not resharded, with shared parameters, gpt", len(differing), "0")
     assert differing == [] and len(first[0]) > 40

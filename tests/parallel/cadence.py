@@ -14,7 +14,7 @@ from quern.mesh import Mesh, alone
 from quern.parallel.plan import shard_model
 from quern.parallel.zero2 import Zero2
 from quern.recipe import OptimRecipe
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from quern.train.state import TrainState, build_model, build_state
 from tests.parallel.compared import advance, apart, recipe, small_cuts, state_apart
 from tests.support.deviation import deviation
@@ -55,7 +55,7 @@ def every_second(mesh: Mesh, folder: str, forget: bool = False) -> dict[str, Any
 
 
 def resume(mesh: Mesh, path: Path) -> TrainState:
-    tensors, meta = checkpoint.load(checkpoint.path_of(path, SAVED))
+    tensors, meta = checkpoint.load(manifest.path_of(path, SAVED))
     assert any(name.startswith("held.") for name in tensors)
     state = cadence_state(mesh)
     state.restore(tensors, meta["state"])

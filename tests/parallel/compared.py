@@ -21,7 +21,7 @@ from quern.parallel.zero3 import Gathered, Zero3
 from quern.recipe import OptimRecipe, Recipe
 from quern.recipes import gpt, llama, unet
 from quern.resolve import resolve
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import StepResult, train_step
@@ -101,7 +101,7 @@ def saved_shards(mesh: Mesh, architecture: str, source: str | None, target: str)
         with torch.no_grad():
             for parameter in state.model.parameters():
                 parameter.zero_()
-        tensors, meta = checkpoint.load(checkpoint.path_of(Path(source), 3))
+        tensors, meta = checkpoint.load(manifest.path_of(Path(source), 3))
         state.restore(tensors, meta["state"])
         differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
         gather(state)
@@ -262,7 +262,7 @@ def saved(mesh: Mesh, source: str | None, target: str, steps: int) -> list[str]:
     state, loader = sharded_state(mesh), toy_loader()
     differing = []
     if source is not None:
-        tensors, meta = checkpoint.load(checkpoint.path_of(Path(source), 3))
+        tensors, meta = checkpoint.load(manifest.path_of(Path(source), 3))
         state.restore(tensors, meta["state"])
         differing = [n for n, part in state.slices().items() if not torch.equal(part.tensor, part.of(tensors[n]))]
         differing += [n for n, p in state.model.named_parameters() if not torch.equal(p, tensors[f"master.{n}"])]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quern.records import read_events, read_metrics
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.train.guard import EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.heartbeat import StragglerDetector
 from tests.support.faulty_ranks import FaultyRanks
@@ -89,7 +89,7 @@ def events(runs: Runs) -> list[dict[str, Any]]:
 
 
 def newest(stage: Path) -> dict[str, Any]:
-    found = checkpoint.latest(stage / "checkpoints", pytest.fail)
+    found = manifest.latest(stage / "checkpoints", pytest.fail)
     assert found is not None
     return found[1]
 

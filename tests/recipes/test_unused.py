@@ -10,7 +10,7 @@ import torch
 from quern.recipe import Recipe
 from quern.recipes import gpt, llama, llama_adamw, unet
 from quern.resolve import resolve
-from quern.unavailable import FILLED_IN
+from quern.validate import FILLED_IN
 
 ALL = (gpt.RECIPE, llama.RECIPE, llama_adamw.RECIPE, unet.RECIPE)
 RECIPES = pytest.mark.parametrize("recipe", ALL, ids=[recipe.name for recipe in ALL])

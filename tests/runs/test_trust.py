@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from quern.cli import main
+from quern.constructors import CONSTRUCTORS
 from quern.flags.recipe_file import read_recipe_file
-from quern.recipe import CONSTRUCTORS, Recipe
+from quern.recipe import Recipe
 from quern.recipes import load_recipe, recipe_names
 from quern.runs.origin import Origin, source_digest
 from quern.runs.run_dir import RunDir

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quern.generate.engine import Engine
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.serve.server import create_app
 from quern.text.chat import render_prompt, render_text
 from tests.support.http_server import running

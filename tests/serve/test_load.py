@@ -19,7 +19,7 @@ import pytest
 
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.serve.routes import MAX_BODY_BYTES
 from quern.text.chat import render_prompt, render_text
 from tests.support.llama_run import FP32, model_of

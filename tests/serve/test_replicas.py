@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from quern.generate.engine import Engine
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.serve import replicas
 from quern.serve.server import listen
 from quern.text.chat import render_prompt

@@ -18,7 +18,7 @@ from torch import nn
 from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.rows import Event, Generation
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.serve.gate.frontier import Gate, Keys
 from quern.serve.gate.hosts import Hosts, host_name
 from quern.serve.requests.schema import ChatRequest, parse_request

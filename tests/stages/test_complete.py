@@ -16,7 +16,7 @@ from quern.chat.talk import talk
 from quern.cli import main
 from quern.generate.engine import Engine
 from quern.generate.rows import Event
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
 from quern.stages import evaluate
 from quern.stages.complete import complete

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quern.train import checkpoint
+from quern.train import manifest
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.support.faulty_ranks import FaultyRanks
 
@@ -46,7 +46,7 @@ def pretrain(faulty_server: FaultyRanks, run: str, body: str) -> dict[str, Any]:
 def test_a_body_that_takes_longer_than_the_collectives_wait(faulty_server: FaultyRanks) -> None:
     found = pretrain(faulty_server, "long", "time.sleep(6)")
     assert found["exits"] == [[0, 0]] and found["result"] == 0, found
-    assert checkpoint.steps(faulty_server.folder / "out/runs/long/pretrain/checkpoints")
+    assert manifest.steps(faulty_server.folder / "out/runs/long/pretrain/checkpoints")
 
 
 def test_an_error_of_rank_0_is_said_once_and_ends_all(faulty_server: FaultyRanks) -> None:

@@ -10,6 +10,7 @@ import torch
 from quern.cli import main
 from quern.machine import Machine
 from quern.mesh import alone
+from quern.model.gpt import GPT
 from quern.parallel.layout import lay_out, unconnected
 from quern.parallel.memory import memory
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
@@ -68,7 +69,7 @@ def test_cpu_ranks_would_share_the_same_memory() -> None:
 
 
 def test_a_model_that_needs_numbers_is_not_held_up() -> None:
-    class Curious(gpt.GPT):
+    class Curious(GPT):
         def forward(self, tokens_BT: torch.Tensor, context: object) -> torch.Tensor:
             assert float(self.backout_scale.detach()) == 0.2
             return super().forward(tokens_BT, context)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from quern import compiler
 from quern.cli import main
 from quern.records import read_events, read_metrics
-from quern.train import checkpoint
+from quern.train import manifest
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
 PRETRAIN = (
@@ -49,7 +49,7 @@ def test_every_stage_left_its_records(out: Path) -> None:
     for stage, steps in (("pretrain", 8), ("sft", 6)):
         events = [event["kind"] for event in read_events(run / stage)]
         assert events[-1] == "finish" and "save" in events
-        assert checkpoint.steps(run / stage / "checkpoints")[-1] == steps
+        assert manifest.steps(run / stage / "checkpoints")[-1] == steps
         lines = read_metrics(run / stage)
         assert lines[-1]["step"] == steps and "val_loss" in lines[-1]
         assert all(0 < line["loss"] < 10 for line in lines if "loss" in line)
@@ -77,7 +77,7 @@ def test_nothing_is_written_beside_out(out: Path) -> None:
 
 def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = out / "runs" / "toy"
-    before = {stage: (read_metrics(run / stage), checkpoint.steps(run / stage / "checkpoints")) for stage in STAGES}
+    before = {stage: (read_metrics(run / stage), manifest.steps(run / stage / "checkpoints")) for stage in STAGES}
     scores = (run / "evaluate.jsonl").read_text(encoding="utf-8")
     assert main.main(["run", *TOY[:-2], "--run", "toy", "--out", str(out)]) == 0
     said = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_run_again_goes_on_where_it_was_and_trains_nothing_twice(out: Path, caps
     assert "evaluated already: `quern evaluate --run toy" in said and "resumed" not in said and "evaluating" not in said
     assert (run / "evaluate.jsonl").read_text(encoding="utf-8") == scores and "quern │" in said
     assert before == {
-        stage: (read_metrics(run / stage), checkpoint.steps(run / stage / "checkpoints")) for stage in STAGES
+        stage: (read_metrics(run / stage), manifest.steps(run / stage / "checkpoints")) for stage in STAGES
     }
 
 

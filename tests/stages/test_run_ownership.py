@@ -23,7 +23,7 @@ from quern.runs.run_dir import RunDir
 from quern.runs.run_lock import run_lock
 from quern.stages.evaluate import OPENINGS
 from quern.text.tinyworld import corpus
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_STOPPED
 
 PLAIN = "--no-compile --dtype fp32 --threads 1".split()
@@ -87,11 +87,11 @@ def files(folder: Path, run: str = "app") -> dict[str, str]:
 
 
 def steps(folder: Path, stage: str, run: str = "app") -> list[int]:
-    return checkpoint.steps(folder / "out" / "runs" / run / stage / "checkpoints")
+    return manifest.steps(folder / "out" / "runs" / run / stage / "checkpoints")
 
 
 def meta(folder: Path, stage: str, run: str = "app") -> dict:
-    found = checkpoint.latest(folder / "out" / "runs" / run / stage / "checkpoints", pytest.fail)
+    found = manifest.latest(folder / "out" / "runs" / run / stage / "checkpoints", pytest.fail)
     assert found is not None
     return found[1]["meta"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quern.records import read_metrics
-from quern.train import checkpoint
+from quern.train import manifest
 from tests.parallel.test_faults import lines_with
 from tests.stages.test_run_all import TOY
 from tests.support.faulty_ranks import FaultyRanks
@@ -125,4 +125,4 @@ def test_a_rank_dies_while_fine_tuning_or_preparation_fails(
     assert scores(folder, "killed") == scores(folder, "replicas")
     assert refused["exits"] == [[0, 0]] and refused["result"] == 1, refused["said"]
     assert lines_with("quern run:", refused["said"]) == ["quern run: planted"]
-    assert checkpoint.steps(folder / "refused/runs/refused/pretrain/checkpoints")[-1] == PRETRAIN_STEPS
+    assert manifest.steps(folder / "refused/runs/refused/pretrain/checkpoints")[-1] == PRETRAIN_STEPS

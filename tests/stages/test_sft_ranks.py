@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.records import read_events
-from quern.train import checkpoint
+from quern.train import manifest
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.support.faulty_ranks import FaultyRanks
 
@@ -79,7 +79,7 @@ def test_one_rank_fetches_and_the_other_waits(
     assert asked == {"/train.parquet": 1, "/test.parquet": 1}
     assert len(lines_with("tokenized", found["said"])) == 1, found["said"]
     stage = faulty_server.folder / "out/runs/cold/sft"
-    assert checkpoint.steps(stage / "checkpoints")
+    assert manifest.steps(stage / "checkpoints")
     (data,) = (event for event in read_events(stage) if event["kind"] == "data")
     (source,) = data["sources"]
     # 60 rows, one of them a test row; one is held out

@@ -17,7 +17,7 @@ import torch
 
 from quern.records import read_metrics
 from quern.text.tinyworld import corpus
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from tests.support.small_text import write_text
 
 ROOT = Path(__file__).parents[2]
@@ -142,12 +142,12 @@ def final(stage: Path) -> dict[str, Any]:
 
     One that died while it pruned after its last save leaves an older one, or the rest of it, until the next save.
     """
-    newest = checkpoint.latest(stage / "checkpoints", pytest.fail)
+    newest = manifest.latest(stage / "checkpoints", pytest.fail)
     assert newest is not None
     tensors, meta = checkpoint.load(newest[0])
     meta["state"].pop("seconds")
     found: dict[str, Any] = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
-    return found | {"json": meta, "kept": checkpoint.steps(stage / "checkpoints")[-2:]}
+    return found | {"json": meta, "kept": manifest.steps(stage / "checkpoints")[-2:]}
 
 
 def differences(stage: Path, reference: Path, ignored: str = "") -> list[str]:

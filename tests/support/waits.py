@@ -126,7 +126,7 @@ def read_model(folder: Path) -> None:
     """A disk that does not answer."""
     checkpoints = folder / "runs/r/pretrain/checkpoints"
     loading.open_checkpoint = lambda *found: os.open(folder / "fifo", os.O_RDONLY)
-    loading.checkpoint.latest = lambda *found: (checkpoints, {})
+    loading.manifest.latest = lambda *found: (checkpoints, {})
     RunDir.tokenizer = lambda self: None  # type: ignore[assignment]
     (checkpoints / "step-00000001").mkdir(parents=True)
     os.mkfifo(folder / "fifo")

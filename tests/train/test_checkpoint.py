@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quern.train.checkpoint import CheckpointError, NewerCheckpointError, latest, load, save, steps, verify
+from quern.train.checkpoint import load, save
+from quern.train.manifest import CheckpointError, NewerCheckpointError, latest, steps, verify
 from tests.train.checkpoint_oracle import fast_folder, no_report, put, tensors_of
 
 __all__ = ["fast_folder"]  # a fixture

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.train.checkpoint import CheckpointError, latest, load, save
+from quern.train.checkpoint import load, save
+from quern.train.manifest import CheckpointError, latest
 from tests.train.checkpoint_oracle import fast_folder, identity_of, no_report, on_disk, put, temporaries
 
 __all__ = ["fast_folder"]  # a fixture

@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from quern.records import read_metrics
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.train.guard import EXIT_STOPPED
 from tests.parallel.test_faults import PRETRAIN
 from tests.support.ranks import ROOT, free_port
@@ -94,7 +94,7 @@ def wait_for_step(folder: Path, more_than: int, processes: Sequence[subprocess.P
 
 
 def saved_step(folder: Path) -> int:
-    found = checkpoint.latest(folder / "out/runs/x/pretrain/checkpoints", pytest.fail)
+    found = manifest.latest(folder / "out/runs/x/pretrain/checkpoints", pytest.fail)
     assert found is not None
     return found[1]["step"]
 

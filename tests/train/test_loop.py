@@ -14,7 +14,7 @@ import pytest
 
 from quern.data.loader import Batch, Loader
 from quern.records import StageFolder, read_events, read_metrics
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from quern.train.guard import EXIT_DIVERGED, EXIT_DONE, EXIT_NOT_SAVED, EXIT_STOPPED
 from quern.train.loop import TrainingPlan, resume, train
 from quern.train.state import TrainState
@@ -120,7 +120,7 @@ def test_an_evaluator_does_not_change_the_training(tmp_path: Path) -> None:
 
 def test_saves_when_due_and_at_the_end_and_keeps_the_last(tmp_path: Path) -> None:
     go(tmp_path, toy_state(), toy_plan(10, save_every=4, keep=2))
-    assert checkpoint.steps(tmp_path / "checkpoints") == [8, 10]
+    assert manifest.steps(tmp_path / "checkpoints") == [8, 10]
     saved = [event["step"] for event in read_events(tmp_path) if event["kind"] == "save"]
     assert saved == [4, 8, 10]
     assert kinds(tmp_path)[0] == "start" and kinds(tmp_path)[-1] == "finish"
@@ -227,7 +227,7 @@ def test_a_signal_finishes_the_step_saves_and_resumes_bit_for_bit(
     assert stopped.step == at + 1, "the step under way is finished, and no other is begun"
     assert said == [f"stopped after step {at + 1} as asked, and saved: continue with `--resume`"]
     assert f"{which.name}: finishing this step" in capfd.readouterr().err
-    assert checkpoint.steps(tmp_path / "stopped" / "checkpoints")[-1] == at + 1
+    assert manifest.steps(tmp_path / "stopped" / "checkpoints")[-1] == at + 1
     again = toy_state()
     code, _ = go(tmp_path / "stopped", again, quiet, again=True)
     assert code == EXIT_DONE
@@ -238,7 +238,7 @@ def test_a_signal_finishes_the_step_saves_and_resumes_bit_for_bit(
 def test_a_signal_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
     plan = toy_plan(3, evaluators=[(1, signalling(signal.SIGTERM, 2))])
     assert go(tmp_path, toy_state(), plan)[0] == EXIT_DONE
-    assert checkpoint.steps(tmp_path / "checkpoints") == [3]
+    assert manifest.steps(tmp_path / "checkpoints") == [3]
 
 
 def test_a_finished_run_resumed_does_nothing(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_full_disk_is_said_clearly_and_the_checkpoint_before_is_intact(small_d
     (line,) = said
     assert "No space left on device" in line
     assert "the checkpoint of step 8" not in line or "make room, then resume" in line
-    found = checkpoint.latest(run / "checkpoints", said.append)
+    found = manifest.latest(run / "checkpoints", said.append)
     assert found is not None and found[0].name == "step-00000004"
     (small_disk / "filler").unlink()
     again, whole = toy_state(), toy_state()

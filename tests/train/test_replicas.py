@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quern.train import checkpoint
+from quern.train import manifest
 from quern.train.replicas import CHUNK_WORDS, checksum
 from tests.parallel.test_faults import PRETRAIN, SHORT, lines_with
 from tests.support.faulty_ranks import FaultyRanks
@@ -52,7 +52,7 @@ def test_one_bit_of_one_parameter_is_refused(faulty_server: FaultyRanks, name: s
     (line,) = lines_with("quern pretrain:", found["said"])
     assert line.startswith(f"{REFUSAL}{name}") and "Nothing was trained: start the same" in line
     assert "Traceback" not in found["said"]
-    assert not checkpoint.steps(faulty_server.folder / f"out/runs/bit{at}/pretrain/checkpoints")
+    assert not manifest.steps(faulty_server.folder / f"out/runs/bit{at}/pretrain/checkpoints")
 
 
 def test_equal_replicas_train_and_state_that_differs_after_a_resume_is_refused(faulty_server: FaultyRanks) -> None:

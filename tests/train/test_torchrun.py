@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.train import checkpoint
+from quern.train import manifest
 
 ROOT = Path(__file__).parents[2]
 LINES = [
@@ -31,5 +31,5 @@ def test_torchrun_starts_the_ranks(line: str, tmp_path: Path) -> None:
     flags = ["--data", "text.txt", "--out", "out"]
     done = subprocess.run([*command, *flags], env=env, cwd=tmp_path, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    saved = checkpoint.path_of(tmp_path / "out/runs/eight/pretrain/checkpoints", 2)
+    saved = manifest.path_of(tmp_path / "out/runs/eight/pretrain/checkpoints", 2)
     assert len(list(saved.glob("*.safetensors"))) == 2, "a file of each rank"

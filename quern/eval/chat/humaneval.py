@@ -15,7 +15,7 @@ from quern.eval.on_ranks import batched, is_main, on_ranks
 from quern.eval.score import CONFIDENT, Score, prompt_hash
 from quern.eval.task import Item
 from quern.generate.engine import Engine
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.generate.sandbox import Program
 from quern.mesh import ProcessGroup
 from quern.rl.advantages import pass_at_k

@@ -13,7 +13,6 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -22,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from quern.bounds import refuse_outside
 from quern.lab.board.reader import Board, NotFound
+from quern.lab.options import BoardOptions
 from quern.serve.gate.hosts import Hosts
 
 MAX_BODY_BYTES = 4 << 20
@@ -47,18 +47,6 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-
-
-@dataclass(frozen=True)
-class BoardOptions:
-    """Flags of `quern lab board`."""
-
-    out: Path = Path("out")
-    """The output folder: runs are in its folder runs, studies in its folder lab."""
-    port: int = 8010
-    """The port to listen on; 0 picks a free one."""
-    host: str = "127.0.0.1"
-    """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""
 
 
 class Server(ThreadingHTTPServer):

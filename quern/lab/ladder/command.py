@@ -1,145 +1,70 @@
-"""`quern lab compare`, `quern lab ladder` and `quern lab calibrate` on the command line."""
+"""`quern lab compare`, `quern lab ladder` and `quern lab calibrate`."""
 
 from __future__ import annotations
 
-import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any
 
 from quern import machine as machines
 from quern.cluster.connect import connect
 from quern.data.loader import windows
-from quern.flags.check_flags import UNSAID
 from quern.flags.recipe_file import map_paths
-from quern.flags.recipe_flags import named, parse
 from quern.lab.arms import Arm, in_process
 from quern.lab.axes.ngram import ngram_bits
 from quern.lab.cluster import on_cluster
-from quern.lab.devices import DeviceOptions
 from quern.lab.ladder.code import code_fingerprint
 from quern.lab.ladder.report import calibration, study_lines, write_verdicts
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers, one_size
 from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
 from quern.lab.ladder.work import WAIT_SECONDS, Options, Worker, proxy_line
 from quern.lab.names import check_name, start_facts
+from quern.lab.options import CompareOptions
 from quern.lab.verdict import Rules
 from quern.recipe import Recipe
-from quern.recipes import load_recipe
-from quern.records import read_json
 from quern.resolve import resolve
 from quern.stages.open_data import SHOWN
 from quern.stages.prepare import Prepared, prepare
-from quern.stages.prepare_tokens import is_tokens
 from quern.stages.pretrain import fit_to_text, make_batches
-from quern.unavailable import refuse_idle
 
 SET_BY_RUNGS = ("depth", "model.width", "model.head_dim", "model.context", "text.vocab_size", "train.steps")
-EXAMPLE = "quern lab compare experiments/baseline.py experiments/swiglu.py"
 
 
-@dataclass(frozen=True)
-class CompareOptions:
-    """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
-
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
-    out: Path = Path("out")
-    """The output folder; studies are in its folder lab."""
-    study: Annotated[str | None, UNSAID] = None
-    """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
-    the arms, or ladder."""
-    workers: int = 1
-    """Arms that train at the same time: on GPUs each worker has one, on a CPU they share its threads."""
-    ray: Annotated[str | None, UNSAID] = None
-    """A Ray cluster whose machines train the arms: auto or HOST:PORT. Default: this machine."""
-    ladder: bool = False
-    """Compare on the ladder's sizes, for compute multipliers and their trend."""
-    rungs: tuple[int, ...] = (0,)
-    """With --ladder: the rungs to climb. An idea goes up unless it is clearly worse or makes no difference."""
-    every: bool = False
-    """With --ladder: take every idea up, whatever its verdict."""
-    tune: str = ""
-    """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
-    delta: float = 0.005
-    """Bits per byte. A smaller difference does not matter."""
-    alpha: float = 0.05
-    """The share of the ideas called better or worse that may be expected to make no difference."""
-    most_pairs: int = 8
-    """An idea that is not decided after so many pairs stays undecided."""
-    vary: Literal["both", "init", "data"] = "both"
-    """What differs between the pairs: the initial weights, the order of the data, or both."""
-
-
-def run_calibrate(
-    rest: list[str], log: Callable[[str], None], description: str, rungs: Mapping[int, Rung] = RUNGS
-) -> int:
-    """Trains the ideas of known outcome (`quern lab calibrate BASELINE ANSWERS.json`), which lie beside that file."""
-    if {"-h", "--help"} & set(rest):
-        return run_compare("calibrate", rest, log, description)
-    if len(rest) < 2 or rest[1].startswith("-"):
-        raise ValueError(
-            "name a baseline and the known answers: quern lab calibrate experiments/baseline.py "
-            "experiments/known_answers.json --data FOLDER"
-        )
-    answers = read_json(Path(rest[1]), dict[str, list[str]])
-    names = [str(next(Path(rest[1]).parent.rglob(f"{idea}.py"))) for idea in answers]
-    arguments = [rest[0], *names, "--ladder", "--study", "calibration", *rest[2:]]
-    return run_compare("calibrate", arguments, log, description, rungs, answers)
-
-
-def run_compare(
-    verb: str,
-    rest: list[str],
+def run(
+    arms: Sequence[Arm],
+    options: CompareOptions,
+    named: Collection[str],
+    command: str,
     log: Callable[[str], None],
-    description: str,
     rungs: Mapping[int, Rung] = RUNGS,
     answers: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
-    """Reads the command line after `quern lab VERB`, and runs the study.
+    """Checks the options, and runs the study.
 
     Args:
-        verb: compare, ladder or calibrate.
-        rest: The names of the baseline and the ideas, and flags.
+        arms: The baseline and the ideas.
+        options: The flags.
+        named: The fields that flags name.
+        command: The command line.
         log: Takes lines for the user.
-        description: Of the verb, for its help.
         rungs: The ladder.
         answers: Verdicts that are right, by idea, to test the lowest rung on.
 
     Returns:
         The exit code.
     """
-    count = next((at for at, argument in enumerate(rest) if argument.startswith("-")), len(rest))
-    names, flags = rest[:count], rest[count:]
-    if len(names) < 1 + (verb == "compare") and not {"-h", "--help"} & set(flags):
-        raise ValueError(f"name a baseline and at least one idea, as recipes or .py files: {EXAMPLE}")
-    arms, options = list[Arm](), None
-    for name in names or ["gpt"]:
-        recipe, source = load_recipe(name)
-        parsed = parse(CompareOptions, recipe, flags, verb=f"lab {verb}", description=description)
-        options = options or parsed
-        refuse_idle(parsed.recipe, f"lab {verb}", set(named(flags)), is_tokens(parsed.recipe.data))
-        path = Path(name) if source is not None else None
-        arms.append(Arm(path.stem if path else name, parsed.recipe, path, source))
-    assert options is not None
-    if len({arm.name for arm in arms}) < len(arms):
-        raise ValueError("two arms have one name: give every arm's file a name of its own")
     if options.tune and not isinstance(getattr(options.recipe.optim, options.tune, None), float):
         raise ValueError(f"--tune {options.tune} is no rate: use a field of the optimizer, such as matrix_lr")
     if options.ladder:
-        if set_by := sorted(set(SET_BY_RUNGS) & set(named(flags))):
+        if set_by := sorted(set(SET_BY_RUNGS) & set(named)):
             raise ValueError(f"a rung sets {', '.join(set_by)}: leave it out, or compare at one size without --ladder")
         if unknown := [str(rung) for rung in options.rungs if rung not in rungs]:
             raise ValueError(f"there is no rung {', '.join(unknown)}: use {', '.join(map(str, rungs))}")
     elif resolve(arms[0].recipe).train.steps == 1:
         raise ValueError("--train.steps must be at least 2, since the first step is not timed")
-    command = shlex.join(["quern", "lab", verb, *rest])
     return _run(arms, options, command, answers or {}, rungs if options.ladder else one_size(arms[0].recipe), log)
 
 

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from quern.lab.idea import read_idea, with_verdict
 from quern.lab.log import comparison, scaling_page, sweep_page
 from quern.lab.log.page import HEADER, Page
+from quern.lab.options import LogOptions
 from quern.temporaries import write_whole
 
 KINDS = (comparison, sweep_page, scaling_page)
@@ -33,18 +33,6 @@ INTRODUCTION = (
     "reversed. They taught that a baseline must first beat counting, and that a gain is worth the compute that it "
     "saves at several sizes.\n",
 )
-
-
-@dataclass(frozen=True)
-class LogOptions:
-    """Flags of `quern lab log`."""
-
-    study: tuple[str, ...] = ()
-    """Studies under out/lab to publish. Default: those that were published before, from their records."""
-    out: Path = Path("out")
-    """The output folder, which has the studies."""
-    folder: Path = Path(".")
-    """The project's folder. It has experiments/; docs/experiments/ is made in it."""
 
 
 def run(options: LogOptions, log: Callable[[str], None]) -> int:

@@ -10,14 +10,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quern.lab.scaling.fits import FEWEST_BUDGETS, Envelope
-from quern.model.count import Counts, count, weightless
 from quern.recipe import Recipe
 from quern.resolve import batch_rule, resolve
+
+if TYPE_CHECKING:
+    from quern.model.count import Counts
 
 TOLERANCE = 0.01
 """Largest share by which the FLOPs of a run differ from its budget."""
@@ -123,7 +125,7 @@ def make_plan(
     _refuse_mixed({size: resolved for size, (resolved, _) in counted.items()})
     flops_per_second = None
     if tokens_per_second is not None:
-        flops_per_second = tokens_per_second * count(weightless(resolve(recipe))).flops_per_token
+        flops_per_second = tokens_per_second * _counts(resolve(recipe)).flops_per_token
     cells, refused = [], []
     for size, (resolved, counts) in counted.items():
         model = resolved.model
@@ -154,7 +156,13 @@ def _sized(recipe: Recipe, size: str) -> Recipe:
 
 def _count(recipe: Recipe, size: str) -> tuple[Recipe, Counts]:
     resolved = resolve(_sized(recipe, size))
-    return resolved, count(weightless(resolved))
+    return resolved, _counts(resolved)
+
+
+def _counts(recipe: Recipe) -> Counts:
+    from quern.model.count import count, weightless  # imports PyTorch
+
+    return count(weightless(recipe))
 
 
 def _refuse_mixed(recipes: Mapping[str, Recipe]) -> None:

@@ -11,20 +11,19 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tyro
 
-from quern.flags.check_flags import UNSAID
 from quern.lab.names import check_name, compare_facts, locked
+from quern.lab.options import ScalingOptions
 from quern.lab.scaling.fits import FEWEST_CELLS, envelope
 from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Cell, Plan, make_plan, most_stable
 from quern.lab.scaling.parametric import fit_surface
 from quern.lab.scaling.report import check_lines, convention_lines, heading, is_budget, plan_lines, stability_lines
-from quern.recipe import OPERATIONAL, Recipe
+from quern.recipe import OPERATIONAL
 from quern.records import append_synced, drop_torn_end, read_json, read_lines, strict
 from quern.temporaries import write_whole
 from quern.terminal import Meter, duration
@@ -35,42 +34,6 @@ if TYPE_CHECKING:
 CELLS, FITS, PLAN = "cells.jsonl", "fits.json", "plan.json"
 AHEAD = 10
 """The prediction is for a budget that is larger by this factor than the largest of the study."""
-
-
-@dataclass(frozen=True)
-class ScalingOptions:
-    """Flags of `quern lab scaling`: the fields of the recipe, and the grid."""
-
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    budgets: tuple[float, ...] = (1e13, 3e13, 1e14, 3e14)
-    """Training FLOPs of a run."""
-    sizes: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7")
-    """Models of each budget: a depth, or DEPTHxWIDTH."""
-    seeds: int = 1
-    """Runs of each cell, with seeds 0, 1, …"""
-    study: str = "scaling"
-    """The study's name."""
-    out: Path = Path("out")
-    """The output folder; the study is in lab/ below it."""
-    tokens_per_second: Annotated[float | None, UNSAID] = None
-    """Measured training speed of the recipe at its own --depth (`quern bench train`), to estimate the time. Default: no
-    estimate before the first run."""
-    resamples: int = 1000
-    """Resamples of the bootstrap."""
-    level: float = 0.95
-    """Level of the intervals."""
-    plan: bool = False
-    """Print the plan and stop."""
-    fit: bool = False
-    """Fit the finished runs without training, also while another process trains."""
-
-    check: Annotated[str | None, UNSAID] = None
-    """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts.
-    Default: no comparison."""
-
-    @property
-    def folder(self) -> Path:
-        return self.out / "lab" / self.study
 
 
 def run(

@@ -24,8 +24,7 @@ from typing import Any, get_args, get_type_hints
 from quern.bounds import BOUNDS, refuse_outside
 from quern.flags.recipe_flags import field_names
 from quern.recipe import FOR_FINE_TUNING, OPERATIONAL, Recipe
-from quern.unavailable import FILLED_IN, flag, why_unused
-from quern.validate import check
+from quern.validate import FILLED_IN, check, flag, why_unused
 
 FORMS = (
     "write optim.matrix-lr=0.005..0.08:log or train.warmdown-share=0.3..0.9 (a range), "

@@ -15,16 +15,13 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from quern.flags.check_flags import UNSAID
+from quern.child import environment
 from quern.lab.names import check_name, compare_facts
+from quern.lab.options import SweepOptions
 from quern.lab.search.space import Space, read_space
-from quern.machine import environment
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.terminal import counted
@@ -43,46 +40,6 @@ REDUCTION = 2
 """Hyperband's factor between the budgets of a bracket: four brackets for 8 evaluations."""
 PARENT = "QUERN_SWEEP_PARENT"
 """Variable: the process id of the sweep that started this worker."""
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """Flags of `quern lab sweep`: the fields of the recipe, and the search."""
-
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    space: tuple[str, ...] = ()
-    """What to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
-    out: Path = Path("out")
-    """The output folder; studies are in its folder lab."""
-    study: Annotated[str | None, UNSAID] = None
-    """The study's name; an existing study continues. Default: the name of the .toml file, or sweep."""
-    sampler: Literal["tpe", "gp", "random", "grid"] = "tpe"
-    """gp: a Gaussian process, for up to about 100 costly trials. grid: all combinations, without --trials."""
-    pruner: Literal["none", "wilcoxon", "hyperband"] = "none"
-    """wilcoxon: a trial ends after the seed at which it is worse than the best one. hyperband: a trial's first run ends
-    at the validation at which it falls behind."""
-    trials: int = 50
-    """Trials that are to finish, those of earlier starts included."""
-    seeds: int = 3
-    """Runs of each trial, with the same seeds in every trial."""
-    evaluations: int = 8
-    """Validations of each run."""
-    sampler_seed: int = 0
-    """Seed of the sampler."""
-    storage: Annotated[str | None, UNSAID] = None
-    """A journal file, sqlite:///PATH or postgresql://USER@HOST/NAME. Default: a journal in the study's folder."""
-    workers: int = 1
-    """Processes on this machine that run trials at the same time. On another machine with the same storage, run the
-    same command."""
-
-    @property
-    def name(self) -> str:
-        files = [Path(entry).stem for entry in self.space if entry.endswith(".toml")]
-        return self.study or "-".join(files) or "sweep"
-
-    @property
-    def folder(self) -> Path:
-        return self.out / "lab" / self.name
 
 
 def run(

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import Field, ValidationError, create_model
 
 from quern.bounds import BOUNDS, Bounds
-from quern.generate.sample import Sampling
+from quern.generate.sampling import Sampling
 from quern.serve.requests.errors import ApiError, Items, Strict
 from quern.serve.requests.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
 from quern.serve.requests.messages import ChatMessage

@@ -23,7 +23,7 @@ from quern.recipe import Recipe
 from quern.recipes.gpt import RECIPE
 from quern.runs.run_dir import STAGES, RunDir
 from quern.stages.jax.train import STAGE, checkpoint_meta, load
-from quern.train import checkpoint
+from quern.train import checkpoint, manifest
 from quern.train.guard import Guard
 from quern.train.state import weights_of
 
@@ -49,7 +49,7 @@ def export(run_dir: RunDir, mesh: Mesh, log: Callable[[str], None]) -> Path:
             f"the model of run '{run_dir.run}' comes from a file ('{loaded.recipe.name}'), which PyTorch cannot read: "
             "export a run of the `gpt` recipe (`quern grug train` without a file)"
         )
-    known = checkpoint.latest(target, log)
+    known = manifest.latest(target, log)
     if known is not None and known[1]["meta"].get("trained_by") != STAGE:
         raise ValueError(
             f"run '{run_dir.run}' has a base model that PyTorch trained ({known[0]}): move it away, or train the JAX "
@@ -90,7 +90,7 @@ def bring_over(run_dir: RunDir, mesh: Mesh, stage: str | None, log: Callable[[st
     if jax_checkpoint.steps(target):
         raise ValueError(f"run '{run_dir.run}' has a JAX model already: move {run_dir.stage(STAGE)} away first")
     for name in [stage] if stage else reversed(STAGES):
-        if (found := checkpoint.latest(run_dir.checkpoints(name), log)) is not None:
+        if (found := manifest.latest(run_dir.checkpoints(name), log)) is not None:
             break
     else:
         raise FileNotFoundError(run_dir.has_no("PyTorch model", "pretrain"))

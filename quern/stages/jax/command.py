@@ -23,8 +23,7 @@ from quern.recipe import Recipe
 from quern.recipes import load_recipe
 from quern.records import find_trackers
 from quern.runs.run_dir import STAGES, RunDir
-from quern.unavailable import flag
-from quern.validate import install
+from quern.validate import flag, install
 
 VERBS = {
     "train": "train the `gpt` recipe, or that of a file, in JAX",

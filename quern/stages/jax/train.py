@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from quern.constructors import code_path
 from quern.grug import checkpoint, train
 from quern.grug.evaluate import flops_per_token, measure_peak_flops, validate
 from quern.grug.mesh import batch_shards, check_model_axis, check_rows, first_process_first
@@ -229,15 +230,14 @@ def load(run_dir: RunDir, mesh: Mesh, dtype: str, log: Callable[[str], None]) ->
 def core_of(recipe: Recipe) -> type[Grug]:
     """Returns the functions of a recipe's model: the core's for `gpt`. Raises ValueError for other PyTorch recipes."""
     made = recipe.make_model
-    if isinstance(made, type) and issubclass(made, Grug) and recipe.make_rules is gpt.RECIPE.make_rules:
-        return made
-    for field in ("make_model", "make_rules"):
-        if getattr(recipe, field) is not getattr(gpt.RECIPE, field):
+    own = isinstance(made, type) and issubclass(made, Grug)
+    for field in ("make_rules",) if own else ("make_model", "make_rules"):
+        if code_path(getattr(recipe, field)) != code_path(getattr(gpt.RECIPE, field)):
             raise ValueError(
                 f"recipe '{recipe.name}' has {field} = {recipe.to_json()[field]}, which is PyTorch's: train it with "
                 "`quern pretrain`, or write the idea for the JAX twin (docs/grug.md)"
             )
-    return Grug
+    return made if isinstance(made, type) and issubclass(made, Grug) else Grug
 
 
 def checkpoint_meta(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`quern export`: writes a run's model for other programs, whole or not at all.
+"""`quern export` and `quern import`: their flags. The programs are imported when they run.
 
 `--to hf` writes a folder in Hugging Face's format (`export_hf.py`), `--to gguf` one file for llama.cpp
 (`export_gguf.py`). docs/export.md says what is exact and what is refused.
@@ -7,18 +7,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
+import tyro
 
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
-from quern.interop import export_gguf, export_hf
+from quern.recipe import Recipe
 from quern.runs.run_dir import RunDir
 
-HF_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HF_DTYPES = ("fp32", "bf16")
 
 
 @dataclass
@@ -41,10 +41,12 @@ class ExportOptions:
     """gguf: export although llama.cpp splits text otherwise than the run's tokenizer, so that ids differ."""
 
 
-def main(arguments: list[str], log: Callable[[str], None], description: str = "") -> int:
+def export(arguments: list[str], log: Callable[[str], None], description: str) -> int:
     options = check_flags.read(ExportOptions, arguments, prog="quern export", description=description)
     run_dir = RunDir(options.out, options.run)
     if options.to == "gguf":
+        from quern.interop import export_gguf
+
         export_gguf.run(
             run_dir,
             options.dir,
@@ -58,5 +60,42 @@ def main(arguments: list[str], log: Callable[[str], None], description: str = ""
         raise ValueError(f"--to hf takes --dtype {' or '.join(HF_DTYPES)}, not {options.dtype}: only gguf has that one")
     if options.accept_other_ids:
         raise ValueError("--accept-other-ids is for --to gguf: Hugging Face's format keeps the ids of every tokenizer")
-    export_hf.run(run_dir, options.dir, stage=options.stage, dtype=HF_DTYPES[options.dtype], log=log)
+    from quern.interop import export_hf
+    from quern.machine import DTYPES
+
+    export_hf.run(run_dir, options.dir, stage=options.stage, dtype=DTYPES[options.dtype], log=log)
+    return 0
+
+
+@dataclass
+class ImportOptions:
+    """Flags of `quern import`."""
+
+    folder: tyro.conf.Positional[Path]
+    """The folder to read: config.json, *.safetensors and tokenizer.json."""
+    run: str
+    """The new run's name."""
+    out: Path = Path("out")
+    """The output folder for the run."""
+    stage: Literal["pretrain", "sft"] = "pretrain"
+    """pretrain: a base model; sft: a chat model."""
+    tokenizer: Annotated[Path | None, UNSAID] = None
+    """A tokenizer.json of quern's, where the folder has none. Default: the folder's."""
+    data: str = "tinyworld"
+    """The text for evaluation."""
+
+
+def import_model(arguments: list[str], log: Callable[[str], None], recipe: Recipe, description: str) -> int:
+    """recipe: the recipe of the architecture; the folder determines its shape."""
+    options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
+    from quern.interop import import_hf
+
+    import_hf.run(
+        options.folder,
+        RunDir(options.out, options.run),
+        replace(recipe, data=options.data),
+        stage=options.stage,
+        tokenizer=options.tokenizer,
+        log=log,
+    )
     return 0

@@ -9,11 +9,11 @@ defaults.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
+from quern.validate import flag, is_set, why_unused
 
 ALL = ""
 """Every field of the recipe, or every verb."""
@@ -43,8 +43,6 @@ class Rule(NamedTuple):
 
 
 FINE_TUNING = " ".join(FOR_FINE_TUNING)
-FILLED_IN = ("model.depth", "model.vocab_size", "model.bos")
-"""Fields of the shape that are never set directly: they follow from `depth` and the tokenizer."""
 _TRIALS = "lab compare,lab ladder,lab calibrate,lab sweep,lab scaling"
 _TRAIN = "pretrain,run,grug train," + _TRIALS
 _OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
@@ -173,32 +171,12 @@ RULES = (
 )
 
 
-def flag(name: str) -> str:
-    """train.log_every → train.log-every, the spelling on the command line."""
-    return name.replace("_", "-")
-
-
 def why_no_flag(name: str, verb: str, recipe: Recipe) -> str | None:
     """The reason why a verb has no flag of this name; None if no rule refuses it."""
     for rule in RULES:
         if rule.when is None and rule.covers(name, verb, recipe):
             return rule.reason.format(verb=verb)
     return why_unused(name, recipe) if name in recipe.unused else None
-
-
-def why_unused(name: str, recipe: Recipe) -> str:
-    """The reason for a field that the recipe's callables do not read; it lists those that they do read."""
-    part = name.partition(".")[0]
-    names = (f"{part}.{f.name}" for f in fields(getattr(recipe, part)))
-    used = ", ".join(flag(other) for other in names if other not in recipe.unused and other not in FILLED_IN)
-    return f"does nothing in the '{recipe.name}' recipe: leave it out; of this kind it knows {used}"
-
-
-def refuse_unused(recipe: Recipe) -> None:
-    """Raises ValueError for a field of `Recipe.unused` that has another value than its default."""
-    for name in recipe.unused:
-        if _is_set(recipe, name):
-            raise ValueError(f"{flag(name)} {why_unused(name, recipe)}")
 
 
 def refuse_idle(recipe: Recipe, verb: str, named: Collection[str], tokens: bool, saved: bool = False) -> None:
@@ -217,15 +195,9 @@ def refuse_idle(recipe: Recipe, verb: str, named: Collection[str], tokens: bool,
     for rule in RULES:
         if rule.when is None or not rule.covers(rule.names, verb, recipe):
             continue
-        set_here = rule.names in named or (not saved and _is_set(recipe, rule.names))
+        set_here = rule.names in named or (not saved and is_set(recipe, rule.names))
         if set_here and rule.when(recipe, tokens):
             raise ValueError(f"--{flag(rule.names)} {rule.reason}")
-
-
-def _is_set(recipe: Recipe, name: str) -> bool:
-    part, _, own = name.rpartition(".")
-    body = getattr(recipe, part) if part else recipe
-    return getattr(body, own) != type(body).__dataclass_fields__[own].default
 
 
 def _has(recipe: Recipe, name: str) -> bool:

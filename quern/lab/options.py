@@ -1,0 +1,177 @@
+"""Flags of the tools of `quern lab`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from quern.flags.check_flags import UNSAID
+from quern.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """The device that computes."""
+
+    device: Annotated[Literal["cpu", "cuda", "mps"] | None, UNSAID] = None
+    """Default: the fastest device available."""
+    dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
+    """Default: bf16 if it is measured to be faster."""
+    threads: Annotated[int | None, UNSAID] = None
+    """CPU threads of all workers. Default: one per core."""
+    compile: bool = True
+    """--no-compile runs eagerly."""
+
+    def arguments(self, workers: int = 1) -> dict[str, Any]:
+        """Arguments of `machine.detect` for one of some workers, which share the CPU's threads."""
+        import torch
+
+        from quern.machine import detect
+
+        machine = detect(self.device, self.dtype, self.compile, self.threads)
+        if machine.device.type == "cuda" and workers > torch.cuda.device_count():
+            raise ValueError(f"--workers {workers} needs as many GPUs, and there are {torch.cuda.device_count()}")
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "compile": self.compile,
+            "threads": max(1, machine.threads // workers),
+        }
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+    out: Path = Path("out")
+    """The output folder; studies are in its folder lab."""
+    study: Annotated[str | None, UNSAID] = None
+    """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
+    the arms, or ladder."""
+    workers: int = 1
+    """Arms that train at the same time: on GPUs each worker has one, on a CPU they share its threads."""
+    ray: Annotated[str | None, UNSAID] = None
+    """A Ray cluster whose machines train the arms: auto or HOST:PORT. Default: this machine."""
+    ladder: bool = False
+    """Compare on the ladder's sizes, for compute multipliers and their trend."""
+    rungs: tuple[int, ...] = (0,)
+    """With --ladder: the rungs to climb. An idea goes up unless it is clearly worse or makes no difference."""
+    every: bool = False
+    """With --ladder: take every idea up, whatever its verdict."""
+    tune: str = ""
+    """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
+    delta: float = 0.005
+    """Bits per byte. A smaller difference does not matter."""
+    alpha: float = 0.05
+    """The share of the ideas called better or worse that may be expected to make no difference."""
+    most_pairs: int = 8
+    """An idea that is not decided after so many pairs stays undecided."""
+    vary: Literal["both", "init", "data"] = "both"
+    """What differs between the pairs: the initial weights, the order of the data, or both."""
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Flags of `quern lab log`."""
+
+    study: tuple[str, ...] = ()
+    """Studies under out/lab to publish. Default: those that were published before, from their records."""
+    out: Path = Path("out")
+    """The output folder, which has the studies."""
+    folder: Path = Path(".")
+    """The project's folder. It has experiments/; docs/experiments/ is made in it."""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Flags of `quern lab sweep`: the fields of the recipe, and the search."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    space: tuple[str, ...] = ()
+    """What to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
+    out: Path = Path("out")
+    """The output folder; studies are in its folder lab."""
+    study: Annotated[str | None, UNSAID] = None
+    """The study's name; an existing study continues. Default: the name of the .toml file, or sweep."""
+    sampler: Literal["tpe", "gp", "random", "grid"] = "tpe"
+    """gp: a Gaussian process, for up to about 100 costly trials. grid: all combinations, without --trials."""
+    pruner: Literal["none", "wilcoxon", "hyperband"] = "none"
+    """wilcoxon: a trial ends after the seed at which it is worse than the best one. hyperband: a trial's first run ends
+    at the validation at which it falls behind."""
+    trials: int = 50
+    """Trials that are to finish, those of earlier starts included."""
+    seeds: int = 3
+    """Runs of each trial, with the same seeds in every trial."""
+    evaluations: int = 8
+    """Validations of each run."""
+    sampler_seed: int = 0
+    """Seed of the sampler."""
+    storage: Annotated[str | None, UNSAID] = None
+    """A journal file, sqlite:///PATH or postgresql://USER@HOST/NAME. Default: a journal in the study's folder."""
+    workers: int = 1
+    """Processes on this machine that run trials at the same time. On another machine with the same storage, run the
+    same command."""
+    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+
+    @property
+    def name(self) -> str:
+        files = [Path(entry).stem for entry in self.space if entry.endswith(".toml")]
+        return self.study or "-".join(files) or "sweep"
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "lab" / self.name
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """Flags of `quern lab scaling`: the fields of the recipe, and the grid."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    budgets: tuple[float, ...] = (1e13, 3e13, 1e14, 3e14)
+    """Training FLOPs of a run."""
+    sizes: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7")
+    """Models of each budget: a depth, or DEPTHxWIDTH."""
+    seeds: int = 1
+    """Runs of each cell, with seeds 0, 1, …"""
+    study: str = "scaling"
+    """The study's name."""
+    out: Path = Path("out")
+    """The output folder; the study is in lab/ below it."""
+    tokens_per_second: Annotated[float | None, UNSAID] = None
+    """Measured training speed of the recipe at its own --depth (`quern bench train`), to estimate the time. Default: no
+    estimate before the first run."""
+    resamples: int = 1000
+    """Resamples of the bootstrap."""
+    level: float = 0.95
+    """Level of the intervals."""
+    plan: bool = False
+    """Print the plan and stop."""
+    fit: bool = False
+    """Fit the finished runs without training, also while another process trains."""
+
+    check: Annotated[str | None, UNSAID] = None
+    """A study whose prediction is compared with this one's optimum; --budgets must have the budget that it predicts.
+    Default: no comparison."""
+    where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "lab" / self.study
+
+
+@dataclass(frozen=True)
+class BoardOptions:
+    """Flags of `quern lab board`."""
+
+    out: Path = Path("out")
+    """The output folder: runs are in its folder runs, studies in its folder lab."""
+    port: int = 8010
+    """The port to listen on; 0 picks a free one."""
+    host: str = "127.0.0.1"
+    """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""
