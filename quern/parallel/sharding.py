@@ -4,23 +4,14 @@ A parameter that tensor parallelism cut has a `Sharding` as its attribute `shard
 parameter without this attribute whole, and its gradient is complete after backward. The optimizer and the checkpoints
 need no other information about how a model was cut.
 
-A `Slice` is a rectangle of a logical tensor. It tells torch.distributed.checkpoint's planner what to write (the method
-with double underscores belongs to that protocol). Every rank writes its rectangles, and any number of ranks reads the
-whole.
+A `Slice` is a rectangle of a logical tensor. Every rank writes its rectangles, and any number of ranks reads the whole.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.nn import Parameter
 
 
@@ -62,12 +53,6 @@ class Slice:
         for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             logical = logical.narrow(dim, offset, size)
         return logical
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.tensor)
-        chunk = ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.tensor.shape)
-        data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.whole))
-        return [WriteItem(MetadataIndex(name, torch.Size(self.offsets)), WriteItemType.SHARD, tensor_data=data)]
 
 
 def sliced(tensor: Tensor, sharding: Sharding | None, first_row: int, rows: int, *, saved: bool) -> Slice | None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from quern.train.checkpoint import load, save
 from quern.train.manifest import CheckpointError, NewerCheckpointError, latest, steps, verify
@@ -59,6 +61,17 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
         for other in (loaded[name], independent[name]):
             assert other.dtype == tensor.dtype and other.shape == tensor.shape, name
             assert raw(other) == raw(tensor), name
+
+
+def test_files_that_pytorch_wrote_are_read(tmp_path: Path) -> None:
+    tensors = {"scalar": torch.tensor(3.5), "matrix": torch.randn(5, 3), "empty": torch.empty(0, 3)}
+    path = put(tmp_path, 1, 5)
+    next(path.glob("*.safetensors")).unlink()
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({**tensors}, storage_writer=writer, no_dist=True)
+    loaded, _ = load(path, verified=True)
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
 def test_only_safetensors_and_json_reach_the_disk_and_no_randomness_is_drawn(tmp_path: Path) -> None:

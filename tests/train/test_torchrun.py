@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from quern.train import manifest
+from quern.train import checkpoint, manifest
 
 ROOT = Path(__file__).parents[2]
 LINES = [
@@ -33,3 +35,8 @@ def test_torchrun_starts_the_ranks(line: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     saved = manifest.path_of(tmp_path / "out/runs/eight/pretrain/checkpoints", 2)
     assert len(list(saved.glob("*.safetensors"))) == 2, "a file of each rank"
+    loaded, _ = checkpoint.load(saved)
+    theirs = {name: torch.empty_like(tensor) for name, tensor in loaded.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):  # PyTorch's own reader
+        load(theirs, storage_reader=HuggingFaceStorageReader(str(saved)), no_dist=True)
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in loaded.items()) and len(loaded) > 10
