@@ -15,6 +15,7 @@ from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
 from quern.waits.waiting import waiting
 
@@ -76,6 +77,14 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         return built()(*args, **kwargs)
 
     return call
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `function`, which torch.compile does not trace: it compiles the code before and after the call.
+
+    Like torch.compiler.disable, which imports the compiler at once.
+    """
+    return _disable_dynamo(function)
 
 
 @cache

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quern.compiler import untraced
 from quern.mesh import ProcessGroup
 from quern.model.context import Context
 from quern.parallel.sharding import Sharding
@@ -98,9 +99,6 @@ class _Replicate(torch.autograd.Function):
         return None, *(s.view_as(grad).to(grad.dtype) for s, grad in zip(sums, grads, strict=True))
 
 
-# torch.compile does not trace these functions; it compiles the code before and after them.
-
-
 def gather(x_1tD: Tensor, group: ProcessGroup) -> Tensor:
     """The stream → all tokens (1, n·t, D), with the padding."""
     return _apply(_Gather, x_1tD[0], group)[None]
@@ -118,7 +116,7 @@ def collect(part: Tensor, group: ProcessGroup) -> Tensor:
     return _apply(_Collect, part, group)
 
 
-@torch.compiler.disable()
+@untraced
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: ProcessGroup) -> Any:
     return function.apply(x, group)
 
