@@ -60,10 +60,6 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     return options, source
 
 
-def command_line(verb: str, rest: list[str]) -> str:
-    return shlex.join(["quern", verb, *rest])
-
-
 OF_THE_MACHINE = tuple(
     "ranks tp zero nodes rendezvous restarts timeout track device dtype threads workers no-compile no-sft "
     "questions".split()
@@ -147,7 +143,7 @@ def on_ranks(
             run_dir=where.run_dir,
             resume=options.resume or launch.restarted(mesh),
             source=source,
-            command=command_line(verb, rest),
+            command=shlex.join(["quern", verb, *rest]),
             log=rank_log,
             trackers=trackers,
             mesh=mesh,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from quern import child
-from quern.machine import Machine, environment, worker_variables
+from quern.machine import Machine, worker_variables
 from quern.serve.server import DRAIN_SECONDS, ended_by_signals, listen
 from quern.waits.waiting import waiting
 
@@ -48,7 +48,7 @@ class Place:
 
 def join() -> Place | None:
     """Returns the place that a parent gave to this process; None if there is none. The process ends with the parent."""
-    given = environment().get(PLACE)
+    given = child.environment().get(PLACE)
     if given is None:
         return None
     number, port, own_port, threads, descriptor = map(int, given.split())
@@ -120,7 +120,7 @@ def run(command: Sequence[str], count: int, host: str, port: int, machine: Machi
 
     def start(number: int, link: int) -> subprocess.Popen[bytes]:
         given = number, shared, port and port + 1 + number, max(1, machine.threads // count), link
-        env = {**environment(), **variables(number), PLACE: " ".join(map(str, given))}
+        env = {**child.environment(), **variables(number), PLACE: " ".join(map(str, given))}
         # In a process group of its own: a Ctrl-C in the terminal is for the parent.
         return subprocess.Popen(command, env=env, pass_fds=(link,), process_group=0)
 
