@@ -26,6 +26,7 @@ from quern.cli.options import (
     log,
 )
 from quern.cli.summaries import OF_A_RUN, described
+from quern.flags.check_flags import read
 from quern.flags.recipe_flags import named, repeated
 from quern.flags.recipe_flags import parse as parse_flags
 from quern.flags.unavailable import refuse_idle
@@ -58,6 +59,10 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     tokens = is_tokens(options.recipe.data)
     refuse_idle(options.recipe, verb, set(named(arguments)), tokens, saved=found is not None)
     return options, source
+
+
+def command_line(verb: str, rest: list[str]) -> str:
+    return shlex.join(["quern", verb, *rest])
 
 
 OF_THE_MACHINE = tuple(
@@ -143,7 +148,7 @@ def on_ranks(
             run_dir=where.run_dir,
             resume=options.resume or launch.restarted(mesh),
             source=source,
-            command=shlex.join(["quern", verb, *rest]),
+            command=command_line(verb, rest),
             log=rank_log,
             trackers=trackers,
             mesh=mesh,
@@ -328,13 +333,11 @@ def verb_serve(verb: str, rest: list[str]) -> int:
 
 
 def verb_report(verb: str, rest: list[str]) -> int:
-    from quern.flags import check_flags
-    from quern.report import build
-
-    options = check_flags.read(ReportOptions, rest, prog="quern report", description=described(verb))
-    run_dir = options.run_dir
+    run_dir = read(ReportOptions, rest, prog="quern report", description=described(verb)).run_dir
     if not run_dir.folder.is_dir():
         raise FileNotFoundError(run_dir.has_no("records"))
+    from quern.report import build
+
     for path in build.build(run_dir.folder):
         log(f"report: {path}")
     return 0
@@ -372,9 +375,9 @@ def verb_grug(verb: str, rest: list[str]) -> int:
 
 
 def verb_lab(verb: str, rest: list[str]) -> int:
-    from quern.cli import lab
+    from quern.cli.lab import main
 
-    return lab.main(rest)
+    return main(rest)
 
 
 VERBS: dict[str, Callable[[str, list[str]], int]] = {
