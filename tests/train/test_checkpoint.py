@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from quern.train.checkpoint import load, save
 from quern.train.manifest import CheckpointError, NewerCheckpointError, latest, steps, verify
@@ -69,7 +69,7 @@ def test_files_that_pytorch_wrote_are_read(tmp_path: Path) -> None:
     next(path.glob("*.safetensors")).unlink()
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.save({**tensors}, storage_writer=writer, no_dist=True)
+        dcp_save({**tensors}, storage_writer=writer, no_dist=True)
     loaded, _ = load(path, verified=True)
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 

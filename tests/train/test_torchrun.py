@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from quern.train import checkpoint, manifest
 
