@@ -24,7 +24,6 @@ from quern.stages.jax import command as jax_command
 
 RECIPE_FILE = """
 from dataclasses import replace
-from quern.lab.options import BoardOptions, CompareOptions, ScalingOptions, SweepOptions
 from quern.model.gpt import GPT
 from quern.recipes.gpt import RECIPE as BASE
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from quern.flags.recipe_flags import parse
 from quern.lab.idea import Idea, read_idea
-from quern.lab.ladder.command import CompareOptions
 from quern.lab.ladder.multiplier import told
 from quern.lab.ladder.report import Row, interval, judgements_of, rows, study_tables
 from quern.lab.ladder.rungs import at_rung, numbers
 from quern.lab.ladder.study import FILES, Study
 from quern.lab.log.figures import intervals, multipliers
 from quern.lab.log.page import HEADER, Page, repeat, table
+from quern.lab.options import CompareOptions
 from quern.recipes import load_recipe
 from quern.terminal import counted
 
