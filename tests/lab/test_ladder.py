@@ -17,7 +17,7 @@ from quern.lab.ladder.multiplier import Curve, Mean, course, multiplier, told
 from quern.lab.ladder.report import predictions, rows, study_lines
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
 from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
-from quern.lab.ladder.work import Options, Worker, judged, proxy_line
+from quern.lab.ladder.work import TUNE_SEEDS, Options, Worker, chosen, judged, proxy_line
 from quern.lab.trainer import Trial
 from quern.recipe import TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -53,7 +53,7 @@ class Drawn:
             yield Trial(arm.name, 10, order.seed, order.data_seed, 10, SIZES[rung], seconds, bpb, 1.0, 1, {}, ())
 
 
-def make(folder: Path, arms: list[str], most_pairs: int = 8) -> tuple[Study, dict[str, Arm]]:
+def make(folder: Path, arms: list[str], most_pairs: int = 8, tune: str = "") -> tuple[Study, dict[str, Arm]]:
     recipes = {name: Arm(name, replace(RECIPE, name=name)) for name in arms}
     plan = Plan(
         base=arms[0],
@@ -64,7 +64,7 @@ def make(folder: Path, arms: list[str], most_pairs: int = 8) -> tuple[Study, dic
         delta=0.005,
         alpha=0.05,
         most_pairs=most_pairs,
-        tune="",
+        tune=tune,
         vary="both",
         ladder=True,
         facts={},
@@ -159,6 +159,7 @@ def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> No
 
     Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["odd"]))
     assert [one.error for one in study.runs("odd", 0).values()] == ["its process failed"]
+    assert "could not be trained: odd" in "\n".join(study_lines(study)) and "odd" not in judged(study, 0).findings
 
 
 def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
@@ -237,3 +238,22 @@ def test_records_hold_what_the_verdict_rests_on(tmp_path: Path) -> None:
     study, _ = climb(tmp_path / "study", rungs=(0,))
     trial = next(iter(study.runs("base", 0).values()))
     assert trial.commit and trial.time and asdict(trial).keys() >= {"machine", "text", "numbers", "code", "changed"}
+
+
+def test_every_arm_tunes_the_same_multiples_on_seeds_of_their_own(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "idea"], tune="matrix_lr")
+    best = {"base": 0.02, "idea": 0.04}
+    seeds: dict[tuple[str, float], set[int]] = {}
+
+    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+        rate = arm.recipe.optim.matrix_lr
+        for order in orders:
+            seeds.setdefault((arm.name, rate), set()).add(order.seed)
+            bpb = 2.0 + np.log(rate / best[arm.name]) ** 2 + 0.001 * np.sin(9 * order.seed + len(arm.name))
+            yield Trial(arm.name, 10, order.seed, order.data_seed, 10, 1e13, 1.0, bpb, 1.0, 1, {}, ())
+
+    Worker(study, arms, train, "", lambda line: None).run(Options(rungs=(0,), ideas=["idea"]))
+    assert {arm: chosen(study, arm) for arm in best} == best
+    assert {rate for arm, rate in seeds if arm == "idea"} == {0.01, 0.014, 0.02, 0.028, 0.04}
+    assert seeds["idea", 0.01] == set(TUNE_SEEDS) and set(range(3)) <= seeds["idea", 0.04]
+    assert judged(study, 0).findings["idea"].pairs >= 3

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from quern.lab.ladder.multiplier import (
     Course,
     Curve,
@@ -72,16 +74,18 @@ def rows(study: Study) -> list[Row]:
             speed = study.speeds.get((idea, rung))
             if speed is not None and seconds is not None:
                 time = statistics.median(one.seconds for one in base)
-                error = math.hypot(finding.error, 0.0)
-                row.seconds[rung] = multiplier(seconds, time, time * speed["ratio"], parts[0], error, parts[2])
+                steps = own[0].steps / base[0].steps  # the ratio is that of a step
+                logs = multiplier(seconds, time, time * speed["ratio"] * steps, *parts)
+                noise = np.random.default_rng(0).standard_normal(len(logs)) * speed["error"]
+                row.seconds[rung] = logs + noise * (np.arange(len(logs)) > 0)
         found.append(row)
     return sorted(found, key=lambda row: -row.best())
 
 
 def judgements_of(study: Study) -> dict[int, Judgement]:
-    """The judgement on each rung that has finished trials of ideas."""
-    found = {int(rung): judged(study, int(rung)) for rung in study.plan.rungs}
-    return {rung: one for rung, one in sorted(found.items()) if one.findings}
+    """The judgement on each rung that has trials of ideas."""
+    rungs = {rung for (arm, rung, _) in study.trials if arm != study.plan.base}
+    return {rung: judged(study, rung) for rung in sorted(rungs)}
 
 
 def _finished(study: Study, arm: str, rung: int) -> list[TrialRecord]:
@@ -173,7 +177,7 @@ def study_tables(study: Study) -> list[Table]:
         on_rung = sorted((row for row in found if rung in row.findings), key=lambda one: one.findings[rung].difference)
         head = ("idea", "pairs", "difference", "interval", "verdict", "multiplier by FLOPs", "by seconds")
         noise = f"SD of a pair's difference {judgement.sd:.4f}; A/A floor: {_cell(judgement.floor)}"
-        failed = [row.idea for row in on_rung if any(one.error for one in study.runs(row.idea, rung).values())]
+        failed = [name for name in study.ideas if any(one.error for one in study.runs(name, rung).values())]
         lines = [proxy_line(study, rung), noise, *([f"could not be trained: {', '.join(failed)}"] if failed else [])]
         tables.append((f"Rung {rung}", lines, head, [_cells(row, rung) for row in on_rung]))
     if made := predictions(study, found):

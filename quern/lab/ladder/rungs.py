@@ -30,13 +30,13 @@ class Rung:
 
 
 RUNGS: Mapping[int, Rung] = {
-    0: Rung(depth=4, width=64, head_dim=32, context=256, vocab_size=4096, batch_tokens=4096, steps=540),
-    1: Rung(depth=4, width=96, head_dim=32, context=256, vocab_size=4096, batch_tokens=4096, steps=1120),
-    2: Rung(depth=6, width=128, head_dim=32, context=256, vocab_size=4096, batch_tokens=4096, steps=2240),
-    3: Rung(depth=6, width=192, head_dim=64, context=256, vocab_size=4096, batch_tokens=8192, steps=2240),
+    0: Rung(400, 4096, depth=4, width=96, head_dim=32, context=256, vocab_size=4096),
+    1: Rung(800, 4096, depth=6, width=128, head_dim=32, context=256, vocab_size=4096),
+    2: Rung(1600, 4096, depth=6, width=192, head_dim=32, context=256, vocab_size=4096),
+    3: Rung(1600, 8192, depth=8, width=256, head_dim=64, context=256, vocab_size=4096),
 }
-"""By number. Five tokens for each parameter of matrices and head on every rung, so that 64 MB of text suffice for all
-of them. At 7e12 and 1.2e13 FLOPs, wider models on fewer tokens were worse; docs/ladder.md has the measurements."""
+"""By number. Two tokens for each parameter of matrices and head on every rung: of the sizes that train for 80 s on one
+core, those with more tokens score better at equal FLOPs, but hardly better than a trigram (docs/ladder.md)."""
 
 UNRELATED = ("schema", "name", "data", "val", "conversations", "sft", "rl", "shards", "seed", "data_seed")
 """Parts of a recipe that do not decide what a trial learns, or that its record names apart."""

@@ -84,12 +84,13 @@ def judged(study: Study, rung: int) -> Judgement:
     """The verdicts on all ideas of a study at a rung, at equal steps."""
     plan = study.plan
     rules = Rules(plan.delta, plan.most_pairs, plan.alpha)
-    runs = {name: _scores(study, name, rung) for name in study.ideas if study.runs(name, rung, chosen(study, name))}
+    runs = {name: scores for name in study.ideas if (scores := _scores(study, name, rung))}
     return judge(_scores(study, plan.base, rung), runs, rules)
 
 
 def _scores(study: Study, arm: str, rung: int) -> dict[int, float | None]:
-    return {seed: trial.bpb for seed, trial in study.runs(arm, rung, chosen(study, arm)).items()}
+    """The scores of an arm's trials, by seed: None for one that diverged. A trial that ended in an error has none."""
+    return {seed: one.bpb for seed, one in study.runs(arm, rung, chosen(study, arm)).items() if not one.error}
 
 
 def chosen(study: Study, arm: str) -> float | None:
@@ -241,7 +242,8 @@ def with_value(recipe: Recipe, field: str, value: float | None) -> Recipe:
 
 def tuned_values(study: Study, recipe: Recipe) -> list[float]:
     """The values of the tuned field that an arm tries."""
-    return [factor * getattr(recipe.optim, study.plan.tune) for factor in TUNE_FACTORS] if study.plan.tune else []
+    own = getattr(recipe.optim, study.plan.tune) if study.plan.tune else None
+    return [] if own is None else [round(factor * own, 10) for factor in TUNE_FACTORS]
 
 
 def proxy_line(study: Study, rung: int) -> str:
