@@ -71,6 +71,8 @@ class CompareOptions:
     """The share of the ideas called better or worse that may be expected to make no difference."""
     most_pairs: int = 8
     """An idea that is not decided after so many pairs stays undecided."""
+    any_delta: bool = False
+    """Start although so many pairs cannot show that an idea changes less than delta."""
     vary: Literal["both", "init", "data"] = "both"
     """What differs between the pairs: the initial weights, the order of the data, or both."""
 

@@ -23,7 +23,7 @@ from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
 from quern.lab.ladder.work import WAIT_SECONDS, Options, Worker, proxy_line
 from quern.lab.names import check_name, start_facts
 from quern.lab.options import CompareOptions
-from quern.lab.verdict import Rules
+from quern.lab.verdict import Rules, check_reach, reach
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.stages.open_data import SHOWN
@@ -80,6 +80,7 @@ def _run(
     name = "ladder" if options.ladder else "-".join(arm.name for arm in arms)[:60]
     folder = options.out / "lab" / check_name(options.study or name)
     rules = Rules(options.delta, options.most_pairs, options.alpha)
+    _say_reach(rungs[min(options.rungs)], rules, len(arms) - 1, options.any_delta, log)
     machine = machines.detect(**device)
     if options.ray:
         connect(options.ray)
@@ -126,6 +127,17 @@ def _run(
     for line in calibration(study, min(asked.rungs), answers) if answers else ():
         log(line)
     return 1 if any(one.error for runs in study.trials.values() for one in runs.values()) else 0
+
+
+def _say_reach(rung: Rung, rules: Rules, ideas: int, any_delta: bool, log: Callable[[str], None]) -> None:
+    """Says what a study can find. Raises ValueError if its delta is out of reach."""
+    if rung.pair_sd is None or not ideas:
+        return
+    found = (reach if any_delta else check_reach)(rung.pair_sd, rules, ideas)
+    log(
+        f"{rules.most_pairs} pairs find an effect of {found.effect:.4f} bits per byte with a probability of 80 %, and "
+        f"can show that an idea changes less than {found.delta:.4f}"
+    )
 
 
 def machine_line(machine: machines.Machine) -> str:

@@ -10,7 +10,7 @@ little here because C is close to C₀.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,9 @@ MOST = math.log(1000)
 """Largest |ln m|: the baseline may never reach a loss."""
 HOLDS = 0.02
 """A multiplier that changes by less than this share from rung to rung holds."""
+SMALL = 0.05
+LEAST_SPREAD = 0.35 / STEP
+"""Least standard deviation of the slopes: ln m changes by a third from rung to rung. It is assumed, not measured."""
 Trend = Literal["grows", "holds", "fades", "unclear"]
 
 
@@ -163,34 +166,37 @@ def _lines(computes: Sequence[float], logs_RD: Sequence[Floats]) -> tuple[Floats
 def extrapolate(computes: Sequence[float], logs_RD: Sequence[Floats], to: float, spread: float) -> Floats:
     """ln m at a larger compute, predicted from the rungs below, by draw.
 
-    The slope of one idea is shrunk towards 0, the multiplier that holds, as its error is large against the spread of
-    the true slopes (a normal prior).
+    An idea's slope is shrunk towards 0, the multiplier that holds, as its error is large against the spread of the true
+    slopes (a normal prior, wider for an idea that makes a larger difference).
 
     Args:
         computes, logs_RD: Of the rungs below.
         to: The compute at which to predict.
-        spread: Standard deviation of the true slopes over the ideas, per unit of ln C.
+        spread: Standard deviation of the true slopes over the ideas (`slope_spread`).
     """
     generator = np.random.default_rng(SEED + 2)
     found = _lines(computes, logs_RD)
-    if found is None:
-        height_D, slope_D, middle, variance = logs_RD[0], np.zeros(DRAWS), math.log(computes[0]), math.inf
-    else:
-        height_D, slope_D, middle = found
-        variance = float(np.nanvar(slope_D))
-    trust = 0.0 if not spread else spread**2 / (spread**2 + variance)
-    remaining = spread * math.sqrt(1 - trust)  # standard deviation of the slope, given the estimate
-    noise = generator.standard_normal(DRAWS) * remaining
+    height_D, slope_D, middle = found or (logs_RD[0], np.zeros(DRAWS), math.log(computes[0]))
+    variance = math.inf if found is None else float(np.var(slope_D))
+    prior = spread * _size(height_D)
+    trust = prior**2 / (prior**2 + variance)
+    noise = generator.standard_normal(DRAWS) * prior * math.sqrt(1 - trust)  # of the slope, given its estimate
     noise[0] = 0.0
-    slope_D = trust * slope_D[0] + noise
-    return height_D + slope_D * (math.log(to) - middle)
+    return height_D + (trust * slope_D[0] + noise) * (math.log(to) - middle)
 
 
-def slope_spread(courses: Mapping[str, tuple[Sequence[float], Sequence[Floats]]]) -> float:
-    """Standard deviation of the true slopes of ln m over ln C among ideas, by moments."""
-    lines = [found for one in courses.values() if (found := _lines(*one)) is not None]
-    if len(lines) < 2:
-        return 0.0
-    slopes = [float(slope_D[0]) for _, slope_D, _ in lines]
-    noise = [float(np.nanvar(slope_D)) for _, slope_D, _ in lines]
-    return math.sqrt(max(0.0, float(np.mean(np.square(slopes)) - np.mean(noise))))
+def _size(height_D: Floats) -> float:
+    """What the slope of an idea is measured in: its |ln m|, and SMALL."""
+    return abs(float(height_D[0])) + SMALL
+
+
+def slope_spread(lines: Sequence[tuple[Sequence[float], Sequence[Floats]]]) -> float:
+    """Standard deviation of the true slopes of ln m over ln C among ideas, as a share of |ln m| + SMALL, by moments.
+
+    At least `LEAST_SPREAD`: few ideas on two rungs tell little.
+    """
+    found = [one for computes, logs_RD in lines if (one := _lines(computes, logs_RD)) is not None]
+    slopes = [float(slope_D[0]) / _size(height_D) for height_D, slope_D, _ in found]
+    noise = [float(np.var(slope_D)) / _size(height_D) ** 2 for height_D, slope_D, _ in found]
+    own = float(np.mean(np.square(slopes)) - np.mean(noise)) if found else 0.0
+    return max(LEAST_SPREAD, math.sqrt(max(0.0, own)))

@@ -137,8 +137,7 @@ def predictions(study: Study, found: Sequence[Row]) -> list[Prediction]:
             continue
         top, below = rungs[-1], rungs[:-1]
         curve = baseline_curve(study, "flops", most=below[-1])
-        others = {one.idea: _part(one, below) for one in found if len(set(below) & set(one.flops)) > 1}
-        spread = slope_spread(others)
+        spread = slope_spread([_part(one, below) for one in found if len(set(below) & set(one.flops)) > 1])
         computes, logs = _part(row, below)
         if curve is None:
             continue

@@ -18,7 +18,8 @@ from quern.resolve import resolve
 
 @dataclass(frozen=True)
 class Rung:
-    """A size, and how long it trains. Units: layers, channels, tokens, optimizer steps; None leaves it to the arm."""
+    """A size, and how long it trains. Units: layers, channels, tokens, optimizer steps; None leaves it to the arm.
+    pair_sd: standard deviation of a pair's difference, bits per byte, where it was measured."""
 
     steps: int
     batch_tokens: int
@@ -27,6 +28,7 @@ class Rung:
     head_dim: int | None = None
     context: int | None = None
     vocab_size: int | None = None
+    pair_sd: float | None = None
 
 
 RUNGS: Mapping[int, Rung] = {
