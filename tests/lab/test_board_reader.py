@@ -201,7 +201,9 @@ def test_a_study(tmp_path: Path) -> None:
     folder = tmp_path / "lab" / "night"
     folder.mkdir(parents=True)
     recipes = {"gpt": {"depth": 4, "optim": {"lr": 0.1}}, "idea": {"depth": 4, "optim": {"lr": 0.2}}}
-    (folder / "study.json").write_text(json.dumps({"base": "gpt", "recipes": recipes, "delta": 0.002}))
+    (folder / "study.json").write_text(json.dumps({"base": "gpt", "delta": 0.002}))
+    arms = [{"arm": name, "recipe": recipe} for name, recipe in recipes.items()]
+    (folder / "arms.jsonl").write_text("".join(json.dumps(arm) + "\n" for arm in arms))
     trials = [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)]
     (folder / "trials.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trials))
     flat = {"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "high": -0.05, "e_value": 30.0}
@@ -236,6 +238,19 @@ def test_a_study(tmp_path: Path) -> None:
     assert len(board.listing("night")["runs"]) == 4
     (folder / "verdicts.json").unlink()
     assert board.listing("night")["verdicts"] == []
+
+
+def test_sweeps_and_isoflop_studies_are_studies(tmp_path: Path) -> None:
+    lines = {
+        "grid": ("cells.jsonl", {**trial("gpt", 0, 1.25), "budget": 3e13, "size": "4x96"}),
+        "search": ("sweep.jsonl", {"trial": 7, "runs": [trial("gpt", 0, 1.25), trial("gpt", 1, 1.5)]}),
+    }
+    for name, (file, line) in lines.items():
+        (tmp_path / "lab" / name).mkdir(parents=True)
+        (tmp_path / "lab" / name / file).write_text(json.dumps(line) + "\n")
+    board = Board(tmp_path)
+    assert [run["run"] for run in board.listing("grid")["runs"]] == ["4x96 at 3e+13 FLOPs"]
+    assert [run["run"] for run in board.listing("search")["runs"]] == ["trial 7", "trial 7"]
 
 
 def test_a_thousand_long_runs_open_without_reading_them_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

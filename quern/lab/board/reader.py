@@ -14,7 +14,7 @@ from typing import Any
 
 from quern.lab.board.entry import Entry, Run
 from quern.lab.board.kept_file import is_number
-from quern.lab.board.study import Study
+from quern.lab.board.study import Study, find_studies
 from quern.records import METRICS
 
 OVERVIEW_POINTS = 32
@@ -96,8 +96,8 @@ class Board:
         self._runs = {name: self._runs.get(name) or Run(folder) for name, folder in sorted(folders.items())}
         for run in self._runs.values():
             run.refresh(OVERVIEW_POINTS, now)
-        studies = {path.parent.name: path.parent for path in self.out.glob("lab/*/study.json")}
-        self._studies = {name: self._studies.get(name) or Study(folder) for name, folder in studies.items()}
+        found = find_studies(self.out).items()
+        self._studies = {name: self._studies.get(name) or Study(folder) for name, folder in found}
         for study in self._studies.values():
             study.refresh(now)
 

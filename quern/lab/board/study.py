@@ -10,15 +10,25 @@ from quern.lab.board.curve import Curve
 from quern.lab.board.entry import Entry, TrialCurve
 from quern.lab.board.kept_file import KeptFile, flatten, is_number, modified
 
+KINDS = {"trials.jsonl": "study.json", "cells.jsonl": "plan.json", "sweep.jsonl": "results.json"}
+"""The trials of a comparison, an IsoFLOP study and a sweep, and the file that says what each of them is."""
+
+
+def find_studies(out: Path) -> dict[str, Path]:
+    """The folders of studies by name."""
+    return {path.parent.name: path.parent for trials in KINDS for path in out.glob(f"lab/*/{trials}")}
+
 
 class Study:
     """A study: its trials, read as the file grows, and its verdicts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._study, self._verdicts = KeptFile(folder / "study.json"), KeptFile(folder / "verdicts.json")
-        self._trials = Curve(folder / "trials.jsonl", whole=True)
+        trials = next((name for name in KINDS if (folder / name).exists()), "trials.jsonl")
+        self._study, self._verdicts = KeptFile(folder / KINDS[trials]), KeptFile(folder / "verdicts.json")
+        self._trials, self._arms = Curve(folder / trials, whole=True), KeptFile(folder / "arms.jsonl")
         self._identity = 0
+        self._recipes: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
         self.registered: dict[str, Any] = {}
 
@@ -29,10 +39,11 @@ class Study:
         if self._trials.identity != self._identity:
             self.entries, self._identity = {}, self._trials.identity
         age = max(0.0, now - modified(self._trials.path))
-        recipes = self.registered.get("recipes")
-        for number, (_, trial) in enumerate(self._trials.rows):
+        if self._arms.changed():
+            self._recipes = {str(arm.get("arm")): arm.get("recipe") for arm in self._arms.lines()}
+        for number, trial in enumerate(run for _, line in self._trials.rows for run in _runs(line)):
             if str(number) not in self.entries:
-                self.entries[str(number)] = _trial(trial, recipes if isinstance(recipes, dict) else {})
+                self.entries[str(number)] = _trial(trial, self._recipes)
             self.entries[str(number)].age = age
 
     def tables(self) -> dict[str, Any]:
@@ -40,12 +51,22 @@ class Study:
         arms: dict[str, list[Any]] = {}
         for entry in self.entries.values():
             arms.setdefault(f"{entry.name}\n{entry.steps}", []).append(entry)
-        shown = {k: v for k, v in self.registered.items() if k not in ("recipes", "sources")}
+        shown = {k: v for k, v in self.registered.items() if k not in ("recipe", "rungs", "plan")}
         return {
             "registered": flatten(shown),
             "verdicts": [_verdict(row) for row in self._verdicts.rows()],
             "arms": [_arm(entries) for entries in arms.values()],
         }
+
+
+def _runs(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of a line: one, or those of a sweep's trial. Each is named by its arm, its size or its trial."""
+    runs = line.get("runs")
+    if isinstance(runs, list):
+        return [{**run, "recipe": f"trial {line.get('trial')}"} for run in runs if isinstance(run, dict)]
+    if "budget" in line:
+        return [{**line, "recipe": f"{line.get('size')} at {line.get('budget'):.3g} FLOPs"}]
+    return [line]
 
 
 def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
@@ -55,7 +76,7 @@ def _trial(trial: dict[str, Any], recipes: dict[str, Any]) -> Entry:
     entry.status = "diverged" if trial.get("bpb") is None else "finished"
     recipe = recipes.get(arm)
     entry.recipe = flatten(recipe) if isinstance(recipe, dict) else {}
-    entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "pair") if k in trial}
+    entry.recipe |= {k: trial[k] for k in ("seed", "data_seed", "pair", "rung", "value") if k in trial}
     entry.recipe |= {"arm": arm, "train.steps": trial.get("steps")}
     return entry
 
