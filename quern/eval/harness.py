@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quern.eval.core.prompts import Example, fit
-from quern.eval.core.scoring import score_examples
+from quern.eval.likelihood import Example, fit, score_examples
 from quern.eval.score import CONFIDENT, Score
 from quern.generate.engine import Engine
 from quern.generate.sampling import GREEDY, Sampling

@@ -72,7 +72,7 @@ def run_task(
                 group=group,
             )
         else:
-            score, answered = _likeliest(engine, task, chosen, prompts, base, batch_rows, group)
+            score, answered = _likeliest(engine, task, chosen, prompts, base, group)
         scores.append(replace(score, skipped=skipped))
         replies += answered
     return Graded(scores, replies)
@@ -91,7 +91,6 @@ def _likeliest(
     items: Sequence[Item],
     prompts: Sequence[list[int]],
     base: bool,
-    batch_rows: int,
     group: ProcessGroup | None,
 ) -> tuple[Score, list[Answered]]:
     """Picks the likeliest choice: a model that knows the answer but not how to reply is measured fairly."""
@@ -109,8 +108,8 @@ def _likeliest(
         task=f"{task.name}/{items[0].kind}",
         bos=engine.tokenizer.bos,
         context=engine.context,
+        vocab_size=engine.tokenizer.vocab_size,
         length=task.length,
-        batch_rows=batch_rows,
         group=group,
     )
     answered = []

@@ -18,8 +18,8 @@ import numpy as np
 
 from quern.terminal import counted
 
-CONFIDENT = 1.96
-"""Standard errors on each side of a value: an interval of 95%."""
+CONFIDENT = NormalDist().inv_cdf(0.975)
+"""1.96, standard errors on each side of a value: an interval of 95%."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
         raise ValueError(f"correct must lie between 0 and count, got {correct} of {count}")
     if count == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf(0.975)
+    z = CONFIDENT
     share = correct / count
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

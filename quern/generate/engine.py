@@ -19,13 +19,10 @@ from quern.generate.reply import Completion, Delta, Reply, Token
 from quern.generate.rows import Event, Generation, Row
 from quern.generate.sample import generator, log_probabilities
 from quern.generate.sampling import Sampling
-from quern.generate.scheduler import Scheduler
+from quern.generate.scheduler import INTERLEAVED_TOKENS, Scheduler
 from quern.machine import Machine
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
-
-READ_TOKENS = 256
-"""Tokens of a text that are scored at a time."""
 
 
 class ContextOverflow(ValueError):
@@ -136,7 +133,7 @@ class Engine:
             self.scheduler.reset()
             raise
 
-    def read(self, prompt: Sequence[int], top: int = 0, part: int = READ_TOKENS) -> Iterator[list[Token]]:
+    def read(self, prompt: Sequence[int], top: int = 0, part: int = INTERLEAVED_TOKENS) -> Iterator[list[Token]]:
         """Yields the tokens of a text after its first one, with their log-probabilities, and `top` likeliest ones each.
 
         Args:

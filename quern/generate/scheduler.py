@@ -31,6 +31,8 @@ from quern.machine import Machine
 from quern.model.base import LanguageModel
 
 PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, padding included
+INTERLEAVED_TOKENS = 256
+"""Prompt tokens, or tokens of a text to score, that a server reads between two tokens of the replies that run."""
 
 
 @dataclass(eq=False)
@@ -107,20 +109,32 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self, prefill_tokens: int | None = None) -> None:
-        """One token for every running row. prefill_tokens: The most prompt tokens to read beside running rows.
+        """One token for every running row, and prompts of waiting ones.
 
-        None reads as many prompts as there are free seats first: the highest throughput when nobody watches.
+        Args:
+            prefill_tokens: The most prompt tokens to read beside running rows (`_interleave`). None reads prompts until
+                no seat is free (`_fill_seats`).
         """
         self._drop_cancelled()
         busy = len(self.batch) > 0
         if busy:
             self.batch.decode(shrink=not self.waiting)
-        left = PREFILL_TOKENS if prefill_tokens is None else prefill_tokens
-        while left > 0 and (self._wave is not None or self._next_wave(left)):
-            read = self._read(left if busy else PREFILL_TOKENS)
-            left -= 0 if prefill_tokens is None else read
+        if prefill_tokens is None:
+            self._fill_seats()
+        else:
+            self._interleave(prefill_tokens, busy)
         if len(self.batch):
             self._choose()
+
+    def _fill_seats(self) -> None:
+        """Reads prompts until no seat is free: the highest throughput, when nobody watches."""
+        while self._wave is not None or self._next_wave(PREFILL_TOKENS):
+            self._read(PREFILL_TOKENS)
+
+    def _interleave(self, left: int, busy: bool) -> None:
+        """Reads at most so many prompt tokens, so that running rows wait little. busy: There are running rows."""
+        while left > 0 and (self._wave is not None or self._next_wave(left)):
+            left -= self._read(left if busy else PREFILL_TOKENS)
 
     def _drop_cancelled(self) -> None:
         if any(row.generation.cancelled for row in self.waiting):

@@ -16,11 +16,10 @@ from typing import Any
 
 from quern.generate.engine import Engine
 from quern.generate.rows import Event, Generation
+from quern.generate.scheduler import INTERLEAVED_TOKENS
 from quern.serve.metrics import ModelMetrics
 from quern.serve.requests.errors import ApiError
 
-PREFILL_TOKENS = 256
-"""Prompt tokens that are read beside one token of each running request."""
 STREAM_SECONDS = 0.04
 """The time between two pieces of a stream. The first piece and the end are sent at once. One piece for each token costs
 32 clients a quarter of the throughput (docs/serving.md)."""
@@ -215,7 +214,7 @@ class Worker:
             self._calls.popleft().run()
         if self._open:
             try:
-                self.engine.step(PREFILL_TOKENS)
+                self.engine.step(INTERLEAVED_TOKENS)
             except Exception as error:  # the readers report the error; the worker goes on
                 self._end([(job, error) for job in self._open])
                 self._open = []

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from quern.eval.core import run as core_run
-from quern.eval.core.prompts import Example, make_example, shuffled
+from quern.eval.core.prompts import make_example, shuffled
 from quern.eval.core.run import Subject, run_core
-from quern.eval.core.scoring import score_examples
 from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, find_tasks, read_rows
+from quern.eval.likelihood import Example, score_examples
 from quern.model.gpt import GPT
 from quern.text.tokenizer import Tokenizer
 from tests.support.tiny_model import CPU, tiny_model, tiny_tokenizer

@@ -15,8 +15,8 @@ import pytest
 
 from quern.eval.core.prompts import make_example, shuffled
 from quern.eval.core.run import Subject, run_core
-from quern.eval.core.scoring import score_examples
 from quern.eval.core.tasks import CoreTask, find_tasks, read_rows
+from quern.eval.likelihood import score_examples
 from quern.runs.load import LoadedModel, load
 from quern.runs.run_dir import RunDir
 from quern.text.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ import torch
 
 from experiments.bigram import BigramGPT
 from quern.eval.core.prompts import make_example
-from quern.eval.core.scoring import score_examples
 from quern.eval.core.tasks import BY_NAME
+from quern.eval.likelihood import score_examples
 from tests.eval.test_core import alone, model_of, rows_of
 from tests.support.tiny_model import CPU, tiny_tokenizer
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quern.eval.likelihood import continuation_nats
+from quern.eval.likelihood import MultipleChoice, choice_nats
 from quern.eval.run_task import Graded, run_task
 from quern.eval.task import Item, Task, contains_answer, question, question_and_answer
 from quern.eval.tasks.tinyworld import TASK
@@ -120,8 +120,16 @@ def assert_likeliest(engine: Engine, graded: Graded, base: bool) -> None:
             if base
             else render_prompt(engine.tokenizer, item.messages)
         )
-        pairs = [(prompt, engine.tokenizer.encode(" " * base + choice)) for choice in item.choices]
-        nats = [continuation_nats(engine.model, [pair], CPU, context=CONTEXT)[0] for pair in pairs]
+        ids = tuple(engine.tokenizer.encode(" " * base + choice) for choice in item.choices)
+        nats = np.concatenate(
+            [
+                choice_nats(
+                    engine.model, [MultipleChoice("", prompt, ("x",), (one,), 0)], CPU,
+                    task="", context=CONTEXT, vocab_size=engine.tokenizer.vocab_size,
+                )[0]
+                for one in ids
+            ]
+        )  # fmt: skip
         assert reply.text == item.choices[int(np.argmin(nats / np.array([len(c) for c in item.choices])))]
         assert reply.correct == (reply.text == item.answer)
 

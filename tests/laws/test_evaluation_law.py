@@ -16,8 +16,9 @@ import torch
 from quern import compiler
 from quern.data.loader import Batch, windows
 from quern.data.shards import Corpus
+from quern.eval import likelihood
 from quern.eval.bits_per_byte import bits_per_byte
-from quern.eval.likelihood import MultipleChoice, continuation_nats, multiple_choice
+from quern.eval.likelihood import MultipleChoice, choice_nats, multiple_choice
 from quern.eval.run_task import run_task
 from quern.eval.tasks.tinyworld import TASK
 from quern.generate.engine import Engine
@@ -73,7 +74,7 @@ def test_bits_per_byte_can_fail(tokenizer, model):
     assert abs(wrong.bpb / plain.bpb - 1) > 1e-3
 
 
-def test_multiple_choice(tokenizer, model, law):
+def test_multiple_choice(tokenizer, model, law, monkeypatch):
     rng = np.random.default_rng(0)
     items = [
         MultipleChoice(
@@ -85,13 +86,13 @@ def test_multiple_choice(tokenizer, model, law):
         )
         for _ in range(20)
     ]
-    pairs = [(item.prompt, ids) for item in items for ids in item.continuations]
-    nats = [continuation_nats(model, pairs, CPU, context=CONTEXT, batch_rows=rows) for rows in BATCHES]
+    how = {"task": "toy", "context": CONTEXT, "vocab_size": tokenizer.vocab_size}
+    nats, results = [], []
+    for batch_tokens in (8, 100, 8192):
+        monkeypatch.setattr(likelihood, "BATCH_TOKENS", batch_tokens)
+        nats.append(np.concatenate(choice_nats(model, items, CPU, **how)))
+        results.append(multiple_choice(model, items, CPU, bos=tokenizer.bos, **how))
     deviation = max(float(np.abs(one / nats[0] - 1).max()) for one in nats)
-    results = [
-        multiple_choice(model, items, CPU, task="toy", bos=tokenizer.bos, context=CONTEXT, batch_rows=rows)
-        for rows in BATCHES
-    ]
     law("likelihood of a choice at batch 1 = at batch N", deviation, "≤ 1e-5 relative, choices equal")
     assert deviation <= 1e-5
     assert all(result == results[0] for result in results)
@@ -102,8 +103,9 @@ def test_multiple_choice_can_fail(tokenizer, model):
     ids = tokenizer.encode("the corn")
     pair = ([tokenizer.bos, *ids[:-1]], ids[-1:])
     padded = ([tokenizer.bos] * 5 + pair[0], pair[1])
-    nats = continuation_nats(model, [pair, padded], CPU, context=CONTEXT)
-    assert abs(nats[1] / nats[0] - 1) > 1e-3
+    items = [MultipleChoice("toy", prompt, ("x",), (ids,), 0) for prompt, ids in (pair, padded)]
+    nats = choice_nats(model, items, CPU, task="toy", context=CONTEXT, vocab_size=tokenizer.vocab_size)
+    assert abs(nats[1][0] / nats[0][0] - 1) > 1e-3
 
 
 def test_generated_answers(tokenizer, law):

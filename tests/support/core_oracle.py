@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from quern.eval.core.prompts import Example
 from quern.eval.core.tasks import CoreTask
+from quern.eval.likelihood import Example
 from quern.model.base import LanguageModel
 from quern.text.tokenizer import Tokenizer
 

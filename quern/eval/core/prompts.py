@@ -9,39 +9,16 @@ Source: the evaluation code of DCLM (arXiv 2406.11794) and of nanochat, which de
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quern.eval.core.tasks import CoreTask, read_rows
+from quern.eval.likelihood import Example, common, fit
 from quern.text.tokenizer import Tokenizer
 
 ORDER_SEED, SHOTS_SEED = 1337, 1234
-
-
-@dataclass(frozen=True)
-class Example:
-    """One item.
-
-    Args:
-        item: Its number in the shuffled order.
-        rows: Token ids of each option, from BOS on; one row in language modelling.
-        starts: For each row, the index of the first token that is scored; the span ends with the row.
-        gold: The right option; 0 in language modelling.
-        shared: Leading tokens that all rows share, which are read once; 0 for a single row. The token before the first
-            scored one is not among them, because that one is predicted from it.
-        cropped: Whether tokens were cut from the left.
-    """
-
-    item: int
-    rows: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
-    gold: int
-    shared: int
-    cropped: bool
 
 
 def shuffled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -74,16 +51,16 @@ def make_example(
         question = (before + asked["context"].strip() + task.delimiter).strip()
         answered = before + asked["context"].strip() + task.delimiter + asked["continuation"]
         prompt, whole = _ids(tokenizer, question), _ids(tokenizer, answered)
-        return fit(item, [whole], [_common([prompt, whole])], 0, context)
+        return fit(item, [whole], [common([prompt, whole])], 0, context)
     if task.kind == "choice":
         texts = [f"{before}{asked['query']}{task.delimiter}{choice}" for choice in asked["choices"]]
         ids = [_ids(tokenizer, text) for text in texts]
         # Of two options that begin alike, one may end where the other goes on: its last token is still scored.
-        start = min(_common(ids), min(map(len, ids)) - 1)
+        start = min(common(ids), min(map(len, ids)) - 1)
         return fit(item, ids, [start] * len(ids), asked["gold"], context)
     texts = [f"{before}{option}{task.delimiter}{asked['continuation']}" for option in asked["context_options"]]
     ids = [_ids(tokenizer, text) for text in texts]
-    ending = _common([row[::-1] for row in ids])
+    ending = common([row[::-1] for row in ids])
     return fit(item, ids, [len(row) - ending for row in ids], asked["gold"], context)
 
 
@@ -114,24 +91,3 @@ def _solved(task: CoreTask, row: dict[str, Any]) -> str:
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return (tokenizer.bos, *tokenizer.encode(text))
-
-
-def _common(rows: Sequence[tuple[int, ...]]) -> int:
-    """The length of the longest beginning that all rows share."""
-    return len(os.path.commonprefix(rows))
-
-
-def fit(item: int, rows: Sequence[tuple[int, ...]], starts: Sequence[int], gold: int, context: int) -> Example | None:
-    """An example whose rows are cut from the left to what the model reads.
-
-    The last token of a row is predicted and not read, so a row may have context + 1 tokens. Rows that lose unequal
-    numbers of tokens have different contexts: what they still share is read once, most often nothing.
-    """
-    starts = [max(1, min(start, len(row) - 1)) for start, row in zip(starts, rows, strict=True)]
-    cuts = [max(0, len(row) - (context + 1)) for row in rows]
-    first = tuple(start - cut for start, cut in zip(starts, cuts, strict=True))
-    if min(first) < 1:
-        return None
-    kept = tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True))
-    shared = min(_common(kept), min(first) - 1) if len(kept) > 1 else 0
-    return Example(item, kept, first, gold, shared, max(cuts) > 0)

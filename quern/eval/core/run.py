@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quern.eval.core.prompts import Example, make_example, shuffled
-from quern.eval.core.scoring import Answer, score_examples
+from quern.eval.core.prompts import make_example, shuffled
 from quern.eval.core.tasks import BY_NAME, TASKS, VERSIONS, CoreTask, read_rows
+from quern.eval.likelihood import Answer, Example, score_examples
 from quern.eval.on_ranks import is_main
 from quern.eval.score import CONFIDENT, Score, accuracy, prompt_hash
 from quern.machine import Machine
