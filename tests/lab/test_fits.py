@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
-from quern.lab.scaling.fits import Sweep, envelope, law_of_optima, parabola, power_law
+from quern.lab.scaling.fits import envelope, lack_of_fit, parabola
 
 BUDGETS = (1e15, 3e15, 1e16, 3e16)
 EXPONENT = 0.52
@@ -62,66 +61,14 @@ def test_a_parabola_without_a_measured_minimum_is_refused(x: list[float], loss: 
     assert np.isnan(vertex.x)
 
 
-# Power laws -------------------------------------------------------------------------------------------------
-
-
-def test_the_interval_of_an_exponent_is_that_of_linear_regression() -> None:
-    x, y = np.array([1e6, 3e6, 1e7, 4e7, 1e8]), np.array([3.1, 4.6, 7.9, 12.2, 18.0])
-    law = power_law(y, {"tokens": x})
-    oracle: Any = stats.linregress(np.log(x), np.log(y))
-    half = stats.t.ppf(0.975, 3) * oracle.stderr
-    found = law.exponents["tokens"]
-    assert [found.value, found.low, found.high] == pytest.approx(
-        [oracle.slope, oracle.slope - half, oracle.slope + half]
-    )
-    at_zero = law.predict(tokens=1.0)  # where the interval is that of the intercept
-    half = stats.t.ppf(0.975, 3) * oracle.intercept_stderr
-    assert np.log([at_zero.value, at_zero.high]) == pytest.approx([oracle.intercept, oracle.intercept + half])
-
-
-def test_a_law_of_two_variables() -> None:
-    width, depth = np.array([128, 256, 512, 128, 256]), np.array([2, 4, 8, 8, 2])
-    law = power_law(3 * width**-1.0 * depth**-0.5, {"width": width, "depth": depth})
-    assert law.coefficient == pytest.approx(3)
-    assert [law.exponents[name].value for name in ("width", "depth")] == pytest.approx([-1, -0.5])
-    assert law.predict(width=1024, depth=16).value == pytest.approx(3 / 1024 / 4)
-
-
-@pytest.mark.parametrize(
-    ("y", "x", "reason"),
-    [
-        ([1, 2], {"tokens": [1, 2]}, "2 points cannot fit 2 constants"),
-        ([1, 2, 0], {"tokens": [1, 2, 3]}, "positive"),
-        ([1, 2, 3], {"tokens": [5, 5, 5]}, "tokens must vary"),
-        ([1, 2, 3, 4], {"width": [1, 2, 3, 4], "depth": [2, 4, 6, 8]}, "width and depth must vary, each independently"),
-    ],
-)
-def test_a_law_that_the_points_do_not_determine_is_refused(
-    y: list[float], x: dict[str, list[float]], reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        power_law(y, x)
-
-
-def batch_sweep(tokens: float, best: float) -> Sweep:
-    batches = [2.0**power for power in range(10, 20)]
-    return Sweep({"tokens": tokens}, batches, [1 + 0.01 * np.log(batch / best) ** 2 for batch in batches])
-
-
-def test_the_law_of_batch_against_tokens_comes_from_the_optima_of_sweeps() -> None:
-    sweeps = [batch_sweep(tokens, 4 * tokens**0.45) for tokens in (1e7, 3e7, 1e8, 1e9)]
-    law, optima = law_of_optima([*sweeps, batch_sweep(1e6, 100)], "batch")
-    assert law.exponents["tokens"].value == pytest.approx(0.45)
-    assert law.coefficient == pytest.approx(4)
-    assert "is below the measured range of the batch" in optima[-1].refusal
-
-
-def test_sweeps_whose_optima_are_refused_give_no_law() -> None:
-    sweeps = [batch_sweep(1e7, 1e4), batch_sweep(1e8, 3e4), batch_sweep(1e9, 1e8)]
-    with pytest.raises(
-        ValueError, match="2 points cannot fit.* at {'tokens': 1000000000.0}, the minimum, 1e.08, is above"
-    ):
-        law_of_optima(sweeps, "batch")
+def test_a_budget_that_is_no_parabola_lacks_fit() -> None:
+    sizes = np.geomspace(1e5, 1e8, 9)
+    x, rng = np.log(sizes / 3e6), np.random.default_rng(3)
+    noise = 0.002 * rng.normal(size=(200, 9))
+    found = [lack_of_fit(np.ones(9), sizes, 2 + 0.01 * x**2 + one) for one in noise]
+    assert 0.02 < np.mean(np.array(found) < 0.05) < 0.1, "the test keeps its level"
+    assert lack_of_fit(np.ones(9), sizes, 2 + 0.01 * x**2 + 0.002 * x**3 + noise[0]) < 1e-3
+    assert np.isnan(lack_of_fit(np.ones(4), sizes[:4], 2 + 0.01 * x[:4] ** 2)), "four sizes leave nothing to test"
 
 
 # The envelope -----------------------------------------------------------------------------------------------

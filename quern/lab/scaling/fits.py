@@ -6,8 +6,8 @@ natural. A fit that its data cannot support carries the reason in `refusal` inst
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,67 +56,6 @@ def estimate(value: float, samples: Array, level: float, dof: int, inflation: fl
         return Estimate(float(value), -np.inf, np.inf)
     low, high = np.quantile(samples[~np.isnan(samples)], [tail, 1 - tail])
     return Estimate(float(value), float(low), float(high))
-
-
-# Power laws -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PowerLaw:
-    """y = coefficient · Π x^exponent.
-
-    Args:
-        coefficient: The factor.
-        exponents: With intervals, by the name of x.
-        residual_sd: Standard deviation of ln y around the law.
-    """
-
-    coefficient: float
-    exponents: dict[str, Estimate]
-    residual_sd: float
-    _covariance: Array = field(repr=False, compare=False)
-    _quantile: float = field(repr=False, compare=False)
-
-    def predict(self, **x: float) -> Estimate:
-        """The law at a point, with the interval of its mean."""
-        row = np.array([1.0, *(np.log(x[name]) for name in self.exponents)])
-        value = self.coefficient * np.prod([x[name] ** law.value for name, law in self.exponents.items()])
-        factor = np.exp(self._quantile * np.sqrt(row @ self._covariance @ row))
-        return Estimate(float(value), float(value / factor), float(value * factor))
-
-
-def power_law(y: ArrayLike, x: Mapping[str, ArrayLike], level: float = 0.95) -> PowerLaw:
-    """Fits a power law by least squares in logarithms; the intervals are Student's.
-
-    Args:
-        y: Positive values.
-        x: One or more positive variables by name, as long as y.
-        level: Of the intervals.
-
-    Raises:
-        ValueError: Too few points, a value that is not positive, or variables that do not vary independently.
-    """
-    names, values = list(x), np.array([np.asarray(given, float) for given in (y, *x.values())])
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError("a power law needs positive, finite values")
-    points, constants = values.shape[1], len(values)
-    if points <= constants:
-        raise ValueError(f"{points} points cannot fit {constants} constants with an interval: measure more")
-    logs = np.log(values)
-    design = np.column_stack([np.ones(points), *logs[1:]])
-    if np.linalg.matrix_rank(design - design.mean(0) * (np.arange(constants) > 0)) < constants:
-        raise ValueError(f"{' and '.join(names)} must vary, each independently of the others")
-    solution = np.linalg.lstsq(design, logs[0], rcond=None)[0]
-    dof = points - constants
-    variance = float(np.sum((logs[0] - design @ solution) ** 2)) / dof
-    covariance = variance * np.linalg.inv(design.T @ design)
-    quantile = float(special.stdtrit(dof, (1 + level) / 2))
-    errors = quantile * np.sqrt(np.diag(covariance))
-    exponents = {
-        name: Estimate(float(value), float(value - error), float(value + error))
-        for name, value, error in zip(names, solution[1:], errors[1:], strict=True)
-    }
-    return PowerLaw(float(np.exp(solution[0])), exponents, float(np.sqrt(variance)), covariance, quantile)
 
 
 # Parabolas --------------------------------------------------------------------------------------------------
@@ -171,40 +110,20 @@ def _parabola(x: Array) -> tuple[float, Array]:
     return centre, np.linalg.pinv(np.vander(np.log(x) - centre, 3))
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep of one hyperparameter. at: the circumstances, such as {"tokens": 1e8}; values: positive; losses: of each
-    value."""
-
-    at: Mapping[str, float]
-    values: Sequence[float]
-    losses: Sequence[float]
-
-
-def law_of_optima(sweeps: Sequence[Sweep], name: str, level: float = 0.95) -> tuple[PowerLaw, list[Vertex]]:
-    """The power law of the best value of a hyperparameter: of the batch against tokens, or of the weight decay against
-    width and depth.
-
-    Args:
-        sweeps: At different circumstances, with the same names.
-        name: Of the hyperparameter.
-        level: Of the intervals.
-
-    Returns:
-        The law through the optima that are not refused, and all optima.
-
-    Raises:
-        ValueError: Too few optima are left; the message has the reasons.
-    """
-    optima = [parabola(sweep.values, sweep.losses, name) for sweep in sweeps]
-    used = [(sweep.at, optimum.x) for sweep, optimum in zip(sweeps, optima, strict=True) if not optimum.refusal]
-    names = list(sweeps[0].at) if sweeps else []
-    try:
-        law = power_law([x for _, x in used], {one: [at[one] for at, _ in used] for one in names}, level)
-    except ValueError as error:
-        reasons = [f"at {dict(s.at)}, {o.refusal}" for s, o in zip(sweeps, optima, strict=True) if o.refusal]
-        raise ValueError("; ".join([str(error), *reasons])) from error
-    return law, optima
+def lack_of_fit(budget: ArrayLike, n: ArrayLike, loss: ArrayLike) -> float:
+    """The p of an F test of a cubic term beside the parabolas of all budgets: where it is small, the losses are no
+    parabolas, and the intervals of their minima are too narrow. nan for too few sizes."""
+    budget, n, loss = (np.asarray(values, float) for values in (budget, n, loss))
+    rests, terms, dof = np.zeros(2), 0, 0
+    for flops in np.unique(budget):
+        x, y = np.log(n[budget == flops]), loss[budget == flops]
+        if len(np.unique(x)) > FEWEST_CELLS:
+            designs = (np.vander(x - x.mean(), order) for order in (3, 4))
+            rests += [float(np.sum((y - design @ np.linalg.pinv(design) @ y) ** 2)) for design in designs]
+            terms, dof = terms + 1, dof + len(x) - 4
+    if not dof or rests[1] <= 0:
+        return float("nan")
+    return float(special.fdtrc(terms, dof, (rests[0] - rests[1]) / terms / (rests[1] / dof)))
 
 
 # The envelope of IsoFLOP budgets ----------------------------------------------------------------------------
@@ -242,6 +161,7 @@ class Envelope:
         parameters, tokens: The exponents of the laws.
         ratio: Tokens per parameter, the geometric mean over the budgets.
         leave_out: (FLOPs, exponents of N* and of D*) without each budget, where enough are left.
+        misfit: See `lack_of_fit`.
         samples: (resamples, accepted budgets, 2): ln N* and ln D*.
     """
 
@@ -251,6 +171,7 @@ class Envelope:
     tokens: Estimate | None = None
     ratio: Estimate | None = None
     leave_out: tuple[tuple[float, float, float], ...] = ()
+    misfit: float = float("nan")
     samples: Array = field(default_factory=lambda: np.empty((0, 0, 2)), repr=False, compare=False)
     _level: float = field(default=0.95, repr=False)
     _dof: int = field(default=1, repr=False)
@@ -314,7 +235,7 @@ def envelope(
         optimum, logs = _optimum(flops, n[group], d[group], loss[group], drawn, level, dof)
         optima.append(optimum)
         samples += [] if optimum.refusal else [logs]
-    return _laws(tuple(optima), samples, level, dof)
+    return replace(_laws(tuple(optima), samples, level, dof), misfit=lack_of_fit(budget, n, loss))
 
 
 def _optimum(

@@ -10,6 +10,9 @@ from quern.lab.scaling.isoflop import CONVENTIONS, TOLERANCE, Plan, Stability
 from quern.lab.scaling.parametric import SurfaceFit
 from quern.terminal import duration, grid
 
+MISFIT = 0.05
+"""The p of `fits.lack_of_fit` below which a warning is printed."""
+
 
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as a table."""
@@ -78,6 +81,11 @@ def _law_lines(found: Envelope) -> list[str]:
     if found.refusal:
         return [f"  no envelope: {found.refusal}"]
     left = [f"  without {flops:.3g} FLOPs: N* ∝ C^{n:.3f}, D* ∝ C^{d:.3f}" for flops, n, d in found.leave_out]
+    if found.misfit < MISFIT:
+        left.append(
+            f"  lack of fit: a cubic term fits the budgets better (p = {found.misfit:.2g}), so the intervals of the "
+            "minima are too narrow: measure sizes closer to them"
+        )
     law = f"  envelope: N* ∝ C^{found.parameters}, D* ∝ C^{found.tokens}, tokens per parameter {found.ratio}"
     return [law, *left]
 
