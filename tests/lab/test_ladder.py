@@ -148,6 +148,14 @@ def test_two_workers_share_a_study_and_it_resumes(tmp_path: Path) -> None:
     assert json.loads((folder / "trials.jsonl").read_text().splitlines()[-1])["bpb"]
 
 
+def test_one_rung_is_of_one_kind_of_machine(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "grows"])
+    Worker(study, arms, Drawn({}), "cpu bfloat16, 1 threads", lambda line: None).run(Options((0,), []))
+    with pytest.raises(ValueError, match="another machine"):
+        Worker(study, arms, Drawn({}), "cpu float32, 1 threads", lambda line: None).run(Options((0,), ["grows"]))
+    Worker(study, arms, Drawn({}), "cpu bfloat16, 2 threads", lambda line: None).run(Options((0,), ["grows"]))
+
+
 def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "odd"])
     drawn = Drawn({})

@@ -202,6 +202,7 @@ class Worker:
                 self.study.refresh()
 
     def _train(self, job: Job) -> None:
+        self._check_machine(job.rung)
         arm, rung = self.arms[job.arm], self.study.plan.rungs[str(job.rung)]
         base = TrialRecord(
             job.arm,
@@ -225,6 +226,16 @@ class Worker:
                 self._keep(replace(base, seed=seed, time=now, **found))
         except (RuntimeError, ValueError) as error:
             self._keep(replace(base, seed=job.seeds[0], error=str(error)[:300]))
+
+    def _check_machine(self, rung: int) -> None:
+        """Raises ValueError if trials of the rung have another device, dtype or compilation: scores would differ."""
+        runs = (one for (_, at, _), trials in self.study.trials.items() if at == rung for one in trials.values())
+        before = next((one.machine for one in runs if one.machine), self.about)
+        if before.partition(",")[0] != self.about.partition(",")[0]:
+            raise ValueError(
+                f"rung {rung} of the study {self.study.name} was trained on another machine ({before}), and this is "
+                f"{self.about}: give the same --device, --dtype and --compile, or name another study with --study"
+            )
 
     def _keep(self, trial: TrialRecord) -> None:
         defaults = asdict(TrialRecord("", -1, -1))
