@@ -13,7 +13,7 @@ import pytest
 
 from quern.lab.arms import Arm, Order
 from quern.lab.ladder.code import code_fingerprint
-from quern.lab.ladder.multiplier import Curve, Mean, course, multiplier, told
+from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
 from quern.lab.ladder.report import predictions, rows, study_lines
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
 from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
@@ -232,14 +232,28 @@ def test_a_curve_inverts_itself_and_needs_two_rungs() -> None:
     means = [Mean(c, loss(c), 1e-4) for c in (1e13, 4e13, 1.6e14, 6.4e14)]
     curve = Curve(means)
     assert curve.predict(2e13).value == pytest.approx(loss(2e13), abs=2e-3)
-    difference = loss(1.3 * 4e13) - loss(4e13)
-    found = told(multiplier(curve, 4e13, 4e13, difference, 1e-4, 10.0))
+    difference = Difference(loss(1.3 * 4e13) - loss(4e13), 1e-4, 10.0)
+    found = told(multiplier(curve, 4e13, 4e13, difference))
     assert found.value == pytest.approx(1.3, rel=0.02) and found.low < found.value < found.high
-    twice = told(multiplier(curve, 4e13, 8e13, difference, 1e-4, 10.0))
+    twice = told(multiplier(curve, 4e13, 8e13, difference))
     assert twice.value == pytest.approx(found.value / 2), "an idea that costs twice as much saves half as much"
-    assert course([4e13], [multiplier(curve, 4e13, 4e13, 0.0, 1e-4, 10.0)]) is None
+    assert course([4e13], [multiplier(curve, 4e13, 4e13, difference)]) is None
     with pytest.raises(ValueError, match="two rungs"):
         Curve(means[:1])
+
+
+def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None:
+    """Multipliers of 1.1 at three rungs, measured with an error: the factor's interval covers 1 as often as it says."""
+    curve, rng, covered = Curve([Mean(c, loss(c), 1e-3) for c in SIZES.values()]), np.random.default_rng(0), []
+    for study in range(200):
+        logs = []
+        for compute in SIZES.values():
+            seen = loss(1.1 * compute) - loss(compute) + 2e-3 * rng.normal()
+            logs.append(multiplier(curve, compute, compute, Difference(seen, 2e-3, 1e6, f"{study} {compute}")))
+        found = course(list(SIZES.values()), logs)
+        assert found is not None
+        covered.append(found.factor.holds(1.0))
+    assert 0.9 < np.mean(covered) < 0.99
 
 
 def test_records_hold_what_the_verdict_rests_on(tmp_path: Path) -> None:

@@ -103,18 +103,30 @@ class Curve:
         return _estimate(self.loss(compute))
 
 
-def multiplier(curve: Curve, base: float, own: float, difference: float, error: float, degrees: float) -> Floats:
+@dataclass(frozen=True)
+class Difference:
+    """Idea − baseline in bits per byte, with its standard error and degrees of freedom. key: names its draws, which
+    differ from those of other ideas and rungs; those of the baseline's curve are the same for all."""
+
+    value: float
+    error: float
+    degrees: float
+    key: str = ""
+
+
+def multiplier(curve: Curve, base: float, own: float, difference: Difference) -> Floats:
     """ln of an idea's compute multiplier, by draw; the first is the estimate.
 
     Args:
         curve: Of the baseline.
         base, own: Compute of a run of the baseline and of the idea.
-        difference, error, degrees: Idea − baseline in bits per byte, its standard error and degrees of freedom.
+        difference: At equal steps.
     """
-    generator = np.random.default_rng(SEED + 1)
+    degrees = difference.degrees
+    generator = np.random.default_rng([SEED, *difference.key.encode()])
     noise = generator.standard_t(min(degrees, 1e6), DRAWS) if degrees > 0 else np.full(DRAWS, math.nan)
     noise[0] = 0.0
-    logs_D = curve.log_compute(curve.loss(base) + difference + error * noise) - math.log(own)
+    logs_D = curve.log_compute(curve.loss(base) + difference.value + difference.error * noise) - math.log(own)
     return np.clip(logs_D, -MOST, MOST)
 
 

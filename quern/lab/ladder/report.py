@@ -15,6 +15,7 @@ import numpy as np
 from quern.lab.ladder.multiplier import (
     Course,
     Curve,
+    Difference,
     Estimate,
     Floats,
     Mean,
@@ -67,16 +68,16 @@ def rows(study: Study) -> list[Row]:
             base, own = _finished(study, study.plan.base, rung), _finished(study, idea, rung)
             if flops is None or finding.pairs < 2:
                 continue
-            parts = finding.difference, finding.error, finding.degrees
+            difference = Difference(finding.difference, finding.error, finding.degrees, f"{idea} {rung}")
             spent = statistics.fmean(one.flops for one in base)
             row.computes[rung] = spent
-            row.flops[rung] = multiplier(flops, spent, statistics.fmean(one.flops for one in own), *parts)
+            row.flops[rung] = multiplier(flops, spent, statistics.fmean(one.flops for one in own), difference)
             speed = study.speeds.get((idea, rung))
             if speed is not None and seconds is not None:
                 time = statistics.median(one.seconds for one in base)
                 steps = own[0].steps / base[0].steps  # the ratio is that of a step
-                logs = multiplier(seconds, time, time * speed["ratio"] * steps, *parts)
-                noise = np.random.default_rng(0).standard_normal(len(logs)) * speed["error"]
+                logs = multiplier(seconds, time, time * speed["ratio"] * steps, difference)
+                noise = np.random.default_rng(rung).standard_normal(len(logs)) * speed["error"]
                 row.seconds[rung] = logs + noise * (np.arange(len(logs)) > 0)
         found.append(row)
     return sorted(found, key=lambda row: -row.best())
@@ -142,7 +143,8 @@ def predictions(study: Study, found: Sequence[Row]) -> list[Prediction]:
         if curve is None:
             continue
         logs_D = extrapolate(computes, logs, row.computes[top], spread)
-        noise = row.flops[top] - row.flops[top][0]
+        noise = np.random.default_rng(top).permutation(row.flops[top] - row.flops[top][0])
+        noise[0] = 0.0
         made.append(Prediction(row.idea, top, told(logs_D + noise), math.exp(float(row.flops[top][0]))))
     return made
 
