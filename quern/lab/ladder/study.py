@@ -197,8 +197,8 @@ def open_study(folder: Path, plan: Plan, arms: Sequence[ArmRecord]) -> Study:
                 (folder / file).touch()
             write_whole(folder / PLAN, json.dumps(asdict(plan), indent=1) + "\n")
     study = Study(folder)
-    ours, theirs = asdict(plan), asdict(study.plan)
-    changed = [name for name in ours if name != "facts" and ours[name] != theirs[name]]
+    ours, theirs = _identity(plan), _identity(study.plan)
+    changed = [name for name in ours if ours[name] != theirs[name]]
     if changed:
         raise ValueError(
             f"the study {folder.name} was registered with another {', '.join(changed)}, which must not change after "
@@ -214,3 +214,9 @@ def open_study(folder: Path, plan: Plan, arms: Sequence[ArmRecord]) -> Study:
                 f"{before.commit}): go back to that commit, or name another study with --study"
             )
     return study
+
+
+def _identity(plan: Plan) -> dict[str, Any]:
+    """What must not change: all but the facts of the start and the noise that was known then."""
+    rungs = {number: {**asdict(rung), "pair_sd": None} for number, rung in plan.rungs.items()}
+    return {name: value for name, value in asdict(plan).items() if name != "facts"} | {"rungs": rungs}
