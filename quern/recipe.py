@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from quern.constructors import CONSTRUCTORS, Deferred, code_path
+from quern.ranges import Amount, Count, Few, Positive, Rate, Seed, Share
 from quern.records import typed
 
 SCHEMA = 1
@@ -31,8 +34,8 @@ class ConversationSource:
     """
 
     source: str
-    repeats: float = 1.0
-    limit: int | None = None
+    repeats: Annotated[float, Interval(gt=0, le=10**4)] = 1.0
+    limit: Count | None = None
     split: str = "train"
     column: str | None = None
 
@@ -66,7 +69,7 @@ BUILT_IN_CONVERSATIONS = ("tinyworld", "spelling")
 class TextRecipe:
     """How text becomes token ids."""
 
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, Interval(ge=300, le=2**20)] | None = None
     """Tokens in the vocabulary, special ones included."""
     tokenizer: str | None = None
     """A tokenizer that is there already: its file (tokenizer.json, .tiktoken), or gpt2, cl100k_base or o200k_base."""
@@ -76,15 +79,15 @@ class TextRecipe:
     """The mark that ends a document in .txt and .md files, such as <|endoftext|>; it is no part of the text."""
     split: str = "train"
     """Of a data set of the Hugging Face Hub (hf:…); its validation split validates."""
-    digits: int = 2
+    digits: Annotated[int, Interval(ge=1, le=3)] = 2
     """Digits that may share one token (1, 2 or 3); 2 measured best at a vocabulary of 32,768, llama.cpp needs 1."""
-    tokenizer_megabytes: float = 16.0
+    tokenizer_megabytes: Amount = 16.0
     """Text that the tokenizer is trained on: a sample, drawn from up to 2 GB of a larger text."""
-    tinyworld_megabytes: float = 24.0
+    tinyworld_megabytes: Amount = 24.0
     """Size of the built-in corpus when it is the data."""
-    tinyworld_conversations: int = 12000
+    tinyworld_conversations: Annotated[int, Interval(ge=1, le=10**8)] = 12000
     """Conversations of the built-in world to fine-tune on, and of the source "spelling"."""
-    val_megabytes: float = 0.5
+    val_megabytes: Amount = 0.5
     """Text for validation: the first of the validation source, or held out from the data. Training scores it often."""
 
 
@@ -92,33 +95,33 @@ class TextRecipe:
 class ModelRecipe:
     """The model's shape."""
 
-    depth: int | None = None
+    depth: Annotated[int, Interval(ge=1, le=1000)] | None = None
     """Layers. Set by the recipe's dial."""
-    width: int | None = None
+    width: Annotated[int, Interval(ge=12, le=2**17)] | None = None
     """Residual stream, in whole heads; 64 per layer."""
-    head_dim: int | None = None
+    head_dim: Annotated[int, Interval(ge=2, le=2**14)] | None = None
     """128, or 64 for widths below 512."""
-    heads: int | None = None
+    heads: Annotated[int, Interval(ge=1, le=2**14)] | None = None
     """Query heads: width / head_dim."""
-    kv_heads: int | None = None
+    kv_heads: Annotated[int, Interval(ge=1, le=2**14)] | None = None
     """Key and value heads; fewer than heads is grouped-query attention."""
-    context: int | None = None
+    context: Annotated[int, Interval(ge=2, le=2**24)] | None = None
     """Tokens in a training row."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, Interval(ge=1, le=2**24)] | None = None
     """Rows of the embedding; taken from the tokenizer."""
-    bos: int | None = None
+    bos: Annotated[int, Interval(ge=0, le=2**24)] | None = None
     """Id of the token that every document begins with; taken from the tokenizer."""
     windows: str = "SSSL"
     """Attention windows by layer, repeated; S sees a quarter of the context, L all; the last layer is always L."""
-    rope_base: float = 100_000.0
+    rope_base: Annotated[float, Interval(gt=1, le=1e12)] = 100_000.0
     """Base of the rotary frequencies."""
-    softcap: float = 15.0
+    softcap: Positive = 15.0
     """Logits are softcap · tanh(logits / softcap)."""
-    mlp_width: int | None = None
+    mlp_width: Annotated[int, Interval(ge=1, le=2**20)] | None = None
     """llama: width of gate and up; 8/3 of the width."""
-    norm_eps: float | None = None
+    norm_eps: Annotated[float, Interval(gt=0, le=1)] | None = None
     """llama: added to the mean square under the norms' root; 1e-5."""
-    dropout: float | None = None
+    dropout: Annotated[float, Interval(ge=0, lt=1)] | None = None
     """llama: share of the residual stream's inputs that is dropped in training; none."""
 
     def window_sizes(self) -> list[int | None]:
@@ -138,32 +141,32 @@ class ModelRecipe:
 class OptimRecipe:
     """Learning rates at a batch of 2^19 tokens and a width of 768, and how they scale from there."""
 
-    matrix_lr: float = 0.02
-    head_lr: float = 0.008
-    embedding_lr: float = 0.3
-    value_embedding_lr: float = 0.15
-    residual_lr: float = 0.005
-    x0_lr: float = 0.5
-    smear_lr: float = 0.2
-    gate_lr: float = 0.02
-    matrix_decay: float = 0.28
+    matrix_lr: Rate = 0.02
+    head_lr: Rate = 0.008
+    embedding_lr: Rate = 0.3
+    value_embedding_lr: Rate = 0.15
+    residual_lr: Rate = 0.005
+    x0_lr: Rate = 0.5
+    smear_lr: Rate = 0.2
+    gate_lr: Rate = 0.02
+    matrix_decay: Rate = 0.28
     """Weight decay of the matrices at the reference batch and horizon."""
-    batch_exponent: float = 1 / 3
+    batch_exponent: Share = 1 / 3
     """How rates fall with the batch: an exponent of (batch / 2^19)."""
-    lr_scale: float | None = None
+    lr_scale: Positive | None = None
     """Multiplies every rate: (batch / 2^19)^batch_exponent; gpt: the head's by the root of it."""
     # nanochat leaves the smear's unscaled; at batches of some thousand tokens its loss then spikes, and scaled it
     # measured 0.003 and 0.019 bits per byte better over two seeds.
-    decay_scale: float | None = None
+    decay_scale: Annotated[float, Interval(ge=0, le=1e12)] | None = None
     """Multiplies matrix_decay: sqrt(batch / 2^19) · (reference horizon / horizon)."""
-    table_decay_scale: float | None = None
+    table_decay_scale: Annotated[float, Interval(ge=0, le=1e12)] | None = None
     """gpt: multiplies the decay of the head and of the value embeddings, 0.01. By default 1 for a text that is read
     once, rising to decay_scale for one that is read five times."""
-    width_scale: float | None = None
+    width_scale: Positive | None = None
     """Multiplies the embeddings' and the head's rate: sqrt(768 / width)."""
-    eps: float = 1e-10
-    muon_beta2: float = 0.9
-    muon_steps: int = 5
+    eps: Annotated[float, Interval(gt=0, le=1)] = 1e-10
+    muon_beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.9
+    muon_steps: Annotated[int, Interval(ge=1, le=100)] = 5
     """Iterations of the orthogonalisation."""
 
 
@@ -171,42 +174,42 @@ class OptimRecipe:
 class TrainRecipe:
     """The training loop."""
 
-    steps: int | None = None
+    steps: Count | None = None
     """Optimizer steps of pretraining; by default horizon_ratio tokens for each parameter of the matrices and the head.
     Fine-tuning has sft.steps."""
-    minutes: float | None = None
+    minutes: Amount | None = None
     """Train for this long instead: time in steps, without compilation, validation and saves. The steps follow."""
-    horizon_ratio: float = 12.0
+    horizon_ratio: Amount = 12.0
     """Tokens for each parameter, where neither steps nor minutes say how long."""
-    batch_tokens: int | None = None
+    batch_tokens: Count | None = None
     """Tokens in one optimizer step."""
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: Count | None = None
     """Tokens in one forward pass; the rest of the batch is accumulated."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int, Interval(ge=0, le=10**12)] | None = None
     """40, or a twentieth of short runs."""
-    warmdown_share: float = 0.65
+    warmdown_share: Share = 0.65
     """The rate falls over this share of the steps, the last ones."""
-    final_lr: float = 0.05
+    final_lr: Rate = 0.05
     """Rate at the end of the warm-down, as a share of the peak."""
-    clip_norm: float | None = None
+    clip_norm: Annotated[float, Interval(gt=0, le=1e9), "leave it out for no clipping"] | None = None
     """Global gradient norm to clip to; off by default, since it measured as no help."""
     packing: str = "best-fit"
     """best-fit, greedy-crop, greedy-pad or first-fit-decreasing; stream cuts rows from documents put end to end."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of the log."""
-    eval_every: int | None = None
+    eval_every: Count | None = None
     """Steps between validations; an eighth of the run, in fine-tuning a quarter."""
-    save_every: int | None = None
+    save_every: Count | None = None
     """Steps between checkpoints; a tenth of the run, in fine-tuning a quarter."""
-    keep: int = 2
+    keep: Few = 2
     """Checkpoints kept."""
     save_in_background: bool = False
     """Copy the state and go on training while it is written; takes the memory of masters and moments once more."""
-    max_skips: int = 10
+    max_skips: Annotated[int, Interval(ge=0, le=10**6)] = 10
     """Non-finite steps in a row before the run stops."""
     fp8: str = "off"
     """off, head or all: which matrix products are in FP8 in training; evaluation and generation keep the dtype."""
-    recompute: int = 0
+    recompute: Annotated[int, Interval(ge=0, le=1000)] = 0
     """The first so many blocks run again in the backward pass: less memory, more time, the same numbers."""
     optimizer_memory: str = "device"
     """device or cpu: where masters and moments are kept; from the CPU, those of a bucket visit a GPU for its update."""
@@ -231,15 +234,15 @@ IN_FINE_TUNING = OPERATIONAL | {"train.clip_norm", "train.fp8"}
 class SftRecipe:
     """Fine-tuning on conversations."""
 
-    epochs: float = 2.0
+    epochs: Amount = 2.0
     """How often every conversation is seen."""
-    steps: int | None = None
+    steps: Count | None = None
     """Optimizer steps; by default from epochs."""
-    batch_tokens: int | None = None
+    batch_tokens: Count | None = None
     """Tokens in one optimizer step; pretraining's, or fewer where the conversations would not last for 1,000 steps."""
-    lr_share: float = 0.3
+    lr_share: Rate = 0.3
     """Share of sqrt(batch / 2^19) that multiplies every peak rate."""
-    warmdown_share: float = 1.0
+    warmdown_share: Share = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""
     too_long: str = "crop"
     """What happens to a conversation longer than the context: crop or drop."""
@@ -256,37 +259,37 @@ class RlRecipe:
     """What is practised: sums, word_problems, counting, spelling, gsm8k, programs, or files (.py)."""
     data: str | None = None
     """The folder with the files of gsm8k (train.jsonl) and programs (programs.jsonl)."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Of the questions and the replies; by default the run's."""
-    steps: int = 60
+    steps: Count = 60
     """Optimizer steps."""
-    groups: int = 16
+    groups: Few = 16
     """Questions in one step."""
-    samples: int = 8
+    samples: Annotated[int, Interval(ge=2, le=10**6)] = 8
     """Replies to each question; their mean reward is the baseline of its group."""
-    max_tokens: int = 96
+    max_tokens: Count = 96
     """The most tokens in a reply."""
-    lr_share: float = 0.012
+    lr_share: Rate = 0.012
     """Share of sqrt(batch / 2^19), by pretraining's batch, that multiplies every rate of the first step."""
-    warmdown_share: float = 1.0
+    warmdown_share: Share = 1.0
     """The rate falls over this share of the steps, the last ones, to nothing."""
-    resample: int = 2
+    resample: Annotated[int, Interval(ge=0, le=1000)] = 2
     """How often a question whose replies all got the same reward is replaced by another one."""
     normalize: bool = False
     """Divide the advantages of a question by the standard deviation of its rewards."""
-    kl: float = 0.0
+    kl: Rate = 0.0
     """Weight of the divergence from the model that the stage began with, per token, in units of the reward."""
-    overlong_tokens: int = 0
+    overlong_tokens: Annotated[int, Interval(ge=0, le=10**12)] = 0
     """The reward falls by up to 1 over the last tokens before max_tokens, this many of them."""
-    updates: int = 1
+    updates: Few = 1
     """Optimizer steps on the replies of one model; above 1 the ratio of the probabilities is clipped."""
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """With several updates: a reply's token counts while its ratio is above 1 - clip_low, or its advantage above 0."""
-    clip_high: float = 0.28
+    clip_high: Rate = 0.28
     """With several updates: a reply's token counts while its ratio is below 1 + clip_high, or its advantage below 0."""
-    val_questions: int = 64
+    val_questions: Few = 64
     """Held-out questions of each kind in a validation."""
-    val_samples: int = 4
+    val_samples: Few = 4
     """Replies to each of them; pass@k is given for 1 and for this number."""
 
 
@@ -305,21 +308,21 @@ class Recipe:
     make_documents: Callable[..., Any] | None = None
     """(texts, split) → texts: filters or mixes the documents of "train" or "val"; by default all, in order."""
     name: str = "gpt"
-    depth: int = 4
+    depth: Annotated[int, Interval(ge=1, le=1000)] = 4
     """The one dial: layers, and through them width, vocabulary, context, batch, rates and horizon."""
     data: str = "tinyworld"
     """tinyworld, a file, a folder (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet, .gz, .zst; .bin of tokens), a
     public data set by name, or hf:OWNER/NAME[:CONFIG][@REVISION]."""
-    shards: int | None = None
+    shards: Few | None = None
     """Training files of a public data set to fetch; by default as many as the run needs at 4 bytes a token."""
     val: str | None = None
     """Where validation text comes from; by default it is held out from the data."""
     conversations: tuple[ConversationSource, ...] | None = None
     """Conversations to fine-tune on: files or folders (.jsonl, .json, .parquet), smoltalk, smol-smoltalk, gsm8k, mmlu,
     hf:OWNER/NAME, tinyworld, spelling; each as NAME, NAME,repeats=4 or NAME,limit=1000. By default tinyworld's."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the first weights, the order of the batches and the built-in world."""
-    data_seed: int | None = None
+    data_seed: Seed | None = None
     """Of the order of the batches alone; by default the seed."""
     unused: tuple[str, ...] = ()
     """Fields, such as model.softcap, that the callables above do not read: setting one is refused."""

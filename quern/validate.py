@@ -6,22 +6,22 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args, get_origin
 
-from quern.bounds import BOUNDS, refuse_outside
 from quern.constructors import Deferred
+from quern.ranges import UNIONS, annotations, refuse_outside
 from quern.recipe import PARTS, ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
 from quern.records import typed
 
-_OTHERS = {"make": "str | None", "conversations": "list[ConversationSource] | str | None"}  # callables are names
+_OTHERS = {"make": str | None, "conversations": list[ConversationSource] | str | None}  # callables are names
 RecipeBody: Any = TypedDict(
     "RecipeBody",
-    {f.name: PARTS.get(f.name, _OTHERS.get(f.name.partition("_")[0], f.type)) for f in fields(Recipe)},  # pyright: ignore[reportGeneralTypeIssues]
+    {name: PARTS.get(name, _OTHERS.get(name.partition("_")[0], kind)) for name, kind in annotations(Recipe).items()},  # pyright: ignore[reportGeneralTypeIssues]
     total=False,
 )
 """The fields of `Recipe.to_json`."""
-KINDS: dict[str, tuple[type, str]] = {"str": (str, "a text"), "bool": (bool, "true or false")}
-"""For a field's annotation: the type of its values and its name in messages; bounds.py has the ranges of numbers."""
+KINDS = {str: "a text", bool: "true or false"}
+"""Types of fields, and their names in messages."""
 CHOICES = {
     "train.packing": ("best-fit", "greedy-crop", "greedy-pad", "first-fit-decreasing", "stream"),
     "train.fp8": ("off", "head", "all"),
@@ -95,22 +95,26 @@ def check_body(body: Any) -> None:
     typed(body, RecipeBody)
     for part, kind in PARTS.items():
         _check_fields(typed(body.get(part, {}), kind), f"{part}.")
-    for name in BOUNDS.keys() & {name for name in RecipeBody.__annotations__ if body.get(name) is not None}:
-        refuse_outside(name, body[name], flag(name))
+    for name, kind in annotations(Recipe).items():
+        if body.get(name) is not None:
+            refuse_outside(kind, body[name], flag(name))
+
+
+def annotation_of(name: str) -> Any:
+    """The annotation of a recipe's field, such as train.steps."""
+    part, _, own = name.rpartition(".")
+    return annotations(PARTS[part] if part else Recipe)[own]
 
 
 def _check_fields(part: Any, prefix: str) -> None:
     """Checks the type and the range of every field. part: a recipe or a part of one."""
-    for f in fields(part):
-        name, value = prefix + f.name, getattr(part, f.name)
-        kind, _, optional = str(f.type).partition(" | ")
-        if value is None and optional == "None":
+    for own, kind in annotations(type(part)).items():
+        name, value, kinds = prefix + own, getattr(part, own), get_args(kind) if get_origin(kind) in UNIONS else (kind,)
+        if value is None and type(None) in kinds:
             continue
-        if kind in ("int", "float"):
-            refuse_outside(name, value, flag(name))
-        elif kind in KINDS:
-            of, called = KINDS[kind]
-            _refuse(not isinstance(value, of), f"{flag(name)} must be {called}, not {value!r}")
+        refuse_outside(kind, value, flag(name))
+        if kinds[0] in KINDS:
+            _refuse(not isinstance(value, kinds[0]), f"{flag(name)} must be {KINDS[kinds[0]]}, not {value!r}")
 
 
 def _check_sources(recipe: Recipe) -> None:
@@ -120,9 +124,9 @@ def _check_sources(recipe: Recipe) -> None:
         _refuse(not one.source.strip(), "conversations is empty: name a file, a folder or a data set")
         _refuse(not one.split, f"split of {one.source} is empty: name a split of the data set, such as train")
         _refuse(one.column == "", f"column of {one.source} is empty: name what holds the list of messages")
-        refuse_outside("conversations.repeats", one.repeats, f"repeats of {one.source}")
-        if one.limit is not None:
-            refuse_outside("conversations.limit", one.limit, f"limit of {one.source}")
+        for name in ("repeats", "limit"):
+            if (value := getattr(one, name)) is not None:
+                refuse_outside(annotations(ConversationSource)[name], value, f"{name} of {one.source}")
 
 
 def check_shape(model: ModelRecipe) -> None:

@@ -20,7 +20,7 @@ FILES = sorted((ROOT / "quern").rglob("*.py"))
 LAYERS = (
     (
         *"machine compiler mesh recipe resolve validate".split(),
-        *"constructors bounds records temporaries terminal child waits".split(),
+        *"constructors ranges records temporaries terminal child waits".split(),
     ),  # files of quern/ itself; these may import each other
     ("text", "data", "flags", "cluster", "kernels", "kernels.attention", "optim"),
     ("text.tinyworld", "text.clean", "text.encode", "model"),

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Interval
 
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID
+from quern.ranges import Amount, Count, Few, Seed, Threads
 from quern.resolve import MICRO_BATCH_TOKENS
 
 What = Literal["tokenizer", "encode", "packing", "loading", "train", "prefill", "decode", "attention", "windows",
@@ -31,10 +33,10 @@ class BenchOptions:
     """What to measure. Default: all except prepare, ranks, grug, serve and quality."""
     out: Path = Path("out")
     """The folder of the records, which are written to bench/ in it."""
-    rounds: int = 5
+    rounds: Few = 5
     """How often each figure is measured."""
-    seed: int = 0
-    batch_tokens: int = MICRO_BATCH_TOKENS
+    seed: Seed = 0
+    batch_tokens: Count = MICRO_BATCH_TOKENS
     """`train`, `ranks`, `grug`: tokens of one optimizer step, in micro-batches of at most 4,096."""
     trace: Annotated[Path | None, UNSAID] = None
     """`ranks`: also write a timeline of some steps to this file, for ui.perfetto.dev. Default: none."""
@@ -42,17 +44,17 @@ class BenchOptions:
     """`train`: also measure start-up time and peak memory of new processes, which takes longest."""
     data: Annotated[Path | None, UNSAID] = None
     """Text for tokenizer, encode, prepare and packing: a file or a folder. Default: the built-in world."""
-    megabytes: float = 8.0
+    megabytes: Amount = 8.0
     """How much of that text to use."""
-    documents: int = 1_000_000
+    documents: Annotated[int, Interval(ge=1, le=10**9)] = 1_000_000
     """`packing`: documents of the corpus whose loader is started and resumed; 100,000,000 takes minutes."""
     train: Annotated[Path | None, UNSAID] = None
     """`quality`: the training text, a file or a folder. It has no default."""
     val: Annotated[Path | None, UNSAID] = None
     """`quality`: the validation text. It has no default."""
-    minutes: float = 10.0
+    minutes: Amount = 10.0
     """`quality`: minutes of training, counted in steps only."""
-    depth: int = 4
+    depth: Annotated[int, Interval(ge=1, le=1000)] = 4
     """`quality`: the depth of the recipe."""
     quick: bool = False
     """Use tiny sizes, to see that everything runs; the figures mean nothing."""
@@ -60,7 +62,7 @@ class BenchOptions:
     """Default: the fastest device of the machine."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 where it is measured to be faster."""
-    threads: Annotated[int | None, UNSAID] = None
+    threads: Annotated[Threads | None, UNSAID] = None
     """CPU threads. Default: one for each core."""
     compile: bool = True
     """--no-compile runs eagerly."""

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from quern.bounds import refuse_outside
 from quern.chat.conversation import Conversation
 from quern.chat.lines import QUOTES
 from quern.chat.xray import xray
 from quern.generate.sampling import Sampling
+from quern.ranges import Count, Seed, annotations, refuse_outside
 from quern.records import read_regular
 from quern.temporaries import write_whole
 from quern.text.chat import parts
@@ -138,7 +138,7 @@ def change(conversation: Conversation, text: str, name: str) -> None:
     """Sets a number, if there is one, and shows all numbers that can be set."""
     if text:
         value = _number(text)
-        refuse_outside(name, value, name)
+        refuse_outside(OF_CONVERSATION.get(name, annotations(Sampling).get(name)), value, name)
         if name in OF_SAMPLING:
             conversation.sampling = replace(conversation.sampling, **{name: value})
         else:
@@ -170,7 +170,7 @@ def _count(conversation: Conversation) -> str:
 
 
 OF_SAMPLING = tuple(f.name for f in fields(Sampling))
-OF_CONVERSATION = ("max_tokens", "seed")
+OF_CONVERSATION = {"max_tokens": Count, "seed": Seed}
 SETTINGS = (*OF_SAMPLING, *OF_CONVERSATION)
 COMMANDS: dict[str, Command] = {
     "/help": Command(show_help, "", "lists the commands"),

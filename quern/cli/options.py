@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from annotated_types import Interval
 
 from quern.cluster.connect import cluster_cpus, connect
 from quern.flags.check_flags import UNSAID
 from quern.generate.sampling import Sampling
+from quern.ranges import Amount, Count, Few, Port, Seed, Threads
 from quern.recipe import Recipe
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST
@@ -54,7 +56,7 @@ class RunOptions(ReportOptions):
     """Default: the fastest device available."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 if it is measured to be faster."""
-    threads: Annotated[int | None, UNSAID] = None
+    threads: Annotated[Threads | None, UNSAID] = None
     """CPU threads. Default: one per core."""
     compile: bool = True
     """--no-compile runs eagerly."""
@@ -82,7 +84,7 @@ class TokenizerOptions:
 class EncodingOptions:
     """A verb that turns text into tokens."""
 
-    workers: Annotated[int | None, UNSAID] = None
+    workers: Annotated[Few | None, UNSAID] = None
     """Processes that turn text into tokens. Default: one per CPU thread, at most 16."""
 
 
@@ -127,20 +129,20 @@ class RanksOptions:
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
     resume: bool = False
     """Continue from the newest good checkpoint, with the run's recipe, text and tokenizer; `run` also does without."""
-    ranks: int = 1
+    ranks: Few = 1
     """Processes on this machine that train together."""
-    nodes: int = 1
+    nodes: Few = 1
     """Machines that run this command together, with the same number of ranks each."""
     rendezvous: str = ""
     """With several nodes: host:port, a free port of one of the nodes."""
-    tp: int = 1
+    tp: Few = 1
     """Ranks that share one replica of the model (tensor parallelism); the replicas are data parallel."""
     zero: Literal[2, 3] = 2
     """What the replicas share: 2, the optimizer's state; 3, also parameters and gradients, which are gathered block by
     block: less memory, more communication."""
-    restarts: int = 3
+    restarts: Annotated[int, Interval(ge=0, le=10**6)] = 3
     """With several ranks: how often all ranks restart after one fails."""
-    timeout: float = 60.0
+    timeout: Amount = 60.0
     """With several ranks: seconds without progress in a training step until all ranks restart."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to these."""
@@ -154,7 +156,7 @@ class RanksOptions:
 class RunAllOptions(EncodingOptions, RanksOptions):
     """Flags of `quern run`."""
 
-    questions: int = 200
+    questions: Few = 200
     """Held-out questions of each kind in the evaluation."""
     sft: bool = True
     """--no-sft skips fine-tuning and leaves a base model."""
@@ -188,7 +190,7 @@ class _ModelOptions:
 class EvaluateOptions(_ModelOptions):
     """Flags of `quern evaluate`."""
 
-    questions: int = 200
+    questions: Few = 200
     """Held-out questions of each kind."""
     tasks: tuple[str, ...] = ()
     """Built-in tasks by name, task files (.py), core and core/TASK, or chat and chat/TASK. Default: the built-in tasks
@@ -196,11 +198,11 @@ class EvaluateOptions(_ModelOptions):
     bundle: Annotated[Path | None, UNSAID] = None
     """The folder with the files of CORE's tasks (.jsonl, .jsonl.gz), for --tasks core. Default: core, the public
     bundle, which is downloaded."""
-    limit: Annotated[int | None, UNSAID] = None
+    limit: Annotated[Annotated[int, Interval(ge=1, le=10**7)] | None, UNSAID] = None
     """The most questions of each task of CORE, of the chat tasks and of --harness. Default: all."""
     chat_data: Annotated[Path | None, UNSAID] = None
     """The folder with the files of ARC, MMLU, GSM8K and HumanEval, for --tasks chat. Default: they are downloaded."""
-    samples: int = 1
+    samples: Few = 1
     """Programs for each problem of HumanEval: above 1, pass@k is estimated from so many at temperature 0.8."""
     contamination: bool = False
     """Also compute the share of each task's questions that have 13 words in a row in common with the training text,
@@ -211,7 +213,7 @@ class EvaluateOptions(_ModelOptions):
     """Ask nothing; check that the tasks that are named can be asked: names, files, packages. Needs no model."""
     harness: tuple[str, ...] = ()
     """Also ask these tasks of lm-evaluation-harness: names, or files NAME.yaml. Needs the extra `eval`."""
-    ranks: int = 1
+    ranks: Few = 1
     """Processes on this machine that share the questions and the text."""
     stage: Annotated[Literal["pretrain", "sft", "rl"] | None, UNSAID] = None
     """Evaluate only this stage. Default: the untrained model and every stage of the run."""
@@ -222,9 +224,9 @@ class _GenerateOptions(_ModelOptions):
     """Flags of both `quern complete` and `quern chat`."""
 
     sampling: Annotated[Sampling, FLAT] = field(default_factory=lambda: Sampling(temperature=0.7, top_k=50))
-    max_tokens: int = 256
+    max_tokens: Count = 256
     """The most tokens in a reply."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling."""
 
 
@@ -237,7 +239,7 @@ class CompleteOptions(_GenerateOptions):
     with -: standard input."""
     stage: Literal["pretrain", "sft", "rl"] = "pretrain"
     """The stage whose model continues the text."""
-    samples: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    samples: Annotated[Few, tyro.conf.arg(aliases=["-n"])] = 1
     """Completions of the prompt, separated by a line ---."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """End a completion before this text. Repeat the flag for several texts; $'\\n' is a newline in most shells."""
@@ -278,25 +280,25 @@ class ServeOptions(_ModelOptions):
     trusted_proxy: tuple[str, ...] = ()
     """Addresses or networks of proxies, such as 127.0.0.1: the client's address is then the one that they report in
     X-Forwarded-For. Default: none is believed."""
-    port: int = 8000
+    port: Port = 8000
     """The port to listen on; 0 picks a free one."""
     keys: Annotated[Path | None, UNSAID] = None
     """A file with the SHA-256 hash of an API key and the holder's name in each line. Default: no key is asked for."""
     access_log: Annotated[Path | None, UNSAID] = None
     """Append a JSON line for each request, without its text. Default: no log."""
-    prefix_megabytes: float = 256.0
+    prefix_megabytes: Annotated[float, Interval(ge=0, le=1e6)] = 256.0
     """Memory of each model for prompts that were read: later ones with the same beginning start sooner. 0 for none."""
     also: tuple[str, ...] = ()
     """Further runs to serve. Requests choose by name: quern-RUN."""
-    watch_seconds: float = 0.0
+    watch_seconds: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """Look so often for a newer checkpoint, and send new requests to it; 0 for never."""
-    replicas: int = 1
+    replicas: Annotated[int, Interval(ge=1, le=2**10)] = 1
     """Processes that each have the models and share the port; on GPUs, one GPU each. The log names a port of each."""
-    requests_per_minute: int = 0
+    requests_per_minute: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """The most POST requests by one holder of a key, or by one address without keys; 0 for any number."""
-    requests_at_once: int = 0
+    requests_at_once: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """The most open POST requests by one holder of a key, or by one address without keys; 0 for any number."""
-    request_seconds: float = 600.0
+    request_seconds: Amount = 600.0
     """The longest time that a request may take."""
     cors: tuple[str, ...] = ()
     """Origins, as https://example.org, whose web pages may use the API in a browser. Default: none."""

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Interval
 
 from quern.flags.check_flags import UNSAID
+from quern.ranges import Amount, Few
 from quern.recipe import Recipe
 
 
@@ -17,7 +19,7 @@ class PlanOptions:
     """Flags of `quern lab plan`: the fields of the recipe, and the hardware."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    gpus: int = 8
+    gpus: Few = 8
     """Number of GPUs in all; of ranks, for --gpu cpu."""
     gpu: Literal["a100", "h100", "h200", "b200", "l40s", "rtx4090", "cpu"] = "h100"
     """cpu: ranks that share this machine, whose matrix products are measured."""
@@ -25,11 +27,11 @@ class PlanOptions:
         "ib-ndr"
     )
     """Between machines; ib: an adapter for each GPU, ethernet: one for each machine."""
-    per_machine: Annotated[int | None, UNSAID] = None
+    per_machine: Annotated[Few | None, UNSAID] = None
     """GPUs in one machine. Default: as machines are usually sold."""
-    matmul_tflops: Annotated[float | None, UNSAID] = None
+    matmul_tflops: Annotated[Amount | None, UNSAID] = None
     """Measured rate of a GPU's large matrix products (`quern bench train`). Default: 70 % of its peak."""
-    dollars_per_hour: Annotated[float | None, UNSAID] = None
+    dollars_per_hour: Annotated[Annotated[float, Interval(ge=0, le=1e6)] | None, UNSAID] = None
     """What one GPU costs. Default: as in quern/estimate/hardware.py."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     compile: bool = True

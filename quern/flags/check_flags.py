@@ -7,16 +7,15 @@ tyro converts the values and prints the help.
 from __future__ import annotations
 
 import difflib
-import types
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from quern.bounds import refuse_outside
+from quern.ranges import UNIONS, range_of, refuse_outside
 
 T = TypeVar("T")
 
@@ -26,7 +25,6 @@ SUPPRESSED, POSITIONAL, APPENDED = (
     get_args(mark[int])[1:] for mark in (tyro.conf.Suppress, tyro.conf.Positional, tyro.conf.UseAppendAction)
 )
 NUMBERS = {int: "a whole number", float: "a number"}
-UNIONS = (Union, types.UnionType)
 NEAREST = 3
 ALIKE = 0.7
 """The most suggestions for an unknown name, and the least similarity (difflib's ratio) of a suggestion."""
@@ -69,17 +67,13 @@ def _parsed_text(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 @dataclass(frozen=True)
 class Flag:
     """name: with dashes, such as --train.log-every; kind: the type of its value; required: it has no default; appended:
-    given again, it adds values."""
+    given again, it adds values; annotation: that of its field, with the range."""
 
     name: str
     kind: Any
     required: bool = False
     appended: bool = False
-
-    @property
-    def field(self) -> str:
-        """train.log_every for --train.log-every."""
-        return self.name[2:].replace("-", "_")
+    annotation: Any = None
 
     @property
     def many(self) -> bool:
@@ -170,19 +164,19 @@ def check(kind: type, arguments: Sequence[str], prog: str, complete: bool = Fals
     return read
 
 
-def numbers(kind: type) -> list[str]:
-    """The flags of a dataclass that take a number, by their names in quern/bounds.py."""
-    return [flag.field for flag, _ in _flags(kind) if flag.number is not None]
+def unlimited(kind: type) -> list[str]:
+    """The flags of a dataclass that take a number of any range."""
+    return [flag.name for flag, _ in _flags(kind) if flag.number and range_of(flag.annotation) is None]
 
 
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
     """Every flag of a dataclass with all its spellings."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints, plain = get_type_hints(kind, include_extras=True), get_type_hints(kind)
     for f in fields(kind):
         hint = hints[f.name]
         if _is(hint, SUPPRESSED) or _is(hint, POSITIONAL):
             continue
-        bare, marks = _bare(hint), getattr(hint, "__metadata__", ())
+        bare, marks = plain[f.name], getattr(hint, "__metadata__", ())
         if get_origin(bare) in UNIONS:  # several values, or None
             bare = next((kind for kind in get_args(bare) if get_origin(kind) is tuple), bare)
         own = next((mark.name for mark in marks if getattr(mark, "name", None) is not None), f.name)
@@ -191,7 +185,7 @@ def _flags(kind: type, prefix: str = "") -> Iterator[tuple[Flag, list[str]]]:
             yield from _flags(bare, f"{prefix}{own}." if own else prefix)
             continue
         required = f.default is MISSING and f.default_factory is MISSING
-        flag = Flag(_dashed(f"--{prefix}{own}"), bare, required, _is(hint, APPENDED))
+        flag = Flag(_dashed(f"--{prefix}{own}"), bare, required, _is(hint, APPENDED), hint)
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
         yield flag, [flag.name, *aliases, *([negated(flag.name)] if bare is bool else [])]
 
@@ -235,7 +229,7 @@ def _check_values(flag: Flag, typed: str, values: list[str]) -> None:
         if (names and value not in names) or (kind in NUMBERS and not _reads(kind, value)):
             raise ValueError(f"{typed} takes {takes}, not '{value}'")
         if flag.number is not None:
-            refuse_outside(flag.field, flag.number(value), flag.name)
+            refuse_outside(flag.annotation, flag.number(value), flag.name)
         if hasattr(kind, "parse"):
             try:
                 kind.parse(value)

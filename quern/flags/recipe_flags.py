@@ -107,7 +107,7 @@ def _offered(part: Any, hidden: set[str], filled: Any, derived: str | None, pref
 
     For a field that is None, the help shows `derived` or the field's value in `filled`, the resolved part.
     """
-    hints = get_type_hints(type(part))
+    hints = get_type_hints(type(part), include_extras=True)
     offered, values = [], {}
     for f in fields(part):
         name, kind, value = prefix + f.name, hints[f.name], getattr(part, f.name)

@@ -1,35 +1,38 @@
 """`Sampling`: the parameters of the choice of a token. sample.py chooses."""
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
-from quern.bounds import refuse_outside
+from annotated_types import Interval
+
+from quern.ranges import Share, annotations, refuse_outside
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises ValueError for a field outside its range (quern/bounds.py).
+    """How the next token is chosen. Raises ValueError for a field outside its range.
 
     The command line's flags and the HTTP API's fields are derived from these fields.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Interval(ge=0, le=100)] = 1.0
     """0 always picks the most likely token."""
-    top_k: int = 0
+    top_k: Annotated[int, Interval(ge=0, le=2**24)] = 0
     """Choose among this many of the most likely tokens; 0 for all."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Choose among the most likely tokens that together have this probability; 1 for all, 0 for the most likely one."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Choose among the tokens with at least this share of the most likely token's probability; 0 for all."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Interval(ge=-2, le=2)] = 0.0
     """Subtracted from the logit of each token that is in the reply already."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Interval(ge=-2, le=2)] = 0.0
     """Subtracted from a token's logit for each time that it is in the reply."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Interval(gt=0, le=100)] = 1.0
     """Logits of tokens of the prompt and the reply are divided by it, negative ones multiplied; 1 is none."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            refuse_outside(f.name, getattr(self, f.name), f.name)
+            refuse_outside(annotations(Sampling)[f.name], getattr(self, f.name), f.name)
 
     @property
     def penalises(self) -> bool:

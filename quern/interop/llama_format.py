@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quern.bounds import refuse_outside
 from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
+from quern.ranges import annotations, refuse_outside
 from quern.recipe import ModelRecipe
 from quern.records import typed
 from quern.text.tokenizer import Tokenizer
@@ -37,18 +37,18 @@ MERGED = ("mlp.gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight")
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Fields of config.json, and the only value that quern computes; it is also the value of a missing field."""
 RANGES = {
-    "hidden_size": "model.width",
-    "intermediate_size": "model.mlp_width",
-    "max_position_embeddings": "model.context",
-    "num_attention_heads": "model.heads",
-    "num_key_value_heads": "model.kv_heads",
-    "head_dim": "model.head_dim",
-    "num_hidden_layers": "model.depth",
-    "vocab_size": "model.vocab_size",
-    "rms_norm_eps": "model.norm_eps",
-    "rope_theta": "model.rope_base",
+    "hidden_size": "width",
+    "intermediate_size": "mlp_width",
+    "max_position_embeddings": "context",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "num_hidden_layers": "depth",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_base",
 }
-"""Numbers of config.json, and the field of a recipe whose range each has."""
+"""Numbers of config.json, and the field of `ModelRecipe` whose range each has."""
 
 
 def weights_to(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
     for name, field in RANGES.items():
         value = base if name == "rope_theta" else config.get(name)
         if value is not None or name not in ("num_key_value_heads", "head_dim"):
-            refuse_outside(field, value, f"{name} of its config.json")
+            refuse_outside(annotations(ModelRecipe)[field], value, f"{name} of its config.json")
     width, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelRecipe(
         depth=config["num_hidden_layers"],

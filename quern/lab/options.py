@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from annotated_types import Interval
 
 from quern.flags.check_flags import UNSAID
+from quern.ranges import Few, Port, Positive, Rate, Seed, Threads
 from quern.recipe import Recipe
 
 
@@ -20,7 +22,7 @@ class DeviceOptions:
     """Default: the fastest device available."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 if it is measured to be faster."""
-    threads: Annotated[int | None, UNSAID] = None
+    threads: Annotated[Threads | None, UNSAID] = None
     """CPU threads of all workers. Default: one per core."""
     compile: bool = True
     """--no-compile runs eagerly."""
@@ -53,23 +55,23 @@ class CompareOptions:
     study: Annotated[str | None, UNSAID] = None
     """The study's name; an existing study continues, also in several processes at a time. Default: from the names of
     the arms, or ladder."""
-    workers: int = 1
+    workers: Few = 1
     """Arms that train at the same time: on GPUs each worker has one, on a CPU they share its threads."""
     ray: Annotated[str | None, UNSAID] = None
     """A Ray cluster whose machines train the arms: auto or HOST:PORT. Default: this machine."""
     ladder: bool = False
     """Compare on the ladder's sizes, for compute multipliers and their trend."""
-    rungs: tuple[int, ...] = (0,)
+    rungs: tuple[Annotated[Annotated[int, Interval(ge=0, le=100)], Interval(ge=0, le=100)], ...] = (0,)
     """With --ladder: the rungs to climb. An idea goes up unless it is clearly worse or makes no difference."""
     every: bool = False
     """With --ladder: take every idea up, whatever its verdict."""
     tune: str = ""
     """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
-    delta: float = 0.005
+    delta: Rate = 0.005
     """Bits per byte. A smaller difference does not matter."""
-    alpha: float = 0.05
+    alpha: Annotated[float, Interval(ge=1e-06, le=0.5)] = 0.05
     """The share of the ideas called better or worse that may be expected to make no difference."""
-    most_pairs: int = 8
+    most_pairs: Annotated[int, Interval(ge=1, le=1000)] = 8
     """An idea that is not decided after so many pairs stays undecided."""
     any_delta: bool = False
     """Start although so many pairs cannot show that an idea changes less than delta."""
@@ -105,17 +107,17 @@ class SweepOptions:
     pruner: Literal["none", "wilcoxon", "hyperband"] = "none"
     """wilcoxon: a trial ends after the seed at which it is worse than the best one. hyperband: a trial's first run ends
     at the validation at which it falls behind."""
-    trials: int = 50
+    trials: Few = 50
     """Trials that are to finish, those of earlier starts included."""
-    seeds: int = 3
+    seeds: Few = 3
     """Runs of each trial, with the same seeds in every trial."""
-    evaluations: int = 8
+    evaluations: Few = 8
     """Validations of each run."""
-    sampler_seed: int = 0
+    sampler_seed: Seed = 0
     """Seed of the sampler."""
     storage: Annotated[str | None, UNSAID] = None
     """A journal file, sqlite:///PATH or postgresql://USER@HOST/NAME. Default: a journal in the study's folder."""
-    workers: int = 1
+    workers: Few = 1
     """Processes on this machine that run trials at the same time. On another machine with the same storage, run the
     same command."""
     where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
@@ -135,22 +137,22 @@ class ScalingOptions:
     """Flags of `quern lab scaling`: the fields of the recipe, and the grid."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    budgets: tuple[float, ...] = (1e13, 3e13, 1e14, 3e14)
+    budgets: tuple[Annotated[float, Interval(gt=0, le=1e30)], ...] = (1e13, 3e13, 1e14, 3e14)
     """Training FLOPs of a run."""
     sizes: tuple[str, ...] = ("1", "2", "3", "4", "5", "6", "7")
     """Models of each budget: a depth, or DEPTHxWIDTH."""
-    seeds: int = 1
+    seeds: Few = 1
     """Runs of each cell, with seeds 0, 1, …"""
     study: str = "scaling"
     """The study's name."""
     out: Path = Path("out")
     """The output folder; the study is in lab/ below it."""
-    tokens_per_second: Annotated[float | None, UNSAID] = None
+    tokens_per_second: Annotated[Positive | None, UNSAID] = None
     """Measured training speed of the recipe at its own --depth (`quern bench train`), to estimate the time. Default: no
     estimate before the first run."""
-    resamples: int = 1000
+    resamples: Annotated[int, Interval(ge=100, le=10**6)] = 1000
     """Resamples of the bootstrap."""
-    level: float = 0.95
+    level: Annotated[float, Interval(ge=0.5, le=0.999)] = 0.95
     """Level of the intervals."""
     plan: bool = False
     """Print the plan and stop."""
@@ -173,7 +175,7 @@ class BoardOptions:
 
     out: Path = Path("out")
     """The output folder: runs are in its folder runs, studies in its folder lab."""
-    port: int = 8010
+    port: Port = 8010
     """The port to listen on; 0 picks a free one."""
     host: str = "127.0.0.1"
     """The address to listen on. Other hosts can connect to any address but loopback, and there is no password."""

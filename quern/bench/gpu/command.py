@@ -26,9 +26,9 @@ from quern.bench.gpu.real import real
 from quern.bench.gpu.setup import QUICK_ROUNDS, ROUNDS, GpuBench, first_line, measure_limits
 from quern.bench.gpu.train import training_bf16, training_fp8
 from quern.bench.measure import Bench, Figure, OutOfTime, head, load_average, number, table, write
-from quern.bounds import refuse_outside
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect
+from quern.ranges import Amount, Seed, Threads, refuse_outside
 from quern.temporaries import write_whole
 
 SECTIONS: dict[str, tuple[Callable[[GpuBench], Iterator[Figure]], float]] = {
@@ -102,9 +102,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="use tiny sizes, to see that everything runs; the figures mean nothing")
     add("--no-compile", dest="compile", action="store_false", help="run eagerly")
     options = parser.parse_args(list(arguments))
-    for name in ("minutes", "seed", "threads"):
+    for name, kind in (("minutes", Amount), ("seed", Seed), ("threads", Threads)):
         if getattr(options, name) is not None:
-            refuse_outside(name, getattr(options, name), f"--{name}")
+            refuse_outside(kind, getattr(options, name), f"--{name}")
     return options
 
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Self
 
-from quern.bounds import refuse_outside
 from quern.generate.sandbox.program import Limits, Outcome, Program, SandboxError
 from quern.generate.sandbox.tiers import HOW, TIERS, check_machine
 from quern.generate.sandbox.worker import Worker
+from quern.ranges import Few, refuse_outside
 
 
 class Sandbox:
@@ -30,7 +30,7 @@ class Sandbox:
     """
 
     def __init__(self, workers: int = 2, limits: Limits | None = None, tier: str | None = None) -> None:
-        refuse_outside("workers", workers, "workers")
+        refuse_outside(Few, workers, "workers")
         if tier is not None and tier not in TIERS:
             raise ValueError(f"no tier {tier!r}: the tiers are {', '.join(TIERS)}")
         self.limits = limits or Limits()

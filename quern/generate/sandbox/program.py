@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Literal
 
-from quern.bounds import refuse_outside
+from annotated_types import Interval
+
+from quern.ranges import Amount, annotations, refuse_outside
 
 Reason = Literal["passed", "failed", "exception", "exit", "timeout", "memory", "output", "killed"]
 
@@ -53,16 +55,16 @@ class Limits:
         ValueError: A limit is outside its range.
     """
 
-    seconds: float = 10.0
-    cpu_seconds: float = 5.0
-    memory_megabytes: int = 512
-    file_megabytes: int = 16
-    output_kilobytes: int = 64
-    threads: int = 16
+    seconds: Amount = 10.0
+    cpu_seconds: Amount = 5.0
+    memory_megabytes: Annotated[int, Interval(ge=32, le=10**6)] = 512
+    file_megabytes: Annotated[int, Interval(ge=1, le=1000)] = 16
+    output_kilobytes: Annotated[int, Interval(ge=1, le=1000)] = 64
+    threads: Annotated[int, Interval(ge=0, le=1000)] = 16
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            refuse_outside(f"sandbox.{field.name}", getattr(self, field.name), field.name)
+            refuse_outside(annotations(Limits)[field.name], getattr(self, field.name), field.name)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from quern.bounds import refuse_outside
 from quern.lab.board.reader import Board, NotFound
 from quern.lab.options import BoardOptions
+from quern.ranges import Port, refuse_outside
 from quern.serve.gate.hosts import Hosts
 
 MAX_BODY_BYTES = 4 << 20
@@ -159,7 +159,7 @@ def run(options: BoardOptions, log: Callable[[str], None]) -> int:
         ValueError: The port is out of range.
         OSError: The address cannot be used.
     """
-    refuse_outside("port", options.port, "--port")
+    refuse_outside(Port, options.port, "--port")
     if not options.out.is_dir():
         raise FileNotFoundError(f"there is no folder {options.out}: name the output folder of your runs with --out")
     with Server(options) as server:

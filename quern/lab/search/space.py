@@ -7,7 +7,7 @@ A space is a list of entries, or a TOML file of them. An entry is a field of the
     train.batch-tokens=4096..16384:4096    a range with a step
     model.windows=SSSL,SSL,L               choices
 
-Values are checked against the types of the recipe's fields, quern/bounds.py and quern/validate.py. A combination of
+Values are checked against the types and ranges of the recipe's fields, and quern/validate.py. A combination of
 values that no run can have is found only when its trial starts.
 """
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from quern.bounds import BOUNDS, refuse_outside
 from quern.flags.recipe_flags import field_names
+from quern.ranges import range_of, refuse_outside
 from quern.recipe import FOR_FINE_TUNING, OPERATIONAL, Recipe
-from quern.validate import FILLED_IN, check, flag, why_unused
+from quern.validate import FILLED_IN, annotation_of, check, flag, why_unused
 
 FORMS = (
     "write optim.matrix-lr=0.005..0.08:log or train.warmdown-share=0.3..0.9 (a range), "
@@ -101,7 +101,7 @@ class Dimension:
     def edge(self, value: Any) -> str | None:
         """Whether a value is at the "lower" or "upper" edge, beyond which the field could go.
 
-        An end that is also the limit in quern/bounds.py is no edge. Of choices, only those of at least three numbers
+        An end that is also the limit of the field's range is no edge. Of choices, only those of at least three numbers
         have edges.
         """
         low, high, within = self.low, self.high, EDGE_SHARE
@@ -111,10 +111,10 @@ class Dimension:
                 return None
             low, high, within = min(numbers), max(numbers), 0.0
         share = (_scale(value, self.log) - _scale(low, self.log)) / (_scale(high, self.log) - _scale(low, self.log))
-        bounds = BOUNDS.get(self.name)
-        if share <= within and (bounds is None or low > bounds.low):
+        allowed = range_of(annotation_of(self.name))
+        if share <= within and (allowed is None or low > allowed.ends[0]):
             return "lower"
-        return "upper" if share >= 1 - within and (bounds is None or high < bounds.high) else None
+        return "upper" if share >= 1 - within and (allowed is None or high < allowed.ends[1]) else None
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _range(name: str, text: str, parts: tuple[str, str, str], kinds: tuple[type,
 def _refuse_range(name: str, values: Sequence[Any]) -> None:
     for value in values:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            refuse_outside(name, value, flag(name))
+            refuse_outside(annotation_of(name), value, flag(name))
 
 
 def _kinds(recipe: Recipe, name: str) -> tuple[type, ...]:

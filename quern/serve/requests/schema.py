@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError, create_model
 
-from quern.bounds import BOUNDS, Bounds
 from quern.generate.sampling import Sampling
+from quern.ranges import annotations
 from quern.serve.requests.errors import ApiError, Items, Strict
 from quern.serve.requests.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
 from quern.serve.requests.messages import ChatMessage
@@ -51,18 +51,12 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
-OWN_BOUNDS = {"temperature": Bounds(0, 2)}
-"""Ranges of OpenAI's API that are narrower than those of quern/bounds.py."""
-
-
-def _field_of(name: str, kind: Any) -> tuple[Any, Any]:
-    """A field of `Sampling` as a pydantic field with the same range; null means the default."""
-    bounds = OWN_BOUNDS.get(name) or BOUNDS[name]
-    limits: dict[str, Any] = {"gt" if bounds.above else "ge": bounds.low, "lt" if bounds.below else "le": bounds.high}
-    return kind | None, Field(default=None, **limits)
-
-
-_SAMPLING_FIELDS: dict[str, Any] = {f.name: _field_of(f.name, f.type) for f in fields(Sampling)}
+_OWN = {"temperature": Annotated[float, Field(ge=0, le=2)]}
+"""Fields whose range is narrower in OpenAI's API than in `Sampling`."""
+_SAMPLING_FIELDS: dict[str, Any] = {
+    name: (kind | None, None) for name, kind in {**annotations(Sampling), **_OWN}.items()
+}
+"""The fields of `Sampling` with their ranges; null means the default."""
 _SamplingRequest = create_model("_SamplingRequest", __base__=Strict, **_SAMPLING_FIELDS)
 
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from annotated_types import Interval
 
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID, negated
 from quern.flags.recipe_flags import named, parse, value_of
+from quern.ranges import Few, Threads
 from quern.recipe import Recipe
 from quern.recipes import load_recipe
 from quern.records import find_trackers
@@ -38,11 +40,11 @@ VERBS = {
 class Axes:
     """Sizes of the mesh axes; see quern/grug/mesh.py."""
 
-    replica_dcn: int = 1
-    replica: int = 1
-    data: Annotated[int | None, UNSAID] = None
+    replica_dcn: Few = 1
+    replica: Few = 1
+    data: Annotated[Few | None, UNSAID] = None
     """Default: all devices that remain for this axis."""
-    model: int = 1
+    model: Few = 1
 
 
 @dataclass
@@ -51,9 +53,9 @@ class Processes:
 
     coordinator: Annotated[str | None, UNSAID] = None
     """host:port of process 0. Default: a single process."""
-    count: Annotated[int | None, UNSAID] = None
+    count: Annotated[Few | None, UNSAID] = None
     """The number of processes. Default: that of the cluster, if JAX detects one."""
-    id: Annotated[int | None, UNSAID] = None
+    id: Annotated[Annotated[int, Interval(ge=0, le=10**6)] | None, UNSAID] = None
     """The number of this process, from 0. Default: that of the cluster, if JAX detects one."""
     scheduler: bool = False
     """Ask Slurm, Open MPI, Kubernetes or the TPU pod for the above."""
@@ -69,7 +71,7 @@ class JaxRunOptions:
     """The run's name."""
     dtype: Annotated[Literal["bf16", "fp32"] | None, UNSAID] = None
     """Default: bf16 on accelerators, and on CPUs if it is measured to be clearly faster."""
-    cpu_devices: Annotated[int | None, UNSAID] = None
+    cpu_devices: Annotated[Threads | None, UNSAID] = None
     """Split the CPU into this many devices, to try a mesh. Default: one device."""
     mesh: Axes = field(default_factory=Axes)
     processes: Processes = field(default_factory=Processes)
@@ -109,9 +111,9 @@ class GauntletOptions:
     """A Python file that ends in a recipe of the JAX twin (docs/grug.md), or gpt for the core as it is."""
     out: Path = Path("out")
     """The output folder; the record is <out>/gauntlet/<name of the recipe>.json."""
-    steps: int = 10
+    steps: Few = 10
     """Timed steps."""
-    cpu_devices: int = 4
+    cpu_devices: Threads = 4
     """On a CPU: split it into this many devices, to compare sharded with unsharded training."""
 
 

@@ -1,0 +1,91 @@
+"""Ranges of numbers, in the annotations of fields: `steps: Count`. Flags, recipes, saved files and HTTP read them.
+
+The ranges exclude values that no run could use (NaN, infinity, values that overflow later); limits that depend on other
+fields are in `validate.py`. A text beside the interval ends the message about a value outside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Interval
+
+Count = Annotated[int, Interval(ge=1, le=10**12)]
+"""Steps and tokens."""
+Few = Annotated[int, Interval(ge=1, le=10**6)]
+"""Processes, devices, questions."""
+Seed = Annotated[int, Interval(ge=0, le=10**18)]
+Threads = Annotated[int, Interval(ge=1, le=4096)]
+Port = Annotated[int, Interval(ge=0, le=2**16 - 1)]
+Positive = Annotated[float, Interval(gt=0, le=1e9)]
+Amount = Annotated[float, Interval(gt=0, le=1e6)]
+"""Megabytes, minutes, epochs."""
+Rate = Annotated[float, Interval(ge=0, le=1000)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+SHOWN_CHARACTERS = 40
+UNIONS = (Union, UnionType)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of numbers. whole: only whole numbers; instead: what to do instead of a value outside the range."""
+
+    interval: Interval
+    whole: bool
+    instead: str = ""
+
+    @property
+    def ends(self) -> tuple[Any, Any]:
+        """The lowest and the highest number, or the open ends."""
+        low, high = self.interval.ge, self.interval.le
+        return self.interval.gt if low is None else low, self.interval.lt if high is None else high
+
+    def __contains__(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        low, high = self.ends
+        over = value >= low if self.interval.gt is None else value > low
+        return over and (value <= high if self.interval.lt is None else value < high)
+
+    def __str__(self) -> str:
+        low, high = (f"{int(end):,}" if end == int(end) else f"{end:g}" for end in self.ends)
+        kind = "a whole number" if self.whole else "a number"
+        if self.interval.gt is not None:
+            return f"{kind} above {low} and at most {high}"
+        return f"{kind} of at least {low} and below {high}" if self.interval.lt else f"{kind} between {low} and {high}"
+
+
+@cache
+def annotations(kind: type) -> Mapping[str, Any]:
+    """The annotations of a dataclass's fields, with their ranges."""
+    return get_type_hints(kind, include_extras=True)
+
+
+def range_of(annotation: Any) -> Range | None:
+    """The range in the annotation of a number, an optional number, or several numbers."""
+    marks = getattr(annotation, "__metadata__", ())
+    if interval := next((mark for mark in marks if isinstance(mark, Interval)), None):
+        instead = next((mark for mark in marks if isinstance(mark, str)), "")
+        return Range(interval, get_args(annotation)[0] is int, instead)
+    inside = get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]
+    return next(filter(None, map(range_of, inside)), None)
+
+
+def refuse_outside(annotation: Any, value: Any, shown_name: str) -> None:
+    """Raises ValueError for a value outside the range in an annotation.
+
+    Args:
+        annotation: Of the field; any value is in range for one without a range.
+        value: The value.
+        shown_name: The field's name in the message.
+    """
+    allowed = range_of(annotation)
+    if allowed is not None and value not in allowed:
+        given = repr(value)
+        given = given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…"
+        instead = f": {allowed.instead}" if allowed.instead else ""
+        raise ValueError(f"{shown_name} must be {allowed}, not {given}{instead}")
