@@ -6,6 +6,7 @@ fields are in `validate.py`. A text beside the interval ends the message about a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -79,11 +80,13 @@ def refuse_outside(annotation: Any, value: Any, shown_name: str) -> None:
     """Raises ValueError for a value outside the range in an annotation.
 
     Args:
-        annotation: Of the field; any value is in range for one without a range.
+        annotation: Of the field. Without a range, any finite number is in range.
         value: The value.
         shown_name: The field's name in the message.
     """
     allowed = range_of(annotation)
+    if allowed is None and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{shown_name} must be a finite number, not {value}")
     if allowed is not None and value not in allowed:
         given = repr(value)
         given = given if len(given) <= SHOWN_CHARACTERS else f"{given[:SHOWN_CHARACTERS]}…"

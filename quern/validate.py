@@ -101,9 +101,9 @@ def check_body(body: Any) -> None:
 
 
 def annotation_of(name: str) -> Any:
-    """The annotation of a recipe's field, such as train.steps."""
+    """The annotation of a recipe's field, such as train.steps; None for a field that a recipe's own file adds."""
     part, _, own = name.rpartition(".")
-    return annotations(PARTS[part] if part else Recipe)[own]
+    return annotations(PARTS[part] if part else Recipe).get(own)
 
 
 def _check_fields(part: Any, prefix: str) -> None:
