@@ -61,7 +61,7 @@ class Range:
 
 
 @cache
-def annotations(kind: type) -> Mapping[str, Any]:
+def annotations_of(kind: type) -> Mapping[str, Any]:
     """The annotations of a dataclass's fields, with their ranges."""
     return get_type_hints(kind, include_extras=True)
 

@@ -9,14 +9,14 @@ from dataclasses import fields
 from typing import Any, TypedDict, get_args, get_origin
 
 from quern.constructors import Deferred
-from quern.ranges import UNIONS, annotations, refuse_outside
+from quern.ranges import UNIONS, annotations_of, refuse_outside
 from quern.recipe import PARTS, ConversationSource, ModelRecipe, Recipe, SftRecipe, TrainRecipe
 from quern.records import typed
 
 _OTHERS = {"make": str | None, "conversations": list[ConversationSource] | str | None}  # callables are names
 RecipeBody: Any = TypedDict(
     "RecipeBody",
-    {name: PARTS.get(name, _OTHERS.get(name.partition("_")[0], kind)) for name, kind in annotations(Recipe).items()},  # pyright: ignore[reportGeneralTypeIssues]
+    {name: PARTS.get(name, _OTHERS.get(name.partition("_")[0], kind)) for name, kind in annotations_of(Recipe).items()},  # pyright: ignore[reportGeneralTypeIssues]
     total=False,
 )
 """The fields of `Recipe.to_json`."""
@@ -95,7 +95,7 @@ def check_body(body: Any) -> None:
     typed(body, RecipeBody)
     for part, kind in PARTS.items():
         _check_fields(typed(body.get(part, {}), kind), f"{part}.")
-    for name, kind in annotations(Recipe).items():
+    for name, kind in annotations_of(Recipe).items():
         if body.get(name) is not None:
             refuse_outside(kind, body[name], flag(name))
 
@@ -103,12 +103,12 @@ def check_body(body: Any) -> None:
 def annotation_of(name: str) -> Any:
     """The annotation of a recipe's field, such as train.steps; None for a field that a recipe's own file adds."""
     part, _, own = name.rpartition(".")
-    return annotations(PARTS[part] if part else Recipe).get(own)
+    return annotations_of(PARTS[part] if part else Recipe).get(own)
 
 
 def _check_fields(part: Any, prefix: str) -> None:
     """Checks the type and the range of every field. part: a recipe or a part of one."""
-    for own, kind in annotations(type(part)).items():
+    for own, kind in annotations_of(type(part)).items():
         name, value, kinds = prefix + own, getattr(part, own), get_args(kind) if get_origin(kind) in UNIONS else (kind,)
         if value is None and type(None) in kinds:
             continue
@@ -126,7 +126,7 @@ def _check_sources(recipe: Recipe) -> None:
         _refuse(one.column == "", f"column of {one.source} is empty: name what holds the list of messages")
         for name in ("repeats", "limit"):
             if (value := getattr(one, name)) is not None:
-                refuse_outside(annotations(ConversationSource)[name], value, f"{name} of {one.source}")
+                refuse_outside(annotations_of(ConversationSource)[name], value, f"{name} of {one.source}")
 
 
 def check_shape(model: ModelRecipe) -> None:

@@ -13,7 +13,7 @@ from quern.chat.conversation import Conversation
 from quern.chat.lines import QUOTES
 from quern.chat.xray import xray
 from quern.generate.sampling import Sampling
-from quern.ranges import Count, Seed, annotations, refuse_outside
+from quern.ranges import Count, Seed, annotations_of, refuse_outside
 from quern.records import read_regular
 from quern.temporaries import write_whole
 from quern.text.chat import parts
@@ -138,7 +138,7 @@ def change(conversation: Conversation, text: str, name: str) -> None:
     """Sets a number, if there is one, and shows all numbers that can be set."""
     if text:
         value = _number(text)
-        refuse_outside(OF_CONVERSATION.get(name, annotations(Sampling).get(name)), value, name)
+        refuse_outside(OF_CONVERSATION.get(name, annotations_of(Sampling).get(name)), value, name)
         if name in OF_SAMPLING:
             conversation.sampling = replace(conversation.sampling, **{name: value})
         else:

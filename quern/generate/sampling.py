@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from quern.ranges import Share, annotations, refuse_outside
+from quern.ranges import Share, annotations_of, refuse_outside
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            refuse_outside(annotations(Sampling)[f.name], getattr(self, f.name), f.name)
+            refuse_outside(annotations_of(Sampling)[f.name], getattr(self, f.name), f.name)
 
     @property
     def penalises(self) -> bool:

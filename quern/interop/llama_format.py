@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quern.model.llama import INIT_STD, NORM_EPS, mlp_width
-from quern.ranges import annotations, refuse_outside
+from quern.ranges import annotations_of, refuse_outside
 from quern.recipe import ModelRecipe
 from quern.records import typed
 from quern.text.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelRecipe:
     for name, field in RANGES.items():
         value = base if name == "rope_theta" else config.get(name)
         if value is not None or name not in ("num_key_value_heads", "head_dim"):
-            refuse_outside(annotations(ModelRecipe)[field], value, f"{name} of its config.json")
+            refuse_outside(annotations_of(ModelRecipe)[field], value, f"{name} of its config.json")
     width, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelRecipe(
         depth=config["num_hidden_layers"],

@@ -17,7 +17,7 @@ from quern.generate.reply import Completion
 from quern.generate.rows import Generation
 from quern.generate.sampling import Sampling
 from quern.model.context import CausalContext
-from quern.ranges import Seed, annotations, refuse_outside
+from quern.ranges import Seed, annotations_of, refuse_outside
 from quern.text.chat import Message, render, render_prompt, validate
 from quern.text.documents import read_conversations
 from tests.support.toy_engine import toy_engine, toy_tokenizer
@@ -149,7 +149,7 @@ def test_settings_are_used_and_have_the_bounds_of_the_flags(chat: Chat) -> None:
         ("top_p", "2", 2),
     ):
         with pytest.raises(ValueError) as refused:
-            refuse_outside(annotations(Sampling).get(name, Seed), value, name)
+            refuse_outside(annotations_of(Sampling).get(name, Seed), value, name)
         assert chat.enter(f"/{name} {text}") == f"({refused.value})\n"
     assert "temperature 0.5, top_k 3, " in chat.enter("/temperature") and chat.conversation.seed == 10
 

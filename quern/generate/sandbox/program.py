@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from quern.ranges import Amount, annotations, refuse_outside
+from quern.ranges import Amount, annotations_of, refuse_outside
 
 Reason = Literal["passed", "failed", "exception", "exit", "timeout", "memory", "output", "killed"]
 
@@ -64,7 +64,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            refuse_outside(annotations(Limits)[field.name], getattr(self, field.name), field.name)
+            refuse_outside(annotations_of(Limits)[field.name], getattr(self, field.name), field.name)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import Field, ValidationError, create_model
 
 from quern.generate.sampling import Sampling
-from quern.ranges import annotations
+from quern.ranges import annotations_of
 from quern.serve.requests.errors import ApiError, Items, Strict
 from quern.serve.requests.forms import MAX_TOOLS, ResponseFormat, StructuredOutputs, Tool, ToolChoice
 from quern.serve.requests.messages import ChatMessage
@@ -54,7 +54,7 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 _OWN = {"temperature": Annotated[float, Field(ge=0, le=2)]}
 """Fields whose range is narrower in OpenAI's API than in `Sampling`."""
 _SAMPLING_FIELDS: dict[str, Any] = {
-    name: (kind | None, None) for name, kind in {**annotations(Sampling), **_OWN}.items()
+    name: (kind | None, None) for name, kind in {**annotations_of(Sampling), **_OWN}.items()
 }
 """The fields of `Sampling` with their ranges; null means the default."""
 _SamplingRequest = create_model("_SamplingRequest", __base__=Strict, **_SAMPLING_FIELDS)
