@@ -46,7 +46,8 @@ class Drawn:
         for order in orders:
             time.sleep(0.001)  # other workers look for jobs meanwhile
             self.trained.append((arm.name, rung, order.seed))
-            own = np.random.default_rng([order.seed, len(arm.name), rung]).normal() * self.noise
+            name = "base" if arm.name == "twin" else arm.name
+            own = np.random.default_rng([order.seed, len(name), rung]).normal() * self.noise
             shared = np.random.default_rng([order.seed, rung]).normal() * self.noise
             bpb = loss(SIZES[rung] * self.savings.get(arm.name, {}).get(rung, 1.0)) + shared + own
             seconds = SIZES[rung] / 1e11
@@ -154,6 +155,16 @@ def test_one_rung_is_of_one_kind_of_machine(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another machine"):
         Worker(study, arms, Drawn({}), "cpu float32, 1 threads", lambda line: None).run(Options((0,), ["grows"]))
     Worker(study, arms, Drawn({}), "cpu bfloat16, 2 threads", lambda line: None).run(Options((0,), ["grows"]))
+
+
+def test_a_twin_changes_nothing_and_hides_no_noise(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "twin", "idles"])
+    Worker(study, arms, Drawn({}), "", lambda line: None).run(Options((0, 1), ["twin", "idles"]))
+    found = judged(study, 0)
+    assert (found.findings["twin"].verdict, found.findings["twin"].interval) == ("no difference", (0.0, 0.0))
+    assert len(study.runs("twin", 0)) == 3 and not study.runs("twin", 1)
+    assert found.sd > 1e-4
+    assert {str(told(row.flops[0])) for row in rows(study) if row.idea == "twin"} == {"1.000 [1.000, 1.000]"}
 
 
 def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> None:

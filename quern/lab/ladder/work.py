@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from quern.lab.arms import Arm, Order, Train
 from quern.lab.ladder.rungs import at_rung
 from quern.lab.ladder.study import TRIALS, Study, TrialRecord
-from quern.lab.verdict import Judgement, Rules, judge
+from quern.lab.verdict import Finding, Judgement, Rules, judge
 from quern.recipe import Recipe
 from quern.records import strict
 
@@ -81,11 +82,19 @@ class Options:
 
 
 def judged(study: Study, rung: int) -> Judgement:
-    """The verdicts on all ideas of a study at a rung, at equal steps."""
-    plan = study.plan
+    """The verdicts on all ideas of a study at a rung, at equal steps.
+
+    An idea whose runs are those of the baseline, bit for bit, changes nothing, and says nothing of the noise of others.
+    """
+    plan, base = study.plan, _scores(study, study.plan.base, rung)
     rules = Rules(plan.delta, plan.most_pairs, plan.alpha)
     runs = {name: scores for name in study.ideas if (scores := _scores(study, name, rung))}
-    return judge(_scores(study, plan.base, rung), runs, rules)
+    same = {name for name, scores in runs.items() if all(base.get(seed, math.nan) == scores[seed] for seed in scores)}
+    found = judge(base, {name: scores for name, scores in runs.items() if name not in same}, rules)
+    equal = {
+        name: Finding("no difference", len(runs[name]), 0, 0.0, 0.0, math.inf, (0.0, 0.0), math.nan) for name in same
+    }
+    return replace(found, findings=found.findings | equal)
 
 
 def _scores(study: Study, arm: str, rung: int) -> dict[int, float | None]:
