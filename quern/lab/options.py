@@ -115,10 +115,8 @@ class SweepOptions:
     """Validations of each run."""
     sampler_seed: Seed = 0
     """Seed of the sampler."""
-    storage: Annotated[str | None, UNSAID] = None
-    """A journal file, sqlite:///PATH or postgresql://USER@HOST/NAME. Default: a journal in the study's folder."""
     workers: Few = 1
-    """Processes on this machine that run trials at the same time. On another machine with the same storage, run the
+    """Processes on this machine that run trials at the same time. On another machine that shares the folder, run the
     same command."""
     where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
 

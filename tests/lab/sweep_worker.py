@@ -3,7 +3,7 @@
     python tests/lab/sweep_worker.py FOLDER TRIALS KILLS [--workers N]
 
 KILLS is a list of numbers such as 500,900,0: the first process sends itself SIGKILL before the 500th call of a function
-of the sweep or of Optuna's storage, the last one runs to its end. Prints the exit codes as JSON. The fake trainer's
+of the sweep or of its files, the last one runs to its end. Prints the exit codes as JSON. The fake trainer's
 result is a pure function of the recipe's fields and the seed.
 """
 
@@ -25,13 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from quern.lab.options import SweepOptions
 from quern.lab.search import results  # noqa: F401  (the forked processes need not import it again)
-from quern.lab.search.queue import Patience
 from quern.lab.search.sweep import run
 from quern.recipe import Recipe
 
 SPACE = ("optim.matrix-lr=0.001..0.1:log", "train.warmdown-share=0.3..0.9")
 DIVERGES_ABOVE = 0.08
-QUICK = Patience(beat=0.5, dead=20.0, look=0.05)
 
 
 def unused(*arguments: Any) -> None:
@@ -93,14 +91,14 @@ def score(recipe: Recipe, seed: int) -> float:
 
 
 class Killer:
-    """A profile function that kills the process before a call of the sweep or of Optuna's storage."""
+    """A profile function that kills the process before a call of the sweep or of its files."""
 
     def __init__(self, kill_at: int) -> None:
         self.left = kill_at
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
-        if event in ("call", "c_call") and ("quern/lab" in name or "optuna/storages" in name or "optuna/study" in name):
+        if event in ("call", "c_call") and ("quern/lab" in name or "quern/temporaries" in name):
             self.left -= 1
             if self.left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -111,7 +109,7 @@ def sweep(folder: Path, trials: int, workers: int, kill_at: int) -> int:
     if kill_at:
         sys.setprofile(Killer(kill_at))
     command = (sys.executable, __file__, str(folder), str(trials), "0")
-    return run(options, lambda line: None, FakeTrainer(folder / "ran.txt"), command, patience=QUICK)
+    return run(options, lambda line: None, FakeTrainer(folder / "ran.txt"), command)
 
 
 def forked(run_child: Callable[[], int]) -> int:

@@ -13,7 +13,6 @@ from quern.lab.scaling.report import check_lines
 from quern.lab.scaling.study import run as run_scaling
 from quern.lab.search.sweep import run as run_sweep
 from tests.lab import test_scaling, test_sweep
-from tests.lab.sweep_worker import QUICK
 from tests.lab.sweep_worker import FakeTrainer as SweepTrainer
 from tests.support.tiny_model import CPU
 
@@ -44,7 +43,7 @@ def test_a_scaling_study_has_a_page_with_its_laws(tmp_path: Path) -> None:
 def test_a_sweep_has_a_page_with_its_best_trials(tmp_path: Path) -> None:
     given = test_sweep.options(tmp_path / "out", trials=24)
     facts = start_facts(CPU, "quern lab sweep")
-    run_sweep(given, lambda line: None, SweepTrainer(), patience=QUICK, facts=facts)
+    run_sweep(given, lambda line: None, SweepTrainer(), facts=facts)
     page, files = publish(tmp_path / "out", tmp_path / "project", "s")
     results = json.loads((given.folder / "results.json").read_text(encoding="utf-8"))
     best = results["best"]

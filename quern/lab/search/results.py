@@ -1,7 +1,4 @@
-"""The results of a sweep: trials as JSON lines, the best ones as a table, importances, edges, and a figure of pairs.
-
-All of them are made from the storage and can be made again.
-"""
+"""The results of a sweep: the best trials as a table, importances, edges, and a figure of pairs, from the records."""
 
 from __future__ import annotations
 
@@ -20,13 +17,15 @@ from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
 from quern.lab.evidence import WORST, score
-from quern.lab.search.queue import ORIGIN, RUN
 from quern.lab.search.space import Dimension, Space
+from quern.lab.search.trials import TRIALS
 from quern.records import strict
 from quern.temporaries import write_whole
 from quern.terminal import grid
 
-TRIALS, RESULTS, FIGURE = "sweep.jsonl", "results.json", "pairs.svg"
+RESULTS, FIGURE = "results.json", "pairs.svg"
+Trial = dict[str, Any]
+"""A line of `trials.TRIALS`."""
 SHOWN_TRIALS = 10
 SHOWN_FIELDS = 5
 """Fields in the figure and in the table: the most important ones."""
@@ -39,32 +38,10 @@ WORST_SHOWN = 0.9
 """Colours of the figure end at this quantile of the values, so that a few bad trials do not hide the others."""
 
 
-def write_trials(folder: Path, trials: Sequence[FrozenTrial], seeds: Sequence[Sequence[int]]) -> None:
-    """Writes one JSON line for each finished trial, with the records of its runs."""
-    write_whole(folder / TRIALS, "".join(_json(trial_json(trial, seeds)) + "\n" for trial in trials))
-
-
-def trial_json(trial: FrozenTrial, seeds: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """A finished trial. bpb: mean of its runs, the penalty for those that diverged; of a pruned one, the last value."""
-    attrs = trial.user_attrs
-    runs = [attrs[f"{RUN}{pair}"] for pair in range(len(seeds)) if f"{RUN}{pair}" in attrs]
-    return {
-        "trial": trial.number,
-        "outcome": attrs.get("outcome"),
-        "reason": attrs.get("reason"),
-        "bpb": trial.value,
-        "values": trial.params,
-        "baseline": attrs.get(ORIGIN) == "baseline",
-        "seconds": trial.duration.total_seconds() if trial.duration else None,
-        "reported": {str(step): value for step, value in trial.intermediate_values.items()},
-        "runs": runs,
-    }
-
-
 def write_results(
     folder: Path,
     study: optuna.Study,
-    trials: Sequence[FrozenTrial],
+    trials: Sequence[Trial],
     space: Space,
     plan: dict[str, Any],
     start: dict[str, Any] | None = None,
@@ -75,15 +52,15 @@ def write_results(
         return ["no trial has a value"]
     weights = importances(study)
     edges = edge_warnings(space, ranked[0])
-    outcomes = [str(trial.user_attrs.get("outcome")) for trial in trials]
-    best = trial_json(ranked[0], plan["seeds"])
+    outcomes = [str(trial["outcome"]) for trial in trials]
+    best = ranked[0]
     facts = {
         "plan": plan,
         "facts": start,
         "trials": len(trials),
         "outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))},
         "best": best,
-        "against_baseline": against_baseline(best, trials, plan["seeds"]),
+        "against_baseline": against_baseline(best, trials),
         "importances": weights,
         "edges": edges,
     }
@@ -93,10 +70,10 @@ def write_results(
     return _lines(folder, facts, ranked, names, len(space.dimensions))
 
 
-def is_whole(trial: FrozenTrial) -> bool:
+def is_whole(trial: Trial) -> bool:
     """Whether a trial's value is the mean over all seeds. That of a trial that Wilcoxon's test ended is not, though
     Optuna's state of it is COMPLETE: some seeds have lower losses than others."""
-    return trial.state == TrialState.COMPLETE and trial.user_attrs.get("outcome") != "pruned"
+    return trial["bpb"] is not None and trial["outcome"] != "pruned"
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
@@ -108,7 +85,8 @@ def importances(study: optuna.Study) -> dict[str, float]:
     """
 
     def value(trial: FrozenTrial) -> float:
-        return min(_value(trial), WORST) if is_whole(trial) else WORST
+        pruned = trial.value is None or trial.user_attrs.get("outcome") == "pruned"
+        return WORST if pruned else min(float(trial.value or 0.0), WORST)
 
     every = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     best = max(BEST_SHARE, FEWEST_BEST / max(1, len(every)))
@@ -122,11 +100,11 @@ def importances(study: optuna.Study) -> dict[str, float]:
     return {name: round(float(weight), 4) for name, weight in found.items()}
 
 
-def edge_warnings(space: Space, best: FrozenTrial) -> list[str]:
+def edge_warnings(space: Space, best: Trial) -> list[str]:
     """One line for each field whose best value is at the edge of its range."""
     found = []
     for one in space.dimensions:
-        value = best.params[one.name]
+        value = best["values"][one.name]
         edge = one.edge(value)
         if edge:
             name, way = one.name.replace("_", "-"), "lower" if edge == "lower" else "higher"
@@ -134,14 +112,12 @@ def edge_warnings(space: Space, best: FrozenTrial) -> list[str]:
     return found
 
 
-def against_baseline(
-    best: dict[str, Any], trials: Sequence[FrozenTrial], seeds: Sequence[Sequence[int]]
-) -> dict[str, float] | None:
+def against_baseline(best: Trial, trials: Sequence[Trial]) -> dict[str, float] | None:
     """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds.
 
     A run that diverged counts as `evidence.WORST`, as in the value of its trial.
     """
-    own = [trial_json(trial, seeds) for trial in trials if trial.user_attrs.get(ORIGIN) == "baseline"]
+    own = [trial for trial in trials if trial["baseline"]]
     if not own or own[0]["trial"] == best["trial"] or {best["outcome"], own[0]["outcome"]} - set(MEASURED):
         return None
     pairs = zip(best["runs"], own[0]["runs"], strict=False)  # the first seeds, if the baseline was pruned
@@ -152,17 +128,14 @@ def against_baseline(
     return {"bpb": statistics.fmean(differences), **({"standard_error": spread} if math.isfinite(spread) else {})}
 
 
-def _lines(
-    folder: Path, facts: dict[str, Any], ranked: Sequence[FrozenTrial], names: list[str], fields: int
-) -> list[str]:
+def _lines(folder: Path, facts: dict[str, Any], ranked: Sequence[Trial], names: list[str], fields: int) -> list[str]:
     rows = []
     for trial in ranked[:SHOWN_TRIALS]:
-        scores = [score(body["bpb"]) for key, body in trial.user_attrs.items() if key.startswith(RUN)]
+        scores = [score(run["bpb"]) for run in trial["runs"]]
         spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
-        outcome = str(trial.user_attrs.get("outcome"))
-        label = f"{trial.number}{' (baseline)' if trial.user_attrs.get('key') == 'baseline' else ''}"
-        shown = [_text(trial.params[name]) for name in names]
-        rows.append((label, f"{trial.value:.4f}", spread, str(len(scores)), outcome, *shown))
+        label = f"{trial['trial']}{' (baseline)' if trial['baseline'] else ''}"
+        shown = [_text(trial["values"][name]) for name in names]
+        rows.append((label, f"{trial['bpb']:.4f}", spread, str(len(scores)), trial["outcome"], *shown))
     lines = ["", f"the best {len(rows)} of {facts['trials']:,} trials; bits per byte, and their SD over the seeds"]
     lines += grid(["trial", "bpb", "SD", "runs", "outcome", *(name.replace("_", "-") for name in names)], rows)
     lines += [""] + [f"  {count:,} {outcome}" for outcome, count in facts["outcomes"].items()]
@@ -189,8 +162,8 @@ def _json(value: Any, indent: int | None = None) -> str:
     return json.dumps(strict(value), indent=indent, allow_nan=False)
 
 
-def _value(trial: FrozenTrial) -> float:
-    return math.inf if trial.value is None else trial.value
+def _value(trial: Trial) -> float:
+    return float(trial["bpb"])
 
 
 def _text(value: Any, digits: int = 4) -> str:
@@ -200,7 +173,7 @@ def _text(value: Any, digits: int = 4) -> str:
 # The figure -------------------------------------------------------------------------------------------------
 
 
-def draw_pairs(path: Path, ranked: Sequence[FrozenTrial], shown: Sequence[Dimension]) -> None:
+def draw_pairs(path: Path, ranked: Sequence[Trial], shown: Sequence[Dimension]) -> None:
     """Draws each field against the value (on the diagonal) and each pair of fields, coloured by the value."""
     scores = np.array([_value(trial) for trial in ranked])
     worst = float(np.quantile(scores, WORST_SHOWN))
@@ -233,8 +206,8 @@ def draw_pairs(path: Path, ranked: Sequence[FrozenTrial], shown: Sequence[Dimens
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
 
 
-def _coordinates(one: Dimension, trials: Sequence[FrozenTrial]) -> np.ndarray:
-    values = [trial.params[one.name] for trial in trials]
+def _coordinates(one: Dimension, trials: Sequence[Trial]) -> np.ndarray:
+    values = [trial["values"][one.name] for trial in trials]
     return np.array([one.choices.index(value) for value in values] if one.choices else values, dtype=float)
 
 

@@ -1,9 +1,9 @@
 """`quern lab sweep`: searches the fields of a recipe for the lowest validation bits per byte, with Optuna.
 
 A trial trains one set of values on the same seeds as every other trial; its value is the mean of the final bits per
-byte. A run that diverges counts as `evidence.WORST`. The storage holds everything: a sweep can be killed at any moment
-and started again, and any number of workers may share it (search/queue.py). The value of the best trial is too good,
-because it was selected: confirm it with `quern lab compare` on other seeds.
+byte. A run that diverges counts as `evidence.WORST`. The records hold everything: a sweep can be killed at any moment
+and started again, and any number of workers may share its folder (search/trials.py). The value of the best trial is too
+good, because it was selected: confirm it with `quern lab compare` on other seeds.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import itertools
 import json
 import os
 import subprocess
-import uuid
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quern.child import environment
@@ -23,21 +24,22 @@ from quern.lab.names import check_name, compare_facts
 from quern.lab.options import SweepOptions
 from quern.lab.search.space import Space, read_space
 from quern.recipe import Recipe
+from quern.records import read_json
 from quern.resolve import resolve
+from quern.temporaries import alone_in, write_whole
 from quern.terminal import counted
 from quern.validate import install
 
 if TYPE_CHECKING:
     import optuna
 
-    from quern.lab.search.measure import Plan
-    from quern.lab.search.queue import Patience
     from quern.lab.trainer import Trainer
 
 FEWEST_SEEDS_TO_PRUNE = 5
 """Wilcoxon's test on four pairs or fewer hardly reaches the threshold."""
 REDUCTION = 2
 """Hyperband's factor between the budgets of a bracket: four brackets for 8 evaluations."""
+PLAN = "sweep.json"
 PARENT = "QUERN_SWEEP_PARENT"
 """Variable: the process id of the sweep that started this worker."""
 
@@ -48,7 +50,6 @@ def run(
     trainer: Trainer,
     command: Sequence[str] = (),
     variables: Callable[[int], Mapping[str, str]] = lambda worker: {},
-    patience: Patience | None = None,
     facts: dict[str, Any] | None = None,
     source: str | None = None,
 ) -> int:
@@ -60,7 +61,6 @@ def run(
         trainer: Trains the runs.
         command: With several workers, the command line that starts one more; `--workers 1` is appended.
         variables: Environment variables of a worker by its number, from 1, such as the GPU that it uses.
-        patience: Times of the queue.
         facts: Of this start, as from `names.start_facts`; those of the study's first start are kept.
         source: The text of the recipe's file, if it has one.
 
@@ -74,21 +74,16 @@ def run(
     try:
         import optuna
 
-        from quern.lab.search.measure import Plan, run_trial
-        from quern.lab.search.queue import Queue
-        from quern.lab.search.results import is_whole, write_results, write_trials
-        from quern.lab.search.storage import open_storage
+        from quern.lab.search.results import write_results
+        from quern.lab.search.trials import Plan, Trials, end_with, fill, run_trial
     except ImportError as error:
         raise ImportError(f"sweeps need extra packages ({error}): {install('lab')}") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     baseline = resolve(options.recipe)
     space = read_space(options.space, baseline)
     _check(options, space)
-    points = _points(options, space, baseline)
+    points, own = _points(options, space, baseline)
     wanted = len(points) if options.sampler == "grid" else options.trials
-    storage = open_storage(options.storage or str(options.folder / "journal.jsonl"))
-    study = optuna.create_study(storage=storage, study_name=options.name, load_if_exists=True)
-    study.pruner = _pruner(options)
     plan = Plan(
         options.recipe.to_json(),
         space.texts(),
@@ -98,35 +93,30 @@ def run(
         options.sampler == "grid",
         source,
     )
-    _keep_plan(study, plan, facts, log)
+    start = _keep_plan(options.folder, asdict(plan), facts, log)
+
+    def make_study(number: int) -> optuna.Study:
+        return optuna.create_study(study_name=options.name, sampler=_sampler(options, number), pruner=_pruner(options))
+
+    trials = Trials(options.folder, wanted, points, own, space, make_study, log)
     parent = environment().get(PARENT)
-    queue = Queue(
-        study,
-        wanted,
-        only_queued=plan.grid,
-        log=log,
-        patience=patience,
-        parent=int(parent) if parent else None,
-    )
-    log(f"sweep {options.name}: {_summary(options, space, wanted, len(queue.finished()))}")
+    if parent:
+        threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
+    log(f"sweep {options.name}: {_summary(options, space, wanted, len(trials.finished()))}")
     if "train.batch_tokens" in space.texts() and options.recipe.train.steps is not None:
         log("note: train.steps is fixed, so trials with larger batches train on more tokens")
-    if not points:
+    if not own and options.sampler != "grid":
         log("note: the space does not contain the recipe's own values, so no trial is the baseline")
-    with queue, _more_workers(options, command, variables, log):
-        study.sampler = _sampler(options, len(study.get_trials(deepcopy=False)), queue.alone())
-        queue.add(points)
-        for trial in queue.trials():
-            ended = run_trial(trial, queue, plan, space, options.recipe, trainer, log)
-            finished = queue.finished()
-            write_trials(options.folder, finished, plan.seeds)
-            best = min((one.value for one in finished if is_whole(one) and one.value is not None), default=None)
+    with _more_workers(options, command, variables, log):
+        for claim, trial in trials:
+            ended = run_trial(claim, trial, trials, plan, options.recipe, trainer)
+            finished = trials.finished()
+            best = min((one["bpb"] for one in finished if one["outcome"] != "pruned"), default=None)
             shown = "" if best is None else f", best {best:.4f}"
             log(f"{ended}; {len(finished):,} of {wanted:,} finished{shown}")
     if parent is None:
-        write_trials(options.folder, queue.finished(), plan.seeds)
-        start = study.user_attrs.get("facts")
-        for line in write_results(options.folder, study, queue.finished(), space, asdict(plan), start):
+        study = fill(make_study(0), trials.finished(), space)
+        for line in write_results(options.folder, study, trials.finished(), space, asdict(plan), start):
             log(line)
     return 0
 
@@ -154,23 +144,23 @@ def _check(options: SweepOptions, space: Space) -> None:
         raise ValueError(f"--pruner hyperband needs --evaluations {REDUCTION**2} or more, not {options.evaluations}")
 
 
-def _points(options: SweepOptions, space: Space, baseline: Recipe) -> dict[str, dict[str, Any]]:
-    """The trials with fixed values: all of a grid, or the recipe's own values, for comparison."""
+def _points(options: SweepOptions, space: Space, baseline: Recipe) -> tuple[list[dict[str, Any]], bool]:
+    """The trials with fixed values: all of a grid, or the recipe's own values, for comparison; and whether the first
+    one is the recipe's own."""
     if options.sampler == "grid":
         names = [one.name for one in space.dimensions]
         rows = itertools.product(*(one.values() for one in space.dimensions))
-        return {f"grid:{index}": dict(zip(names, row, strict=True)) for index, row in enumerate(rows)}
+        return [dict(zip(names, row, strict=True)) for row in rows], False
     own = space.point(baseline)
-    return {} if own is None else {"baseline": own}
+    return ([], False) if own is None else ([own], True)
 
 
-def _sampler(options: SweepOptions, trials: int, alone: bool) -> optuna.samplers.BaseSampler:
-    """A sampler whose random numbers differ from those of earlier starts (by `trials`) and of other workers."""
+def _sampler(options: SweepOptions, number: int) -> optuna.samplers.BaseSampler:
+    """A sampler whose random numbers differ from those of other trials."""
     import numpy as np
     from optuna import samplers
 
-    worker = 0 if alone else uuid.uuid4().int
-    seed = int(np.random.SeedSequence((options.sampler_seed, trials, worker)).generate_state(1)[0])
+    seed = int(np.random.SeedSequence((options.sampler_seed, number)).generate_state(1)[0])
     if options.sampler == "gp":
         return samplers.GPSampler(seed=seed, deterministic_objective=False)
     return samplers.TPESampler(seed=seed) if options.sampler == "tpe" else samplers.RandomSampler(seed=seed)
@@ -191,22 +181,24 @@ def _pruner(options: SweepOptions) -> optuna.pruners.BasePruner:
     return pruners.NopPruner()
 
 
-def _keep_plan(study: optuna.Study, plan: Plan, facts: dict[str, Any] | None, log: Callable[[str], None]) -> None:
-    """Writes the plan and the facts of a new study. Raises ValueError if the study has others."""
-    ours = json.loads(json.dumps(asdict(plan)))
-    theirs = study.user_attrs.get("plan")
-    if theirs is None:
-        study.set_user_attr("facts", facts)
-        study.set_user_attr("plan", ours)
-        return
-    changed = [name for name in ours if ours[name] != theirs.get(name)]
+def _keep_plan(
+    folder: Path, plan: dict[str, Any], facts: dict[str, Any] | None, log: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Writes the plan and the facts of a new study. Raises ValueError if the study has others. Returns its facts."""
+    path, ours = folder / PLAN, json.loads(json.dumps(plan))
+    with alone_in(folder, log):
+        if not path.exists():
+            write_whole(path, json.dumps({"plan": ours, "facts": facts}, indent=1) + "\n")
+        before = read_json(path, dict[str, Any])
+    changed = [name for name in ours if ours[name] != before["plan"].get(name)]
     if changed:
         raise ValueError(
-            f"the study '{study.study_name}' was started with another {', '.join(changed)}: give the same arguments, "
+            f"the study '{folder.name}' was started with another {', '.join(changed)}: give the same arguments, "
             "or name another study with --study"
         )
-    if warning := compare_facts(study.study_name, study.user_attrs.get("facts"), facts):
+    if warning := compare_facts(folder.name, before["facts"], facts):
         log(warning)
+    return before["facts"]
 
 
 def _summary(options: SweepOptions, space: Space, wanted: int, finished: int) -> str:
