@@ -24,7 +24,7 @@ class BenchOptions:
 
     example: quern bench train decode
 
-    example: quern bench quality --train train.parquet --val val.parquet --minutes 10
+    example: quern bench quality --train train.parquet --val val.parquet --data encyclopedia/ --minutes 10
 
     example: quern bench gpu --help
     """
@@ -43,15 +43,16 @@ class BenchOptions:
     start: bool = True
     """`train`: also measure start-up time and peak memory of new processes, which takes longest."""
     data: Annotated[Path | None, UNSAID] = None
-    """Text for tokenizer, encode, prepare and packing: a file or a folder. Default: the built-in world."""
+    """Text for tokenizer, encode, prepare and packing: a file or a folder. Default: the built-in world. `quality`: a
+    second text, such as articles of an encyclopedia, large enough to be read once; its validation text is held out."""
     megabytes: Amount = 8.0
     """How much of that text to use."""
     documents: Annotated[int, Interval(ge=1, le=10**9)] = 1_000_000
     """`packing`: documents of the corpus whose loader is started and resumed; 100,000,000 takes minutes."""
     train: Annotated[Path | None, UNSAID] = None
-    """`quality`: the training text, a file or a folder. It has no default."""
+    """`quality`: the training text, a file or a folder."""
     val: Annotated[Path | None, UNSAID] = None
-    """`quality`: the validation text. It has no default."""
+    """`quality`: the validation text of `--train`."""
     minutes: Amount = 10.0
     """`quality`: minutes of training, counted in steps only."""
     depth: Annotated[int, Interval(ge=1, le=1000)] = 4
@@ -71,9 +72,12 @@ class BenchOptions:
         """Raises ValueError or FileNotFoundError, before anything is measured, with the value to give instead."""
         if self.batch_tokens % 512:
             raise ValueError(f"--batch-tokens must be a multiple of the 512 tokens of a row, not {self.batch_tokens}")
-        if "quality" in self.what and (self.train is None or self.val is None):
-            raise ValueError("quality needs text: give --train and --val, each a file or a folder")
-        for path in (self.data, self.train, self.val):
+        texts = (self.train, self.val, self.data)
+        if "quality" in self.what and ((self.train is None) != (self.val is None) or texts == (None, None, None)):
+            raise ValueError(
+                "quality needs text: give --train and --val, --data, or all three, each a file or a folder"
+            )
+        for path in texts:
             if path is not None and not path.exists():
                 raise FileNotFoundError(f"there is no {path}: give a file or a folder of text")
 

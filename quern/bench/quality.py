@@ -1,5 +1,8 @@
 """Benchmark of quality per minute: train for some minutes by the recipe's defaults, then score bits per byte.
 
+Two texts, each with a run of its own: one of `--train`, which a run may read several times, and one of `--data`, which
+is large enough to be read once, so that it shows no gain from remembering text.
+
 See docs/benchmarks/README.md for what the minutes and the score include.
 """
 
@@ -8,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from quern.bench.data import Setup
 from quern.bench.material import sizes_of
 from quern.bench.measure import Figure, figure
 from quern.data.loader import windows
 from quern.eval.bits_per_byte import bits_per_byte
-from quern.recipe import TrainRecipe
+from quern.recipe import Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
 from quern.records import read_metrics
 from quern.runs.load import load
@@ -31,34 +35,49 @@ ALL_MEGABYTES = 1e6
 
 
 def quality(setup: Setup) -> Iterator[Figure]:
-    """Trains a new run under `--out` and scores its last checkpoint. Raises RuntimeError if training fails."""
+    """Trains a new run under `--out` on each text and scores its last checkpoint.
+
+    Raises:
+        RuntimeError: Training failed.
+    """
+    given, text = setup.options, replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
+    if given.train and given.val:
+        recipe = replace(RECIPE, data=str(given.train), val=str(given.val), text=text)
+        yield from _trained(setup, recipe, f"--train {given.train} --val {given.val}", "validation", "")
+    if given.data:
+        recipe = replace(RECIPE, data=str(given.data))
+        yield from _trained(setup, recipe, f"--data {given.data}", "text read once", "_once")
+
+
+def _trained(setup: Setup, recipe: Recipe, flags: str, name: str, ending: str) -> Iterator[Figure]:
+    """Trains for the minutes. name: of the text, for the figures; ending: of the run's name and of the settings."""
     machine, log, given = setup.machine, setup.log, setup.options
-    assert given.train and given.val
-    run_dir = RunDir(given.out, f"bench-quality-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-    text = replace(RECIPE.text, val_megabytes=ALL_MEGABYTES)
-    recipe = replace(RECIPE, depth=given.depth, data=str(given.train), val=str(given.val), text=text, seed=setup.seed)
-    recipe = replace(recipe, train=TrainRecipe(minutes=given.minutes))
-    command = f"quern bench quality --train {given.train} --val {given.val}"
-    command += f" --minutes {given.minutes:g} --depth {given.depth} --seed {setup.seed}"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    run_dir = RunDir(given.out, f"bench-quality-{stamp}{ending.replace('_', '-')}")
+    recipe = replace(recipe, depth=given.depth, seed=setup.seed, train=TrainRecipe(minutes=given.minutes))
+    command = f"quern bench quality {flags} --minutes {given.minutes:g} --depth {given.depth} --seed {setup.seed}"
     code = pretrain.run(recipe, Session(stage="pretrain", machine=machine, run_dir=run_dir, command=command, log=log))
     if code:
         raise RuntimeError(f"training ended with code {code}, so there is nothing to score: see {run_dir.folder}")
     loaded = load(run_dir, machine, log, "pretrain")
-    val_corpus, rows = data_of_run(loaded.recipe, run_dir, log).val, loaded.recipe.micro_batch_rows
-    batches = windows(val_corpus, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
+    corpora, rows = data_of_run(loaded.recipe, run_dir, log), loaded.recipe.micro_batch_rows
+    batches = windows(corpora.val, WINDOW_TOKENS, rows=rows, multiple=WINDOW_TOKENS)
     score = bits_per_byte(loaded.model, batches, loaded.tokenizer.token_bytes(), machine)
-    setup.settings.update(
-        {"run": run_dir.run} | sizes_of(loaded.recipe),
-        depth=given.depth,
-        vocabulary=loaded.tokenizer.vocab_size,
-        steps=loaded.step,
-        validation_bytes_counted=score.bytes,
-        validation_bytes_of_text=sum(len(well_formed(text).encode("utf-8")) for text, _ in read(given.val)),
-        validation_tokens=score.tokens,
-    )
+    settings = sizes_of(loaded.recipe) | {
+        "run": run_dir.run,
+        "vocabulary": loaded.tokenizer.vocab_size,
+        "steps": loaded.step,
+        "validation_bytes_counted": score.bytes,
+        "validation_tokens": score.tokens,
+    }
+    setup.settings.update({name + ending: value for name, value in settings.items()}, depth=given.depth)
+    if recipe.val:
+        whole = sum(len(well_formed(text).encode("utf-8")) for text, _ in read(Path(recipe.val)))
+        setup.settings["validation_bytes_of_text"] = whole
     lines = read_metrics(run_dir.stage("pretrain") / "metrics.jsonl")
-    spent, tokens = (max(line.get(key, 0) for line in lines) for key in ("seconds", "tokens"))
-    yield figure("validation", "bits/byte", score.bpb, f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes")
-    yield figure("validation", "nats/token", score.nats_per_token)
-    yield figure("time in steps", "s", spent, f"{loaded.step:,} steps")
-    yield figure("trained on", "tokens", tokens)
+    spent, tokens, flops = (max(line.get(key, 0) for line in lines) for key in ("seconds", "tokens", "flops"))
+    yield figure(name, "bits/byte", score.bpb, f"windows of {WINDOW_TOKENS}, {score.bytes:,} bytes")
+    yield figure(name, "nats/token", score.nats_per_token)
+    yield figure(f"{name}: time in steps", "s", spent, f"{loaded.step:,} steps")
+    yield figure(f"{name}: FLOPs spent", "PFLOP", flops / 1e15, "products, visible attention and updates")
+    yield figure(f"{name}: trained on", "tokens", tokens, f"{tokens / corpora.train.num_tokens:.2f} times the text")

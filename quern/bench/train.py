@@ -35,7 +35,7 @@ from quern.data.batch import Batch
 from quern.kernels.attention.autotune import select_attention
 from quern.machine import detect, machine_flags, measure_peak_flops, peak_memory
 from quern.mesh import connect, disconnect
-from quern.model.count import flops_per_token
+from quern.model.count import FlopCounter
 from quern.optim.groups import make_groups
 from quern.optim.schedule import Multipliers
 from quern.parallel.zero2 import Zero2
@@ -73,7 +73,7 @@ def train(setup: Setup) -> Iterator[Figure]:
         for tokens in sizes:
             taken.append(statistics.median(seconds_at(tokens) for _ in range(steps[tokens])))
             peaks.append(peak())
-    flops, dtype = flops_per_token(recipe), str(setup.machine.dtype).removeprefix("torch.")
+    flops, dtype = FlopCounter(recipe).per_token(), str(setup.machine.dtype).removeprefix("torch.")
     speeds = np.resize(list(sizes), len(taken)) / taken
     usage = 100 * flops * speeds / np.convolve(peaks, [0.5, 0.5], "valid")
     for place, tokens in enumerate(sizes):

@@ -22,7 +22,7 @@ from quern.estimate.options import PlanOptions
 from quern.estimate.predict import Cluster, Step, predict
 from quern.flags.check_flags import UNSAID
 from quern.machine import measure_peak_flops
-from quern.model.count import flops_per_token, parameters
+from quern.model.count import FlopCounter, parameters
 from quern.parallel.layout import Layout, lay_out
 from quern.parallel.memory import Activations, Memory, activations, memory
 from quern.recipe import Recipe
@@ -90,11 +90,12 @@ def cluster_of(options: PlanOptions) -> Cluster:
 def candidates(options: PlanOptions, cluster: Cluster) -> list[Candidate]:
     """Returns a candidate for each number of shards that divides the ranks and fits into a machine."""
     recipe = resolve(options.recipe)
+    flops = FlopCounter(recipe).per_token()
     sizes = [tp for tp in range(1, min(cluster.per_machine, options.gpus) + 1) if options.gpus % tp == 0]
-    return [_candidate(options, cluster, recipe, options.gpus // tp, tp) for tp in sizes]
+    return [_candidate(options, cluster, recipe, flops, options.gpus // tp, tp) for tp in sizes]
 
 
-def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, dp: int, tp: int) -> Candidate:
+def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, flops: float, dp: int, tp: int) -> Candidate:
     """Returns the fastest of this layout. What saves memory is tried in turn: blocks that run again, parameters that
     replicas share, and masters and moments in the CPU's memory."""
     try:
@@ -102,13 +103,13 @@ def _candidate(options: PlanOptions, cluster: Cluster, recipe: Recipe, dp: int, 
     except ValueError as error:
         return Candidate(dp, tp, refusal=str(error))
     traced = activations(layout, "cpu" if options.gpu == "cpu" else "cuda", options.compile)
-    best, zero = _fastest(options, cluster, layout, 2, traced), 3 if dp > 1 else 2
+    best, zero = _fastest(options, cluster, flops, layout, 2, traced), 3 if dp > 1 else 2
     if dp > 1 and (best.step is None or best.recomputed > recipe.train.recompute):
-        shared = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, 3), 3, traced)
+        shared = _fastest(options, cluster, flops, lay_out(recipe, DTYPES[options.dtype], dp, tp, 3), 3, traced)
         best = _better(best, shared, "with whole parameters (--zero 2) it")
     if best.step is None and options.gpu != "cpu" and recipe.train.optimizer_memory == "device":
         recipe = replace(recipe, train=replace(recipe.train, optimizer_memory="cpu"))
-        away = _fastest(options, cluster, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), zero, traced)
+        away = _fastest(options, cluster, flops, lay_out(recipe, DTYPES[options.dtype], dp, tp, zero), zero, traced)
         best = _better(best, away, "with masters and moments on the GPU it")
     return best
 
@@ -120,10 +121,12 @@ def _better(one: Candidate, other: Candidate, without: str) -> Candidate:
     return replace(other, note="; ".join(filter(None, [f"{without} {one.refusal or 'is slower'}", other.note])))
 
 
-def _fastest(options: PlanOptions, cluster: Cluster, layout: Layout, zero: int, traced: Activations) -> Candidate:
+def _fastest(
+    options: PlanOptions, cluster: Cluster, flops: float, layout: Layout, zero: int, traced: Activations
+) -> Candidate:
     """Returns the candidate with the best micro-batch, and with as few blocks that run again as fit."""
     device = "cpu" if options.gpu == "cpu" else "cuda"
-    room, flops = cluster.processor.memory - cluster.processor.reserved, flops_per_token(layout.recipe)
+    room = cluster.processor.memory - cluster.processor.reserved
     share = sum(p.nbytes for p in layout.shard.parameters()) / sum(bucket.params.nbytes for bucket in layout.buckets)
     found: list[Candidate] = []
     for sized in _sized(layout, fixed=options.recipe.train.micro_batch_tokens is not None):
@@ -175,7 +178,7 @@ def report(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> li
     between = f" in {machines_needed} machines, {options.network} between them" if machines_needed > 1 else ""
     lines = [
         f"{recipe.name}, depth {recipe.depth}: {count.total / 1e6:,.1f}M parameters, "
-        f"{flops_per_token(recipe) / 1e9:,.2f} GFLOP a token",
+        f"{FlopCounter(recipe).per_token() / 1e9:,.2f} GFLOP a token",
         f"horizon: {train.steps:,} steps of {train.batch_tokens:,} tokens, "
         f"{train.steps * train.batch_tokens / 1e9:,.3f}B in all",
         f"on {options.gpus:,} × {options.gpu}{between}, {chip.memory / GB:.0f} GB each; "
@@ -295,6 +298,6 @@ def as_json(options: PlanOptions, cluster: Cluster, found: list[Candidate]) -> d
         "network": options.network,
         "cluster": asdict(cluster),
         "parameters": vars(parameters(recipe)),
-        "flops_per_token": flops_per_token(recipe),
+        "flops_per_token": FlopCounter(recipe).per_token(),
         "candidates": body,
     }

@@ -58,13 +58,14 @@ def group_sizes(cfg: StepConfig) -> Counter[str]:
     return sizes
 
 
-def flops_per_token(cfg: StepConfig) -> int:
+def flops_per_token(cfg: StepConfig) -> float:
     """FLOPs of training on one token: 6 per parameter of the matrices and the head, and 12 · heads · head_dim · span
-    for the attention of each layer. A mesh must be set."""
+    for the attention of each layer, whose span is the mean number of keys that a query sees. A mesh must be set."""
     shape, sizes = cfg.model, group_sizes(cfg)
     assert shape.heads and shape.head_dim and shape.context
-    spans = [min(window or shape.context, shape.context) for window in shape.window_sizes()]
-    return 6 * (sizes["matrices"] + sizes["head"]) + sum(12 * shape.heads * shape.head_dim * span for span in spans)
+    seen = np.arange(shape.context) + 1
+    spans = [np.minimum(seen, window or shape.context).mean() for window in shape.window_sizes()]
+    return 6 * (sizes["matrices"] + sizes["head"]) + 12 * shape.heads * shape.head_dim * float(sum(spans))
 
 
 def measure_peak_flops(dtype: str, mesh: Mesh) -> float:

@@ -40,6 +40,7 @@ class Counters:
 
     step: int = 0
     tokens: int = 0
+    positions: int = 0
     seconds: float = 0.0
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0
@@ -113,6 +114,7 @@ def train(
                     fresh = False
                 else:
                     window.add(positions, seconds, counters)
+                counters.positions += positions
                 verdict = guard.observe(bool(np.isfinite(loss) and np.isfinite(norm)))
                 _count(counters, guard, verdict, loss, tokens)
                 if verdict != "step":
@@ -198,7 +200,7 @@ def _log(
     line: dict[str, Any] = {
         "step": counters.step,
         "tokens": counters.tokens,
-        "flops": counters.tokens * plan.flops_per_token,
+        "flops": counters.positions * plan.flops_per_token,
         "seconds": round(counters.seconds, 4),
         "loss": mean,
         "perplexity": math.exp(mean) if mean < 700 else math.inf,  # e^710 exceeds a float

@@ -85,9 +85,8 @@ def _write(
     """Writes the checkpoint last: a run without one counts as untrained."""
     run_dir.folder.mkdir(parents=True)
     tokenizer.save(run_dir.folder / "tokenizer.json")
-    describe_run(
-        count(state.model), machine, run_dir, {"imported": str(folder)}, f"quern import {folder} --run {run_dir.run}"
-    )
+    command = f"quern import {folder} --run {run_dir.run}"
+    describe_run(recipe, count(state.model), machine, run_dir, {"imported": str(folder)}, command)
     meta = {
         "recipe": recipe.to_json(),
         "tokenizer": tokenizer.fingerprint,

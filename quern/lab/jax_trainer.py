@@ -13,10 +13,10 @@ from quern.grug import train
 from quern.grug.evaluate import flops_per_token, group_sizes, validate
 from quern.grug.mesh import keep_freed_memory, make_mesh, use_cpu
 from quern.grug.state import JaxTrainState, init_state, step_config
-from quern.lab.trainer import Note, Trainer
+from quern.lab.trainer import Note, Progress, Trainer
 from quern.machine import Machine
 from quern.model.base import KINDS
-from quern.model.count import Counts, of_kinds
+from quern.model.count import Counts, Flops, of_kinds
 from quern.recipe import Recipe
 from quern.records import Nowhere
 from quern.stages.jax.train import core_of
@@ -36,7 +36,7 @@ class JaxTrainer(Trainer):
 
     def _run(
         self, recipe: Recipe, prepared: Prepared, every: int, note: Note, on_step: Callable[[int, float], None]
-    ) -> tuple[int, train.Counters, Counts]:
+    ) -> tuple[int, Progress, Counts]:
         cfg = step_config(recipe, str(self.machine.dtype).removeprefix("torch."), core_of(recipe))
         token_bytes, rows = prepared.tokenizer.token_bytes(), recipe.micro_batch_rows
         counters, settings = train.Counters(), recipe.train
@@ -48,7 +48,8 @@ class JaxTrainer(Trainer):
                 kinds[group if group in KINDS else "scalars"] += size
 
             def evaluate(state: JaxTrainState) -> dict[str, Any]:
-                return note(counters, flops, validate(state.params, prepared.val, token_bytes, rows, self._mesh, cfg))
+                found = validate(state.params, prepared.val, token_bytes, rows, self._mesh, cfg)
+                return note(_Counted(counters, flops), found)
 
             plan = train.JaxTrainingPlan(
                 cfg=cfg,
@@ -74,4 +75,12 @@ class JaxTrainer(Trainer):
                 self.log,
                 lambda step, line: on_step(step, counters.seconds),
             )
-        return code, counters, Counts(of_kinds(kinds), flops, kv_elements_per_token=0)
+        return code, _Counted(counters, flops), Counts(of_kinds(kinds), kv_elements_per_token=0)
+
+
+class _Counted:
+    """The counters of a run, with FLOPs; those of the update are left out."""
+
+    def __init__(self, counters: train.Counters, flops_per_token: float) -> None:
+        self.step, self.tokens, self.seconds = counters.step, counters.tokens, counters.seconds
+        self.flops = Flops(products=counters.positions * flops_per_token)

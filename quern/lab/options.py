@@ -65,6 +65,9 @@ class CompareOptions:
     """With --ladder: the rungs to climb. An idea goes up unless it is clearly worse or makes no difference."""
     every: bool = False
     """With --ladder: take every idea up, whatever its verdict."""
+    speeds: bool = False
+    """Also measure the speed of each idea against the baseline, both alternating in one process, for the multipliers by
+    seconds. It needs no quiet machine."""
     tune: str = ""
     """A rate, such as matrix_lr, of which every arm tries the same multiples on the lowest rung."""
     delta: Rate = 0.005

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from quern.machine import Machine, peak_memory, reset_peak_memory
 from quern.model.base import LanguageModel
-from quern.model.count import Counts, count
+from quern.model.count import Counts, FlopCounter, Flops, count
 from quern.recipe import Recipe
 from quern.records import Nowhere, typed
 from quern.resolve import resolve
@@ -30,15 +30,16 @@ from quern.train.state import TrainState, build_model, build_state
 
 
 class Progress(Protocol):
-    """The counters of a run: steps, targets trained on, seconds in the timed steps."""
+    """The counters of a run: steps, targets trained on, FLOPs, seconds in the timed steps."""
 
     step: int
     tokens: int
+    flops: Flops
     seconds: float
 
 
-Note = Callable[[Progress, int, dict[str, Any]], dict[str, Any]]
-"""(counters, FLOPs of a token, a validation) → the validation, after it has been noted."""
+Note = Callable[[Progress, dict[str, Any]], dict[str, Any]]
+"""(counters, a validation) → the validation, after it has been noted."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ class Trial:
         seed: Of the initial weights.
         data_seed: Of the order of the batches.
         tokens: Targets trained on.
-        flops: Training FLOPs by `model.count`.
+        flops: Training FLOPs of all positions by `model.count`.
         seconds: Time in all steps, at the speed of those after the first, which may compile.
         bpb: Final validation bits per byte; None for a run that diverged.
         tokens_per_second: Of the steps after the first.
         peak_bytes: Peak memory: of the GPU, or of the process on a CPU.
         parameters: The fields of `model.count.Parameters`.
         curve: Validations, by step.
+        flops_parts: `flops` by part: the fields of `model.count.Flops`.
     """
 
     recipe: str
@@ -84,6 +86,7 @@ class Trial:
     peak_bytes: int
     parameters: dict[str, int]
     curve: tuple[Point, ...]
+    flops_parts: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only."""
@@ -108,6 +111,7 @@ class Trainer:
         self.out, self.machine, self.log = out, machine, log
         self._prepared: tuple[str, Prepared] | None = None
         self._model: tuple[Any, LanguageModel, Counts] | None = None
+        self._flops: tuple[Any, FlopCounter] | None = None
 
     def train(
         self,
@@ -146,10 +150,10 @@ class Trainer:
         assert recipe.train.steps
         curve: list[Point] = []
 
-        def note(state: Progress, flops_per_token: int, found: dict[str, Any]) -> dict[str, Any]:
+        def note(state: Progress, found: dict[str, Any]) -> dict[str, Any]:
             bpb = found["val_bpb"] if math.isfinite(found["val_bpb"]) else None
             seconds = _all_steps(state.seconds, state.step)
-            curve.append(Point(state.step, state.tokens, state.tokens * flops_per_token, seconds, bpb))
+            curve.append(Point(state.step, state.tokens, state.flops.total, seconds, bpb))
             on_eval(curve[-1])
             return found
 
@@ -163,7 +167,8 @@ class Trainer:
             seed=seed,
             data_seed=data_seed,
             tokens=state.tokens,
-            flops=state.tokens * counts.flops_per_token,
+            flops=state.flops.total,
+            flops_parts=asdict(state.flops),
             seconds=_all_steps(state.seconds, state.step),
             bpb=curve[-1].bpb if code == EXIT_DONE else None,
             tokens_per_second=_rate(state),
@@ -182,12 +187,12 @@ class Trainer:
         score = validation(recipe, prepared, self.machine)
 
         def evaluate(state: TrainState) -> dict[str, Any]:
-            return note(state, counts.flops_per_token, score(state))
+            return note(state, score(state))
 
         def advance(state: TrainState, line: dict[str, Any]) -> None:
             on_step(state.step, state.seconds)
 
-        plan = _plan(recipe, counts, evaluate, every)
+        plan = _plan(recipe, self._counter(recipe), evaluate, every)
         try:
             batches = make_batches(recipe, prepared.train)
             return loop.train(state, batches, plan, self.machine, Nowhere(self.out), self.log, advance), state, counts
@@ -202,6 +207,12 @@ class Trainer:
             self._prepared = key, prepare(recipe, self.out, self.log)
         return self._prepared[1]
 
+    def _counter(self, recipe: Recipe) -> FlopCounter:
+        key = recipe.make_model, recipe.model, recipe.make_rules, recipe.optim
+        if self._flops is None or self._flops[0] != key:
+            self._flops = key, FlopCounter(recipe)
+        return self._flops[1]
+
     def _ready_model(self, recipe: Recipe, tokenizer: Tokenizer) -> tuple[LanguageModel, Counts]:
         key = recipe.make_model, recipe.model, recipe.train.fp8, recipe.train.recompute, tokenizer.fingerprint
         if self._model is None or self._model[0] != key:
@@ -213,7 +224,7 @@ class Trainer:
         return self._model[1:]
 
 
-def _plan(recipe: Recipe, counts: Counts, evaluate: loop.Evaluator, every: int) -> loop.TrainingPlan:
+def _plan(recipe: Recipe, flops: FlopCounter, evaluate: loop.Evaluator, every: int) -> loop.TrainingPlan:
     train = recipe.train
     assert train.steps
     return loop.TrainingPlan(
@@ -224,7 +235,7 @@ def _plan(recipe: Recipe, counts: Counts, evaluate: loop.Evaluator, every: int) 
         log_every=train.steps,
         save_every=None,
         keep=1,
-        flops_per_token=counts.flops_per_token,
+        flops=flops,
         peak_flops=math.inf,
         evaluators=[(every, evaluate)],
         meta={"seed": recipe.seed},

@@ -23,8 +23,7 @@ from quern.model.initialize import Draw
 from quern.recipe import ModelRecipe
 
 KINDS = ("embedding", "value_embeddings", "head", "matrices", "scalars")
-"""The kinds that `count.Parameters` distinguishes. Every token is multiplied by each parameter of the matrices and of
-the head; the other kinds are looked up, or too small to count in FLOPs."""
+"""The kinds that `count.Parameters` distinguishes."""
 
 
 class LanguageModel(nn.Module):

@@ -1,18 +1,32 @@
-"""The costs of a model: parameters in three conventions, FLOPs per token, size of the key-value cache.
+"""The costs of a model: parameters in three conventions, FLOPs of training, size of the key-value cache.
 
-The model itself is counted, on any device: it says what its groups of parameters are (`base.KINDS`), which layers
-attend and how far they see. `weightless` builds a recipe's model without memory.
+The model itself is counted. It says what its groups of parameters are (`base.KINDS`), and torch counts the matrix
+products of its forward pass, loss, backward pass and update on tensors without memory (`weightless`). So an idea needs
+no hook to be counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from quern import compiler
+from quern.data.batch import Batch
+from quern.kernels.attention.attend import MaskSpec
 from quern.model.base import KINDS, LanguageModel
+from quern.model.context import CausalContext
+from quern.optim.groups import ParameterGroup, dry_run, make_groups
 from quern.recipe import Recipe
+
+RESOLUTION = 1 / 512
+"""Share of a run within which a change of the products per token is found."""
 
 
 @dataclass(frozen=True)
@@ -31,48 +45,34 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Counts:
-    """flops_per_token: training FLOPs of one token; kv_elements_per_token: keys and values that one token adds to a
-    cache, before any window limits it."""
+    """kv_elements_per_token: keys and values that one token adds to a cache, before any window limits it."""
 
     parameters: Parameters
-    flops_per_token: int
     kv_elements_per_token: int
 
 
 def count(model: LanguageModel) -> Counts:
     """Counts a whole model, before it is cut for several ranks.
 
-    FLOPs are 6 per matmul parameter, and 12 · heads · head_dim · span for each attending layer, where span is
-    min(window, context); causality is not subtracted, the usual convention (PaLM, arXiv 2204.02311, app. B).
-    Recomputation never counts.
-
     Raises:
         ValueError: The model gives a group of parameters no kind.
     """
-    shape, parameters = model.shape, _parameters(model)
-    assert shape.heads and shape.kv_heads and shape.head_dim and shape.context
-    spans = [min(model.windows[layer] or shape.context, shape.context) for layer in model.attention_layers]
-    return Counts(
-        parameters,
-        flops_per_token=6 * parameters.kaplan + 12 * shape.heads * shape.head_dim * sum(spans),
-        kv_elements_per_token=2 * len(spans) * shape.kv_heads * shape.head_dim,
-    )
+    shape, layers = model.shape, len(model.attention_layers)
+    assert shape.kv_heads and shape.head_dim
+    return Counts(_parameters(model), kv_elements_per_token=2 * layers * shape.kv_heads * shape.head_dim)
 
 
-def weightless(recipe: Recipe) -> LanguageModel:
-    """The model of a resolved recipe on the meta device."""
+def weightless(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a resolved recipe on the meta device. The id of BOS does not matter there, and is not known before
+    the tokenizer."""
+    bos = 0 if recipe.model.bos is None else recipe.model.bos
     with torch.device("meta"):
-        return recipe.make_model(recipe.model)
+        return recipe.make_model(replace(recipe.model, bos=bos)).to(dtype=dtype)
 
 
 def parameters(recipe: Recipe) -> Parameters:
     """Parameters of a resolved recipe's model."""
     return count(weightless(recipe)).parameters
-
-
-def flops_per_token(recipe: Recipe) -> int:
-    """Training FLOPs of one token of a resolved recipe's model."""
-    return count(weightless(recipe)).flops_per_token
 
 
 def kv_bytes_per_token(recipe: Recipe, dtype: torch.dtype) -> int:
@@ -104,3 +104,178 @@ def of_kinds(sizes: Mapping[str, int]) -> Parameters:
         head=sizes["head"],
         scalars=sizes["scalars"],
     )
+
+
+# FLOPs ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of training by part.
+
+    Args:
+        products: Matrix products of the forward and the backward pass over all positions, padding included, without
+            those of attention.
+        attention: Products of queries, keys and values over the pairs that see each other, forward and backward.
+            Nothing is added for what a kernel computes again or beyond the mask.
+        update: Matrix products of the optimizer.
+    """
+
+    products: float = 0
+    attention: float = 0
+    update: float = 0
+
+    @property
+    def model(self) -> float:
+        """FLOPs of the model alone, as the MFU has them."""
+        return self.products + self.attention
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.update
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.products + other.products, self.attention + other.attention, self.update + other.update)
+
+    def __rmul__(self, factor: float) -> Flops:
+        return Flops(factor * self.products, factor * self.attention, factor * self.update)
+
+
+class FlopCounter:
+    """Counts the FLOPs of a recipe's training steps; it is called with a batch.
+
+    The products of a position are counted on one row, and again where they change during a run. Windows and documents
+    are those of each batch.
+
+    Args:
+        recipe: Resolved.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.model.context
+        self._model: LanguageModel = weightless(recipe)
+        other_than_bos = 0 if recipe.model.bos else 1
+        self._row = torch.full((1, recipe.model.context), other_than_bos)
+        self._products: dict[float, float] = {}
+        self._spans: dict[tuple[int | None, ...], Counter[int | None]] = {}
+        groups = make_groups(self._model.parameter_groups(), recipe.make_rules(recipe), self._model.named_parameters())
+        self.update = sum(
+            _products(dry_run(group.rule, p, p.dtype)) / group.every for group in groups for p in _stacks(group)
+        )
+        """FLOPs of the update of one step; of a group that is updated every n-th step, its n-th part."""
+
+    def __call__(self, batch: Batch, progress: float) -> Flops:
+        """FLOPs of a training step on the rows of `batch`. progress: share of the run that is done, from 0 to 1."""
+        context = self._model.context(torch.from_numpy(batch.tokens), progress)
+        windows = self._windows(context)
+        if windows not in self._spans:
+            self._trace(progress)
+        seen = _visible_keys(batch, context.documents_BT)
+        attention = sum(
+            per_pair * int(seen.sum() if window is None else np.minimum(seen, window).sum())
+            for window, per_pair in self._spans[windows].items()
+        )
+        return Flops(batch.tokens.size * self._products_at(progress), attention, self.update)
+
+    def step(self, batch_tokens: int) -> Flops:
+        """FLOPs of a step in rows of one document each, at the end of a run."""
+        row = self._row.numpy()
+        one = self(Batch(row, row, row >= 0), 1.0)
+        return replace(batch_tokens / row.size * one, update=self.update)
+
+    def per_token(self) -> float:
+        """FLOPs of the model per token of such a step."""
+        return self.step(1).model
+
+    def _products_at(self, progress: float) -> float:
+        """FLOPs of the products of one position. The changes during a run are searched by bisection."""
+        low, high = 0.0, 1.0
+        while progress not in self._products:
+            if high - low <= RESOLUTION or (high - low < 1 and self._known(low) == self._known(high)):
+                return self._known(low)
+            middle = (low + high) / 2
+            low, high = (low, middle) if progress < middle else (middle, high)
+        return self._products[progress]
+
+    def _known(self, progress: float) -> float:
+        if progress not in self._products:
+            self._trace(progress)
+        return self._products[progress]
+
+    def _trace(self, progress: float) -> None:
+        """Runs a row forward and backward, which counts its products and the spans of its attention."""
+        spans = _Spans()
+        context = self._model.context(self._row, progress).with_backend(spans, self._row, self._model.windows)
+        row = self._row.to("meta")
+
+        def train() -> None:
+            with compiler.eager():
+                scale = torch.ones(row.shape, device="meta")
+                loss, _ = self._model.loss(self._model(row, context), row, scale, context)
+                loss.backward()
+
+        self._products[progress] = _products(train) / row.numel()
+        self._spans[self._windows(context)] = spans.found
+
+    def _windows(self, context: CausalContext) -> tuple[int | None, ...]:
+        return tuple(_size(window) for window in context.windows(self._model.windows))
+
+
+class _Spans:
+    """Attention that computes nothing and notes, for each window, the FLOPs of a visible pair."""
+
+    def __init__(self) -> None:
+        self.found: Counter[int | None] = Counter()
+
+    def __call__(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: MaskSpec, scale: float | None = None
+    ) -> Tensor:
+        # The scores and the mix of the values; backward two products for each of them.
+        self.found[_size(mask.window)] += 3 * 2 * q_BTHE.size(2) * (q_BTHE.size(3) + v_BTKE.size(3))
+        return _NoAttention.apply(q_BTHE, k_BTKE, v_BTKE)
+
+    def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
+        return mask
+
+
+class _NoAttention(torch.autograd.Function):
+    """The shapes of attention and of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+        ctx.save_for_backward(*qkv)
+        return qkv[0].new_empty(*qkv[0].shape[:3], qkv[2].size(3))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def _size(window: int | Tensor | None) -> int | None:
+    return None if window is None else int(window)
+
+
+def _stacks(group: ParameterGroup) -> list[Tensor]:
+    """The matrices of a group whose rule takes stacks of them, one stack (N, R, C) for each shape."""
+    stacks: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+    for _, p in group.parameters if group.rule.stacked else ():
+        stacks[p.shape[-2:]].append(p.detach().view(-1, *p.shape[-2:]))
+    return [torch.cat(matrices) for matrices in stacks.values()]
+
+
+def _visible_keys(batch: Batch, documents_BT: Tensor | None) -> np.ndarray:
+    """The number of keys that each query sees without a window, (B, T)."""
+    rows, T = batch.tokens.shape
+    places = np.arange(T)
+    if documents_BT is None:
+        return np.broadcast_to(places + 1, (rows, T))
+    documents = documents_BT.numpy()
+    begins = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    return places + 1 - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+
+
+def _products(function: Callable[[], None]) -> float:
+    """The FLOPs of the matrix products of a call."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()

@@ -64,7 +64,8 @@ class RotaryTable(nn.Module):
         """positions: (1 or B, T) integers, all below `horizon` → two of (1 or B, T, 1, E / 2)."""
         if horizon > len(self.cos_N1E):
             self._fill(horizon, self.cos_N1E.device)
-        return self.cos_N1E[positions_BT], self.sin_N1E[positions_BT]
+        cos_N1E, sin_N1E = (table.to(positions_BT.device) for table in (self.cos_N1E, self.sin_N1E))  # where a model is
+        return cos_N1E[positions_BT], sin_N1E[positions_BT]  # on "meta", the table is on the CPU
 
     def _fill(self, rows: int, device: torch.device) -> None:
         rows = -(-(rows + SPARE_ROWS) // TABLE_ROWS) * TABLE_ROWS

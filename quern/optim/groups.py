@@ -9,9 +9,9 @@ Rates and constants: research on small models at width 768 and a batch of 2^19 t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -121,6 +121,25 @@ def make_groups(
         if parameters:
             groups.append(ParameterGroup(name, rule, parameters, lr, every))
     return groups
+
+
+def dry_run(rule: Rule, masters: Tensor, dtype: torch.dtype) -> Callable[[], None]:
+    """Returns a function that applies a rule once to new tensors, without values, to see what that costs.
+
+    Args:
+        rule: The rule.
+        masters: Stack or flat buffer whose shape and device the tensors have.
+        dtype: Of gradients, matrix products and parameters.
+    """
+    masters = torch.empty_like(masters, dtype=torch.float32)
+    grads, out, state = masters.to(dtype), torch.empty_like(masters, dtype=dtype), rule.init_state(masters)
+    scalars: dict[str, Any] = dict(rule.scalars(1, 1.0, 0.9, 1.0))
+
+    @torch.no_grad()
+    def update() -> None:
+        rule.update_(masters, grads, state, scalars, dtype=dtype, out=out)
+
+    return update
 
 
 def table(recipe: Recipe) -> dict[str, GroupRule]:

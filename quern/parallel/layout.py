@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quern.mesh import Mesh, Pending, ProcessGroup, alone
+from quern.model.count import weightless
 from quern.optim.groups import make_groups
 from quern.parallel.buckets import Bucket, Settings, make_buckets
 from quern.parallel.plan import shard_model
@@ -85,10 +86,3 @@ def lay_out(recipe: Recipe, dtype: torch.dtype, dp: int, tp: int, zero: int = 2)
     fp32, on_cpu = recipe.train.grad_dtype == "fp32", recipe.train.optimizer_memory == "cpu"
     settings = Settings(mesh, dtype, False, fp32, numbers_of(parts), on_cpu)
     return Layout(recipe, dp, tp, whole, shard, make_buckets(groups, settings), parts)
-
-
-def weightless(recipe: Recipe, dtype: torch.dtype) -> Any:
-    """The recipe's model on "meta". The id of BOS does not matter, and is not known before the tokenizer."""
-    bos = 0 if recipe.model.bos is None else recipe.model.bos
-    with torch.device("meta"):
-        return recipe.make_model(replace(recipe.model, bos=bos)).to(dtype=dtype)

@@ -40,6 +40,7 @@ from quern.kernels.attention.flash import flash_attention
 from quern.kernels.cross_entropy import COMPILED, TRITON
 from quern.kernels.softcap import has_kernel
 from quern.model.recompute import wrap_calls
+from quern.optim.groups import dry_run
 from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 
@@ -361,11 +362,9 @@ def _arriving(buckets: Sequence[Bucket], layout: Layout) -> int:
 def run_update(bucket: Bucket, count: int, trace: AbstractContextManager[Any]) -> None:
     """Runs the bucket's rule once on "meta", under `trace`, on `count` masters."""
     masters = bucket.masters.new_empty(count, *bucket.masters.shape[1:])
-    dtype, state = bucket.params.dtype, bucket.rule.init_state(masters)
-    grads, out = masters.to(dtype), torch.empty_like(masters, dtype=dtype)
-    scalars: dict[str, Any] = dict(bucket.rule.scalars(1, 1.0, 0.9, 1.0))
-    with torch.no_grad(), trace:
-        bucket.rule.update_(masters, grads, state, scalars, dtype=dtype, out=out)
+    update = dry_run(bucket.rule, masters, bucket.params.dtype)
+    with trace:
+        update()
 
 
 class LiveBytes(TorchDispatchMode):

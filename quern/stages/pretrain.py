@@ -137,7 +137,6 @@ def _run(asked: Recipe, session: Session, early: EarlyStart, check: Check) -> in
     assert recipe.train.steps and recipe.optim.lr_scale is not None
     plan = session.plan(
         recipe,
-        counts,
         origin,
         steps=recipe.train.steps,
         schedule=recipe.make_schedule(recipe.train),
@@ -355,7 +354,7 @@ def overview(
         f"{data.val.num_tokens:,} to validate on",
         f"length: {tokens:,} tokens, {at_most}{_digits(epochs)} epochs of the text, {_digits(tokens / total)} tokens "
         "for each parameter",
-        f"time: about {duration(tokens * plan.flops_per_token / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
+        f"time: about {duration(tokens * plan.flops.per_token() / (TYPICAL_MFU * plan.peak_flops))} of steps, by this "
         f"machine's speed in matrix products{_room(memory, mesh)}",
     ]
     if not data.train.whole:

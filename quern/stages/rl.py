@@ -109,7 +109,6 @@ def _run(asked: Recipe, session: Session) -> int:
     )
     plan = session.plan(
         recipe,
-        counts,
         origin,
         steps=recipe.rl.steps,
         schedule=rates_fall(recipe.rl.steps, recipe.rl.warmdown_share),

@@ -21,7 +21,7 @@ from quern.data.batch import BatchSource
 from quern.machine import Machine, measure_peak_flops
 from quern.mesh import FOR_MAIN, Mesh, PeersLostError, alone
 from quern.model.base import LanguageModel
-from quern.model.count import Counts
+from quern.model.count import Counts, FlopCounter
 from quern.model.fp8 import use_fp8
 from quern.model.recompute import recompute
 from quern.optim.schedule import Multipliers
@@ -134,7 +134,6 @@ class Session:
     def plan(
         self,
         recipe: Recipe,
-        counts: Counts,
         origin: Origin,
         *,
         steps: int | None,
@@ -147,7 +146,6 @@ class Session:
 
         Args:
             recipe: Resolved.
-            counts: Of the recipe's model.
             origin: What the stage is made from.
             steps: Optimizer steps.
             schedule: Multipliers by step.
@@ -166,7 +164,7 @@ class Session:
             save_every=train.save_every,
             keep=train.keep,
             save_in_background=train.save_in_background,
-            flops_per_token=counts.flops_per_token,
+            flops=FlopCounter(recipe),
             peak_flops=measure_peak_flops(self.machine) * self.mesh.world.size,
             evaluators=[(train.eval_every, evaluator)],
             keep_step=keep_step,
@@ -230,7 +228,7 @@ class Session:
             self.log(f"{words[0]}: finished already, after {counted(end, 'step')}")
             return EXIT_DONE
         if self.mesh.main and facts and not resumed:
-            describe_run(counts, self.machine, self.run_dir, facts, self.command)
+            describe_run(recipe, counts, self.machine, self.run_dir, facts, self.command)
             tokenizer.save(self.run_dir.folder / "tokenizer.json")
         if (self.start is not None or self.stage == "rl") and not resumed:
             # The weights of another run are saved first: the run never needs the other one again. Reinforcement
@@ -284,7 +282,9 @@ class Session:
         return resumed
 
 
-def describe_run(counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[str, Any], command: str) -> None:
+def describe_run(
+    recipe: Recipe, counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[str, Any], command: str
+) -> None:
     """Writes run.json: how the run was started, on which machine, with which model."""
     run_dir.write(
         "run.json",
@@ -295,7 +295,7 @@ def describe_run(counts: Counts, machine: Machine, run_dir: RunDir, facts: dict[
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "model": {
                 "parameters": vars(counts.parameters),
-                "flops_per_token": counts.flops_per_token,
+                "flops_per_token": FlopCounter(recipe).per_token(),
                 "kv_bytes_per_token": counts.kv_elements_per_token * machine.dtype.itemsize,
             },
             **facts,

@@ -94,7 +94,6 @@ def _run(asked: Recipe, session: Session) -> int:
     origin = first.origin or new
     plan = session.plan(
         recipe,
-        counts,
         origin,
         steps=recipe.sft.steps,
         schedule=rates_fall(recipe.sft.steps, recipe.sft.warmdown_share),

@@ -7,6 +7,7 @@ left out.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -21,6 +22,7 @@ from quern.data.batch import Batch, BatchSource
 from quern.data.loader import prefetch
 from quern.machine import Machine
 from quern.mesh import FIRST_STEP, SAMPLING, TRAINING, Mesh
+from quern.model.count import FlopCounter
 from quern.optim.schedule import Multipliers
 from quern.records import Records
 from quern.train import checkpoint, manifest
@@ -37,7 +39,7 @@ Evaluator = Callable[[TrainState], dict[str, Any]]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The plan of one stage. flops_per_token and peak_flops (of the machine, per second) feed the MFU."""
+    """The plan of one stage. peak_flops (of the machine, per second) feeds the MFU."""
 
     steps: int
     """Steps of the first plan, where there is a budget."""
@@ -49,7 +51,7 @@ class TrainingPlan:
     save_every: int | None
     """Steps between checkpoints; None saves none, not even at the end."""
     keep: int
-    flops_per_token: float
+    flops: FlopCounter
     peak_flops: float
     evaluators: Sequence[tuple[int, Evaluator]] = ()
     save_in_background: bool = False
@@ -176,12 +178,13 @@ def _batches(
     the model, and each is made when its step begins, outside the time in steps. A rank that is alone waits for no text
     once it was asked to stop.
     """
-    mesh = state.optimizer.mesh
+    mesh, steps = state.optimizer.mesh, itertools.count(state.step)
     own = {"rank": mesh.data.rank, "ranks": mesh.data.size}
 
     def send(batch: Batch) -> DeviceBatch:
         rows = plan.micro_batch_rows * max(1, (plan.row_tokens or 0) // batch.tokens.shape[1])
-        return send_batch(batch, mesh, machine, rows)
+        progress = plan.schedule(horizon.place(min(next(steps), horizon.steps - 1))).progress
+        return send_batch(batch, mesh, machine, rows, plan.flops(batch, progress))
 
     def give_up() -> bool:
         return stop.alone and stop.requested and state.step > 0
@@ -223,6 +226,8 @@ def _count(
         state.seconds += seconds
         window.seconds += seconds
         window.positions += result.positions
+        window.flops += result.flops.model
+    state.flops += result.flops
     if result.verdict == "step":
         state.unlogged_nats += result.loss * result.tokens
         state.unlogged_tokens += result.tokens
@@ -314,6 +319,7 @@ class _Window:
 
     earlier: float | None = None
     positions: int = 0
+    flops: float = 0
     seconds: float = 0.0
 
     def rate(self) -> float | None:
@@ -330,7 +336,7 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Trainin
     line = {
         "step": state.step,
         "tokens": state.tokens,
-        "flops": state.tokens * plan.flops_per_token,
+        "flops": state.flops.total,
         "seconds": round(state.seconds, 4),
         "loss": state.unlogged_nats / state.unlogged_tokens if state.unlogged_tokens else last.loss,
         "grad_norm": last.grad_norm,
@@ -338,7 +344,7 @@ def _metrics(state: TrainState, last: StepResult, window: _Window, plan: Trainin
     }
     if rate is not None:
         line["tokens_per_second"] = round(rate, 1)
-        line["mfu"] = round(rate * plan.flops_per_token / plan.peak_flops, 4)
+        line["mfu"] = round(window.flops / window.seconds / plan.peak_flops, 4)
     if state.guard.skips:
         line["skipped"] = state.guard.skips
     return line

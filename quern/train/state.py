@@ -6,7 +6,7 @@ function of (seed, step), so the position in the data is the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 
 from quern.machine import Machine
 from quern.mesh import Mesh
+from quern.model.count import Flops, weightless
 from quern.optim.groups import make_groups
-from quern.parallel.layout import weightless
 from quern.parallel.sharding import Slice
 from quern.parallel.zero2 import Zero2
 from quern.parallel.zero3 import Zero3
@@ -25,8 +25,8 @@ from quern.train.guard import Guard
 
 @dataclass
 class TrainState:
-    """step: updates done, skipped or empty; empty_steps: those without a target; tokens: targets trained on; seconds:
-    time spent in steps.
+    """step: updates done, skipped or empty; empty_steps: those without a target; tokens: targets trained on; flops:
+    of all positions; seconds: time spent in steps.
 
     unlogged_nats, unlogged_tokens: loss since the last logging line, kept here so that a resumed run logs what the
     uninterrupted one would.
@@ -40,6 +40,7 @@ class TrainState:
     step: int = 0
     empty_steps: int = 0
     tokens: int = 0
+    flops: Flops = Flops()
     seconds: float = 0.0
     unlogged_nats: float = 0.0
     unlogged_tokens: int = 0
@@ -64,6 +65,7 @@ class TrainState:
             "step": self.step,
             "empty_steps": self.empty_steps,
             "tokens": self.tokens,
+            "flops": asdict(self.flops),
             "seconds": self.seconds,
             "unlogged_nats": self.unlogged_nats,
             "unlogged_tokens": self.unlogged_tokens,
@@ -77,6 +79,7 @@ class TrainState:
         self.optimizer.load_state_tensors(tensors)
         self.guard.load_state(meta["guard"])
         self.step, self.tokens, self.seconds = meta["step"], meta["tokens"], meta["seconds"]
+        self.flops = Flops(**meta.get("flops", {}))
         self.empty_steps = meta.get("empty_steps", 0)
         self.unlogged_nats, self.unlogged_tokens = meta["unlogged_nats"], meta["unlogged_tokens"]
         self.earlier_updates = meta.get("earlier_updates", 0)

@@ -20,6 +20,7 @@ from torch import Tensor
 from quern.data.loader import Batch
 from quern.machine import Machine
 from quern.mesh import Mesh
+from quern.model.count import Flops
 from quern.model.loss import loss_sum
 from quern.optim.schedule import Multipliers
 from quern.train.state import TrainState
@@ -31,25 +32,29 @@ class DeviceBatch:
 
     Attributes:
         micros: Tokens, targets and scale (`to_device`) of each forward pass.
-        counts: Returns, once they have reached the host, over all replicas: the valid targets, the positions, and the
-            forward passes that a replica must make.
+        counts: Returns, once they have reached the host, over all replicas: the valid targets, the positions, the FLOPs
+            of products and of attention, and the forward passes that a replica must make.
         weighted: Whether the targets have weights.
+        update_flops: FLOPs of the update.
     """
 
     micros: list[tuple[Tensor, Tensor, Tensor]]
     counts: Callable[[], list[int]]
     weighted: bool
+    update_flops: float
 
 
 @dataclass(frozen=True)
 class StepResult:
     """loss: nats per valid target; grad_norm: global, before clipping; tokens: valid targets; positions: all
-    that were computed, masked ones too; verdict: the guard's."""
+    that were computed, masked ones too; flops: without a skipped
+    update; verdict: the guard's."""
 
     loss: float
     grad_norm: float
     tokens: int
     positions: int
+    flops: Flops
     verdict: str
 
 
@@ -86,13 +91,13 @@ def train_on(
     Raises:
         ValueError: No token of the global batch is a target, and the targets have no weights.
     """
-    targets, positions, _ = batch.counts()
+    targets, positions, products, attention, _ = batch.counts()
     if targets == 0:
         if not batch.weighted:
             raise ValueError("a batch without a single target cannot train: check the data's masks")
         state.empty_steps += 1
         state.step += 1  # no reply of these rollouts was better than another of its question
-        return StepResult(0.0, 0.0, 0, positions, "empty")
+        return StepResult(0.0, 0.0, 0, positions, Flops(), "empty")
     part = accumulate(state, batch, machine, multipliers.progress)
     state.optimizer.mesh.data.all_reduce(part).wait()
     norm = state.optimizer.grad_norm()
@@ -104,7 +109,8 @@ def train_on(
         state.optimizer.step(state.updates, multipliers)
     state.step += 1
     state.tokens += targets
-    return StepResult(loss, norm_value, targets, positions, verdict)
+    flops = Flops(products, attention, batch.update_flops if verdict == "step" else 0)
+    return StepResult(loss, norm_value, targets, positions, flops, verdict)
 
 
 def accumulate(state: TrainState, batch: DeviceBatch, machine: Machine, progress: float = 1.0) -> Tensor:
@@ -116,7 +122,7 @@ def accumulate(state: TrainState, batch: DeviceBatch, machine: Machine, progress
         This replica's part of the mean loss, a 0-dim tensor on the device.
     """
     inputs, targets, scale = batch.micros[0]
-    missing = batch.counts()[2] - len(batch.micros)
+    missing = batch.counts()[-1] - len(batch.micros)
     micros = batch.micros + [(inputs, targets, torch.zeros_like(scale))] * missing
     state.optimizer.drop_grads()  # the first micro-batch's gradients are taken as they come
     loss = torch.zeros((), device=machine.device)
@@ -128,7 +134,9 @@ def accumulate(state: TrainState, batch: DeviceBatch, machine: Machine, progress
     return loss
 
 
-def send_batch(batch: Batch, mesh: Mesh, machine: Machine, micro_batch_rows: int) -> DeviceBatch:
+def send_batch(
+    batch: Batch, mesh: Mesh, machine: Machine, micro_batch_rows: int, flops: Flops | None = None
+) -> DeviceBatch:
     """Starts to copy a batch to the device and to count its targets over the replicas. On GPUs the host does not wait.
 
     Replicas that share parameters gather them in equally many passes, so those with fewer micro-batches add empty ones.
@@ -138,15 +146,18 @@ def send_batch(batch: Batch, mesh: Mesh, machine: Machine, micro_batch_rows: int
         mesh: The ranks; all of them call this.
         machine: The machine.
         micro_batch_rows: Rows in one forward pass.
+        flops: Of this batch; None counts nothing.
     """
+    flops = flops or Flops()
     parts = list(batch.split(micro_batch_rows))
-    sums = machine.send(torch.tensor([int(batch.mask.sum()), batch.tokens.size]))
+    counted = [int(batch.mask.sum()), batch.tokens.size, int(flops.products), int(flops.attention)]
+    sums = machine.send(torch.tensor(counted))
     mesh.data.all_reduce(sums).wait()
     passes = machine.send(torch.tensor([len(parts)]))
     if mesh.zero == 3:
         mesh.data.all_reduce(passes, "max").wait()
     micros = [to_device(part, sums[0], machine) for part in parts]
-    return DeviceBatch(micros, machine.read_later(torch.cat([sums, passes])), batch.weight is not None)
+    return DeviceBatch(micros, machine.read_later(torch.cat([sums, passes])), batch.weight is not None, flops.update)
 
 
 def to_device(batch: Batch, valid_targets: int | Tensor, machine: Machine) -> tuple[Tensor, Tensor, Tensor]:

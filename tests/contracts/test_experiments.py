@@ -15,18 +15,24 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from quern.generate.cache import KVCache, decode
-from quern.model.count import count, weightless
+from quern.kernels.attention.attend import MaskSpec, attend_in_blocks, visible
+from quern.model.count import FlopCounter, count, weightless
 from quern.model.gpt import GPT
 from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
+from quern.optim.schedule import Multipliers
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from quern.train import checkpoint, manifest
+from quern.train.state import build_model
+from quern.train.step import train_step
 from tests.contracts.idea import (
     EXPERIMENTS,
     STEPS,
+    TOKENS,
     apart_on_ranks,
     batches_of,
     idea_files,
@@ -38,7 +44,7 @@ from tests.contracts.idea import (
     trained,
 )
 from tests.support.ranks import Ranks, running
-from tests.support.toy_training import differing, eager, snapshot
+from tests.support.toy_training import CPU, differing, eager, snapshot
 
 pytestmark = pytest.mark.usefixtures("eager")
 __all__ = ["eager"]
@@ -280,3 +286,50 @@ def test_the_cache_contract_can_fail() -> None:
             return x_BTD + self.bigram_scales[layer] * kept["bigrams"]
 
     assert cached_apart(replace(toy("bigram"), make_model=Forgetful)) > 1e-3
+
+
+@once_per_model
+def flops_apart(recipe: Recipe) -> float:
+    """Largest relative difference to a real pass: products by torch's counter, attention by a dense mask."""
+    model, batch = build_model(recipe, CPU, recipe.seed), batches_of(replace(recipe, make_batches=None)).batch(0)
+    model.read_vocabulary(TOKENS)
+    tokens, targets = (torch.from_numpy(array).long() for array in (batch.tokens, batch.targets))
+    seen, progress = Seen(), 0.1  # further losses end later in a run
+    with FlopCounterMode(display=False) as real:
+        loss_sum(model, tokens, targets, torch.ones(tokens.shape), progress, seen)[0].backward()
+    found = FlopCounter(recipe)(batch, progress)
+    return max(abs(found.products / real.get_total_flops() - 1), abs(found.attention - seen.flops))
+
+
+@pytest.mark.parametrize("name", idea_files())
+def test_its_flops_are_those_of_a_real_pass(name: str) -> None:
+    assert flops_apart(toy(name)) <= 0.01
+
+
+def test_the_flops_of_updates_are_those_of_real_steps() -> None:
+    """Once for all ideas with the same rules."""
+    recipes = {toy(name).make_rules: toy(name) for name in idea_files()}
+    for recipe in recipes.values():
+        state, batch = state_of(recipe), batches_of(recipe).batch(0)
+        with FlopCounterMode(display=False) as real:
+            train_step(state, batch, Multipliers(progress=0.1), CPU, micro_batch_rows=5)
+        found = FlopCounter(recipe)(batch, 0.1)
+        assert found.products + found.update == pytest.approx(real.get_total_flops()), recipe.name
+        assert (found.update > 0) == any(bucket.rule.stacked for bucket in state.optimizer.buckets)
+
+
+class Seen:
+    """Attention on the CPU, which torch's counter does not see, and the FLOPs of the pairs that a dense mask shows."""
+
+    def __init__(self) -> None:
+        self.flops = 0
+
+    def __call__(
+        self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor, mask: MaskSpec, scale: Any = None
+    ) -> torch.Tensor:
+        B, T, H, E = q_BTHE.shape
+        self.flops += 3 * 2 * H * (E + v_BTKE.size(3)) * int(visible(T, mask, q_BTHE.device).expand(B, 1, T, T).sum())
+        return attend_in_blocks(q_BTHE, k_BTKE, v_BTKE, mask, scale)
+
+    def prepare(self, mask: MaskSpec, T: int, device: torch.device) -> MaskSpec:
+        return mask

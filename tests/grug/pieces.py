@@ -267,12 +267,12 @@ def bits_per_byte() -> float:
     return max(relative(found["val_bpb"], expected.bpb), relative(found["val_loss"], expected.nats_per_token))
 
 
-def flops() -> list[int]:
-    from quern.model.count import flops_per_token as torch_flops
+def flops() -> list[float]:
+    from quern.model.count import FlopCounter
 
     recipe = recipe_of(2)
     with jax.set_mesh(mesh_of("replica")):
-        return [flops_per_token(step_config(recipe, "float32")), torch_flops(recipe)]
+        return [flops_per_token(step_config(recipe, "float32")), FlopCounter(recipe).per_token()]
 
 
 def peak() -> float:

@@ -1,5 +1,7 @@
 """The JAX twin's model and step: sharding, compilation, the effects of a step, evaluation."""
 
+import pytest
+
 from tests.support.jax_process import Grug
 
 ROWS = "8@(replica_dcn,replica,data)"
@@ -37,7 +39,7 @@ def test_bits_per_byte_are_the_other_sides(grug: Grug) -> None:
 
 def test_flops_are_the_other_sides(grug: Grug) -> None:
     ours, theirs = grug("pieces:flops")
-    assert ours == theirs
+    assert ours == pytest.approx(theirs, rel=2e-3)  # which has the products of the gates too
 
 
 def test_the_peak_is_measured_whatever_mesh_is_set(grug: Grug) -> None:

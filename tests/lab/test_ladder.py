@@ -1,6 +1,7 @@
 """The ladder against laws that are known: runs drawn from a loss over compute, ideas that save a share of it."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from quern.lab.ladder.code import code_fingerprint
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
 from quern.lab.ladder.report import predictions, rows, study_lines
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
-from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
+from quern.lab.ladder.study import BASELINES, SPEEDS, ArmRecord, Plan, Study, open_study
 from quern.lab.ladder.work import TUNE_SEEDS, Options, Worker, chosen, judged, proxy_line
 from quern.lab.trainer import Trial
 from quern.recipe import TrainRecipe
@@ -229,12 +230,12 @@ def test_a_rung_sets_what_an_idea_leaves_open() -> None:
 
 
 def test_rungs_are_a_factor_of_four_apart_and_read_once() -> None:
-    from quern.model.count import flops_per_token
+    from quern.model.count import FlopCounter
 
     flops = []
     for rung in RUNGS.values():
         recipe = resolve(at_rung(RECIPE, rung))
-        flops.append(flops_per_token(recipe) * rung.steps * rung.batch_tokens)
+        flops.append(rung.steps * FlopCounter(recipe).step(rung.batch_tokens).total)
         assert rung.steps * rung.batch_tokens < 19_600_000, "64 MB of text"
     assert all(3.4 < b / a < 4.6 for a, b in zip(flops, flops[1:], strict=False)), flops
 
@@ -265,6 +266,18 @@ def test_the_trend_of_a_multiplier_that_holds_is_rarely_called_another() -> None
         assert found is not None
         covered.append(found.factor.holds(1.0))
     assert 0.9 < np.mean(covered) < 0.99
+
+
+def test_a_measured_speed_gives_a_multiplier_by_seconds_with_its_error(tmp_path: Path) -> None:
+    study, _ = climb(tmp_path / "study", rungs=(0, 1), every=True)
+    for idea, error in (("steady", 0.001), ("idles", 0.05)):
+        study.add(SPEEDS, {"recipe": idea, "rung": 1, "ratio": 1.25, "error": error})
+    found = {row.idea: (told(row.flops[1]), told(row.seconds[1])) for row in rows(study) if row.seconds}
+    assert found.keys() == {"steady", "idles"}
+    for idea, (flops, seconds) in found.items():
+        assert seconds.value == pytest.approx(flops.value / 1.25)
+        width = math.log(seconds.high / seconds.low) / math.log(flops.high / flops.low)
+        assert 0.9 < width < 1.1 if idea == "steady" else width > 1.2
 
 
 def test_records_hold_what_the_verdict_rests_on(tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
-"""What a recipe's model costs, against real models, torch's own FLOP counter and a real cache."""
+"""What a recipe's model costs, against real models, sums by hand and a real cache."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from quern.data.batch import Batch
 from quern.generate.cache import KVCache
 from quern.model.context import CausalContext
-from quern.model.count import flops_per_token, kv_bytes_per_token, parameters
+from quern.model.count import FlopCounter, kv_bytes_per_token, parameters
 from quern.model.gpt import GPT
 from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -44,30 +45,73 @@ def test_counting_allocates_nothing() -> None:
     assert parameters(of(huge)).transformer == 12 * 96 * 12_288**2  # 348 GB if it were made
 
 
-def test_the_reference_size_is_37_7_megaflop_a_token() -> None:
-    # 6 · (12 · 4 · 256² + 8192 · 256) + 12 · 4 layers · 4 heads · 64 · 512
-    assert flops_per_token(of(REFERENCE)) == 37_748_736
+def pairs(T: int, window: int | None = None) -> int:
+    """Pairs of query and key that see each other."""
+    return sum(min(at + 1, window or T) for at in range(T))
 
 
-def test_windows_count_what_they_see() -> None:
-    full = flops_per_token(of(REFERENCE))
-    windowed = flops_per_token(of(replace(REFERENCE, windows="SSSL")))
-    assert full - windowed == 12 * 3 * 256 * (512 - 128)
-    # Queries set the cost of attention; fewer keys and values make their two matrices smaller.
-    assert full - flops_per_token(of(replace(REFERENCE, kv_heads=1))) == 6 * 4 * 2 * 256 * 192
+def a_batch(shape: ModelRecipe, rows: int = 3) -> Batch:
+    assert shape.context
+    tokens = np.random.default_rng(0).integers(0, 9, (rows, shape.context + 1), dtype=np.int32)
+    return Batch.of_rows(tokens, np.zeros((rows, shape.context), bool))
 
 
-def test_matmuls_are_what_torch_counts() -> None:
-    """Forward is two FLOPs per matmul parameter and token; torch's counter sees no custom operator, so no
-    attention, and it does see the two small gates."""
-    model = GPT(SMALL)
-    model.initialize(0)
-    with FlopCounterMode(display=False) as counter:
-        model.logits(model(torch.zeros(2, 32, dtype=torch.long), CausalContext()))
-    gates = sum(p.numel() for name, p in model.named_parameters() if "gate" in name)
-    assert counter.get_total_flops() == 2 * 64 * (parameters(of(SMALL)).kaplan + gates)
-    attention = 12 * 48 * (8 + 8 + 32)
-    assert flops_per_token(of(SMALL)) == 6 * parameters(of(SMALL)).kaplan + attention
+def test_the_reference_size_by_hand() -> None:
+    """Padding costs as much as text: no target of the batch counts."""
+    found = FlopCounter(of(REFERENCE))(a_batch(REFERENCE), 0.5)
+    gates = 2 * 12 * 4 + 24  # of the value embeddings and of the smear
+    assert found.products == 6 * 3 * 512 * (12 * 4 * 256**2 + 8192 * 256 + gates)
+    assert found.attention == 12 * 3 * 256 * 4 * pairs(512)
+    assert FlopCounter(of(REFERENCE)).per_token() == (found.products + found.attention) / (3 * 512)
+
+
+def test_attention_is_counted_by_the_pairs_that_see_each_other() -> None:
+    full, windowed = (FlopCounter(of(replace(REFERENCE, windows=w))).step(512) for w in ("L", "SSSL"))
+    assert full.products == windowed.products
+    assert full.attention == 12 * 256 * 4 * pairs(512)
+    assert windowed.attention == 12 * 256 * (3 * pairs(512, 128) + pairs(512))
+
+
+def test_muon_is_counted_per_step() -> None:
+    """Five steps, each with a Gram matrix (2 R² C), its square (2 R³) and the product with it (2 R² C), R ≤ C."""
+    by_hand = 4 * (4 * 5 * 6 * 256**3 + 2 * 5 * (4 * 256**2 * 1024 + 2 * 256**3))
+    counter = FlopCounter(of(REFERENCE))
+    assert counter.update == by_hand == counter.step(1).update == counter.step(8192).update
+
+
+class Documents(GPT):
+    def context(self, tokens_BT: torch.Tensor, progress: float = 1.0) -> CausalContext:
+        return CausalContext((tokens_BT == 0).cumsum(1, dtype=torch.int32), progress=progress)
+
+
+def test_documents_do_not_see_each_other() -> None:
+    batch = a_batch(SMALL)
+    found = FlopCounter(of(SMALL, Documents))(batch, 0.5).attention
+    expected = 0
+    for row in batch.tokens:
+        for at in range(32):
+            own = at - max([0, *np.flatnonzero(row[: at + 1] == 0)]) + 1  # tokens of its own document so far
+            expected += 12 * 48 * (2 * min(own, 8) + own)
+    assert found == expected
+    assert FlopCounter(of(SMALL, Documents)).step(32) == FlopCounter(of(SMALL)).step(32)  # one document
+
+
+class Changing(GPT):
+    """A second product with the head during the middle of a run."""
+
+    def loss(self, x_BTD: torch.Tensor, *others: Any) -> Any:
+        total, losses = super().loss(x_BTD, *others)
+        if 0.3 < others[-1].progress < 0.8:
+            total = total + super().loss(x_BTD, *others)[0]
+        return total, losses
+
+
+def test_changes_during_a_run_are_found() -> None:
+    counter, batch = FlopCounter(of(SMALL, Changing)), a_batch(SMALL)
+    found = [counter(batch, step / 1000).products for step in range(1000)]
+    head = 6 * 3 * 32 * 48 * 101
+    assert set(np.subtract(found, found[0])) == {0, head}
+    assert sum(np.subtract(found, found[0])) == pytest.approx(500 * head, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,9 +134,8 @@ class Skipping(GPT):
         self.attention_layers = [0, 2]
 
 
-def test_a_layer_that_does_not_attend_costs_no_attention_and_no_cache() -> None:
+def test_a_layer_that_does_not_attend_needs_no_cache() -> None:
     all_layers, skipping = of(SMALL), of(SMALL, Skipping)
-    assert flops_per_token(all_layers) - flops_per_token(skipping) == 12 * 48 * 8  # its window is a quarter of 32
     ratio = kv_bytes_per_token(all_layers, torch.float32) / kv_bytes_per_token(skipping, torch.float32)
     assert ratio == pytest.approx(3 / 2)
     cache = KVCache.for_model(Skipping(SMALL), rows=2, max_tokens=20)

@@ -10,7 +10,7 @@ import torch
 
 from quern.generate.cache import KVCache, decode
 from quern.model.context import CausalContext
-from quern.model.count import flops_per_token, parameters
+from quern.model.count import FlopCounter, parameters
 from quern.model.llama import INIT_STD, Llama, RMSNorm, RotaryTable, mlp_width
 from quern.model.loss import loss_sum
 from quern.optim.groups import make_groups
@@ -277,4 +277,4 @@ def test_counts_are_those_of_the_formula() -> None:
     assert counted.transformer == 12 * 12 * width**2
     assert counted.scalars == 25 * width and counted.value_embeddings == 0
     assert counted.total == counted.kaplan + 32_768 * width + 25 * width
-    assert flops_per_token(recipe) == 6 * counted.kaplan + 12 * 12 * width * 2048
+    assert FlopCounter(recipe).per_token() == 6 * counted.kaplan + 12 * 12 * width * 2049 / 2

@@ -12,6 +12,7 @@ from quern import compiler
 from quern.data.loader import Batch, Loader
 from quern.data.shards import Corpus
 from quern.machine import Machine
+from quern.model.count import FlopCounter, Flops
 from quern.optim.schedule import Multipliers, multipliers
 from quern.recipe import ModelRecipe, OptimRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -78,6 +79,16 @@ def toy_schedule(steps: int, **options: Any) -> Any:
     return schedule
 
 
+class ToyFlops(FlopCounter):
+    """A thousand FLOPs for each position, without a model."""
+
+    def __init__(self) -> None:
+        self.update = 0.0
+
+    def __call__(self, batch: Batch, progress: float) -> Flops:
+        return Flops(1000 * batch.tokens.size)
+
+
 def toy_plan(steps: int = 12, **changes: Any) -> TrainingPlan:
     plan = TrainingPlan(
         steps=steps,
@@ -87,7 +98,7 @@ def toy_plan(steps: int = 12, **changes: Any) -> TrainingPlan:
         log_every=1,
         save_every=4,
         keep=2,
-        flops_per_token=1e3,
+        flops=ToyFlops(),
         peak_flops=1e9,
     )
     return replace(plan, **changes)

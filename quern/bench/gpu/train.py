@@ -2,9 +2,9 @@
 
 The model is the `gpt` recipe at depth 12: width 768, 6 heads of 128, vocabulary 32,768, windows SSSL, rows of 2,048
 tokens. A step has 32 rows of random tokens in one micro-batch: forward, loss, backward, gradient norm, update. MFU is
-the model's FLOPs (6 for each weight of matrices and head, 12 · heads · head dim · span for the attention of a layer, no
-discount for causality) over the data sheet's bf16 peak, and over the speed of a large product; the same for FP8, whose
-own peak is twice that. Times of kernels are percent of a step; idle is the rest of the step.
+the model's FLOPs (`count.FlopCounter`: every matrix product, and attention over the pairs that see each other) over the
+data sheet's bf16 peak, and over the speed of a large product; the same for FP8, whose own peak is twice that. Times of
+kernels are percent of a step; idle is the rest of the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quern.bench.gpu.setup import GpuBench
 from quern.bench.material import take_step
 from quern.bench.measure import Figure, figure, seconds_of
 from quern.machine import peak_memory, reset_peak_memory
-from quern.model.count import flops_per_token
+from quern.model.count import FlopCounter
 from quern.model.fp8 import use_fp8
 from quern.recipe import ModelRecipe, Recipe, TrainRecipe
 from quern.recipes.gpt import RECIPE
@@ -71,7 +71,7 @@ def training(bench: GpuBench, fp8: bool) -> Iterator[Figure]:
     graphs = compiled_graphs()
     reset_peak_memory(machine.device)
     seconds, losses = np.array([step() for _ in range(2 if bench.quick else STEPS)]).T
-    batch_tokens, flops = recipe.train.batch_tokens, flops_per_token(recipe)
+    batch_tokens, flops = recipe.train.batch_tokens, FlopCounter(recipe).per_token()
     assert batch_tokens
     yield figure("training: speed", "tokens/s", batch_tokens / seconds)
     for place, peak in (("the data sheet", bench.limits.sheet), ("a large product", bench.limits.flops)):

@@ -13,12 +13,14 @@ from quern import machine as machines
 from quern.cluster.connect import connect
 from quern.data.loader import windows
 from quern.flags.recipe_file import map_paths
+from quern.kernels.attention.autotune import select_attention
 from quern.lab.arms import Arm, in_process
 from quern.lab.axes.ngram import ngram_bits
 from quern.lab.cluster import on_cluster
 from quern.lab.ladder.code import code_fingerprint
 from quern.lab.ladder.report import calibration, study_lines, write_verdicts
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers, one_size
+from quern.lab.ladder.speeds import measure_missing
 from quern.lab.ladder.study import BASELINES, ArmRecord, Plan, Study, open_study
 from quern.lab.ladder.work import WAIT_SECONDS, Options, Worker, proxy_line
 from quern.lab.names import check_name, start_facts
@@ -121,6 +123,8 @@ def _run(
         for done in [pool.submit(work, number) for number in range(options.workers)]:
             done.result()
     study.refresh()
+    if options.speeds:
+        measure_missing(study, by_name, asked.ideas, options.out, select_attention(machine), log)
     write_verdicts(study)
     for line in study_lines(study):
         log(line)

@@ -19,7 +19,7 @@ from quern.recipe import Recipe
 from quern.resolve import batch_rule, resolve
 
 if TYPE_CHECKING:
-    from quern.model.count import Counts
+    from quern.model.count import FlopCounter, Parameters
 
 TOLERANCE = 0.01
 """Largest share by which the FLOPs of a run differ from its budget."""
@@ -122,19 +122,19 @@ def make_plan(
         ValueError: A size cannot be read, or the sizes differ in vocabulary or context.
     """
     counted = {size: _count(recipe, size) for size in dict.fromkeys(sizes)}
-    _refuse_mixed({size: resolved for size, (resolved, _) in counted.items()})
+    _refuse_mixed({size: resolved for size, (resolved, *_) in counted.items()})
     flops_per_second = None
     if tokens_per_second is not None:
-        flops_per_second = tokens_per_second * _counts(resolve(recipe)).flops_per_token
+        flops_per_second = tokens_per_second * _counter(resolve(recipe)).per_token()
     cells, refused = [], []
-    for size, (resolved, counts) in counted.items():
+    for size, (resolved, counter, counts) in counted.items():
         model = resolved.model
         assert model.depth and model.width and model.context
         for budget in sorted(set(budgets)):
             try:
-                steps, batch_tokens = _length(recipe.train.batch_tokens, budget, counts, model.context)
-                flops = float(steps * batch_tokens * counts.flops_per_token)
-                parameters = {name: getattr(counts.parameters, one.field) for name, one in CONVENTIONS.items()}
+                steps, batch_tokens = _length(recipe.train.batch_tokens, budget, counter, model.context)
+                flops = steps * counter.step(batch_tokens).total
+                parameters = {name: getattr(counts, one.field) for name, one in CONVENTIONS.items()}
                 one = Cell(budget, size, 0, model.depth, model.width, steps, batch_tokens, flops, parameters)
                 resolve(one.recipe(recipe))
             except ValueError as error:
@@ -154,15 +154,17 @@ def _sized(recipe: Recipe, size: str) -> Recipe:
     return replace(recipe, depth=depth, model=shape)
 
 
-def _count(recipe: Recipe, size: str) -> tuple[Recipe, Counts]:
+def _count(recipe: Recipe, size: str) -> tuple[Recipe, FlopCounter, Parameters]:
+    from quern.model.count import parameters  # imports PyTorch
+
     resolved = resolve(_sized(recipe, size))
-    return resolved, _counts(resolved)
+    return resolved, _counter(resolved), parameters(resolved)
 
 
-def _counts(recipe: Recipe) -> Counts:
-    from quern.model.count import count, weightless  # imports PyTorch
+def _counter(recipe: Recipe) -> FlopCounter:
+    from quern.model.count import FlopCounter  # imports PyTorch
 
-    return count(weightless(recipe))
+    return FlopCounter(recipe)
 
 
 def _refuse_mixed(recipes: Mapping[str, Recipe]) -> None:
@@ -178,13 +180,13 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{value:,} at {size}" for size, value in values.items())
 
 
-def _length(fixed_batch: int | None, budget: float, counts: Counts, context: int) -> tuple[int, int]:
+def _length(fixed_batch: int | None, budget: float, counter: FlopCounter, context: int) -> tuple[int, int]:
     """The steps, and the tokens of each, that cost the budget."""
-    tokens = budget / counts.flops_per_token
-    batch = fixed_batch or batch_rule(tokens, context)
+    batch = fixed_batch or batch_rule(budget / counter.per_token(), context)
     while True:
-        steps = max(1, round(tokens / batch))
-        error = steps * batch / tokens - 1
+        each = counter.step(batch).total
+        steps = max(1, round(budget / each))
+        error = steps * each / budget - 1
         if abs(error) <= TOLERANCE:
             return steps, batch
         if fixed_batch or batch <= context:

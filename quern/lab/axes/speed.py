@@ -1,0 +1,188 @@
+"""The speed of an idea against the baseline, measured apart from the training runs.
+
+Both arms train in this process. Pairs of steps alternate in the order A B B A, so that both arms meet the same
+disturbances of the machine and a drift cancels; the training runs need no quiet machine then. A step is timed with the
+making of its batch. The steps are spread over the whole schedule, since a batch or a window may grow during a run. It
+is divided into `PARTS`: the ratio of a part is the median over its pairs, which a step that was disturbed does not
+move, and the parts are weighted by the time that the baseline spends in them. The standard error is that of the
+bootstrap over the pairs of each part.
+
+JAX models are measured by their own trainer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quern.machine import Machine
+from quern.recipe import Recipe
+from quern.resolve import resolve
+from quern.stages.prepare import prepare
+from quern.stages.pretrain import fit_to_text, make_batches
+from quern.stages.session import set_up_training, silent
+from quern.train.state import build_model, build_state
+from quern.train.step import train_step
+
+PARTS = 4
+WARMUP_STEPS = 3
+"""Steps of each arm that are not timed: the first ones compile."""
+LEAST_PAIRS = 6
+"""Pairs in each part before the error is looked at; the next looks are a quarter later each."""
+TURN_SECONDS = 0.2
+"""Least time of the steps that an arm takes before the other one follows."""
+RESAMPLES = 500
+
+
+@dataclass(frozen=True)
+class Speed:
+    """An idea's speed.
+
+    Args:
+        ratio: Seconds of a run of the idea over those of the baseline, at equal steps. Above 1: the idea is slower.
+        error: Standard error of ln(ratio).
+        seconds: Of a step of the baseline, while this was measured.
+        pairs: Pairs of turns.
+    """
+
+    ratio: float
+    error: float
+    seconds: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} times the baseline's seconds ± {self.error:.1%}, {self.pairs} pairs"
+
+
+def measure_speeds(
+    base: Recipe,
+    ideas: Mapping[str, Recipe],
+    out: Path,
+    machine: Machine,
+    *,
+    error: float = 0.005,
+    most_seconds: float = 120.0,
+    log: Callable[[str], None] = silent,
+) -> dict[str, Speed]:
+    """Measures ideas one after another; see `measure_speed`."""
+    found: dict[str, Speed] = {}
+    for name, idea in ideas.items():
+        found[name] = one = measure_speed(base, idea, out, machine, error=error, most_seconds=most_seconds, log=log)
+        log(f"{name}: {one}")
+    return found
+
+
+def measure_speed(
+    base: Recipe,
+    idea: Recipe,
+    out: Path,
+    machine: Machine,
+    *,
+    error: float = 0.005,
+    most_seconds: float = 120.0,
+    log: Callable[[str], None] = silent,
+) -> Speed:
+    """Measures an idea against the baseline until the error of the ratio is small enough, or the time is over.
+
+    Args:
+        base: The baseline, as for `quern pretrain`.
+        idea: The idea, of as many steps.
+        out: The folder of tokenizers and token shards.
+        machine: The machine, attention selected.
+        error: Standard error of ln(ratio) that is enough.
+        most_seconds: Time in steps after which the measurement ends anyway.
+        log: Takes lines for the user.
+
+    Returns:
+        The speed, with the error that was reached.
+
+    Raises:
+        ValueError: A recipe trains for minutes.
+    """
+    if base.train.minutes is not None or idea.train.minutes is not None:
+        raise ValueError("the speed of a recipe is that of its steps: give --train.steps, not --train.minutes")
+    if machine.compile:
+        torch.compiler.reset()  # the compiler keeps a few versions of a function, and earlier arms have used them
+    arms = [_Arm(recipe, out, machine, log) for recipe in (base, idea)]
+    try:
+        for arm in arms:
+            for number in range(WARMUP_STEPS):
+                arm.step((number + 0.5) / WARMUP_STEPS)
+        turn = [max(1, math.ceil(TURN_SECONDS / arm.step(0.5))) for arm in arms]
+        return _alternate([lambda share, arm=arm: arm.step(share) for arm in arms], max(turn), error, most_seconds)
+    finally:
+        for arm in arms:
+            arm.state.optimizer.close()
+
+
+def _alternate(steps: list[Callable[[float], float]], turn: int, error: float, most_seconds: float) -> Speed:
+    """Alternates two arms. steps: run a step at a share of the run and return its seconds; turn: steps of a turn."""
+    rng = np.random.default_rng(0)
+    times: list[list[tuple[float, float]]] = [[] for _ in range(PARTS)]
+    spent, flip, look = 0.0, False, LEAST_PAIRS
+    while True:
+        for part in rng.permutation(PARTS):
+            shares = (part + rng.random(turn)) / PARTS
+            order = (1, 0) if flip else (0, 1)
+            found = {arm: sum(steps[arm](float(share)) for share in shares) for arm in order}
+            times[part].append((found[0], found[1]))
+            spent, flip = spent + found[0] + found[1], not flip
+        pairs = len(times[0])
+        if pairs >= look or (spent >= most_seconds and pairs > 1):
+            ratio, reached = _ratio(np.array(times), rng)
+            if reached <= error or spent >= most_seconds:
+                return Speed(ratio, reached, float(np.median(np.array(times)[..., 0])) / turn, PARTS * pairs)
+            look = math.ceil(1.25 * pairs)
+
+
+def _ratio(times: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
+    """The ratio of the seconds of both arms, and the standard error of its logarithm. times: (PARTS, pairs, 2)."""
+    parts, pairs, _ = times.shape
+    weights = np.median(times[..., 0], axis=1)
+    logs = np.log(times[..., 1] / times[..., 0])
+
+    def ratio(logs: np.ndarray) -> np.ndarray:
+        return np.average(np.exp(np.median(logs, axis=-1)), axis=-1, weights=weights)
+
+    drawn = np.take_along_axis(logs[None], rng.integers(0, pairs, (RESAMPLES, parts, pairs)), axis=-1)
+    return float(ratio(logs)), float(np.log(ratio(drawn)).std(ddof=1))
+
+
+class _Arm:
+    """A recipe that is ready to take any of its steps."""
+
+    def __init__(self, recipe: Recipe, out: Path, machine: Machine, log: Callable[[str], None]) -> None:
+        if isinstance(recipe.make_model, type) and not issubclass(recipe.make_model, torch.nn.Module):
+            raise ValueError(f"{recipe.name} is no model of PyTorch, whose speed alone is measured")
+        prepared = prepare(resolve(recipe), out, log)
+        self.recipe, self.machine = fit_to_text(resolve(recipe), prepared), machine
+        model = build_model(self.recipe, machine, self.recipe.seed)
+        set_up_training(self.recipe, model, prepared.tokenizer, machine, log)
+        self.state = build_state(self.recipe, machine, model)
+        self.batches = make_batches(self.recipe, prepared.train)
+        self.schedule = self.recipe.make_schedule(self.recipe.train)
+
+    def step(self, share: float) -> float:
+        """Trains on a batch at this share of the run. Returns the seconds, which on a GPU hide the making of the
+        batch behind the step, as training does."""
+        train = self.recipe.train
+        assert train.steps
+        number, start = min(train.steps - 1, int(share * train.steps)), time.perf_counter()
+        batch, made = self.batches.batch(number), time.perf_counter()
+        train_step(
+            self.state,
+            batch,
+            self.schedule(number),
+            self.machine,
+            micro_batch_rows=self.recipe.micro_batch_rows,
+            clip_norm=train.clip_norm,
+        )
+        self.machine.synchronize()
+        making, training = made - start, time.perf_counter() - made
+        return making + training if self.machine.device.type == "cpu" else max(making, training)

@@ -1,0 +1,73 @@
+"""The ratio of two arms' speeds on a simulated machine with drift and disturbances, and of two real recipes."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quern.lab.axes.speed import LEAST_PAIRS, PARTS, _alternate, measure_speeds
+from quern.recipe import ModelRecipe, Recipe, TextRecipe, TrainRecipe
+from quern.recipes.gpt import RECIPE
+from tests.support.toy_training import CPU, eager
+
+pytestmark = pytest.mark.usefixtures("eager")
+__all__ = ["eager"]
+GROWS = 1.1, 1.3
+"""The idea's seconds over the baseline's in each half of a run."""
+
+
+class Noisy:
+    """A machine on which steps take longer and longer, vary, and are disturbed now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.time = np.random.default_rng(seed), 0.0
+
+    def step(self, arm: int, share: float) -> float:
+        factor = GROWS[share >= 0.5] if arm else 1.0
+        disturbed = 5.0 if self.rng.random() < 0.03 else 1.0
+        seconds = 0.1 * factor * disturbed * math.exp(0.03 * self.rng.normal()) * (1 + self.time / 100)
+        self.time += seconds
+        return seconds
+
+
+def test_the_error_is_that_of_the_ratio() -> None:
+    """Over 60 measurements the ratio is as far from the true one as the errors say."""
+    found = []
+    for seed in range(60):
+        machine = Noisy(seed)
+        arms = [lambda share, arm=arm, machine=machine: machine.step(arm, share) for arm in (0, 1)]
+        speed = _alternate(arms, 2, 0.01, 1000)
+        assert speed.error <= 0.01 and speed.pairs >= PARTS * LEAST_PAIRS
+        found.append(math.log(speed.ratio / (sum(GROWS) / 2)) / speed.error)
+    assert 0.6 < np.std(found) < 1.6 and abs(np.mean(found)) < 0.5
+
+
+def test_it_ends_when_the_time_is_over() -> None:
+    machine = Noisy(0)
+    arms = [lambda share, arm=arm: machine.step(arm, share) for arm in (0, 1)]
+    assert _alternate(arms, 2, 1e-9, 5.0).error > 1e-9
+    assert 5.0 <= machine.time < 15
+
+
+def test_a_deeper_model_is_slower_and_a_twin_is_not(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    rng = np.random.default_rng(0)
+    text.write_text("\n\n".join(" ".join(rng.choice("a river under seven stones".split(), 40)) for _ in range(90)))
+
+    def toy(depth: int) -> Recipe:
+        return replace(
+            RECIPE,
+            depth=depth,
+            data=str(text),
+            text=TextRecipe(vocab_size=300, val_megabytes=0.002),
+            model=ModelRecipe(width=32, head_dim=16, context=32),
+            train=TrainRecipe(steps=20, batch_tokens=128),
+        )
+
+    found = measure_speeds(toy(1), {"twin": toy(1), "deep": toy(6)}, tmp_path, CPU, error=0.05, most_seconds=0.5)
+    assert abs(math.log(found["twin"].ratio)) < 0.1 + 4 * found["twin"].error
+    assert found["deep"].ratio > 1.5
+    with pytest.raises(ValueError, match="give --train.steps"):
+        measure_speeds(toy(1), {"timed": replace(toy(1), train=TrainRecipe(minutes=1))}, tmp_path, CPU)
