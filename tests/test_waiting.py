@@ -23,7 +23,6 @@ WAITS = {
     "rank 0's preparation": "rank 0, which prepares what all ranks read, without a time limit",
     "a collective": "a collective",
     "a lock": "process 7 on elsewhere, which writes to .*, without a time limit",
-    "a journal": "process 7 on elsewhere, which writes to .*/journal, without a time limit",
     "a silent server": rf"bytes of text.txt from 127.0.0.1:\d+, {TIME}",
     "a busy server": rf"127.0.0.1:\d+ before try 2 of 5 \(the server answers 503\), {TIME}",
     "prepared text": "shard 1 of the text in .*, which another process prepares, without a time limit",

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from quern.cli import main, verbs
 from quern.data.shards import GrowingCorpus
-from quern.lab.search.storage import KernelLock
 from quern.machine import detect
 from quern.runs import load as loading
 from quern.runs.run_dir import RunDir
@@ -112,12 +111,6 @@ def turn(folder: Path) -> None:
         pass
 
 
-def journal(folder: Path) -> None:
-    """The lock of a sweep's journal."""
-    os.symlink(".lock", folder / "journal.lock")
-    KernelLock(str(folder / "journal")).acquire()
-
-
 def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -155,7 +148,6 @@ WAITS = {
     "rank 0's preparation": lambda folder: beside(free_port(), follow),
     "a collective": lambda folder: beside(free_port(), blocked),
     "a lock": lambda folder: locked(folder, lambda: turn(folder)),
-    "a journal": lambda folder: locked(folder, lambda: journal(folder)),
     "a silent server": lambda folder: download(folder, SILENT),
     "a busy server": lambda folder: download(folder, BUSY),
     "prepared text": lambda folder: GrowingCorpus(folder, "train", "mark", lambda known: time.sleep(0.5)),

@@ -2,10 +2,11 @@
 
 Both arms train in this process. Pairs of steps alternate in the order A B B A, so that both arms meet the same
 disturbances of the machine and a drift cancels; the training runs need no quiet machine then. A step is timed with the
-making of its batch. The steps are spread over the whole schedule, since a batch or a window may grow during a run. It
-is divided into `PARTS`: the ratio of a part is the median over its pairs, which a step that was disturbed does not
-move, and the parts are weighted by the time that the baseline spends in them. The standard error is that of the
-bootstrap over the pairs of each part.
+making of its batch: by the process's own time on a CPU with one thread, which other processes hardly change, else by
+the clock. The steps are spread over the whole schedule, since a batch or a window may grow during a run. It is divided
+into `PARTS`: the ratio of a part is the median over its pairs, which a step that was disturbed does not move, and the
+parts are weighted by the time that the baseline spends in them. The standard error is that of the bootstrap over the
+pairs of each part.
 
 JAX models are measured by their own trainer.
 """
@@ -96,7 +97,7 @@ def measure_speed(
         out: The folder of tokenizers and token shards.
         machine: The machine, attention selected.
         error: Standard error of ln(ratio) that is enough.
-        most_seconds: Time in steps after which the measurement ends anyway.
+        most_seconds: Time in undisturbed steps after which the measurement ends anyway.
         log: Takes lines for the user.
 
     Returns:
@@ -125,15 +126,15 @@ def _alternate(steps: list[Callable[[float], float]], turn: int, error: float, m
     """Alternates two arms. steps: run a step at a share of the run and return its seconds; turn: steps of a turn."""
     rng = np.random.default_rng(0)
     times: list[list[tuple[float, float]]] = [[] for _ in range(PARTS)]
-    spent, flip, look = 0.0, False, LEAST_PAIRS
+    flip, look = False, LEAST_PAIRS
     while True:
         for part in rng.permutation(PARTS):
             shares = (part + rng.random(turn)) / PARTS
             order = (1, 0) if flip else (0, 1)
             found = {arm: sum(steps[arm](float(share)) for share in shares) for arm in order}
             times[part].append((found[0], found[1]))
-            spent, flip = spent + found[0] + found[1], not flip
-        pairs = len(times[0])
+            flip = not flip
+        pairs, spent = len(times[0]), float(np.median(times) * np.size(times))
         if pairs >= look or (spent >= most_seconds and pairs > 1):
             ratio, reached = _ratio(np.array(times), rng)
             if reached <= error or spent >= most_seconds:
@@ -173,8 +174,10 @@ class _Arm:
         batch behind the step, as training does."""
         train = self.recipe.train
         assert train.steps
-        number, start = min(train.steps - 1, int(share * train.steps)), time.perf_counter()
-        batch, made = self.batches.batch(number), time.perf_counter()
+        on_cpu, threads = self.machine.device.type == "cpu", self.machine.threads
+        clock = time.process_time if on_cpu and threads == 1 else time.perf_counter
+        number, start = min(train.steps - 1, int(share * train.steps)), clock()
+        batch, made = self.batches.batch(number), clock()
         train_step(
             self.state,
             batch,
@@ -184,5 +187,5 @@ class _Arm:
             clip_norm=train.clip_norm,
         )
         self.machine.synchronize()
-        making, training = made - start, time.perf_counter() - made
-        return making + training if self.machine.device.type == "cpu" else max(making, training)
+        making, training = made - start, clock() - made
+        return making + training if on_cpu else max(making, training)
