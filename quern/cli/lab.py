@@ -12,8 +12,8 @@ from quern.cli.options import log
 from quern.cli.summaries import EXAMPLES
 from quern.estimate.options import PlanOptions
 from quern.flags import check_flags
+from quern.flags.idle import refuse_idle
 from quern.flags.recipe_flags import named, parse
-from quern.flags.unavailable import refuse_idle
 from quern.lab.options import BoardOptions, CompareOptions, LogOptions, ScalingOptions, SweepOptions
 from quern.recipes import load_recipe
 from quern.records import read_json
@@ -142,7 +142,7 @@ def _options(kind: type[T], verb: str, rest: Sequence[str], help_text: str) -> t
     recipe, source = load_recipe(rest[0] if chosen else "gpt")
     flags = rest[chosen:]
     options = parse(kind, recipe, flags, verb=verb, description=help_text)
-    refuse_idle(options.recipe, verb, set(named(flags)), is_tokens(options.recipe.data))
+    refuse_idle(options.recipe, set(named(flags)), is_tokens(options.recipe.data))
     return options, source
 
 

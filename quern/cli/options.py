@@ -9,16 +9,17 @@ import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 from annotated_types import Interval
 
 from quern.cluster.connect import cluster_cpus, connect
 from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_flags import ALL, FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal
 from quern.generate.sampling import Sampling
 from quern.ranges import Amount, Count, Few, Port, Seed, Threads
-from quern.recipe import Recipe
+from quern.recipe import FOR_FINE_TUNING, FOR_RL, IN_FINE_TUNING, Recipe
 from quern.runs.run_dir import RunDir
 from quern.runs.saved import NEWEST
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from quern.machine import Machine
     from quern.text.encode.pool import StartWorkers
 
+_OTHER_VERB = "does nothing in `quern {verb}`: give it to the verb that trains"
+_OF_THE_RUN = "belongs to the run's recipe and cannot change: leave it out"
+QUESTIONS = Refusal("questions", "is for `quern evaluate` and `quern run`")
 FLAT = tyro.conf.arg(name="")
 """The fields of this part are flags without a prefix."""
 
@@ -75,6 +79,14 @@ class RunOptions(ReportOptions):
 class TokenizerOptions:
     """Flags of `quern tokenizer`."""
 
+    refusals: ClassVar = (
+        Refusal("text.tinyworld_conversations", _OTHER_VERB),
+        Refusal(ALL, _OTHER_VERB, but="depth data val shards seed text"),
+        Refusal("to dir engine ray", "is for `quern prepare`"),
+        WORKERS,
+        Refusal("text.tokenizer", "names a tokenizer, and `quern tokenizer` trains one: leave it out"),
+    )
+
     recipe: Annotated[Recipe, FLAT]
     out: Path = Path("out")
     """The output folder."""
@@ -91,6 +103,8 @@ class EncodingOptions:
 @dataclass
 class PrepareOptions(EncodingOptions, TokenizerOptions):
     """Flags of `quern prepare`."""
+
+    refusals: ClassVar = TokenizerOptions.refusals[:2]
 
     engine: Literal["processes", "ray"] = "processes"
     """Where the workers run: in processes of this machine, or on a Ray cluster, by default one on each of its CPUs."""
@@ -124,6 +138,8 @@ class PrepareOptions(EncodingOptions, TokenizerOptions):
 @dataclass
 class RanksOptions:
     """A verb that trains what the recipe describes: its processes, and where its metrics go."""
+
+    refusals: ClassVar = (RL, *FOLLOWING)
 
     recipe: Annotated[Recipe, FLAT]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
@@ -164,7 +180,7 @@ class RunAllOptions(EncodingOptions, RanksOptions):
 
 @dataclass
 class TrainOptions(RanksOptions):
-    """Flags of `quern sft` and `quern rl`."""
+    """Flags of `quern pretrain`, `quern sft` and `quern rl`."""
 
     start: Annotated[str | None, tyro.conf.arg(name="from", help_behavior_hint="")] = None
     """Start a new run (--run) with the model of this run. With --resume: only if the new run has no checkpoint yet.
@@ -177,10 +193,55 @@ class TrainOptions(RanksOptions):
 class PretrainOptions(EncodingOptions, TrainOptions):
     """Flags of `quern pretrain`."""
 
+    refusals: ClassVar = (
+        RL,
+        *FOLLOWING,
+        Refusal(FINE_TUNING, "is for fine-tuning: give it to `quern sft` or `quern run`"),
+        QUESTIONS,
+    )
+
+
+@dataclass
+class SftOptions(TrainOptions):
+    """Flags of `quern sft`."""
+
+    refusals: ClassVar = (
+        RL,
+        WORKERS,
+        QUESTIONS,
+        Refusal(
+            ALL,
+            "is decided by the base run, whose model, text and seed `quern sft` takes over: leave it out, or pretrain "
+            "another run with it (`quern pretrain --run NAME`) and fine-tune that one",
+            but=" ".join((*FOR_FINE_TUNING, *IN_FINE_TUNING)),
+        ),
+    )
+
+
+@dataclass
+class RlOptions(TrainOptions):
+    """Flags of `quern rl`."""
+
+    refusals: ClassVar = (
+        WORKERS,
+        QUESTIONS,
+        Refusal(
+            ALL,
+            "is decided by the run, whose model, text and seed `quern rl` takes over: leave it out",
+            but=" ".join((*FOR_RL, *IN_FINE_TUNING)),
+        ),
+    )
+
+
+TRAINING = {"pretrain": PretrainOptions, "sft": SftOptions, "rl": RlOptions}
+"""The flags of the verbs that train one stage."""
+
 
 @dataclass
 class _ModelOptions:
     """A verb that uses the model of a run; its recipe is the run's."""
+
+    refusals: ClassVar = (WORKERS, Refusal(ALL, _OF_THE_RUN))
 
     recipe: tyro.conf.Suppress[Recipe]
     where: Annotated[RunOptions, FLAT] = field(default_factory=RunOptions)
@@ -222,6 +283,8 @@ class EvaluateOptions(_ModelOptions):
 @dataclass
 class _GenerateOptions(_ModelOptions):
     """Flags of both `quern complete` and `quern chat`."""
+
+    refusals: ClassVar = (Refusal(ALL, _OF_THE_RUN, but="seed"),)  # --seed is that of the sampling
 
     sampling: Annotated[Sampling, FLAT] = field(default_factory=lambda: Sampling(temperature=0.7, top_k=50))
     max_tokens: Count = 256

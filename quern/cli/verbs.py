@@ -12,12 +12,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from quern.cli.options import (
+    TRAINING,
     ChatOptions,
     CompleteOptions,
     EncodingOptions,
     EvaluateOptions,
     PrepareOptions,
-    PretrainOptions,
     ReportOptions,
     RunAllOptions,
     ServeOptions,
@@ -27,9 +27,9 @@ from quern.cli.options import (
 )
 from quern.cli.summaries import OF_A_RUN, described
 from quern.flags.check_flags import read
+from quern.flags.idle import refuse_idle
 from quern.flags.recipe_flags import named, repeated
 from quern.flags.recipe_flags import parse as parse_flags
-from quern.flags.unavailable import refuse_idle
 from quern.recipes import load_recipe, recipe_names
 from quern.records import find_trackers
 from quern.runs.run_dir import RunDir
@@ -57,7 +57,7 @@ def parse(verb: str, rest: list[str], flags: type) -> tuple[Any, str | None]:
     from quern.stages.prepare_tokens import is_tokens
 
     tokens = is_tokens(options.recipe.data)
-    refuse_idle(options.recipe, verb, set(named(arguments)), tokens, saved=found is not None)
+    refuse_idle(options.recipe, set(named(arguments)), tokens, saved=found is not None)
     return options, source
 
 
@@ -161,7 +161,7 @@ def on_ranks(
 
 def verb_train(verb: str, rest: list[str]) -> int:
     """Runs a training stage, on ranks if there are several."""
-    options, source = parse(verb, rest, PretrainOptions if verb == "pretrain" else TrainOptions)
+    options, source = parse(verb, rest, TRAINING[verb])
     recipe, where = options.recipe, options.where
     if options.start == where.run:
         raise ValueError(f"--from {options.start} names the run itself: give the new run another name with --run")

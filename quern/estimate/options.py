@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 from annotated_types import Interval
 
 from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_flags import FOLLOWING
 from quern.ranges import Amount, Few
 from quern.recipe import Recipe
 
@@ -17,6 +18,8 @@ from quern.recipe import Recipe
 @dataclass(frozen=True)
 class PlanOptions:
     """Flags of `quern lab plan`: the fields of the recipe, and the hardware."""
+
+    refusals: ClassVar = FOLLOWING[:1]
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     gpus: Few = 8

@@ -1,22 +1,61 @@
 """The fields of a recipe as flags.
 
-tyro makes the flags. Fields without a flag (callables, and fields that unavailable.py lists for the verb) are
-hidden in the help; on the command line they are refused with the reason.
+tyro makes the flags. Fields without a flag (callables, and those that the verb's `refusals` name) are hidden in the
+help; on the command line they are refused with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
-from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import tyro
 
 from quern.flags import check_flags
-from quern.flags.unavailable import why_no_flag
-from quern.recipe import Recipe
+from quern.recipe import FOR_FINE_TUNING, Recipe
 from quern.resolve import resolve
-from quern.validate import flag
+from quern.validate import flag, why_unused
+
+ALL = ""
+"""Every field of the recipe."""
+
+
+class Refusal(NamedTuple):
+    """Flags that a verb refuses. They are not in its help.
+
+    Args:
+        names: Fields, parts of the recipe or flags, separated by spaces.
+        reason: The message after the flag's name, where {verb} is the verb.
+        but: Exceptions from `names`.
+    """
+
+    names: str
+    reason: str
+    but: str = ""
+
+    def covers(self, name: str, recipe: Recipe) -> bool:
+        covered = name in field_names(recipe) if self.names == ALL else _within(name, self.names)
+        return covered and not _within(name, self.but)
+
+
+EVERYWHERE = (
+    Refusal("name", "comes with the recipe: to name the run, use --run"),
+    Refusal("unused", "comes with the recipe's file"),
+)
+FOLLOWING = (
+    Refusal("model.depth", "follows from --depth"),
+    Refusal("model.vocab_size", "follows from the tokenizer: set --text.vocab-size"),
+    Refusal("model.bos", "follows from the tokenizer"),
+)
+"""Fields of the shape that a verb which trains fills in."""
+FINE_TUNING = " ".join(FOR_FINE_TUNING)
+RL = Refusal("rl", "is for reinforcement learning: give it to `quern rl`")
+WORKERS = Refusal(
+    "workers",
+    "does nothing in `quern {verb}`: give it to `quern prepare`, `quern pretrain` or `quern run`, which turn text "
+    "into tokens",
+)
 
 
 class HasRecipe(Protocol):
@@ -31,10 +70,11 @@ def parse(flags: type[F], recipe: Recipe, arguments: Sequence[str], *, verb: str
     """Reads the flags of a verb.
 
     Args:
-        flags: A dataclass with the verb's options; its field `recipe` holds a recipe.
+        flags: A dataclass with the verb's options; its field `recipe` holds a recipe, and its class attribute
+            `refusals`, if it has one, the `Refusal`s of the verb.
         recipe: The recipe whose fields the flags change.
         arguments: The command line after the verb.
-        verb: The verb, as in `unavailable.RULES`.
+        verb: The verb, for messages.
         description: Text for the help.
 
     Returns:
@@ -43,10 +83,11 @@ def parse(flags: type[F], recipe: Recipe, arguments: Sequence[str], *, verb: str
     Raises:
         ValueError: A flag is refused; see also `check_flags.read`.
     """
+    refusals: tuple[Refusal, ...] = (*getattr(flags, "refusals", ()), *EVERYWHERE)
     for name in named(arguments):
-        if reason := why_no_flag(name, verb, recipe):
-            raise ValueError(f"--{flag(name)} {reason}")
-    hidden = {name for name in field_names(recipe) if why_no_flag(name, verb, recipe)}
+        if reason := _why_no_flag(name, refusals, recipe):
+            raise ValueError(f"--{flag(name)} {reason.format(verb=verb)}")
+    hidden = {name for name in field_names(recipe) if _why_no_flag(name, refusals, recipe)}
     shown = _offered(recipe, hidden, _filled(recipe), "derived from the run" if verb == "sft" else None)
     markers = getattr(get_type_hints(flags, include_extras=True)["recipe"], "__metadata__", ())
     kind = make_dataclass(
@@ -61,6 +102,17 @@ def parse(flags: type[F], recipe: Recipe, arguments: Sequence[str], *, verb: str
     )
     values = {f.name: getattr(parsed, f.name) for f in fields(flags)}  # type: ignore[arg-type]
     return flags(**values | {"recipe": _plain(parsed.recipe, recipe)})
+
+
+def _why_no_flag(name: str, refusals: Sequence[Refusal], recipe: Recipe) -> str | None:
+    """The reason why a verb has no flag of this name; None if it may have one."""
+    reason = next((rule.reason for rule in refusals if rule.covers(name, recipe)), None)
+    return why_unused(name, recipe) if reason is None and name in recipe.unused else reason
+
+
+def _within(name: str, parts: str) -> bool:
+    """Whether the name is one of these, or a field of one of these parts."""
+    return any(f"{name}.".startswith(f"{part}.") for part in parts.split())
 
 
 def field_names(part: Any, prefix: str = "") -> Iterator[str]:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from annotated_types import Interval
 
 from quern.flags.check_flags import UNSAID
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, Refusal
 from quern.ranges import Few, Port, Positive, Rate, Seed, Threads
 from quern.recipe import Recipe
+
+TRIALS = (
+    RL,
+    Refusal(FINE_TUNING, "is for fine-tuning, and a study compares pretraining"),
+    Refusal(
+        "train.minutes train.save_every train.keep train.save_in_background train.log_every train.eval_every data_seed",
+        "does nothing in a study: its trials run for --train.steps, leave no checkpoints, and have the study's seeds",
+    ),
+    *FOLLOWING,
+)
+"""The refusals of the verbs that train trials."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,8 @@ class DeviceOptions:
 @dataclass(frozen=True)
 class CompareOptions:
     """Flags of `quern lab compare`: fields of every arm's recipe, and the rules of the study."""
+
+    refusals: ClassVar = TRIALS
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     where: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
@@ -98,6 +112,8 @@ class LogOptions:
 class SweepOptions:
     """Flags of `quern lab sweep`: the fields of the recipe, and the search."""
 
+    refusals: ClassVar = TRIALS
+
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     space: tuple[str, ...] = ()
     """What to vary: FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:STEP, FIELD=A,B,C; or .toml files."""
@@ -136,6 +152,8 @@ class SweepOptions:
 @dataclass(frozen=True)
 class ScalingOptions:
     """Flags of `quern lab scaling`: the fields of the recipe, and the grid."""
+
+    refusals: ClassVar = TRIALS
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     budgets: tuple[Annotated[float, Interval(gt=0, le=1e30)], ...] = (1e13, 3e13, 1e14, 3e14)

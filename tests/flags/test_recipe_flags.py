@@ -6,6 +6,7 @@ from typing import Annotated
 import pytest
 import tyro
 
+from quern.cli.options import EvaluateOptions, PretrainOptions
 from quern.flags.recipe_flags import field_names, named, parse, repeated, value_of
 from quern.recipe import ConversationSource, Recipe
 from quern.recipes import gpt, llama
@@ -18,8 +19,8 @@ class Flags:
     """How fast."""
 
 
-def given(text: str, recipe: Recipe = gpt.RECIPE, verb: str = "pretrain") -> Flags:
-    return parse(Flags, recipe, text.split(), verb=verb)
+def given(text: str, recipe: Recipe = gpt.RECIPE) -> Flags:
+    return parse(Flags, recipe, text.split(), verb="pretrain")
 
 
 def test_flags_make_the_recipe_and_nothing_else_of_it_changes() -> None:
@@ -47,7 +48,7 @@ def test_flags_are_found_by_name_also_where_there_are_none() -> None:
 
 def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="^--seed belongs to the run's recipe and cannot change: leave it out$"):
-        given("--seed 3", verb="evaluate")
+        parse(EvaluateOptions, gpt.RECIPE, ["--seed", "3"], verb="evaluate")
     with pytest.raises(ValueError, match=r"^--model.softcap does nothing in the 'llama' recipe: .*model.dropout"):
         given("--model.softcap 15.0", llama.RECIPE)  # its default, but the flag was given
     with pytest.raises(ValueError, match="^--name comes with the recipe: to name the run, use --run"):
@@ -56,7 +57,7 @@ def test_a_field_without_a_flag_is_refused_with_the_reason() -> None:
 
 def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        given("--help", llama.RECIPE)
+        parse(PretrainOptions, llama.RECIPE, ["--help"], verb="pretrain")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--model.dropout" in shown and "--optim.matrix-lr" in shown and "Tokens in a training row" in shown
     assert not any(
@@ -66,18 +67,16 @@ def test_the_help_shows_what_has_a_flag(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_conversations_take_several_sources() -> None:
     typed = "--conversations talks.jsonl gsm8k,repeats=4 a,b.json,limit=10 --speed 3"
-    found = given(typed, verb="sft")
+    found = given(typed)
     sources = (
         ConversationSource("talks.jsonl"),
         ConversationSource("gsm8k", 4.0),
         ConversationSource("a,b.json", 1, 10),
     )
     assert found.recipe.conversations == sources and found.speed == 3
-    kept = given("", found.recipe, verb="sft").recipe
+    kept = given("", found.recipe).recipe
     assert kept.conversations == sources, "those of a saved recipe are the default"
-    assert given("--conversations=one.jsonl", found.recipe, verb="sft").recipe.conversations == (
-        ConversationSource("one.jsonl"),
-    )
+    assert given("--conversations=one.jsonl", found.recipe).recipe.conversations == (ConversationSource("one.jsonl"),)
     for wrong, message in (
         (
             "gsm8k,repeat=4",
@@ -87,4 +86,4 @@ def test_conversations_take_several_sources() -> None:
         ("x,limit=1.5", "--conversations 'x,limit=1.5': limit must be a whole number, not '1.5'"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            given(f"--conversations talks.jsonl {wrong}", verb="sft")
+            given(f"--conversations talks.jsonl {wrong}")

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from annotated_types import Interval
 
 from quern.flags import check_flags
 from quern.flags.check_flags import UNSAID, negated
-from quern.flags.recipe_flags import named, parse, value_of
+from quern.flags.recipe_flags import FINE_TUNING, FOLLOWING, RL, WORKERS, Refusal, named, parse, value_of
 from quern.ranges import Few, Threads
 from quern.recipe import Recipe
 from quern.recipes import load_recipe
@@ -80,6 +80,19 @@ class JaxRunOptions:
 @dataclass
 class JaxTrainOptions:
     """Flags of `quern grug train`."""
+
+    refusals: ClassVar = (
+        RL,
+        WORKERS,
+        *FOLLOWING,
+        Refusal(FINE_TUNING, "is for fine-tuning: export the model, and give it to `quern sft`"),
+        Refusal("train.minutes", "is for `quern pretrain`: the JAX twin trains for --train.steps"),
+        Refusal("train.fp8", "is for `quern pretrain`: the JAX twin has no FP8"),
+        Refusal("train.recompute", "is for `quern pretrain`: the JAX twin keeps all activations"),
+        Refusal("train.optimizer_memory", "is for `quern pretrain`: the JAX twin keeps all state on its devices"),
+        Refusal("train.grad_dtype", "is for `quern pretrain`: the JAX twin sums gradients in fp32"),
+        Refusal("train.save_in_background", "is not needed: the JAX twin always saves in the background"),
+    )
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     where: Annotated[JaxRunOptions, tyro.conf.arg(name="")] = field(default_factory=JaxRunOptions)
