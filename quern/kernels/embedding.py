@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quern.compiler import operator
+
 
 def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
     """Returns rows of the weight: (B, T) integers → (B, T, D)."""
@@ -24,7 +26,7 @@ def embed(tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
     return _embed(tokens_BT, weight_VD)
 
 
-@torch.library.custom_op("quern::embed", mutates_args=())
+@operator("quern::embed")
 def _embed(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
@@ -34,7 +36,7 @@ def _(tokens: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(*tokens.shape, weight.size(1))
 
 
-@torch.library.custom_op("quern::embed_backward", mutates_args=())
+@operator("quern::embed_backward")
 def _embed_backward(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
     if grad.dtype == torch.float32:
         return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)

@@ -119,8 +119,10 @@ class GPT(LanguageModel):
         )
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.smear_gate = nn.Linear(min(SMEAR_CHANNELS, shape.width), 1, bias=False)
-        for name, value in self.initial_scales().items():
-            setattr(self, name, nn.Parameter(torch.empty_like(value)))
+        with torch.device("cpu"):  # arithmetic on "meta" would import PyTorch's compiler
+            scales = self.initial_scales()
+        for name, value in scales.items():
+            setattr(self, name, nn.Parameter(torch.empty(value.shape)))
 
     def initial_scales(self) -> dict[str, Tensor]:
         """The initial values of the scalars on the residual stream, by the name of their parameter."""

@@ -30,6 +30,10 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
 class Embedding(nn.Embedding):
     """tokens (B, T) → rows of its weight (B, T, D)."""
 
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # there a draw of normal numbers has no effect, and imports PyTorch's compiler
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:
         return embed(input, self.weight)
 

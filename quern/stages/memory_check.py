@@ -16,6 +16,7 @@ import torch
 from quern.child import environment
 from quern.machine import Machine
 from quern.mesh import Mesh
+from quern.model.count import parameters
 from quern.parallel.layout import lay_out
 from quern.parallel.memory import Memory, memory
 from quern.recipe import Recipe
@@ -24,6 +25,8 @@ from quern.terminal import human_size
 
 ERROR = 0.1
 """Of the prediction."""
+PLENTY = 4
+"""The exact need is counted where its upper bound is more than this part of the room."""
 INTERPRETER_BYTES = 5e8
 """Python, torch and the compiler, of each rank on a CPU; on a GPU, its context and NCCL take more than that."""
 MORE_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -65,7 +68,8 @@ def memory_check(
         room: Bytes that a rank may take; None finds out.
 
     Returns:
-        Bytes that a rank needs and may take; None where the need is not known beforehand.
+        Bytes that a rank needs, or at most needs where there is plenty of room, and bytes that it may take; None where
+        the need is not known beforehand.
 
     Raises:
         ValueError: It cannot fit; the message holds the numbers and a setting that fits.
@@ -73,6 +77,8 @@ def memory_check(
     room = room_of_a_rank(machine, mesh) if room is None else room
     resolved = resolve(recipe, mesh.dp)
     try:
+        if (most := _at_most(resolved)) <= room / PLENTY:
+            return most, room
         needed = _needed(resolved, machine, mesh.dp, mesh.tp, mesh.zero)
     except RuntimeError as error:  # a model may do what cannot be done without numbers; it trains all the same
         log(f"memory is not checked beforehand: {str(error).splitlines()[0]}")
@@ -87,6 +93,14 @@ def memory_check(
         f"and {human_size(room)} are what {where}: "
         f"{_remedy(recipe, machine, mesh, room)}"
     )
+
+
+def _at_most(resolved: Recipe) -> float:
+    """Bytes that no rank exceeds. Counting them exactly (`memory`) imports PyTorch's compiler, which takes a second."""
+    shape, tokens = resolved.model, resolved.train.micro_batch_tokens
+    assert shape.depth and shape.width and shape.vocab_size and shape.context and shape.heads and tokens
+    a_layer = 60 * shape.width + 4 * (shape.mlp_width or 0) + 4 * shape.heads * shape.context
+    return 40.0 * parameters(resolved).total + 4.0 * tokens * (shape.depth * a_layer + 6 * shape.vocab_size)
 
 
 def _needed(resolved: Recipe, machine: Machine, dp: int, tp: int, zero: int) -> Memory:

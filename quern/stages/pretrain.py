@@ -379,7 +379,7 @@ def _room(memory: tuple[float, float] | None, mesh: Mesh) -> str:
     if memory is None:
         return ""
     each = " for each rank" if mesh.world.size > 1 else ""
-    return f"; memory: about {human_size(memory[0])} of {human_size(memory[1])}{each}"
+    return f"; memory: at most {human_size(memory[0])} of {human_size(memory[1])}{each}"
 
 
 def _digits(value: float) -> str:

@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,28 @@ for line in sys.stdin.read().splitlines():
     if heavy:
         sys.exit(f"quern {line} imported {heavy}")
 """
+
+
+TRAINS = """pretrain --depth 2 --model.width 32 --model.head-dim 16 --model.context 48 --text.vocab-size 320
+ --text.tinyworld-megabytes 0.1 --text.val-megabytes 0.01 --train.steps 2 --train.batch-tokens 192
+ --no-compile --dtype fp32 --threads 1 --device cpu --out""".split()
+LOADED = """
+import sys, torch
+before = set(sys.modules)
+from quern.cli.main import main
+code = main(sys.argv[1:])
+more = sorted(set(sys.modules) - before)
+heavy = [name for name in more if name.startswith(("torch._dynamo", "torch.distributed.", "sympy"))]
+sys.exit(code or f"imported {heavy}" if heavy else code)
+"""
+
+
+def test_a_process_that_compiles_nothing_imports_neither_the_compiler_nor_more_of_torch_distributed(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", LOADED, *TRAINS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_and_refusals_import_no_tensor_library() -> None:

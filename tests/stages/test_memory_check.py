@@ -90,5 +90,9 @@ def test_the_command_refuses_before_it_prepares(tmp_path: Path, capsys: pytest.C
 def test_every_recipe_is_measured_before_its_vocabulary_is_known(made: Recipe) -> None:
     small = replace(made, depth=4, model=replace(made.model, width=128, context=128, bos=None))
     said: list[str] = []
-    memory_check(small, CPU, alone(), said.append, 8e9)
+    for one in (small, replace(small, depth=8, train=TrainRecipe(micro_batch_tokens=4096, batch_tokens=4096))):
+        exact = memory(lay_out(resolve(one), CPU.dtype, 1, 1, 2), "cpu", False).peak
+        assert memory_check(one, CPU, alone(), said.append, 1.2 * exact) == (exact, 1.2 * exact)
+        most = memory_check(one, CPU, alone(), said.append, 1e12)
+        assert most and exact < most[0] < 12 * exact
     assert said == []

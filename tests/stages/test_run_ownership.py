@@ -492,4 +492,4 @@ def test_before_training_it_says_what_it_will_do(folder: Path, capsys: pytest.Ca
     assert epochs > 4 and f"length: 38,912 tokens, {epochs:.2g} epochs of the text" in said
     assert f"warning: the text is read {epochs:.2g} times" in said
     assert f"--train.steps {int(4 * tokens / 1024)}" in said
-    assert "of steps, by this machine's speed" in said and "memory: about" in said
+    assert "of steps, by this machine's speed" in said and "memory: at most" in said

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quern.compiler import operator
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -101,7 +103,7 @@ def _now(window: int, varying: Tensor | None, T: int) -> int:
     return value if value < T else 0
 
 
-@torch.library.custom_op("quern::attend_blocked", mutates_args=())
+@operator("quern::attend_blocked")
 def attend_blocked(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
@@ -144,7 +146,7 @@ def _(q_BHTE: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q_BHTE.new_empty(q_BHTE.shape), q_BHTE.new_empty(others[-1])
 
 
-@torch.library.custom_op("quern::attend_blocked_backward", mutates_args=())
+@operator("quern::attend_blocked_backward")
 def attend_blocked_backward(
     grad_BHTE: Tensor,
     q_BHTE: Tensor,
