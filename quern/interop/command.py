@@ -43,18 +43,12 @@ class ExportOptions:
 
 def export(arguments: list[str], log: Callable[[str], None], description: str) -> int:
     options = check_flags.read(ExportOptions, arguments, prog="quern export", description=description)
-    run_dir = RunDir(options.out, options.run)
+    run_dir, stage = RunDir(options.out, options.run), options.stage
     if options.to == "gguf":
         from quern.interop import export_gguf
 
-        export_gguf.run(
-            run_dir,
-            options.dir,
-            stage=options.stage,
-            dtype=options.dtype,
-            accept_other_ids=options.accept_other_ids,
-            log=log,
-        )
+        other_ids = options.accept_other_ids
+        export_gguf.run(run_dir, options.dir, dtype=options.dtype, accept_other_ids=other_ids, stage=stage, log=log)
         return 0
     if options.dtype not in HF_DTYPES:
         raise ValueError(f"--to hf takes --dtype {' or '.join(HF_DTYPES)}, not {options.dtype}: only gguf has that one")
@@ -63,7 +57,7 @@ def export(arguments: list[str], log: Callable[[str], None], description: str) -
     from quern.interop import export_hf
     from quern.machine import DTYPES
 
-    export_hf.run(run_dir, options.dir, stage=options.stage, dtype=DTYPES[options.dtype], log=log)
+    export_hf.run(run_dir, options.dir, stage=stage, dtype=DTYPES[options.dtype], log=log)
     return 0
 
 
@@ -90,12 +84,6 @@ def import_model(arguments: list[str], log: Callable[[str], None], recipe: Recip
     options = check_flags.read(ImportOptions, arguments, prog="quern import", description=description)
     from quern.interop import import_hf
 
-    import_hf.run(
-        options.folder,
-        RunDir(options.out, options.run),
-        replace(recipe, data=options.data),
-        stage=options.stage,
-        tokenizer=options.tokenizer,
-        log=log,
-    )
+    run_dir, recipe = RunDir(options.out, options.run), replace(recipe, data=options.data)
+    import_hf.run(options.folder, run_dir, recipe, stage=options.stage, tokenizer=options.tokenizer, log=log)
     return 0
