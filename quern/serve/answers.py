@@ -4,13 +4,12 @@ Both are made from the events of a job. Log-probabilities are told for the token
 chunk in which the text of a token begins. Their bytes, joined, are the text and the bytes that are not valid UTF-8.
 """
 
-import asyncio
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
@@ -35,11 +34,7 @@ class JSON(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        if not isinstance(content, dict) or not content.get("choices"):
-            return encode(content).encode("ascii")
-        # One choice at a time: no other thread runs while JSON is encoded.
-        rest = encode({name: value for name, value in content.items() if name != "choices"})
-        return f'{rest[:-1]}, "choices": [{", ".join(map(encode, content["choices"]))}]}}'.encode("ascii")
+        return encode(content).encode("ascii")
 
 
 class EventStream(StreamingResponse):
@@ -163,23 +158,31 @@ class Answer(ABC):
     def told(self, index: int, tokens: Sequence[Token], from_start: bool) -> Any:
         """The log-probabilities of tokens. from_start: whether they are the first ones of their choice."""
 
-    async def whole(self) -> dict[str, Any]:
-        """The complete response. Raises ApiError if the job fails."""
+    async def finish(self) -> None:
+        """Takes all events of the job. Raises ApiError if it fails."""
         try:
             async for events in self.job.batches():
                 for event in events:
                     self._of(event)[1].take(event)
         except Exception as error:
             raise as_api_error(error) from error
-        return await asyncio.to_thread(self._whole) if self.logprobs else self._whole()
 
-    def _whole(self) -> dict[str, Any]:
-        choices = []
-        for index, choice in enumerate(self.choices):
-            assert choice.completion is not None
-            told = self.told(index, choice.tokens, True) if self.logprobs else None
-            choices.append(_choice(index, self.content(index, choice), told, choice.completion.finish_reason))
-        return self._body(self.whole_kind, choices, {"usage": self.usage()})
+    async def whole(self) -> str:
+        """The complete response as JSON. Raises ApiError if the job fails."""
+        await self.finish()
+        if self.logprobs:
+            choices = [await self.job.between(partial(self._finished, index)) for index in range(len(self.choices))]
+        else:
+            choices = [self._finished(index) for index in range(len(self.choices))]
+        rest = encode(self._head(self.whole_kind) | {"usage": self.usage()})
+        return f'{rest[:-1]}, "choices": [{", ".join(choices)}]}}'
+
+    def _finished(self, index: int) -> str:
+        """A choice of the complete response as JSON."""
+        choice = self.choices[index]
+        assert choice.completion is not None
+        told = self.told(index, choice.tokens, True) if self.logprobs else None
+        return encode(_choice(index, self.content(index, choice), told, choice.completion.finish_reason))
 
     async def stream(self, include_usage: bool) -> AsyncIterator[str]:
         """The events of a stream; it always ends with [DONE], after an error event if the job failed."""
@@ -192,14 +195,14 @@ class Answer(ABC):
         try:
             for index in range(len(self.choices)):
                 if (content := self.first(index)) is not None:
-                    told = await asyncio.to_thread(self.first_told, index) if self.logprobs else None
+                    told = await self.job.between(partial(self.first_told, index)) if self.logprobs else None
                     yield chunk(_choice(index, content, told))
             async for events in self.job.batches():
                 written = [chunk(choice) for choice in self._pieces(events)]
                 if written:
                     yield "".join(written)
             if include_usage:
-                yield server_sent(self._body(self.chunk_kind, [], {"usage": self.usage()}))
+                yield server_sent({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         except Exception as error:
             yield server_sent(as_api_error(error).body)
         yield STREAM_END
@@ -244,9 +247,6 @@ class Answer(ABC):
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._identifier, "object": kind, "created": self.created, "model": self.model}
-
-    def _body(self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head(kind), "choices": choices, **more}
 
 
 class Chat(Answer):
@@ -316,6 +316,7 @@ class Text(Answer):
         }
 
 
+@lru_cache(1 << 16)
 def _spelled(tokenizer: Tokenizer, id: int) -> str:
     """A token's text; its bytes in hexadecimal, as OpenAI writes them, if they are no whole characters."""
     own = tokenizer.decode_bytes([id])

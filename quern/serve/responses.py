@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quern.generate.reply import Completion
-from quern.serve.answers import Chat, as_api_error, server_sent
+from quern.serve.answers import Chat, as_api_error, encode, server_sent
 from quern.serve.requests.responses import ResponsesRequest
 
 
@@ -20,10 +20,10 @@ class Responses:
         self.job, self._request, self._answer = answer.job, request, answer
         self._id, self._message_id, self._call_id = (f"{kind}_{uuid.uuid4().hex}" for kind in ("resp", "msg", "fc"))
 
-    async def whole(self) -> dict[str, Any]:
-        """The complete response. Raises ApiError if the job fails."""
-        await self._answer.whole()
-        return self._body(self._finished())
+    async def whole(self) -> str:
+        """The complete response as JSON. Raises ApiError if the job fails."""
+        await self._answer.finish()
+        return encode(self._body(self._finished()))
 
     async def stream(self) -> AsyncIterator[str]:
         """The events of a stream; the last one is response.completed, response.incomplete or response.failed."""

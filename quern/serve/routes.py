@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -34,6 +35,8 @@ MAX_BODY_BYTES = 1 << 20
 MAX_MARKS = 1 << 13
 """JSON's marks in a body: objects, lists, fields and strings. The numbers of a list do not count. Decoding and
 validating so many takes some 50 ms, in which no other client is served."""
+SMALL_BYTES = 1 << 12
+"""A body up to this size is decoded at once; a larger one between two steps of the engine."""
 STRING = re.compile(rb'"(?:[^"\\]+|\\.?)*"?', re.DOTALL)  # the last one may be cut off
 Body = TypeVar("Body", bound=Strict)
 Result = TypeVar("Result")
@@ -49,7 +52,10 @@ def add_routes(app: FastAPI, models: Models) -> None:
 
     def post(path: str, kind: type[Body], answer: Callable[[Request, Body, Model], Awaitable[Response]]) -> None:
         async def route(http: Request) -> Response:
-            request = parse_request(kind, await read_json(http))
+            body = await read_body(http)
+            with models.find(None) as first:
+                read = partial(decode, kind, body)
+                request = await first.worker.call(read) if len(body) > SMALL_BYTES else read()
             with models.find(getattr(request, "model", None)) as model:
                 return await answer(http, request, model)
 
@@ -101,7 +107,7 @@ async def completions(http: Request, request: CompletionRequest, model: Model) -
 
 async def responses(http: Request, request: ResponsesRequest, model: Model) -> Response:
     try:
-        answer = Responses(request, await generate.chat(model, request.chat()))
+        answer = Responses(request, await generate.chat(model, await model.worker.call(request.chat)))
     except ApiError as error:
         raise error.renamed(request.name_of) from None
     return EventStream(answer.job, answer.stream()) if request.stream else await whole(http, answer)
@@ -130,7 +136,7 @@ async def whole(http: Request, answer: Answer | Responses) -> Response:
         body = await unless_gone(http, answer.whole())
     finally:
         answer.job.cancel()
-    return Response(status_code=499) if body is None else await asyncio.to_thread(JSON, body)
+    return Response(status_code=499) if body is None else Response(body, media_type=JSON.media_type)
 
 
 async def unless_gone(http: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
@@ -150,19 +156,11 @@ async def disconnected(http: Request) -> None:
         pass
 
 
-async def read_json(http: Request) -> Any:
-    """Decodes the body. Raises ApiError for a wrong media type, a body that is too large, or invalid JSON."""
+async def read_body(http: Request) -> bytes:
+    """The body. Raises ApiError for a wrong media type, and for a body that is too large or has too many parts."""
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError("Send the body as JSON, with the header 'Content-Type: application/json'.", status=415)
-    try:
-        return json.loads(await read_body(http))
-    except (ValueError, RecursionError):
-        raise ApiError("The body is not valid JSON.") from None
-
-
-async def read_body(http: Request) -> bytes:
-    """The body. Raises ApiError if it is too large, or has too many parts to decode them while others wait."""
     body = bytearray()
     try:
         async for chunk in http.stream():
@@ -174,6 +172,15 @@ async def read_body(http: Request) -> bytes:
     if marks(body) > MAX_MARKS:
         raise ApiError(f"The body has more than {MAX_MARKS:,} objects, lists, fields and strings: shorten it.")
     return bytes(body)
+
+
+def decode(kind: type[Body], body: bytes) -> Body:
+    """The request in a body. Raises ApiError if it is none."""
+    try:
+        decoded = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError("The body is not valid JSON.") from None
+    return parse_request(kind, decoded)
 
 
 def marks(body: bytearray) -> int:

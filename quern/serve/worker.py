@@ -9,7 +9,7 @@ import asyncio
 import queue
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from quern.serve.requests.errors import ApiError
 STREAM_SECONDS = 0.04
 """The time between two pieces of a stream. The first piece and the end are sent at once. One piece for each token costs
 32 clients a quarter of the throughput (docs/serving.md)."""
+
+Between = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 def stopped(why: str) -> ApiError:
@@ -40,10 +42,13 @@ class Limits:
 
 
 class Job:
-    """One request. `submit` starts it in the engine thread; iterate over `batches` to receive its events."""
+    """One request. `submit` starts it in the engine thread; iterate over `batches` to receive its events.
 
-    def __init__(self, submit: Callable[[], Generation], seconds: float, rows: int) -> None:
-        self._submit, self.rows = submit, rows
+    between: runs a function between two steps of the engine (`Worker.call`).
+    """
+
+    def __init__(self, submit: Callable[[], Generation], seconds: float, rows: int, between: Between) -> None:
+        self._submit, self.rows, self.between = submit, rows, between
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds, self._expire, seconds)
         self._items: list[list[Event] | BaseException | None] = []
@@ -182,14 +187,18 @@ class Worker:
         if self.waiting and self.waiting + rows > self._limits.waiting:
             message = f"The server is busy: {self.waiting} replies are waiting already. Try again later."
             raise ApiError(message, status=429, kind="rate_limit_error")
-        job = Job(submit, self._limits.seconds, rows)
+        job = Job(submit, self._limits.seconds, rows, self.call)
         self._submitted += 1
         self._queued += rows
         self._put(job)
         return job
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function in the engine thread, between two steps; returns its result."""
+        """Runs a function in the engine thread, between two steps; returns its result.
+
+        What computes for milliseconds in Python belongs here. In another thread it takes longer itself, and each of the
+        hundreds of operations of a step then waits for the interpreter.
+        """
         if not self.alive:
             raise stopped("the engine is not running")
         call = Call(function)
