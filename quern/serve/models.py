@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from quern.generate.engine import Engine
@@ -72,4 +74,9 @@ class Models:
         self._models[name] = new
         while old.held or old.worker.open:
             await asyncio.sleep(0.05)
-        await new.worker.call(lambda: self.thread.remove(old.worker))
+        await new.worker.call(partial(self.thread.remove, old.worker))
+        del old
+        if gc.get_freeze_count():
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()

@@ -9,6 +9,7 @@ thread in engine_thread.py.
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -84,9 +85,14 @@ def create_app(
     return app
 
 
-def prepare_threads() -> None:
-    """Lets the event loop interrupt the engine's thread sooner than Python's 5 ms: a step takes less."""
+def prepare_process() -> None:
+    """Lets the event loop interrupt the engine's thread sooner than Python's 5 ms: a step takes less.
+
+    What is loaded stays out of garbage collection: to look through it takes 0.2 s, in which nobody gets a token.
+    """
     sys.setswitchinterval(0.0005)
+    gc.collect()
+    gc.freeze()
 
 
 def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:
@@ -131,7 +137,7 @@ def serve(
     Raises:
         KeyboardInterrupt: After the normal end, if SIGINT asked for it.
     """
-    prepare_threads()
+    prepare_process()
     config = configure(app, trusted, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS, **tls)
     server = uvicorn.Server(config)
 

@@ -63,6 +63,7 @@ HEAD = f'{{"model":"{MODEL}",'
 ATTACKS: dict[str, list[bytes]] = {
     "headers of 1 MB": [b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (1 << 20)],
     "20,000 headers": [b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 20_000 + b"\r\n"],
+    "requests without a body": [b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"],
     "340,000 objects": [post(RESPONSES, full(HEAD + '"input":[', "{}", "]}"))],
     "5,000 objects": [post(RESPONSES, f'{HEAD}"input":[{",".join(["{}"] * 5000)}]}}'.encode())],
     "1,100 messages": [ask(CHAT, messages=[{"role": "user", "content": ""}] * 1100)],

@@ -27,6 +27,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 200
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 32
+MOST_ERRORS = 100  # of a request that are looked at
 INSTEAD = {
     "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
     "stop": f"give a text or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_CHARACTERS} characters",
@@ -165,6 +166,9 @@ def parse_request(kind: type[Request], body: Any) -> Request:
     if not isinstance(body, dict):
         required = [f"'{name}'" for name, field in kind.model_fields.items() if field.is_required()]
         raise ApiError(f"The body must be a JSON object with {' and '.join(required) or 'the parameters'}.")
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    if unknown := next((name for name in body if name not in known), None):
+        raise _unknown(unknown)  # at once: an error for each of thousands takes long to build
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
@@ -195,9 +199,13 @@ def _only_with(name: str, other: str) -> ApiError:
     return ApiError(f"'{name}' is only allowed when '{other}' is true.", param=name, code="invalid_value")
 
 
+def _unknown(param: str) -> ApiError:
+    return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+
+
 def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     """The deepest error: pydantic tells those of each branch of a union, and that branch is the one that was meant."""
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False, include_context=False)[:MOST_ERRORS]
     literals = [one["loc"] for one in errors if one["type"] == "literal_error"]
     others = {loc[:-1] for loc in literals if loc[-1] == "type"}  # branches for another `type`
     paths = [_path(body, one["loc"]) + [*one["loc"][-1:]] * (one["type"] == "missing") for one in errors]
@@ -205,7 +213,7 @@ def _refusal(error: ValidationError, kind: type[Strict], body: Any) -> ApiError:
     first = errors[at]
     param = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in paths[at]).removeprefix(".")
     if first["type"] == "extra_forbidden":
-        return ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+        return _unknown(param)
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     where = f"for '{param}'" if param else "in the body"
