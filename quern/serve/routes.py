@@ -113,12 +113,16 @@ async def responses(http: Request, request: ResponsesRequest, model: Model) -> R
 
 async def tokenize(_: Request, request: TokenizeRequest, model: Model) -> Response:
     tokens = await asyncio.to_thread(generate.tokens_of, model.tokenizer, request)
-    return JSON({"count": len(tokens), "max_model_len": model.engine.context, "tokens": tokens})
+    counted = {"count": len(tokens), "max_model_len": model.engine.context}
+    return await model.worker.call(lambda: JSON({**counted, "tokens": tokens}))
 
 
 async def detokenize(_: Request, request: DetokenizeRequest, model: Model) -> Response:
-    generate.require_tokens(model.tokenizer, request.tokens, "tokens")
-    return JSON({"prompt": await asyncio.to_thread(model.tokenizer.decode, request.tokens)})
+    def read() -> Response:
+        generate.require_tokens(model.tokenizer, request.tokens, "tokens")
+        return JSON({"prompt": model.tokenizer.decode(request.tokens)})
+
+    return await model.worker.call(read)
 
 
 async def respond(http: Request, answer: Answer, request: ChatRequest | CompletionRequest) -> Response:

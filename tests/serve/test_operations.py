@@ -23,7 +23,7 @@ import pytest
 from quern.cli.options import ServeOptions
 from quern.cli.verbs import parse
 from quern.generate.engine import Engine
-from quern.serve.gate.frontier import Gate, Rates
+from quern.serve.gate.frontier import BURST, PACE, Gate, Pace, Rates
 from quern.serve.models import Models
 from quern.serve.server import LOOPBACK, create_app, listen, serve
 from quern.serve.worker import Limits
@@ -105,6 +105,17 @@ def test_a_client_gains_requests_as_time_passes() -> None:
     assert rates.enter("b") is None
     now[0] = 1e6  # an hour of silence is worth a minute of requests
     assert [rates.enter("c") is None for _ in range(3)] == [True, True, False]
+
+
+def test_a_client_that_hurries_waits_and_delays_nobody_else() -> None:
+    now = [100.0]
+    pace = Pace(lambda: now[0])
+    assert [pace.wait("a") for _ in range(BURST)] == [0.0] * BURST
+    assert [pace.wait("a") for _ in range(3)] == pytest.approx([0, 1 / PACE, 2 / PACE])
+    assert pace.wait("b") == 0
+    now[0] += 10
+    assert [pace.wait("a") for _ in range(BURST)] == [0.0] * BURST
+    assert pace.wait("a") + pace.wait("a") == pytest.approx(1 / PACE)
 
 
 def test_rates_over_http() -> None:

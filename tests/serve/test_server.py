@@ -19,6 +19,7 @@ from quern.generate.engine import Engine
 from quern.generate.reply import Completion, Delta
 from quern.generate.rows import Event, Generation
 from quern.generate.sampling import Sampling
+from quern.serve.answers import Chat
 from quern.serve.gate.frontier import Gate, Keys
 from quern.serve.gate.hosts import Hosts, host_name
 from quern.serve.requests.schema import ChatRequest, parse_request
@@ -359,6 +360,24 @@ def test_marks_are_counted_outside_of_strings() -> None:
     body = '{"a": [1, 2, {"b": null}], "c": [' + ", ".join(texts) + "]}"
     assert marks(bytearray(body.encode())) == 2 + 2 + 3 + 3 + 5
     assert marks(bytearray(b'{"' * 30_000)) > MAX_MARKS
+
+
+def test_what_takes_long_runs_between_two_steps_of_the_engine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large body is decoded, and log-probabilities are written, in the thread that runs the engine."""
+    threads: list[str] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*given)
+
+        return noted
+
+    monkeypatch.setattr("quern.serve.routes.parse_request", noting(parse_request))
+    monkeypatch.setattr(Chat, "told", noting(Chat.told))
+    check_error(post(url, b'{"x":[' + b"{}," * 2000 + b"{}]}"), 400, "Unknown parameter: 'x'", "x")
+    assert post(url, ask(logprobs=True, n=2)).status_code == 200
+    assert threads[:1] + threads[-2:] == ["quern-engines"] * 3 and len(threads) == 4
 
 
 def test_wrong_media_types_sizes_paths_and_methods(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -31,6 +32,9 @@ SECURITY_HEADERS = {
 PUBLIC = {"/health", *page_paths()}
 """Paths that need no key, if the server has keys."""
 MOST_CLIENTS = 10_000  # whose rates are remembered
+PACE, BURST = 250, 50
+"""Requests of one client that are begun in a second, and how many may come at once before. Each takes the interpreter
+from the engine for a moment; further ones wait."""
 
 
 class Keys:
@@ -123,6 +127,23 @@ class Rates:
             del self._open[client]
 
 
+class Pace:
+    """Spreads the requests of each client over time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next: dict[str, float] = {}  # client → when its next request may begin, without its burst
+
+    def wait(self, client: str) -> float:
+        """Counts a request, and returns the seconds after which it may begin."""
+        now = self._clock()
+        at = max(self._next.pop(client, 0.0), now - BURST / PACE)
+        self._next[client] = at + 1 / PACE
+        if len(self._next) > MOST_CLIENTS:
+            self._next.pop(next(iter(self._next)))
+        return max(0.0, at - now)
+
+
 def _too_many(why: str, seconds: int) -> ApiError:
     return ApiError(
         f"Too many requests: {why}. Try again in {seconds} s.",
@@ -138,7 +159,7 @@ class Frontier:
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app, self._keys, self._log, self._hosts = app, gate.keys, gate.log, gate.hosts
-        self._rates = Rates(gate.per_minute, gate.at_once)
+        self._rates, self._pace = Rates(gate.per_minute, gate.at_once), Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -164,6 +185,8 @@ class Frontier:
         client = holder or (scope["client"] or ("",))[0]
         counted = False
         try:
+            if seconds := self._pace.wait(client):
+                await asyncio.sleep(seconds)
             refusal = self._refusal(headers.get("host", ""), scope["path"], holder, scope["method"])
             if refusal is None and scope["method"] == "POST":
                 refusal = self._rates.enter(client)
