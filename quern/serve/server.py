@@ -9,12 +9,14 @@ thread in engine_thread.py.
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import signal
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -34,6 +36,8 @@ from quern.serve.page import Welcome, add_page
 from quern.serve.routes import add_routes
 from quern.serve.worker import Limits
 
+TRIM_SECONDS = 5.0
+TOKENIZING_THREADS = 2  # each keeps memory of its longest text
 DRAIN_SECONDS = 30
 """Replies that are being written when the server is asked to stop have so long to end."""
 WARM_ROWS = (1, 8, 32)
@@ -62,14 +66,17 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(TOKENIZING_THREADS))
         models.thread.start()
-        watching = None if watch is None else asyncio.ensure_future(watch(models))
+        running = [asyncio.ensure_future(give_memory_back())]
+        if watch is not None:
+            running.append(asyncio.ensure_future(watch(models)))
         try:
             yield
         finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             await asyncio.to_thread(models.thread.stop)
 
     # The interactive documentation would load scripts from other hosts.
@@ -93,6 +100,14 @@ def prepare_process() -> None:
     sys.setswitchinterval(0.0005)
     gc.collect()
     gc.freeze()
+
+
+async def give_memory_back() -> None:
+    """Returns what large requests have freed to the system, every few seconds: the C library (glibc) keeps it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    while trim is not None:
+        await asyncio.sleep(TRIM_SECONDS)
+        await asyncio.to_thread(trim, 0)
 
 
 def configure(app: ASGIApp, trusted: Sequence[str] = (), connections: Connections | None = None, **more: Any) -> Any:

@@ -203,7 +203,10 @@ class Worker:
             raise stopped("the engine is not running")
         call = Call(function)
         self._put(call)
-        return await call.done
+        try:
+            return await call.done
+        finally:
+            del call  # an error would hold this frame, the call, and in it itself: what it was about stays in memory
 
     def _put(self, item: Job | Call) -> None:
         self._inbox.put(item)

@@ -27,6 +27,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 200
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 32
+MAX_TOKENS = 1 << 16
 MOST_ERRORS = 100  # of a request that are looked at
 INSTEAD = {
     "messages": 'send at least one message, [{"role": "user", "content": "…"}]',
@@ -155,7 +156,7 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: Items[int]
+    tokens: Items[int] = Field(max_length=MAX_TOKENS)
 
 
 Request = TypeVar("Request", bound=Strict)
