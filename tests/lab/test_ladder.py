@@ -182,6 +182,21 @@ def test_failures_are_records_and_end_the_idea_at_the_rung(tmp_path: Path) -> No
     assert "could not be trained: odd" in "\n".join(study_lines(study)) and "odd" not in judged(study, 0).findings
 
 
+def test_a_process_that_was_killed_is_tried_at_the_next_start(tmp_path: Path) -> None:
+    study, arms = make(tmp_path / "study", ["base", "odd", "idles"])
+    drawn = Drawn({})
+
+    def train(arm: Arm, orders: Sequence[Order]) -> Iterator[Trial]:
+        if arm.name == "odd":
+            raise RuntimeError("the arm odd process failed: it ended with code -9")
+        return drawn(arm, orders)
+
+    Worker(study, arms, train, "", lambda line: None).run(Options((0,), ["odd", "idles"]))
+    assert not study.runs("odd", 0) and len(study.runs("idles", 0)) >= 3
+    Worker(study, arms, drawn, "", lambda line: None).run(Options((0,), ["odd", "idles"]))
+    assert len(study.runs("odd", 0)) >= 3
+
+
 def test_a_baseline_above_the_trigram_is_refused(tmp_path: Path) -> None:
     study, arms = make(tmp_path / "study", ["base", "grows"])
     study.ngrams[0]["3"] = 1.0

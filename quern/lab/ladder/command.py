@@ -119,9 +119,12 @@ def _run(
         train = on_cluster(options.out, device) if options.ray else in_process(options.out, device, variables(number))
         Worker(Study(folder), by_name, train, machine_line(machine), log).run(asked)
 
-    with ThreadPoolExecutor(options.workers) as pool:
-        for done in [pool.submit(work, number) for number in range(options.workers)]:
-            done.result()
+    if options.workers == 1:
+        work(0)
+    else:
+        with ThreadPoolExecutor(options.workers) as pool:
+            for done in [pool.submit(work, number) for number in range(options.workers)]:
+                done.result()
     study.refresh()
     if options.speeds:
         measure_missing(study, by_name, asked.ideas, options.out, select_attention(machine), log)

@@ -37,6 +37,8 @@ LEAST_MARGIN = 0.02
 SETTLED = ("worse", "worse, small", "no difference", "fails")
 """Verdicts with which an idea does not go up."""
 WAIT_SECONDS = 2.0
+DIED = "ended with code"
+"""In the message of `child.Child.answer` about a process that died."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,12 @@ class Worker:
     ) -> None:
         self.study, self.arms, self.train, self.about, self.log = study, arms, train, about, log
         self.commit, self.changed = _commit()
+        self.lost: set[tuple[str, int]] = set()
 
     def run(self, options: Options) -> None:
         """Works until nothing is wanted, beside other processes."""
         values = {name: tuned_values(self.study, arm.recipe) for name, arm in self.arms.items()}
-        while jobs := wanted(self.study, options, values):
+        while jobs := self._left(wanted(self.study, options, values)):
             for job in jobs:
                 with self.study.claim(job.claim) as mine:
                     if mine and job in wanted(self.study, options, values):
@@ -209,6 +212,9 @@ class Worker:
             else:
                 time.sleep(WAIT_SECONDS)  # other processes train all of them
                 self.study.refresh()
+
+    def _left(self, jobs: Sequence[Job]) -> list[Job]:
+        return [job for job in jobs if (job.arm, job.rung) not in self.lost]
 
     def _train(self, job: Job) -> None:
         self._check_machine(job.rung)
@@ -234,6 +240,12 @@ class Worker:
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 self._keep(replace(base, seed=seed, time=now, **found))
         except (RuntimeError, ValueError) as error:
+            if job.arm == self.study.plan.base:
+                raise
+            if DIED in str(error):  # killed, from outside or for its memory: the next start tries again
+                self.lost.add((job.arm, job.rung))
+                self.log(f"rung {job.rung}, {job.arm}: {error}")
+                return
             self._keep(replace(base, seed=job.seeds[0], error=str(error)[:300]))
 
     def _check_machine(self, rung: int) -> None:
