@@ -26,7 +26,7 @@ TUNE_SEEDS = (1_000, 1_001)
 """Seeds that no verdict uses."""
 CURVE_SEEDS = 3
 """Seeds of the baseline on the rung above the highest one, which its loss over compute needs."""
-EVALUATIONS = 4
+EVALUATIONS = 2
 """Validations in a trial, for the curves."""
 KEY = {"recipe", "seed"}
 """Fields of a record that the study decides."""
