@@ -15,7 +15,7 @@ import pytest
 from quern.lab.arms import Arm, Order
 from quern.lab.ladder.code import code_fingerprint
 from quern.lab.ladder.multiplier import Curve, Difference, Mean, course, multiplier, told
-from quern.lab.ladder.report import predictions, rows, study_lines
+from quern.lab.ladder.report import calibration, predictions, rows, study_lines
 from quern.lab.ladder.rungs import RUNGS, Rung, at_rung, numbers
 from quern.lab.ladder.study import BASELINES, SPEEDS, ArmRecord, Plan, Study, open_study
 from quern.lab.ladder.work import TUNE_SEEDS, Options, Worker, chosen, judged, proxy_line
@@ -117,6 +117,16 @@ def test_worse_and_null_ideas_do_not_go_up(tmp_path: Path) -> None:
     assert {"base", "steady"} <= up and not {"wrecks", "idles"} & up
     assert len(drawn.trained) == len(set(drawn.trained))
     assert len(study.runs("base", 0)) >= 6, "the baseline has further seeds for the A/A floor"
+
+
+def test_a_rung_that_gets_known_answers_wrong_is_not_to_be_used(tmp_path: Path) -> None:
+    study, _ = climb(tmp_path / "study", rungs=(0,))
+    answers = {"steady": ["better"], "fades": ["better", "no difference"], "wrecks": ["worse"], "absent": ["worse"]}
+    text = "\n".join(calibration(study, 0, answers))
+    assert "3 of 4 known answers are right: do not use it" in text and "not measured" in text
+    assert "noise: SD of 6 seeds 0.00" in text and "8 pairs find an effect of 0.0" in text
+    del answers["absent"]
+    assert "3 of 3 known answers are right: it may judge" in "\n".join(calibration(study, 0, answers))
 
 
 def test_a_prediction_holds_where_the_trend_goes_on(tmp_path: Path) -> None:
