@@ -183,14 +183,14 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def matmul_seconds(dtypes: Sequence[torch.dtype], size: int = 512, rounds: int = 20) -> list[float]:
+def matmul_seconds(dtypes: Sequence[torch.dtype], size: int = 512) -> list[float]:
     """Returns the best wall time in seconds of a (size, size) by (size, size) matmul on the CPU, for each dtype.
 
     The dtypes alternate for at least `PROBE_SECONDS`, longer than a time slice of the scheduler: a process that has
     just started may wait that long for its second thread, and only one dtype would then look slow.
     """
     operands = [torch.ones(size, size, dtype=dtype) for dtype in dtypes]
-    best, begin = [float("inf")] * len(operands), time.perf_counter()
+    rounds, best, begin = 20, [float("inf")] * len(operands), time.perf_counter()
     while rounds > 0 or time.perf_counter() - begin < PROBE_SECONDS:
         rounds -= 1
         for number, a in enumerate(operands):
@@ -262,17 +262,15 @@ def worker_variables(machine: Machine) -> Callable[[int], dict[str, str]]:
     return lambda worker: {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]}
 
 
-def measure_peak_flops(machine: Machine, size: int = 2048, repeats: int = 12, seconds: float = 1.0) -> float:
+def measure_peak_flops(machine: Machine, size: int = 2048) -> float:
     """Measures the machine's matmul peak in FLOP/s in the compute dtype: the best of a few large square products.
 
     Args:
         size: Rows and columns of the matrices.
-        repeats: Maximum number of products to time.
-        seconds: No product starts after this time.
     """
     a = torch.randn(size, size, dtype=torch.float32).to(machine.device, machine.dtype)
-    best, until = float("inf"), time.perf_counter() + seconds
-    for done in range(repeats):
+    best, until = float("inf"), time.perf_counter() + 1.0
+    for done in range(12):
         if done >= 2 and time.perf_counter() > until:
             break
         machine.synchronize()

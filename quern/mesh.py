@@ -271,10 +271,6 @@ class Mesh:
         """Returns how long this process was blocked in collectives. On GPUs the device waits, so this stays small."""
         return sum(group.traffic.waited_seconds for group in (self.data, self.model, self.world))
 
-    def reset_traffic(self) -> None:
-        for group in (self.data, self.model, self.world):
-            group.traffic = Traffic()
-
 
 def alone() -> Mesh:
     """Returns the mesh of a single process."""

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from quern.generate.grammar import Grammar
-from quern.generate.tools import MAX_CALLS, CallerTools, Kind, NoTools, ToolState
+from quern.generate.tools import CallerTools, Kind, NoTools, ToolState
 from quern.text.chat import ContentPart
 from quern.text.tokenizer import Tokenizer
 
@@ -77,7 +77,6 @@ class Reply:
         prompt_tokens: int,
         max_tokens: int,
         stop: Sequence[str] = (),
-        max_calls: int = MAX_CALLS,
         plain: bool = False,
         stop_ids: Sequence[int] = (),
         form: Grammar | None = None,
@@ -91,7 +90,6 @@ class Reply:
             prompt_tokens: Length of the prompt.
             max_tokens: The most tokens in the reply, including forced tokens.
             stop: The text ends before any of these strings.
-            max_calls: The number of tool calls that are answered; later calls get an error.
             plain: Continue a text instead of answering in the chat format.
             stop_ids: Further tokens that end the reply.
             form: What the text must look like; special tokens cannot occur in it.
@@ -115,7 +113,7 @@ class Reply:
         self._specials = set(tokenizer.special_ids.values())
         self._ends = self._specials if plain else {tokenizer.special(name) for name in STOP_TOKENS}
         self._ends = self._ends | set(stop_ids)
-        self._tools = NoTools() if plain else CallerTools(tokenizer) if calls else ToolState(tokenizer, max_calls)
+        self._tools = NoTools() if plain else CallerTools(tokenizer) if calls else ToolState(tokenizer)
         self._calls = calls
         self._constraint = form.start(tokenizer.bos if plain else tokenizer.special(STOP_TOKENS[0])) if form else None
         self._tool_start = -1 if plain else tokenizer.special("<|tool_start|>")

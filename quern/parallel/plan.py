@@ -197,9 +197,7 @@ def _check_sizes(model: Any, dims: Mapping[str, int | None], shards: int, ranks:
         raise ValueError(f"{shards} shards cannot share {counts} evenly: use --tp of one of {valid}")
 
 
-def bytes_sent(
-    model: Any, tokens: int, shards: int, plan: ShardingPlan | None = None, recomputed: int = 0
-) -> dict[str, int]:
+def bytes_sent(model: Any, tokens: int, shards: int, recomputed: int) -> dict[str, int]:
     """Returns the bytes that a rank sends through its model group in one training micro-batch, by the formula above.
 
     Args:
@@ -210,7 +208,7 @@ def bytes_sent(
     Returns:
         Bytes by kind of collective.
     """
-    plan = plan or plan_of(model)
+    plan = plan_of(model)
     width, itemsize = model.embedding.weight.size(1), model.embedding.weight.itemsize
     filled = -(-tokens // shards) * shards
     rows = 2 * (len(_regions(model, plan)) + 1) * filled + plan.shifts * shards

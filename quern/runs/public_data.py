@@ -143,7 +143,6 @@ def public_data(recipe: Recipe, out: Path, log: Callable[[str], None] = lambda l
         FileNotFoundError: There is no such file, folder or data set.
         ValueError: The set is for fine-tuning, or has no such config or split.
         OSError: A file cannot be downloaded or listed.
-        ImportError: `huggingface_hub` is not installed, for a name of the Hub.
     """
     known = _data(recipe, out)
     if known is None:
@@ -202,7 +201,7 @@ def fetch_conversations(asked: ConversationSource, out: Path) -> hub.Fetched:
     """The files of a public set of conversations or questions; of those, as many as `limit` needs.
 
     Raises:
-        ValueError, OSError, ImportError: As `public_data`.
+        ValueError, OSError: As `public_data`.
     """
     known = _find(asked.source, out, asked.split, "conversations")
     shards = None
@@ -253,7 +252,7 @@ def _find(name: str, out: Path, split: str, kind: Literal["documents", "conversa
     files = data_set(_listed(parsed, folder), parsed, split, kind)
     if kind == "conversations":  # the first of them are held out, as of every other source without a split for it
         files = replace(files, val=())
-    return _Known(files, folder, hub.hub_headers(parsed))
+    return _Known(files, folder, hub.hub_headers())
 
 
 def _pinned(name: str, known: _Known, log: Callable[[str], None]) -> _Known:
@@ -264,7 +263,7 @@ def _pinned(name: str, known: _Known, log: Callable[[str], None]) -> _Known:
     try:
         set_child_env(QUIET_HUB)
         return replace(known, files=pinned(known.files, _listed(repository_of(known.files), known.folder)))
-    except (OSError, ImportError) as error:
+    except OSError as error:
         log(f"{name}: all of its files are downloaded before they are read, since {error}")
         return known
 

@@ -20,14 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import BinaryIO, TypedDict
 from urllib.parse import quote, urlsplit
 
 from quern.records import FileFacts, read_json
 from quern.temporaries import alone_in, sha256_of, sync_path
 from quern.text.data_sets import HUB, HUGGING_FACE, DataSet
 from quern.text.repository import HubName, Repository
-from quern.validate import install
 from quern.waits.waiting import waiting
 
 CHUNK_BYTES = 1 << 18
@@ -117,15 +116,15 @@ def list_repository(name: HubName, endpoint: str = HUGGING_FACE) -> Repository:
     """Lists the files of a data set of the Hugging Face Hub, at the commit that its revision names now.
 
     Raises:
-        ImportError: `huggingface_hub` is not installed.
         OSError: There is no such data set or revision, it needs a token, or there is no connection.
     """
-    library = _library(name)
+    import huggingface_hub  # late: it reads its settings from the environment when it is imported
+
     try:
-        found = library.HfApi(endpoint=endpoint).dataset_info(
+        found = huggingface_hub.HfApi(endpoint=endpoint).dataset_info(
             name.repository, revision=name.revision or None, timeout=TIMEOUT_SECONDS, files_metadata=True
         )
-    except (OSError, library.errors.HTTPError) as error:
+    except (OSError, huggingface_hub.errors.HTTPError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise OSError(
             f"cannot list {name} at {endpoint}: {reason}; check the name, the connection and, for a set that asks for "
@@ -137,18 +136,12 @@ def list_repository(name: HubName, endpoint: str = HUGGING_FACE) -> Repository:
     )
 
 
-def hub_headers(name: HubName) -> dict[str, str]:
+def hub_headers() -> dict[str, str]:
     """The token of the user's account on the Hub as a header; empty without one."""
-    token = _library(name).get_token()
+    from huggingface_hub import get_token
+
+    token = get_token()
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _library(name: HubName) -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ImportError(f"{name} needs an extra package ({error}): {install('data')}") from error
-    return huggingface_hub
 
 
 def download(

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from quern.text.data_sets import HUB, DataSet
 from quern.text.sources import FORMATS, format_of, list_source
-from quern.validate import install
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<config>[^@]+))?(?:@(?P<revision>\S+))?")
@@ -129,7 +130,6 @@ def local_copy(
 
     Raises:
         ValueError: As `data_set`, or the card is damaged.
-        ImportError: The card lists files, and PyYAML is not installed.
     """
     if not folder.is_dir():
         return None
@@ -155,11 +155,7 @@ def local_copy(
 def _configs(card: Path, head: str) -> Sequence[Any]:
     """The list `configs` of a card. head: its first lines, which are YAML."""
     try:
-        import yaml
-
         return yaml.safe_load(head)["configs"] or ()
-    except ImportError as error:
-        raise ImportError(f"{card} lists files in YAML ({error}): {install('data')}, or name the files") from error
     except yaml.YAMLError as error:
         raise ValueError(
             f"{card} is damaged ({' '.join(str(error).split())}): correct it, or name the files"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quern import compiler
 from quern.generate.cache import KVCache, decode
-from quern.mesh import Mesh, Pending, ProcessGroup
+from quern.mesh import Mesh, Pending, ProcessGroup, Traffic
 from quern.model.gpt import GPT
 from quern.model.llama import Llama
 from quern.model.loss import loss_sum, token_losses
@@ -44,6 +44,11 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "unet": lambda: SmallWindows(replace(SHAPE, kv_heads=8)),
     "llama": lambda: Llama(replace(SHAPE, mlp_width=84)),
 }
+
+
+def reset_traffic(mesh: Mesh) -> None:
+    for group in (mesh.data, mesh.model, mesh.world):
+        group.traffic = Traffic()
 
 
 def whole_model(architecture: str) -> Any:
@@ -94,7 +99,7 @@ def compared(
     model = shard_model(whole_model(architecture), mesh)
     recompute(model, recomputed)
     cuts = (slice(0, 1), slice(1, None)) if accumulated else (slice(None),)
-    mesh.reset_traffic()
+    reset_traffic(mesh)
     loss, losses = passed(model, [tuple(part[at] for part in own) for at in cuts])
     sent = {kind: mesh.traffic().get(f"model/{kind}", 0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     uncut = whole_model(architecture)

@@ -20,6 +20,7 @@ from quern.recipes import gpt, llama, llama_adamw, unet
 from quern.resolve import resolve
 from quern.train.state import TrainState, build_model, build_state
 from quern.train.step import train_step
+from tests.parallel.sharded import reset_traffic
 from tests.support.ranks import Ranks
 from tests.support.toy_training import CPU
 
@@ -62,7 +63,7 @@ def counted(mesh: Mesh, architecture: str, broken: bool = False) -> dict[str, in
     _, step = stepping(mesh, architecture)
     if mesh.zero == 3:
         step()  # after which the last block stays gathered
-    mesh.reset_traffic()
+    reset_traffic(mesh)
     step()
     return mesh.traffic()
 
@@ -76,7 +77,7 @@ def leaving(mesh: Mesh, architecture: str) -> list[list[int]]:
     for parameter in parameters:  # these hooks come after the optimizer's
         parameter.register_post_accumulate_grad_hook(lambda _: left.append(mesh.data.traffic.calls["reduce_scatter"]))
     for _ in range(3):
-        mesh.reset_traffic()
+        reset_traffic(mesh)
         step()
         found.append(left[-len(parameters) :])
     return found

@@ -26,8 +26,6 @@ from quern.text.data_sets import DataSet
 from tests.support.hub_server import COMMIT, Hub, hub_server
 from tests.support.waiting import until
 
-pytest.importorskip("huggingface_hub", reason="needs the extra data")
-
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
     buffer = io.BytesIO()

@@ -109,7 +109,6 @@ def test_an_early_start_learns_the_same(inputs: Path, folder: Path) -> None:
 def test_training_begins_before_the_text_is_downloaded(
     inputs: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("huggingface_hub", reason="needs the extra data")
     lines = (folder / "text.jsonl").read_bytes().splitlines(keepends=True)
     with hub_server() as hub:
         hub.sets = {"mill/words": {f"data/train-{n}.jsonl": b"".join(lines[n : n + 100]) for n in range(0, 600, 100)}}

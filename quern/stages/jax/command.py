@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
+import yaml
 from annotated_types import Interval
 
 from quern.flags import check_flags
@@ -248,14 +249,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     text = path.read_text(encoding="utf-8")
-    if path.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError as error:
-            raise ImportError("reading YAML needs a package: pip install pyyaml, or give JSON") from error
-        body = yaml.safe_load(text)
-    else:
-        body = json.loads(text)
+    body = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
     if not isinstance(body, dict):
         raise ValueError(f"{path} must hold recipe fields by name, such as depth: 4")
     return body
