@@ -5,8 +5,8 @@ difference is idea - baseline of two runs with the same seed. docs/statistics.md
 
 - The variances of the ideas are moderated (Smyth 2004, "Linear models and empirical Bayes methods"): what the ideas
   have in common tells about each, which saves pairs.
-- The boundary is constant in normal scores over the looks (Pocock 1977), exact for the registered most pairs
-  (Armitage, McPherson & Rowe 1969).
+- The boundary over the looks is Wang & Tsiatis' (1987), integrated for the registered most pairs (Armitage,
+  McPherson & Rowe 1969).
 - The false discovery rate is bounded among the ideas called better or worse, and among those called "no difference"
   (Benjamini & Hochberg 1995); intervals are widened as much (Benjamini & Yekutieli 2005). A verdict follows from its
   interval alone.
@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,18 +28,16 @@ Floats = NDArray[np.floating[Any]]
 Runs = Mapping[int, float | None]
 """The score of each run by its seed; None for a run that failed."""
 Verdict = Literal["undecided", "better", "better, small", "worse", "worse, small", "no difference", "fails"]
-VERDICTS: tuple[Verdict, ...] = (
-    "undecided",
-    "better",
-    "better, small",
-    "worse",
-    "worse, small",
-    "no difference",
-    "fails",
-)
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """Indexed by the codes of `Decision`."""
 FIRST_LOOK = 3
 """Pairs before which nothing is decided."""
+SHAPE = 0.25
+"""Exponent of the boundary (Wang & Tsiatis 1987): 1/2 is Pocock's, 0 is O'Brien & Fleming's."""
+WORST = 8.0
+"""Bits per byte of a uniform guess. A run that ends there or above has failed."""
+LEAST_VARIANCE = 1e-24
+"""Of equal differences; far below the rounding of a score."""
 FAILURES = 0.05
 """Share of failed runs that an idea may have; or the baseline's share, if that is larger."""
 
@@ -103,13 +101,11 @@ class Judgement:
         findings: By idea.
         floor: The baseline against itself, on the seeds that no idea has; None for fewer than two of those.
         sd: Standard deviation of a pair's difference that the ideas have in common.
-        degrees: The weight of `sd` beside an idea's own differences; infinite where all ideas are alike.
     """
 
     findings: dict[str, Finding]
     floor: Finding | None
     sd: float
-    degrees: float
 
 
 @lru_cache
@@ -120,10 +116,10 @@ def _crossings(most_pairs: int) -> tuple[Floats, Floats]:
     """
     boundaries = np.linspace(0.5, 8, 51)[:, None]
     nodes, weights = np.polynomial.legendre.leggauss(64)
-    end = boundaries * math.sqrt(FIRST_LOOK)
+    end = boundaries * math.sqrt(FIRST_LOOK) * (FIRST_LOOK / most_pairs) ** (SHAPE - 0.5)
     mass = stats.norm.pdf(end * nodes, scale=math.sqrt(FIRST_LOOK)) * weights * end
     for n in range(FIRST_LOOK + 1, most_pairs + 1):
-        before, end = end * nodes, boundaries * math.sqrt(n)
+        before, end = end * nodes, boundaries * math.sqrt(n) * (n / most_pairs) ** (SHAPE - 0.5)
         density = np.einsum("bi,bij->bj", mass, stats.norm.pdf((end * nodes)[:, None, :] - before[:, :, None]))
         mass = density * weights * end
     return boundaries[:, 0], np.maximum(1 - mass.sum(-1), 1e-14)
@@ -136,23 +132,29 @@ def critical(level: ArrayLike, most_pairs: int) -> Floats:
 
 
 def moderate(variances: ArrayLike, degrees: ArrayLike) -> tuple[Floats, Floats]:
-    """Variance that the ideas of a study (last axis) have in common, and the degrees of freedom that it is worth.
+    """Computes what the variances of the ideas of a study (last axis) have in common.
 
-    Moments of the log variances (Smyth 2004, section 6.2). Variances that are 0 or have no degrees of freedom do not
-    count; of fewer than two, nothing is in common: 0 degrees.
+    Moments of the log variances (Smyth 2004, section 6.2), with less weight. All differences share the runs of the
+    baseline, so their variances correlate by up to 1/4, and K of them know no more than K / (1 + (K - 1)/4)
+    independent ones. The factor (K - 3) / (K - 1), as James and Stein's, is for the error of the weight itself.
+
+    Returns:
+        The common variance, and the degrees of freedom with which it adds to each idea's own.
     """
     v, df = np.broadcast_arrays(np.asarray(variances, float), np.asarray(degrees, float))
-    known = (v > 0) & (df > 0)
-    half, count = np.where(known, df, 1.0) / 2, known.sum(-1, keepdims=True)
-    logs = np.where(known, np.log(np.where(known, v, 1.0)) - special.digamma(half) + np.log(half), 0.0)
-    many = np.maximum(count, 2)
-    mean = logs.sum(-1, keepdims=True) / np.maximum(count, 1)
-    spread = np.where(known, np.square(logs - mean), 0.0).sum(-1, keepdims=True) / (many - 1)
-    excess = spread - np.where(known, special.polygamma(1, half), 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
+    known = (v > LEAST_VARIANCE) & (df > 0)
+    half, count = np.where(known, df, 1.0) / 2, np.maximum(known.sum(-1, keepdims=True), 2)
+
+    def mean(values: Floats) -> Floats:
+        return np.where(known, values, 0.0).sum(-1, keepdims=True) / count
+
+    logs = np.log(np.where(known, v, 1.0)) - special.digamma(half) + np.log(half)
+    centre = mean(logs)
+    excess = mean(np.square(logs - centre)) * count / (count - 1) - mean(special.polygamma(1, half))
     prior_half = _inverse_trigamma(np.maximum(excess, 1e-4))
-    pooled = np.where(known, df, 0.0).sum(-1, keepdims=True)
-    variance = np.exp(mean + special.digamma(prior_half) - np.log(prior_half))
-    return variance, np.where(count < 2, 0.0, np.minimum(2 * prior_half, pooled))
+    common = np.exp(centre + special.digamma(prior_half) - np.log(prior_half))
+    most = mean(df) * (count / (1 + (count - 1) / 4) - 1)
+    return common, np.minimum(2 * prior_half, most) * np.maximum(count - 3, 0) / (count - 1)
 
 
 def _inverse_trigamma(x: Floats) -> Floats:
@@ -186,20 +188,20 @@ def decide(difference: ArrayLike, error: ArrayLike, degrees: ArrayLike, looks: A
     ideas = m.shape[-1]
     ready = (n >= FIRST_LOOK) & (df > 0) & np.isfinite(m)
     m, se, df = np.where(ready, m, 0.0), np.where(ready, se, math.inf), np.where(ready, df, 1.0)
-    ranks = np.arange(1, ideas + 1)
+    early, ranks = (np.clip(n / rules.most_pairs, 1e-9, 1)) ** (SHAPE - 0.5), np.arange(1, ideas + 1)
 
     def rejected(distance: Floats, sides: int) -> tuple[NDArray[np.bool_], Floats]:
         """Benjamini & Hochberg's rejections, and the normal score at the level that they leave each idea."""
         with np.errstate(divide="ignore", invalid="ignore"):
             t = np.where(ready, distance / se, -math.inf)
-        score = -special.ndtri(special.stdtr(df, -t))
+        score = -special.ndtri(special.stdtr(df, -t)) / early
         needed = critical(rules.alpha * ranks / ideas * 2 / sides, rules.most_pairs)
         count = (ranks * (-np.sort(-score, -1) >= needed)).max(-1, keepdims=True)
         least = needed[np.maximum(count, 1) - 1]
         return (count > 0) & (score >= least), least
 
     def half(score: Floats) -> Floats:
-        return np.where(ready, -special.stdtrit(df, special.ndtr(-score)) * se, math.inf)
+        return np.where(ready, -special.stdtrit(df, special.ndtr(-score * early)) * se, math.inf)
 
     differ, score = rejected(np.abs(m), 2)
     same, same_score = rejected(rules.delta - np.abs(m), 1)
@@ -212,18 +214,82 @@ def decide(difference: ArrayLike, error: ArrayLike, degrees: ArrayLike, looks: A
     return Decision(codes, low, high)
 
 
+class Moments(NamedTuple):
+    """Arrays over ideas: means, variances and covariance of both arms over the `pairs` seeds that they share;
+    `base_rest`, the mean of the `others` seeds that only the baseline has; `spread`, its variance over all seeds."""
+
+    pairs: Floats
+    idea: Floats
+    base: Floats
+    idea_variance: Floats
+    base_variance: Floats
+    covariance: Floats
+    others: Floats
+    base_rest: Floats
+    spread: Floats
+
+
+class Estimate(NamedTuple):
+    """Arrays over ideas: idea - baseline, its standard error and degrees of freedom, and the common variance."""
+
+    difference: Floats
+    error: Floats
+    degrees: Floats
+    common: Floats
+
+
+def estimate(found: Moments, correction: ArrayLike = 0.0) -> Estimate:
+    """Estimates idea - baseline: mean of (idea - a · baseline) over the pairs, - (1 - a) · mean of the other seeds.
+
+    a is 1 for a plain paired difference, and in studies of fewer than four ideas. The less the runs of a pair have in
+    common, the more the other seeds tell, and the lower is a: for runs of equal variance σ² whose differences have the
+    variance τ² the best is 1 - (others / all seeds) · τ² / 2σ². Any a is unbiased; the error is that of the a used.
+
+    Args:
+        found: Of each idea.
+        correction: Standard error of a correction that all pairs of an idea share.
+    """
+    n, degrees = np.maximum(found.pairs, 1.0), np.maximum(found.pairs - 1, 0.0)
+    others, seeds = np.maximum(found.others, 1.0), np.maximum(found.pairs + found.others, 2.0)
+
+    def variance(a: ArrayLike) -> tuple[Floats, Floats, Floats]:
+        own = found.idea_variance + np.square(a) * found.base_variance - 2 * np.asarray(a) * found.covariance
+        common, weight = moderate(own, degrees)
+        total = np.maximum(weight + degrees, 1.0)
+        return (weight * common + degrees * np.maximum(own, LEAST_VARIANCE)) / total, common, weight
+
+    tau2, _, weight = variance(1.0)
+    slope = np.minimum(tau2 / np.maximum(2 * found.spread, LEAST_VARIANCE), 1.0)
+    a = 1 - np.where(weight > 0, found.others / seeds * slope, 0.0)
+    moderated, common, weight = variance(a)
+    parts = moderated / n, np.square(1 - a) * found.spread / others
+    total = np.maximum(parts[0] + parts[1] + np.square(correction), LEAST_VARIANCE)
+    # Successive t's of few degrees of freedom correlate less than the boundary supposes: one degree is for that.
+    own = np.maximum(weight + degrees - degrees / np.maximum(weight + degrees, 1.0), 1e-9)
+    inverse = np.square(parts[0] / total) / own + np.square(parts[1] / total) / (seeds - 1)
+    difference = found.idea - a * found.base - (1 - a) * found.base_rest
+    return Estimate(difference, np.sqrt(total), 1 / np.maximum(inverse, 1e-9), common)
+
+
+def score(bpb: float | None) -> float:
+    """Bits per byte of a run, finite. A run that failed, with None, counts as `WORST`."""
+    return WORST if bpb is None or not bpb < WORST else bpb
+
+
 def _scores(runs: Runs) -> dict[int, float]:
     """The runs that finished."""
-    return {seed: score for seed, score in runs.items() if score is not None and math.isfinite(score)}
+    return {seed: bpb for seed, bpb in runs.items() if bpb is not None and bpb < WORST}
 
 
-class _Estimate(NamedTuple):
-    """Idea - baseline: mean of (idea - share · baseline) over the shared seeds - (1 - share) · mean of the others."""
-
-    difference: float
-    share: float
-    variance: float
-    pairs: int
+def _moments(base: dict[int, float], idea: dict[int, float]) -> list[Any]:
+    """The fields of `Moments` for one idea."""
+    shared = sorted(base.keys() & idea.keys())
+    rest = [score for seed, score in base.items() if seed not in idea]
+    pair = np.array([[idea[seed] for seed in shared], [base[seed] for seed in shared]])
+    cov = np.cov(pair) if len(shared) > 1 else np.zeros((2, 2))
+    means = pair.mean(-1) if shared else [math.nan, math.nan]
+    spread = np.var(list(base.values()), ddof=1) if len(base) > 1 else 0.0
+    return [len(shared), *means, cov[0, 0], cov[1, 1], cov[0, 1], len(rest), np.mean(rest or [0.0]), spread]
 
 
 def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules, errors: Mapping[str, float] | None = None) -> Judgement:
@@ -238,48 +304,48 @@ def judge(base: Runs, ideas: Mapping[str, Runs], rules: Rules, errors: Mapping[s
     Returns:
         The findings. An idea that is decided needs no further pairs.
     """
-    errors = errors or {}
-    scores, names = _scores(base), list(ideas)
-    runs = [_scores(ideas[name]) for name in names]
-    pairs = [sorted(scores.keys() & one.keys()) for one in runs]
-    differences = [np.array([one[s] - scores[s] for s in shared]) for one, shared in zip(runs, pairs, strict=True)]
-    n = np.array([len(shared) for shared in pairs])
-    variances = np.array([one.var(ddof=1) if len(one) > 1 else 0.0 for one in differences])
-    degrees = np.maximum(n - 1, 0)
-    common, weight = moderate(variances, degrees) if names else (np.zeros(1), np.zeros(1))
-    moderated = (weight * common + degrees * variances) / np.maximum(weight + degrees, 1e-300)
-    mean = np.array([one.mean() if len(one) else math.nan for one in differences])
-    extra = np.array([errors.get(name, 0.0) for name in names])
-    error = np.sqrt(moderated / np.maximum(n, 1) + np.square(extra))
-    decision = decide(mean, error, weight + degrees, n, rules) if names else Decision(*(np.zeros(0, int),) * 3)
-    lost = len(base) - len(scores), len(base)
+    if not ideas:
+        return Judgement({}, None, math.nan)
+    scores, runs = _scores(base), {name: _scores(idea) for name, idea in ideas.items()}
+    found = Moments(*np.array([_moments(scores, one) for one in runs.values()], float).T)
+    made = estimate(found, [(errors or {}).get(name, 0.0) for name in ideas])
+    decision = decide(*made[:3], found.pairs, rules)
+    tried = np.array([len(idea) for idea in ideas.values()])
+    failed = tried - [len(one) for one in runs.values()]
+    lost = fails(failed, tried, len(base) - len(scores), len(base), len(ideas), rules.alpha)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        correlations = found.covariance / np.sqrt(found.idea_variance * found.base_variance)
     findings = {
         name: Finding(
-            verdict="fails" if _fails(lost, ideas[name], rules, len(names)) else VERDICTS[int(decision.codes[at])],
-            pairs=int(n[at]),
-            failed=len(ideas[name]) - len(runs[at]),
-            difference=float(mean[at]),
-            error=float(error[at]),
-            degrees=float((weight + degrees)[at]),
+            verdict="fails" if lost[at] else VERDICTS[int(decision.codes[at])],
+            pairs=int(found.pairs[at]),
+            failed=int(failed[at]),
+            difference=float(made.difference[at]),
+            error=float(made.error[at]),
+            degrees=float(made.degrees[at]),
             interval=(float(decision.low[at]), float(decision.high[at])),
-            correlation=_correlation([scores[s] for s in pairs[at]], [runs[at][s] for s in pairs[at]]),
+            correlation=float(correlations[at]) if found.pairs[at] > 2 else math.nan,
         )
-        for at, name in enumerate(names)
+        for at, name in enumerate(ideas)
     }
-    return Judgement(findings, None, math.sqrt(float(common[0])), float(weight[0]))
+    return Judgement(findings, _floor(scores, runs, rules), math.sqrt(made.common[0]))
 
 
-def _fails(base: tuple[int, int], idea: Runs, rules: Rules, ideas: int) -> bool:
+def _floor(base: dict[int, float], ideas: Mapping[str, dict[int, float]], rules: Rules) -> Finding | None:
+    """The baseline on the seeds of no idea, as an idea that is paired with its other seeds."""
+    taken = set[int]().union(*ideas.values())
+    first = {seed: score for seed, score in base.items() if seed in taken}
+    twin = dict(zip(first, (score for seed, score in base.items() if seed not in taken), strict=False))
+    return judge(first, {"twin": twin}, rules).findings["twin"] if len(twin) > 1 else None
+
+
+def fails(
+    failed: ArrayLike, runs: ArrayLike, base_failed: ArrayLike, base_runs: ArrayLike, ideas: int, alpha: float
+) -> NDArray[np.bool_]:
     """Whether an idea fails more often than `FAILURES` and the baseline: binomial, at level alpha / (5 ideas)."""
-    failed = len(idea) - len(_scores(idea))
-    usual = max(FAILURES, base[0] / max(base[1], 1))
-    return failed > 0 and float(stats.binom.sf(failed - 1, len(idea), usual)) <= rules.alpha / ideas / 5
-
-
-def _correlation(base: list[float], idea: list[float]) -> float:
-    if len(base) < 3 or np.ptp(base) == 0 or np.ptp(idea) == 0:
-        return math.nan
-    return float(np.corrcoef(base, idea)[0, 1])
+    failed = np.asarray(failed)
+    usual = np.maximum(FAILURES, np.asarray(base_failed) / np.maximum(base_runs, 1))
+    return (failed > 0) & (special.bdtrc(failed - 1.0, runs, usual) <= alpha / ideas / 5)
 
 
 class Reach(NamedTuple):
@@ -303,8 +369,9 @@ def reach(sd: float, rules: Rules, ideas: int, baseline_seeds: int = 1) -> Reach
         baseline_seeds: Seeds of the baseline for each pair.
     """
     n, power = rules.most_pairs, 0.8
-    degrees = (n - 1) * (1 + ideas) / 2  # half of what ideas that are alike would lend each other
-    error = sd * math.sqrt((1 + 1 / baseline_seeds) / (2 * n))
+    _, weight = moderate(np.ones(ideas), n - 1)
+    degrees = n - 1 + float(weight[0])
+    error = sd * math.sqrt((1 + 1 / (baseline_seeds if weight[0] else 1)) / (2 * n))
 
     def score(level: float) -> float:
         return -float(special.stdtrit(degrees, special.ndtr(-critical(level, n))))

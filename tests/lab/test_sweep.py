@@ -19,10 +19,10 @@ import pytest
 
 from quern.flags.recipe_file import read_recipe_file
 from quern.flags.recipe_flags import parse
-from quern.lab.evidence import WORST
 from quern.lab.options import SweepOptions
 from quern.lab.search.space import apply, read_space
 from quern.lab.search.sweep import run
+from quern.lab.verdict import WORST
 from quern.optim.groups import table
 from quern.optim.schedule import warmup_stable_decay
 from quern.recipe import Recipe

@@ -13,12 +13,12 @@ import optuna
 import pytest
 
 from quern import machine as machines
-from quern.lab.evidence import WORST
 from quern.lab.names import compare_facts, start_facts
 from quern.lab.search.results import importances, write_results
 from quern.lab.search.space import read_space
 from quern.lab.search.sweep import run
 from quern.lab.search.trials import fill
+from quern.lab.verdict import WORST
 from quern.recipe import Recipe
 from quern.resolve import resolve
 from tests.lab.sweep_worker import RECIPE, SPACE, FakeRun, FakeTrainer

@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from quern.lab.evidence import score
 from quern.lab.log.page import HEADER, Page, machine_line, repeat, table
+from quern.lab.verdict import score
 from quern.records import read_json, read_lines
 
 RESULTS, TRIALS, FIGURE = "results.json", "sweep.jsonl", "pairs.svg"

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
-from quern.lab.evidence import WORST, score
 from quern.lab.search.space import Dimension, Space
 from quern.lab.search.trials import TRIALS
+from quern.lab.verdict import WORST, score
 from quern.records import strict
 from quern.temporaries import write_whole
 from quern.terminal import grid
@@ -115,7 +115,7 @@ def edge_warnings(space: Space, best: Trial) -> list[str]:
 def against_baseline(best: Trial, trials: Sequence[Trial]) -> dict[str, float] | None:
     """The mean difference of the best trial from the recipe's own values, and its standard error over the seeds.
 
-    A run that diverged counts as `evidence.WORST`, as in the value of its trial.
+    A run that diverged counts as `verdict.WORST`, as in the value of its trial.
     """
     own = [trial for trial in trials if trial["baseline"]]
     if not own or own[0]["trial"] == best["trial"] or {best["outcome"], own[0]["outcome"]} - set(MEASURED):

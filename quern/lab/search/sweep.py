@@ -1,7 +1,7 @@
 """`quern lab sweep`: searches the fields of a recipe for the lowest validation bits per byte, with Optuna.
 
 A trial trains one set of values on the same seeds as every other trial; its value is the mean of the final bits per
-byte. A run that diverges counts as `evidence.WORST`. The records hold everything: a sweep can be killed at any moment
+byte. A run that diverges counts as `verdict.WORST`. The records hold everything: a sweep can be killed at any moment
 and started again, and any number of workers may share its folder (search/trials.py). The value of the best trial is too
 good, because it was selected: confirm it with `quern lab compare` on other seeds.
 """

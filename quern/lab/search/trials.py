@@ -22,8 +22,8 @@ import optuna
 from optuna.exceptions import TrialPruned
 from optuna.trial import TrialState
 
-from quern.lab.evidence import WORST, score
 from quern.lab.search.space import Space, apply
+from quern.lab.verdict import WORST, score
 from quern.recipe import Recipe
 from quern.records import drop_torn_end, read_lines, strict
 from quern.resolve import resolve
