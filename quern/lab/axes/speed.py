@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,24 +59,6 @@ class Speed:
 
     def __str__(self) -> str:
         return f"{self.ratio:.3f} times the baseline's seconds ± {self.error:.1%}, {self.pairs} pairs"
-
-
-def measure_speeds(
-    base: Recipe,
-    ideas: Mapping[str, Recipe],
-    out: Path,
-    machine: Machine,
-    *,
-    error: float = 0.005,
-    most_seconds: float = 120.0,
-    log: Callable[[str], None] = silent,
-) -> dict[str, Speed]:
-    """Measures ideas one after another; see `measure_speed`."""
-    found: dict[str, Speed] = {}
-    for name, idea in ideas.items():
-        found[name] = one = measure_speed(base, idea, out, machine, error=error, most_seconds=most_seconds, log=log)
-        log(f"{name}: {one}")
-    return found
 
 
 def measure_speed(
