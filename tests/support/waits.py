@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from quern.cli import main, verbs
+from quern.cli import main, summaries, verbs
 from quern.data.shards import GrowingCorpus
 from quern.machine import detect
 from quern.runs import load as loading
@@ -165,6 +165,7 @@ def run_child(name: str, folder: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    summaries.SUMMARIES["wait"] = "waits"
     verbs.VERBS["wait"] = lambda verb, rest: WAITS[name](folder)
     code = 99
     try:
