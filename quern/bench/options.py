@@ -50,9 +50,9 @@ class BenchOptions:
     documents: Annotated[int, Interval(ge=1, le=10**9)] = 1_000_000
     """`packing`: documents of the corpus whose loader is started and resumed; 100,000,000 takes minutes."""
     train: Annotated[Path | None, UNSAID] = None
-    """`quality`: the training text, a file or a folder."""
+    """`quality`: the training text, a file or a folder. It has no default."""
     val: Annotated[Path | None, UNSAID] = None
-    """`quality`: the validation text of `--train`."""
+    """`quality`: the validation text of `--train`. It has no default."""
     minutes: Amount = 10.0
     """`quality`: minutes of training, counted in steps only."""
     depth: Annotated[int, Interval(ge=1, le=1000)] = 4
