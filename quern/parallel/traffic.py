@@ -9,8 +9,8 @@ back), over the optimizer's buckets of P elements each, padding included (bucket
                           of buckets that replicas share (zero3.py), in each micro-batch: gradients once; parameters
                           once, of all blocks except the last twice
     data/all_to_all       s · Σ (E + O) of stacks that do not divide          from regions to owners, and back
-    data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 16 + 4)      their gradients; the numbers of targets
-                                                                              and positions; the loss;
+    data/all_reduce       2(n-1)/n · (s · Σ P of small buckets + 32 + 4)      their gradients; the numbers of targets,
+                                                                              positions and FLOPs; the loss;
                                                                               8 more for the passes of a step, where
                                                                               replicas share parameters
     world/all_reduce      2(nm-1)/nm · 4                                      the gradient's norm
@@ -31,8 +31,8 @@ from quern.parallel.buckets import Bucket
 from quern.parallel.layout import Layout
 from quern.parallel.plan import bytes_sent
 
-COUNT_BYTES = 16
-"""Two int64: the number of targets in the global batch, and of all positions."""
+COUNT_BYTES = 32
+"""Four int64, over the global batch: targets, positions, FLOPs of products and of attention."""
 PASSES_BYTES = 8
 LOSS_BYTES = 4
 NORM_BYTES = 4
