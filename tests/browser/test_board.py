@@ -49,7 +49,9 @@ def write_study(out: Path) -> None:
     folder = out / "lab" / "night"
     folder.mkdir(parents=True)
     recipes = {"gpt": {"depth": 4, "optim": {"lr": 0.1}}, "idea": {"depth": 4, "optim": {"lr": 0.2}}}
-    (folder / "study.json").write_text(json.dumps({"base": "gpt", "recipes": recipes, "delta": 0.002}))
+    (folder / "study.json").write_text(json.dumps({"base": "gpt", "delta": 0.002}))
+    arms = [json.dumps({"arm": arm, "recipe": recipe}) + "\n" for arm, recipe in recipes.items()]
+    (folder / "arms.jsonl").write_text("".join(arms))
     with (folder / "trials.jsonl").open("w") as file:
         for seed in range(3):
             for arm in recipes:
@@ -58,8 +60,8 @@ def write_study(out: Path) -> None:
                 ]
                 trial = {"recipe": arm, "seed": seed, "steps": 4, "bpb": curve[-1]["bpb"], "curve": curve}
                 file.write(json.dumps(trial) + "\n")
-    verdict = {"idea": "idea", "axis": "steps", "n": 3, "mean": -0.125, "low": -0.25, "high": None, "e_value": 30.0}
-    (folder / "verdicts.json").write_text(json.dumps([verdict | {"verdict": "better"}]))
+    verdict = {"idea": "idea", "axis": "steps", "n": 3, "mean": -0.125, "low": -0.25, "high": None}
+    (folder / "verdicts.json").write_text(json.dumps([verdict | {"verdict": "better, small"}]))
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +250,7 @@ def test_a_study_has_its_tables_and_curves(chrome: Chrome, url: str) -> None:
         "!document.getElementById('study-card').hidden && document.querySelectorAll('#lines tbody tr').length === 2"
     )
     [verdict] = rows(chrome, "verdicts")
-    assert verdict == ["idea", "steps", "3", "−0.1250", "[−0.2500, ∞]", "", "30", "better"]
+    assert verdict == ["idea", "steps", "3", "−0.1250", "[−0.2500, ∞]", "", "better, small"]
     assert chrome.run("document.querySelectorAll('#verdicts svg').length") == 1
     assert [row[:5] for row in rows(chrome, "arms")] == [[arm, "4", "3", "0", "1.3611"] for arm in ("gpt", "idea")]
     assert [row[:2] for row in rows(chrome, "lines")] == [["gpt", "3"], ["idea", "3"]]

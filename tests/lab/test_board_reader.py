@@ -206,7 +206,7 @@ def test_a_study(tmp_path: Path) -> None:
     (folder / "arms.jsonl").write_text("".join(json.dumps(arm) + "\n" for arm in arms))
     trials = [trial("gpt", 0, 1.25), trial("gpt", 1, 1.75), trial("idea", 0, None)]
     (folder / "trials.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trials))
-    flat = {"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "high": -0.05, "e_value": 30.0}
+    flat = {"idea": "idea", "axis": "steps", "n": 5, "mean": -0.1, "low": -0.2, "high": -0.05}
     nested = {
         "idea": "idea",
         "axis": "flops",

@@ -102,4 +102,4 @@ def _verdict(row: dict[str, Any]) -> dict[str, Any]:
     row = {**(paired if isinstance(paired, dict) else {}), **row}
     if isinstance(row.get("interval"), list) and len(row["interval"]) == 2:
         row["low"], row["high"] = row["interval"]
-    return {name: row.get(name) for name in ("idea", "axis", "n", "mean", "low", "high", "e_value", "verdict")}
+    return {name: row.get(name) for name in ("idea", "axis", "n", "mean", "low", "high", "verdict")}

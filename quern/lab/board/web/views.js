@@ -122,8 +122,7 @@ export function showStudy() {
     { name: "Mean difference", number: true, text: (row) => signed(row.mean) },
     { name: "Interval", number: true, text: (row) => (row.n ? `[${signed(row.low) || "−∞"}, ${signed(row.high) || "∞"}]` : "") },
     { name: "", cell: (row, cell) => cell.replaceChildren(...(typeof row.mean === "number" ? [whisker(row.low, row.mean, row.high, range)] : [])) },
-    { name: "e-value", number: true, text: (row) => number(row.e_value) },
-    { name: "Verdict", cell: (row, cell) => { cell.textContent = row.verdict ?? ""; cell.className = { better: "better", worse: "worse" }[row.verdict] ?? ""; } },
+    { name: "Verdict", cell: (row, cell) => { cell.textContent = row.verdict ?? ""; cell.className = /^(better|worse)/.exec(row.verdict)?.[0] ?? ""; } },
   ];
   renderTable(element("verdicts"), columns, rows, { caption: "Difference of each idea to the baseline; lower is better" });
   const arms = [
