@@ -194,7 +194,7 @@ def test_the_formula_by_hand(monkeypatch: Any) -> None:
     rows = 2 * 3 * 134 * 16
     norms = 5 * 64  # each begins at a multiple of 64
     moved = 2 * 2 * (3 * sum(regions) + rows) // 3
-    small = 2 * 2 * 2 * norms // 3 + 2 * 2 * 16 // 3 + 2 * 2 * 4 // 3
+    small = 2 * 2 * 2 * norms // 3 + 2 * 2 * 32 // 3 + 2 * 2 * 4 // 3
     layout = lay_out(made, torch.bfloat16, 3, 1)
     assert data_bytes(layout) == {
         "data/reduce_scatter": moved,
